@@ -1,0 +1,184 @@
+"""One run's configuration: typed, validated, and named by what it says.
+
+:class:`RunConfig` holds what every study shares; a study subclasses it, adds what only it needs, and is listed in
+:data:`STUDIES`. Everything a run depends on is a field, so that the run id, made from the fields, names it completely.
+"""
+import hashlib
+import json
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+
+class Dimensions(NamedTuple):
+    """A model's shape: what tells one size from another."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+
+
+# The handout's five sizes, the 2026 edition's 10B, and three that a laptop's CPU runs in milliseconds.
+SIZES = {
+    "small": Dimensions(768, 3072, 12, 12),
+    "medium": Dimensions(1024, 4096, 24, 16),
+    "large": Dimensions(1280, 5120, 36, 20),
+    "xl": Dimensions(1600, 6400, 48, 25),
+    "2.7B": Dimensions(2560, 10240, 32, 32),
+    "10B": Dimensions(4608, 12288, 50, 36),
+    "nano": Dimensions(32, 128, 2, 2),
+    "micro": Dimensions(64, 256, 2, 4),
+    "tiny": Dimensions(128, 512, 4, 4),
+}
+# What each mode runs, in order.
+PHASES = {"forward": ["forward"],
+          "forward_backward": ["forward", "loss", "backward"],
+          "step": ["forward", "loss", "backward", "optimizer"]}
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; its text is one sentence: the field, what it was, what is allowed."""
+
+
+def device_here(asked: Any) -> Any:
+    """``auto`` becomes the device this machine has; anything else is left for the field's type to judge."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+class RunConfig(BaseModel):
+    """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    study: str
+    size: str = "custom"
+    d_model: int = Field(ge=2)
+    d_ff: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    vocab_size: int = Field(10_000, ge=2)
+    context_length: int = Field(ge=1)
+    batch_size: int = Field(4, ge=1)
+    mode: Literal[tuple(PHASES)] = "step"
+    precision: Literal[PRECISIONS] = "fp32"
+    attention: Literal["eager", "sdpa"] = "eager"
+    compile: bool = False
+    optimizer: Literal["foreach", "fused", "forloop"] = "foreach"
+    device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
+    warmup_steps: int = Field(5, ge=0)
+    timed_steps: int = Field(10, ge=1)
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_dimensions(cls, values: Any) -> Any:
+        """A size stands for its dimensions, and dimensions that a size has are given its name."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        size = values.get("size", "custom")
+        named = SIZES.get(size) if isinstance(size, str) else None
+        if named is None and size != "custom":
+            raise ValueError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}"
+                             " (or give d_model, d_ff, num_layers and num_heads without a size)")
+        for field, number in named._asdict().items() if named else ():
+            if values.setdefault(field, number) != number:
+                raise ValueError(f"{field}: got {values[field]!r}, but size {size!r} has {number}; leave one of them out")
+        dimensions = tuple(values.get(field) for field in Dimensions._fields)
+        values["size"] = next((name for name, known in SIZES.items() if known == dimensions), "custom")
+        return values
+
+    @model_validator(mode="after")
+    def heads_divide(self) -> "RunConfig":
+        if self.d_model % self.num_heads:
+            raise ValueError(f"num_heads: got {self.num_heads}, but it must divide d_model = {self.d_model}")
+        if (self.d_model // self.num_heads) % 2:
+            raise ValueError(f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads ="
+                             f" {self.d_model // self.num_heads} must be even")
+        return self
+
+    @property
+    def run_id(self) -> str:
+        """Readable, and the same for the same configuration whatever spelled it.
+
+        Fields left at their default are not hashed, so that a field added later renames no run; a record holds
+        every field, and one whose fields differ from the configuration's is not taken for it (store.py).
+        """
+        fields = self.model_dump(exclude_defaults=True, exclude={"size"})
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{digest}"
+
+
+class BenchmarkConfig(RunConfig):
+    """End-to-end timing of the step."""
+
+    study: Literal["benchmark"] = "benchmark"
+
+
+class WarmupConfig(RunConfig):
+    """The first steps of a fresh process, and what the first of them pays for."""
+
+    study: Literal["warmup"] = "warmup"
+    module_loading: Literal["lazy", "eager"] = "lazy"  # CUDA_MODULE_LOADING: kernels at first use, or all at the start
+
+
+STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig}
+
+
+def configure(study: str, **values: Any) -> RunConfig:
+    """Validate one run's fields. A field given as None counts as not given; ``device`` defaults to ``auto``.
+
+    Raises:
+        ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.
+    """
+    if study not in STUDIES:
+        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(STUDIES)}")
+    values = {field: value for field, value in values.items() if value is not None}
+    try:
+        return STUDIES[study](**{"device": "auto"} | values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(item, STUDIES[study]) for item in error.errors())) from None
+
+
+def _sentence(item: dict, model: type[RunConfig]) -> str:
+    field = ".".join(map(str, item["loc"]))
+    if item["type"] == "value_error":  # our own validators word their errors whole
+        return str(item["ctx"]["error"])
+    if item["type"] == "extra_forbidden":
+        return (f"{field}: no such field in study {model.model_fields['study'].default!r};"
+                f" its fields are {', '.join(model.model_fields)}")
+    if item["type"] == "missing":
+        return f"{field}: not given, and it has no default"
+    return f"{field}: got {item['input']!r}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def from_notebook(study: str, names: dict[str, Any]) -> RunConfig:
+    """The configuration that a notebook's parameters cell spells: its variables have the names of the fields.
+
+    Args:
+        names: the notebook's ``globals()``; what is no field of the study is passed over.
+    """
+    return configure(study, **{field: names[field] for field in STUDIES[study].model_fields if field in names})
+
+
+def require_device(config: RunConfig) -> None:
+    """Check, before anything starts, that this machine has what the configuration asks for.
+
+    Raises:
+        ConfigError: no such device, or a precision that the device lacks.
+    """
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
+                              " 'cpu' and 'auto' are possible")
+        capability = torch.cuda.get_device_capability()
+        if config.precision in ("tf32", "bf16") and capability < (8, 0):
+            raise ConfigError(f"precision: got {config.precision!r}, but {torch.cuda.get_device_name()} has compute"
+                              f" capability {capability[0]}.{capability[1]} and it needs 8.0; fp32 and fp16 are possible")
+    elif config.precision == "tf32":
+        raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

@@ -1,0 +1,207 @@
+"""Turn a report written in GitHub markdown into one self-contained HTML page."""
+
+from __future__ import annotations
+
+import base64
+import re
+import unicodedata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import markdown
+from bs4 import BeautifulSoup, Comment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+PICTURE_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".svg": "image/svg+xml",
+    ".webp": "image/webp",
+}
+EXTENSIONS = ["tables", "md_in_html", "fenced_code", "footnotes", "sane_lists"]
+WIDE_COLUMNS = 8  # a table with more columns than this is set smaller
+LONG_CELL = 48  # a cell with more characters than this is kept from becoming a thin strip
+
+# Markup that would make a browser fetch something, or run something, besides an <img src>.
+_LOADERS = (
+    "script, style, link, base, meta, iframe, object, embed, video, audio, source, image,"
+    ' [srcset], [background], [style*="url("]'
+)
+_QUOTE = re.compile(r"(?:> ?)*")
+_FENCE = re.compile(r" *(`{3,}|~{3,})")
+_LIST_ITEM = re.compile(r" *(?:[-*+]|(\d+)[.)]) +(?=\S)")
+_OPEN_BLOCK = re.compile(r"^<(details|div)\b(?![^>]*\bmarkdown=)")
+
+
+def render_page(
+    markdown_text: str, base_folder: Path, title: str | None = None, link_base: str = ""
+) -> str:
+    """Return `markdown_text` as the text of one HTML file that loads nothing else.
+
+    Arguments:
+        markdown_text: the report, in GitHub's markdown.
+        base_folder: the folder that the report's picture paths are relative to.
+        title: the page's title; without it, the first heading's text.
+        link_base: put before every relative link (pictures and in-page links excepted),
+            with one slash between; without it, such links stay as written.
+
+    Raises:
+        ValueError: a picture is missing, remote or of a type not in PICTURE_TYPES, or the
+            report holds markup that loads something else (a script, a frame, a video).
+    """
+    html = markdown.markdown(_as_python_markdown(markdown_text), extensions=EXTENSIONS)
+    soup = BeautifulSoup(html, "html.parser")
+    for comment in soup.find_all(string=lambda text: isinstance(text, Comment)):
+        comment.extract()  # notes to the report's writers are not for its readers
+    if loader := soup.select_one(_LOADERS):
+        raise ValueError(f"a self-contained page cannot hold {str(loader)[:120]!r}")
+    contents = _name_headings(soup)
+    _embed_pictures(soup, Path(base_folder))
+    _box_tables(soup)
+    _prefix_links(soup, link_base)
+    # Strict, so that a misspelt name in the template fails instead of printing nothing.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=title or (contents[0]["text"] if contents else "Report"),
+        contents=contents,
+        body=Markup(str(soup)),
+    )
+
+
+def github_slug(heading: str) -> str:
+    """Return GitHub's anchor for a heading: lower case, no punctuation, dashes for spaces."""
+    # By Unicode category, not \w: GitHub drops superscripts and fractions, which \w keeps.
+    kept = ("L", "M", "Nd", "Pc")
+    text = heading.strip().lower()
+    return "".join(
+        char for char in text if char in "- " or unicodedata.category(char).startswith(kept)
+    ).replace(" ", "-")
+
+
+def _as_python_markdown(text: str) -> str:
+    """Rewrite the GitHub markdown that Python-Markdown would read differently.
+
+    Python-Markdown wants a blank line before a list or table, four spaces per level of a
+    nested list, code inside a list or quote indented instead of fenced, and a mark on an
+    HTML block whose content is markdown.
+    """
+    lines: list[str] = []
+    columns: list[int] = []  # where the text of each open list item starts
+    quote, fence, previous = 0, "", ""
+    for line in text.splitlines():
+        if quote or not fence:  # in a fence outside quotes, ">" is code
+            marks = _QUOTE.match(line)[0]
+            line = line[len(marks) :]
+            if marks.count(">") != quote:
+                quote, fence, previous, columns = marks.count(">"), "", "", []
+        indent = len(line) - len(line.lstrip(" "))
+        if not fence and line.strip():
+            was_list = bool(columns)
+            while columns and indent < columns[-1]:
+                columns.pop()
+        start, nested = (columns[-1] if columns else 0), "    " * len(columns)
+        mark = _FENCE.match(line) if indent < start + 4 else None
+        if fence:
+            closing = mark and mark[1].startswith(fence) and not line.strip(" `~")
+            fence = "" if closing else fence
+            if columns or quote:
+                line = "" if closing else f"    {nested}{line[min(indent, start) :]}"
+        elif mark:
+            fence = mark[1]
+            line = "" if columns or quote else line.lstrip(" ")
+        elif line.strip():
+            item = _LIST_ITEM.match(line) if indent < start + 4 else None
+            # As on GitHub, a paragraph's wrapped "2024. ..." does not start a list.
+            opens_list = item and not was_list and item[1] in (None, "1")
+            opens_table = line.startswith("|") and not previous.startswith("|")
+            if previous and (opens_list or opens_table):
+                lines.append("> " * quote)
+            if item and (was_list or opens_list or not previous):
+                columns.append(item.end())
+            line = nested + (line.lstrip(" ") if item else line[start:])
+            line = _OPEN_BLOCK.sub(r'<\1 markdown="1"', line)
+        previous = line.strip()
+        lines.append("> " * quote + line)
+    return "\n".join(lines)
+
+
+def _name_headings(soup: BeautifulSoup) -> list[dict]:
+    """Give every heading its GitHub anchor; return level, anchor and text of each, in order."""
+    contents, taken = [], set()
+    for heading in soup.find_all(re.compile("^h[1-6]$")):
+        text = " ".join(heading.get_text().split())
+        slug = anchor = github_slug(text)
+        repeat = 0
+        while anchor in taken:
+            repeat += 1
+            anchor = f"{slug}-{repeat}"
+        taken.add(anchor)
+        heading["id"] = anchor
+        contents.append({"level": int(heading.name[1]), "anchor": anchor, "text": text})
+    return contents
+
+
+def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
+    """Put each picture into the page as a data: URI; make one alone in its paragraph a figure."""
+    for img in soup.find_all("img"):
+        img["src"] = _data_uri(img.get("src", ""), base_folder)
+        paragraph = img.find_parent("p")
+        if paragraph and not paragraph.get_text(strip=True) and len(paragraph.find_all("img")) == 1:
+            paragraph.name = "figure"
+            if img.get("alt"):
+                caption = soup.new_tag("figcaption")
+                caption.string = img["alt"]
+                paragraph.append(caption)
+
+
+def _data_uri(source: str, base_folder: Path) -> str:
+    """Return the picture at `source`, a path relative to `base_folder`, as a data: URI.
+
+    Raises:
+        ValueError: `source` is a web address, of a type not in PICTURE_TYPES, or no file.
+    """
+    if source.startswith("data:image/"):
+        return source
+    address = urlsplit(source)
+    if address.scheme or address.netloc:
+        raise ValueError(f"picture {source!r} is not a file under {base_folder}")
+    path = base_folder / unquote(address.path)
+    kind = PICTURE_TYPES.get(path.suffix.lower())
+    if kind is None:
+        allowed = ", ".join(PICTURE_TYPES)
+        raise ValueError(f"picture {source!r} ({path}) is not of an allowed type: {allowed}")
+    if not path.is_file():
+        raise ValueError(f"picture {source!r} not found: looked for {path}")
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _box_tables(soup: BeautifulSoup) -> None:
+    """Wrap each table in a box that scrolls by itself, reachable by keyboard."""
+    for table in soup.find_all("table"):
+        columns = max((len(row.find_all(["th", "td"])) for row in table.find_all("tr")), default=1)
+        kind = "table wide" if columns > WIDE_COLUMNS else "table"
+        box = soup.new_tag("div", attrs={"class": kind, "style": f"--columns: {columns}"})
+        box.attrs |= {"tabindex": "0", "role": "region", "aria-label": "Table"}
+        table.wrap(box)
+        for cell in table.find_all("td"):
+            if len(cell.get_text()) > LONG_CELL:
+                cell["class"] = "long"
+        for code in table.find_all("code"):  # GitHub drops the escape that kept a "|" in its cell
+            code.string = code.get_text().replace("\\|", "|")
+
+
+def _prefix_links(soup: BeautifulSoup, link_base: str) -> None:
+    """Put `link_base` before every link that is relative to the report's folder."""
+    for link in soup.find_all("a", href=True) if link_base else []:
+        address = urlsplit(link["href"])
+        if address.path and not (address.scheme or address.netloc or address.path.startswith("/")):
+            link["href"] = f"{link_base.rstrip('/')}/{link['href']}"

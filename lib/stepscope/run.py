@@ -1,0 +1,46 @@
+"""The notebook's side of a run: note what it runs on, hand over what it found."""
+import json
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import Markdown, display
+
+from stepscope.config import RunConfig, require_device
+from stepscope.machine import gpu_state, machine, software
+from stepscope.store import write_table, write_text_durably
+
+OUTCOME = "outcome.json"
+
+
+class Run:
+    """One execution of a study's notebook.
+
+    Args:
+        config: what is run.
+        run_folder: where the outcome goes; empty when the notebook is run by hand, and then nothing is written.
+
+    Raises:
+        ConfigError: this machine cannot run the configuration.
+    """
+
+    def __init__(self, config: RunConfig, run_folder: str | Path):
+        require_device(config)
+        self.config = config
+        self.folder = Path(run_folder) if run_folder else None
+        self.outcome = {"machine": machine(config.device), "software": software(), "gpu_before": gpu_state(config.device)}
+        self._write()  # what runs out of memory later has still said on what
+        on = self.outcome["machine"]["device_name"]
+        display(Markdown(f"**{config.study}: {config.run_id}** on {on}, torch {self.outcome['software']['torch']}"))
+
+    def finish(self, tables: dict[str, pd.DataFrame], results: dict, measuring_s: float = 0.0) -> None:
+        """Hand over tables and scalar results. ``measuring_s``: seconds that went into the measured work itself."""
+        self.outcome |= {"results": results, "measuring_s": measuring_s, "gpu_after": gpu_state(self.config.device)}
+        if self.folder:
+            self.outcome["tables"] = {name: write_table(self.folder, name, table).model_dump()
+                                      for name, table in tables.items()}
+            self.outcome["finished"] = True
+            self._write()
+
+    def _write(self) -> None:
+        if self.folder:
+            write_text_durably(self.folder / OUTCOME, json.dumps(self.outcome))
