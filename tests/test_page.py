@@ -5,12 +5,9 @@ import re
 
 import pytest
 from bs4 import BeautifulSoup
-
 from stepscope.page import github_slug, render_page
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 RUN = "20250611T142233Z-large-ctx512-bf16"
 REPORT = f"""# The step, timed
 See [memory](#2-memory-peak--share), [the table](#all-runs) and [one run](runs/h200/{RUN}/notebook.ipynb).

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import nvtx
+import torch
 from torch import nn
 
 DOMAIN = "stepscope"
@@ -37,32 +38,75 @@ def _attributes(name: str):
     return _domain.get_event_attributes(message=name)
 
 
-def _wrapped(method: Callable, name: str) -> Callable:
+class Annotation:
+    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same names.
+
+    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives each of its
+    nodes the number that its thread's counter had when forward made it. The counter's values at the two ends of a region
+    therefore tell the nodes that the region made: exactly, fused or rewritten operations included, where ranges from
+    module hooks would miss what lies between modules.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int, str]] = []  # (first, end) of each region's numbers; inner regions before outer
+        self.output = None                          # of the region that ended last
+
+    def link_backward(self) -> None:
+        """Between forward and backward: hang on each autograd node an NVTX range of the region that made it."""
+        owners = {}
+        for first, end, name in reversed(self.made):  # inner regions overwrite outer ones
+            owners.update(dict.fromkeys(range(first, end), name))
+        todo, seen = [(self.output.grad_fn, None)], set()
+        while todo:
+            node, maker = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            # A parameter's node that stores its gradient has no number of its own; it belongs to the parameter's user.
+            name = owners.get(node._sequence_nr(), maker if node.name().endswith("AccumulateGrad") else None)
+            if name:
+                attributes = _attributes(name)
+                node.register_prehook(lambda _, attributes=attributes: _domain.push_range(attributes))
+                node.register_hook(lambda *_: _domain.pop_range())
+            todo += [(function, name) for function, _ in node.next_functions]
+        self.made.clear()
+        self.output = None
+
+
+def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
     attributes, push, pop = _attributes(name), _domain.push_range, _domain.pop_range
+    number, made = torch._C._autograd._get_sequence_nr, annotation.made
 
     @functools.wraps(method)
     def call(*args, **kwargs):
+        first = number()
         push(attributes)
         try:
-            return method(*args, **kwargs)
+            output = annotation.output = method(*args, **kwargs)
         finally:
             pop()
+        made.append((first, number(), name))
+        return output
     return call
 
 
 @contextmanager
-def annotated(model: nn.Module) -> Iterator[None]:
-    """Open an NVTX range around every method of ``model`` that bears a region's name, until the block ends."""
-    shadowed = []
+def annotated(model: nn.Module) -> Iterator[Annotation]:
+    """Open an NVTX range around every method of ``model`` that bears a region's name, until the block ends.
+
+    Call ``link_backward()`` of what it gives before each backward pass that is to bear the names as well, and
+    ``made.clear()`` after a forward pass without one.
+    """
+    annotation, shadowed = Annotation(), []
     for module in model.modules():
         for attribute in dir(type(module)):
             name = getattr(getattr(type(module), attribute, None), "region", None)
             if isinstance(name, str):
                 # An instance attribute shadows the class's method; deleting it brings the plain method back.
-                vars(module)[attribute] = _wrapped(getattr(module, attribute), name)
+                vars(module)[attribute] = _wrapped(getattr(module, attribute), name, annotation)
                 shadowed.append((module, attribute))
     try:
-        yield
+        yield annotation
     finally:
         for module, attribute in shadowed:
             del vars(module)[attribute]

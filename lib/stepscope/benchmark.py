@@ -9,6 +9,8 @@ from stepscope.store import Record, Store, load_table, runs_frame
 from stepscope.summary import summarize
 from stepscope.timing import WHOLE
 
+LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch the GPU is done with it
+
 
 def peak_memory(step: Step) -> dict[str, float | int]:
     """Parameters, and on a GPU the allocator's peaks so far in MiB."""
@@ -36,9 +38,27 @@ def with_rates(times: pd.DataFrame, config: RunConfig, ceilings: pd.DataFrame) -
     return times
 
 
+def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
+    """Add ``launch_bound_share`` to one run's summary: 1 for a phase that is launch-bound, else 0; for the whole step the
+    share of its phases' time that is so.
+
+    A phase is launch-bound when the GPU is done with it less than 10% of its time after the host has enqueued it: the GPU
+    kept up with the host and waited for its launches. (That the host was busy enqueuing all the while would not tell: a
+    host far ahead blocks on the full launch queue, and then the GPU has that queue, a thousand launches, still to do.)
+    """
+    bound = (times["trailing_ms"] < LAUNCH_BOUND * times["median_ms"]).astype(float)
+    phases = times["phase"] != WHOLE
+    weights = times["median_ms"].where(phases, 0.0)
+    return times.assign(launch_bound_share=bound.where(phases, (bound * weights).sum() / weights.sum()))
+
+
 def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
-    """One run's table: a row a phase and one for the whole step."""
-    return with_rates(summarize(samples, ["phase"]), config, ceilings)
+    """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and the two functions above.
+
+    A CPU's host waits for each operation, so there nothing is launch-bound and the column is left out.
+    """
+    times = with_rates(summarize(samples, ["phase"]), config, ceilings)
+    return with_launch_bound(times) if config.device == "cuda" else times
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stepscope import StepscopeError
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
@@ -96,14 +98,73 @@ def list_runs(runs: RunsOption = None) -> None:
         console.print(f"[yellow]{error}[/]", soft_wrap=True)
 
 
+@app.command()
+def render(runs: RunsOption = None,
+           out: Annotated[Path | None, typer.Option(help="Where the report goes.", show_default="the runs folder")] = None) -> None:
+    """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
+    from stepscope.report import render
+    from stepscope.store import Store
+    folder = _local_runs(runs)
+    for path in render(Store(folder), out or folder)[:2]:
+        print(path)
+
+
+@app.command()
+def check(runs: RunsOption = None,
+          out: Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")] = None) -> None:
+    """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
+    from stepscope.report import check
+    from stepscope.store import Store
+    folder = _local_runs(runs)
+    check(Store(folder), out or folder)
+    console.print(f"{out or folder}: the report is what the records in {folder} say")
+
+
+@app.command()
+def report(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
+    """Measure this machine and render its report: the full matrix on a GPU, tiny models on a CPU.
+
+    Everything goes into the runs folder; the committed reference results stay as they are.
+    """
+    from stepscope.config import device_here
+    from stepscope.sweep import find_sweep
+    names = ["benchmark", "warmup"] if device_here("auto") == "cuda" else ["cpu"]
+    folder = _local_runs(runs)
+    try:
+        _sweep([find_sweep(name) for name in names], folder, time_budget)
+    finally:  # what was measured is shown, also when something failed or time ran out
+        if folder.exists():
+            render(folder)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers for measuring, and what is missing."""
+    from stepscope.config import device_here
+    from stepscope.machine import gpu_state, machine, software
+    device = device_here("auto")
+    table = Table("", "", title="What this machine offers", show_header=False)
+    for part in (machine(device), software(), gpu_state(device)):
+        for name, value in part.items():
+            table.add_row(name, str(value))
+        table.add_section()
+    Console().print(table)
+    if device == "cpu":
+        console.print("No CUDA GPU is seen by torch: reports here are the CPU preset (tiny models).")
+
+
+@app.command()
+def bench() -> None:
+    """Print what measuring costs, as ratios measured side by side in this process."""
+    from stepscope.bench import bench
+    bench(Console())
+
+
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
-    from stepscope.config import ConfigError
-    from stepscope.store import RecordError, StoreBusy
-    from stepscope.sweep import SweepError
     try:
         app()
-    except (ConfigError, SweepError, RecordError, StoreBusy) as error:
+    except StepscopeError as error:
         console.print(f"[red]error:[/] {error}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_BAD_INPUT)
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from stepscope import StepscopeError
+
 
 class Dimensions(NamedTuple):
     """A model's shape: what tells one size from another."""
@@ -39,7 +41,7 @@ PHASES = {"forward": ["forward"],
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
-class ConfigError(ValueError):
+class ConfigError(StepscopeError, ValueError):
     """A configuration that cannot be run; its text is one sentence: the field, what it was, what is allowed."""
 
 
@@ -124,7 +126,7 @@ class WarmupConfig(RunConfig):
     """The first steps of a fresh process, and what the first of them pays for."""
 
     study: Literal["warmup"] = "warmup"
-    module_loading: Literal["lazy", "eager"] = "lazy"  # CUDA_MODULE_LOADING: kernels at first use, or all at the start
+    profile: bool = False  # run the first step under torch.profiler, to see which calls it waits in
 
 
 STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig}

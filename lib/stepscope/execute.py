@@ -21,6 +21,8 @@ from stepscope.store import Record, Store
 
 PROJECT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = PROJECT / "notebooks"
+# A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.
+ORPHANED = "__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID']) or __import__('os')._exit(1)"
 logging.getLogger("papermill").setLevel(logging.ERROR)
 
 
@@ -53,7 +55,8 @@ def _run_notebook(config: RunConfig, folder: Path) -> tuple[str, str | None]:
     # 107 bytes, hence a folder of its own in the system's temporary folder and not one beside the runs.
     sockets = tempfile.mkdtemp(prefix="stepscope-")
     traits = Traits({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"},
-                     "ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+                     "ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"},
+                     "NotebookClient": {"shutdown_kernel": "immediate", "extra_arguments": [f"--IPKernelApp.exec_lines={ORPHANED}"]}})
     try:
         papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
                                    kernel_name="python3", cwd=folder, progress_bar=False, config=traits)

@@ -155,6 +155,10 @@ class TransformerLM(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)
 
+    @region("cross_entropy")
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # (B, T, V), (B, T) -> mean over tokens, ()
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 
 def parameter_count(config: RunConfig) -> int:
     """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""

@@ -1,16 +1,14 @@
 """Turn a report written in GitHub markdown into one self-contained HTML page."""
 
-from __future__ import annotations
-
 import base64
 import re
 import unicodedata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import markdown
 from bs4 import BeautifulSoup, Comment
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 PICTURE_TYPES = {
@@ -21,7 +19,6 @@ PICTURE_TYPES = {
     ".svg": "image/svg+xml",
     ".webp": "image/webp",
 }
-EXTENSIONS = ["tables", "md_in_html", "fenced_code", "footnotes", "sane_lists"]
 WIDE_COLUMNS = 8  # a table with more columns than this is set smaller
 LONG_CELL = 48  # a cell with more characters than this is kept from becoming a thin strip
 
@@ -30,15 +27,9 @@ _LOADERS = (
     "script, style, link, base, meta, iframe, object, embed, video, audio, source, image,"
     ' [srcset], [background], [style*="url("]'
 )
-_QUOTE = re.compile(r"(?:> ?)*")
-_FENCE = re.compile(r" *(`{3,}|~{3,})")
-_LIST_ITEM = re.compile(r" *(?:[-*+]|(\d+)[.)]) +(?=\S)")
-_OPEN_BLOCK = re.compile(r"^<(details|div)\b(?![^>]*\bmarkdown=)")
 
 
-def render_page(
-    markdown_text: str, base_folder: Path, title: str | None = None, link_base: str = ""
-) -> str:
+def render_page(markdown_text: str, base_folder: Path, title: str | None = None, link_base: str = "") -> str:
     """Return `markdown_text` as the text of one HTML file that loads nothing else.
 
     Arguments:
@@ -52,7 +43,7 @@ def render_page(
         ValueError: a picture is missing, remote or of a type not in PICTURE_TYPES, or the
             report holds markup that loads something else (a script, a frame, a video).
     """
-    html = markdown.markdown(_as_python_markdown(markdown_text), extensions=EXTENSIONS)
+    html = MarkdownIt("commonmark").enable("table").render(markdown_text)
     soup = BeautifulSoup(html, "html.parser")
     for comment in soup.find_all(string=lambda text: isinstance(text, Comment)):
         comment.extract()  # notes to the report's writers are not for its readers
@@ -82,56 +73,7 @@ def github_slug(heading: str) -> str:
     # By Unicode category, not \w: GitHub drops superscripts and fractions, which \w keeps.
     kept = ("L", "M", "Nd", "Pc")
     text = heading.strip().lower()
-    return "".join(
-        char for char in text if char in "- " or unicodedata.category(char).startswith(kept)
-    ).replace(" ", "-")
-
-
-def _as_python_markdown(text: str) -> str:
-    """Rewrite the GitHub markdown that Python-Markdown would read differently.
-
-    Python-Markdown wants a blank line before a list or table, four spaces per level of a
-    nested list, code inside a list or quote indented instead of fenced, and a mark on an
-    HTML block whose content is markdown.
-    """
-    lines: list[str] = []
-    columns: list[int] = []  # where the text of each open list item starts
-    quote, fence, previous = 0, "", ""
-    for line in text.splitlines():
-        if quote or not fence:  # in a fence outside quotes, ">" is code
-            marks = _QUOTE.match(line)[0]
-            line = line[len(marks) :]
-            if marks.count(">") != quote:
-                quote, fence, previous, columns = marks.count(">"), "", "", []
-        indent = len(line) - len(line.lstrip(" "))
-        if not fence and line.strip():
-            was_list = bool(columns)
-            while columns and indent < columns[-1]:
-                columns.pop()
-        start, nested = (columns[-1] if columns else 0), "    " * len(columns)
-        mark = _FENCE.match(line) if indent < start + 4 else None
-        if fence:
-            closing = mark and mark[1].startswith(fence) and not line.strip(" `~")
-            fence = "" if closing else fence
-            if columns or quote:
-                line = "" if closing else f"    {nested}{line[min(indent, start) :]}"
-        elif mark:
-            fence = mark[1]
-            line = "" if columns or quote else line.lstrip(" ")
-        elif line.strip():
-            item = _LIST_ITEM.match(line) if indent < start + 4 else None
-            # As on GitHub, a paragraph's wrapped "2024. ..." does not start a list.
-            opens_list = item and not was_list and item[1] in (None, "1")
-            opens_table = line.startswith("|") and not previous.startswith("|")
-            if previous and (opens_list or opens_table):
-                lines.append("> " * quote)
-            if item and (was_list or opens_list or not previous):
-                columns.append(item.end())
-            line = nested + (line.lstrip(" ") if item else line[start:])
-            line = _OPEN_BLOCK.sub(r'<\1 markdown="1"', line)
-        previous = line.strip()
-        lines.append("> " * quote + line)
-    return "\n".join(lines)
+    return "".join(char for char in text if char in "- " or unicodedata.category(char).startswith(kept)).replace(" ", "-")
 
 
 def _name_headings(soup: BeautifulSoup) -> list[dict]:
@@ -195,8 +137,6 @@ def _box_tables(soup: BeautifulSoup) -> None:
         for cell in table.find_all("td"):
             if len(cell.get_text()) > LONG_CELL:
                 cell["class"] = "long"
-        for code in table.find_all("code"):  # GitHub drops the escape that kept a "|" in its cell
-            code.string = code.get_text().replace("\\|", "|")
 
 
 def _prefix_links(soup: BeautifulSoup, link_base: str) -> None:

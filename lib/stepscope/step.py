@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepscope.config import RunConfig
 from stepscope.model import TransformerLM
@@ -19,7 +18,7 @@ class Step:
 
     config: RunConfig
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # only where the mode uses it
     scaler: torch.amp.GradScaler
     tokens: Tensor   # (B, T) int64
     targets: Tensor  # (B, T) int64
@@ -37,7 +36,7 @@ class Step:
             if mode == "forward":
                 return
             with phase("loss"), self.autocast():
-                loss = functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+                loss = self.model.loss(logits, self.targets)
             with phase("backward"):
                 self.scaler.scale(loss).backward()
             if mode == "forward_backward":
@@ -63,8 +62,10 @@ def build_step(config: RunConfig) -> Step:
         with torch.device(config.device):
             model = TransformerLM(config)
             tokens, targets = torch.randint(config.vocab_size, (2, config.batch_size, config.context_length)).unbind()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
-                                      foreach=config.optimizer == "foreach")
+        optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
+        if config.mode == "step":
+            optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
+                                          foreach=config.optimizer == "foreach")
     scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
     return Step(config, torch.compile(model) if config.compile else model, optimizer, scaler, tokens, targets)
 

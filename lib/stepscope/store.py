@@ -18,16 +18,17 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from stepscope import StepscopeError
 from stepscope.config import RunConfig
 
 SCHEMA_VERSION = 1
 
 
-class RecordError(ValueError):
+class RecordError(StepscopeError, ValueError):
     """A record that cannot be used; the text names the file and what is wrong with it."""
 
 
-class StoreBusy(RuntimeError):
+class StoreBusy(StepscopeError, RuntimeError):
     """Another sweep is writing into the same folder."""
 
 
@@ -74,12 +75,12 @@ def write_text_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make what is in a file, or the renames in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -107,6 +108,8 @@ def read_record(folder: Path, check_tables: bool = False) -> Record:
         record = Record.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"{path}: no record in this run folder") from None
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -164,13 +167,16 @@ class Store:
 
     def commit(self, folder: Path, record: Record) -> Path:
         """Write the record, last, and put the run in its place. A failed run that stood there is replaced."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                sync(path)
         write_text_durably(folder / "record.json", record.model_dump_json(indent=1) + "\n")
         place = self.root / record.study / record.run_id
         place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists():
             os.rename(place, self.partial / f"replaced-{folder.name}")
         os.rename(folder, place)
-        sync_folder(place.parent)
+        sync(place.parent)
         return place
 
     def set_aside(self, folder: Path) -> Path:

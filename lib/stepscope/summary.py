@@ -6,7 +6,6 @@ from scipy import stats
 NOISY = 0.05          # standard deviation over mean
 DRIFT = 0.02          # change from the first sample to the last by Theil-Sen's slope, over the median
 GAP = 0.05            # between two groups of samples, over the median
-LAUNCH_BOUND = 0.10   # the GPU ends this soon after the host's last launch, as a share of the time
 
 
 def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -17,7 +16,7 @@ def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         by: columns that tell the groups; ``phase`` among them.
 
     Returns columns: by, n, mean_ms, std_ms, median_ms, ci_low_ms, ci_high_ms, enqueue_ms (median), trailing_ms (median
-    time by which the GPU ended after the host's last launch), launch_bound, flags (text, empty when there are none).
+    time by which the GPU ended after the host's last launch), flags (text, empty when there are none).
     """
     timed = samples[samples["timed"]].assign(trailing_ms=trailing_ms)
     rows = []
@@ -28,7 +27,7 @@ def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         rows.append({**dict(zip(by, key if isinstance(key, tuple) else (key,))), "n": len(times), "mean_ms": times.mean(),
                      "std_ms": times.std(ddof=1) if len(times) > 1 else np.nan, "median_ms": np.median(times),
                      "ci_low_ms": low, "ci_high_ms": high, "enqueue_ms": enqueue, "trailing_ms": trailing,
-                     "launch_bound": bool(trailing < LAUNCH_BOUND * np.median(times)), "flags": "; ".join(flags(times))})
+                     "flags": "; ".join(flags(times))})
     return pd.DataFrame(rows)
 
 
@@ -36,8 +35,7 @@ def trailing_ms(samples: pd.DataFrame) -> pd.Series:
     """How long after the host had enqueued a row's work the GPU finished it, in ms.
 
     Both clocks start together at a synchronised step, so the lag at a phase's end is the difference of what each has
-    summed up by then; the whole step's is its wall time less the time to enqueue it. About zero means that the GPU
-    waited for launches. (The enqueue time alone would not tell: a host ahead of the GPU blocks on a full launch queue.)
+    summed up by then; the whole step's is its wall time less the time to enqueue it.
     """
     lag = samples["time_ms"] - samples["enqueue_ms"]
     groups = [column for column in ("run_id", "step") if column in samples]

@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stepscope import StepscopeError
 from stepscope.config import ConfigError, RunConfig, configure, require_device
 from stepscope.execute import execute
 from stepscope.machine import machine
@@ -21,7 +22,7 @@ SHIPPED = Path(__file__).parent / "sweeps"
 BLOCK_KEYS = ("study", "fixed", "axes")
 
 
-class SweepError(ValueError):
+class SweepError(StepscopeError, ValueError):
     """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
 
 
@@ -39,7 +40,7 @@ def load_sweep(path: Path) -> list[RunConfig]:
     except OSError as error:
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
         raise SweepError(f"{path}: cannot be read ({error.strerror}); sweeps that ship with stepscope: {shipped}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SweepError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     configs = {}
     for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
@@ -48,6 +49,8 @@ def load_sweep(path: Path) -> list[RunConfig]:
                 configs.setdefault((config.study, config.run_id), config)
         except (ConfigError, SweepError) as error:
             raise SweepError(f"{path}, block {number}: {error}") from None
+    if not configs:
+        raise SweepError(f"{path}: asks for no run")
     return list(configs.values())
 
 
@@ -61,6 +64,9 @@ def _expand(block: object) -> Iterator[RunConfig]:
     for key, mapping in (("fixed", fixed), ("axes", axes)):
         if not isinstance(mapping, dict):
             raise SweepError(f"{key}: got {mapping!r}, but expected a mapping from field names")
+        for name in mapping:
+            if not isinstance(name, str) or name == "study":
+                raise SweepError(f"{key}: got {name!r}, but expected names of fields (study stands beside fixed and axes)")
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
             raise SweepError(f"axes.{name}: got {values!r}, but expected a list of one or more values")

@@ -1,4 +1,5 @@
 """What the first step of a fresh process pays for: each part done by itself and timed."""
+import re
 import statistics
 from collections.abc import Callable
 from timeit import default_timer
@@ -7,6 +8,7 @@ import pandas as pd
 import torch
 
 from stepscope.step import Step
+from stepscope.store import Record, Store, load_table, runs_frame
 from stepscope.timing import PhaseClock
 
 REPEATS = 3
@@ -28,6 +30,38 @@ def first_uses(device: str) -> dict[str, float]:
     return {"CUDA context": timed_ms(device, torch.cuda.init),
             "first allocation": timed_ms(device, lambda: torch.empty(1, device=device)),
             "cuBLAS handle": timed_ms(device, torch.cuda.current_blas_handle)}
+
+
+# Calls into CUDA's runtime and driver by what they are for. A kernel that is launched for the first time is loaded
+# then, inside the call that launches it or asks about it (CUDA's lazy loading).
+CALLS = {"kernel loading and launches": re.compile(r"Launch|FuncGet|FuncSet|Occupancy|Module|Library"),
+         "device memory": re.compile(r"Malloc|Free|MemCreate|MemMap"),
+         "waiting for the GPU": re.compile(r"Synchronize|EventQuery"),
+         "other CUDA calls": re.compile("")}
+
+
+def profiled_calls(step: Step) -> pd.DataFrame:
+    """Time inside CUDA API calls of the first step, and of a steady one after it, under torch.profiler (CUPTI).
+
+    Returns columns call, purpose (a key of :data:`CALLS`), first_calls, first_ms, steady_calls, steady_ms; empty on a CPU.
+    """
+    frames = []
+    for which in ("first", "steady"):
+        step.clear_gradients()
+        with torch.profiler.profile() as profiler:
+            step()
+            if step.config.device == "cuda":
+                torch.cuda.synchronize()
+        rows = [(event.key, event.count, event.cpu_time_total / 1e3) for event in profiler.key_averages()
+                if re.match(r"cu(da)?[A-Z]", event.key)]
+        frames.append(pd.DataFrame(rows, columns=["call", f"{which}_calls", f"{which}_ms"]))
+        for _ in range(REPEATS):
+            step.clear_gradients()
+            step()
+    calls = frames[0].merge(frames[1], on="call", how="outer").fillna(0)
+    purpose = [next(name for name, pattern in CALLS.items() if pattern.search(call)) for call in calls["call"]]
+    calls.insert(1, "purpose", purpose)
+    return calls.sort_values("first_ms", ascending=False, ignore_index=True)
 
 
 def again(step: Step) -> dict[str, float]:
@@ -75,6 +109,13 @@ def first_costs(samples: pd.DataFrame, before: dict[str, float], undone: dict[st
     rows += [("first step beyond steady", "in", beyond)] + [(part, "in", time_ms) for part, time_ms in undone.items()]
     rows += [("not told apart", "in", beyond - sum(undone.values()))]
     return pd.DataFrame(rows, columns=["part", "when", "time_ms"])
+
+
+def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
+    """One table (``samples``, ``costs`` or ``calls``) of every warm-up run, each row with its run's configuration."""
+    records = [record for record in records if record.study == "warmup" and record.status == "ok"]
+    rows = load_table(store, records, table)
+    return rows.merge(runs_frame(records).drop(columns="study"), on="run_id") if len(rows) else rows
 
 
 def reading(samples: pd.DataFrame, costs: pd.DataFrame) -> str:

@@ -1,0 +1,96 @@
+"""An answer is made from tables: its words, the numbers in it, the tables beside it and the runs it stands on.
+
+This module has the type, and the wording that all answers share; a study's answers are in the module of its name. An
+adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
+"""
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+
+@dataclass
+class Answer:
+    """The answer to one question.
+
+    ``text`` and ``finding`` are markdown; ``finding`` is the one sentence for the first page, empty when there is none.
+    ``tables`` are (caption, table) with text ready to print; ``figures`` are (file stem, caption); ``runs`` are the
+    run folders, relative to the runs folder, that the numbers were computed from.
+    """
+
+    key: str
+    question: str
+    text: str
+    finding: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    tables: list[tuple[str, pd.DataFrame]] = field(default_factory=list)
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+
+
+def no_data(key: str, question: str, sweep: str) -> Answer:
+    """What stands in a question's place while nothing has been measured for it."""
+    return Answer(key, question, f"Not answered here: this runs folder has no records for it. `stepscope sweep {sweep}`"
+                                 " measures them.")
+
+
+def runs_of(frame: pd.DataFrame) -> list[str]:
+    """Run folders of a table's rows."""
+    return sorted(set(frame["study"] + "/" + frame["run_id"]))
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number to so many significant digits, with no exponent and a comma for thousands; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def ms(value: float) -> str:
+    return f"{number(value)} ms" if abs(value) < 1e4 else f"{number(value / 1e3)} s"
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    return f"{share:.{decimals}%}"
+
+
+def plus_minus(mean: float, std: float) -> str:
+    """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three below 10)."""
+    if not math.isfinite(mean):
+        return "–"
+    decimals = 3 if mean < 10 else 2
+    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}" if math.isfinite(std) else f"{mean:,.{decimals}f}"
+
+
+def span(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
+    """"a to b", or one number where both print the same."""
+    low, high = number(min(values), digits), number(max(values), digits)
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def listing(items: Iterable[str]) -> str:
+    items = list(items)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else "none"
+
+
+def count(n: int, noun: str) -> str:
+    """"no runs", "1 run", "2 runs"."""
+    return f"{n or 'no'} {noun}{'' if n == 1 else 's'}"
+
+
+def apart(a: pd.Series, b: pd.Series) -> bool:
+    """Whether two medians differ by more than both their confidence intervals allow (the intervals do not overlap)."""
+    return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
+
+
+def by_size(frame: pd.DataFrame) -> pd.DataFrame:
+    """Sizes as an ordered category, smallest first, so that tables and figures keep that order."""
+    from stepscope.config import SIZES
+    order = sorted((size for size in frame["size"].unique() if size in SIZES), key=lambda s: SIZES[s].d_model * SIZES[s].num_layers)
+    order += sorted(set(frame["size"]) - set(order))
+    return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
+        ["size", "context_length"], kind="stable", ignore_index=True)

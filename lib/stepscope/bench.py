@@ -1,0 +1,121 @@
+"""What measuring costs, side by side in one process: the harness, annotation, and the sweep around them."""
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from timeit import default_timer
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from stepscope.annotate import annotated
+from stepscope.config import configure
+from stepscope.step import Step, build_step
+from stepscope.store import Store
+from stepscope.sweep import run_sweep
+from stepscope.timing import PhaseClock
+
+ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
+STEPS = 20   # a round
+CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 512}, {"size": "medium", "context_length": 512}],
+                  "cpu": [{"size": "tiny", "context_length": 128, "vocab_size": 1000}]}
+
+
+def harness_ms(step: Step) -> float:
+    """Median of a step as the harness clocks it: GPU time over all phases, on a CPU host time."""
+    clock, times_ms = PhaseClock(step.config.device), []
+    for _ in range(STEPS):
+        step.clear_gradients()
+        clock.start()
+        step(clock)
+        times_ms.append(sum(time_ms for _, time_ms, _ in clock.stop()[:-1]))
+    return statistics.median(times_ms)
+
+
+def bare_ms(step: Step) -> float:
+    """Median of a step between two CUDA events and nothing else; on a CPU, between two readings of the host's clock."""
+    times_ms = []
+    for _ in range(STEPS):
+        step.clear_gradients()
+        if step.config.device == "cpu":
+            started = default_timer()
+            step()
+            times_ms.append((default_timer() - started) * 1e3)
+            continue
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return statistics.median(times_ms)
+
+
+def library_ms(step: Step) -> float:
+    """Median of a step by a library's benchmark: Triton's on a GPU, torch's own on a CPU."""
+    def once() -> None:
+        step.clear_gradients()
+        step()
+    if step.config.device == "cuda":
+        from triton.testing import do_bench  # comes with torch's CUDA build only
+        return do_bench(once, warmup=100, rep=STEPS * 60, return_mode="median")
+    from torch.utils.benchmark import Timer
+    return Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads()).adaptive_autorange(max_run_time=2).median * 1e3
+
+
+def annotated_ms(step: Step) -> float:
+    with annotated(step.model):
+        return harness_ms(step)
+
+
+def bench(console: Console) -> None:
+    """Print every comparison as a ratio to its first row."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    library = "triton.testing.do_bench" if device == "cuda" else "torch.utils.benchmark.Timer"
+    for values in CONFIGURATIONS[device]:
+        step = build_step(configure("benchmark", device=device, **values))
+        for _ in range(5):
+            step()
+        _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}", step,
+                 {"the harness": harness_ms, "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
+        del step
+    size = "small" if device == "cuda" else "nano"
+    step = build_step(configure("benchmark", device=device, size=size, context_length=128, mode="forward"))
+    for _ in range(20):
+        step()
+    _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
+             {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
+    _bench_sweep(console, device)
+
+
+def _compare(console: Console, title: str, step: Step, methods: dict[str, Callable[[Step], float]]) -> None:
+    rounds = [{name: method(step) for name, method in methods.items()} for _ in range(ROUNDS)]
+    table = Table("measured by", "ms", "ratio", "lowest and highest ratio of the rounds", title=title, title_justify="left")
+    first = next(iter(methods))
+    for name in methods:
+        ratios = [r[name] / r[first] for r in rounds]
+        table.add_row(name, f"{statistics.median(r[name] for r in rounds):.4g}", f"{statistics.median(ratios):.4f}",
+                      f"{min(ratios):.4f} {max(ratios):.4f}")
+    console.print(table)
+
+
+def _bench_sweep(console: Console, device: str) -> None:
+    """A sweep's wall time against the time its runs spent in warm-up and timed steps."""
+    fixed = CONFIGURATIONS[device][0] | {"device": device}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.yaml"
+        modes = ["forward", "forward_backward", "step"]
+        path.write_text(f"{{study: benchmark, fixed: {fixed}, axes: {{mode: {modes}}}}}".replace("'", '"'))
+        store, started = Store(Path(folder) / "runs"), default_timer()
+        run_sweep([path], store, console=Console(quiet=True))
+        wall_s = default_timer() - started
+        records = store.records()[0]
+    in_steps_s = sum(record.measuring_s for record in records)
+    in_runs_s = sum(record.duration_s for record in records)
+    table = Table("time", "s", "of the wall time", title=f"A sweep of {len(records)} runs ({fixed['size']})", title_justify="left")
+    for name, seconds in (("wall time of the sweep", wall_s), ("in runs (kernel start, imports, notebook)", in_runs_s),
+                          ("in warm-up and timed steps", in_steps_s), ("outside of runs", wall_s - in_runs_s)):
+        table.add_row(name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
+    console.print(table)

@@ -1,0 +1,115 @@
+"""How long load_trace takes, and how much memory, on a made-up capture of any size.
+
+    python -m stepscope.bench_trace [kernels [ranges]]
+"""
+
+import multiprocessing
+import re
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from stepscope.trace import activity_totals, check_conservation, kernel_summary, load_trace, phase_clocks
+
+SCHEMA = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
+    correlationId INTEGER, globalPid INTEGER, demangledName INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER);
+CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER,
+    domainId INTEGER);
+"""
+PROCESS_ID = 1 << 48 | 7 << 24
+MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
+
+
+def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
+    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(SCHEMA)
+        for table, rows in tables.items():
+            columns = len(connection.execute(f"PRAGMA table_info({table})").fetchall())
+            connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * columns)})", rows)
+        connection.commit()
+
+
+def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
+    """A capture of about that many ranges, and exactly that many kernels, launched evenly over its steps.
+
+    A step is a forward and a backward, which are made of blocks of four regions each; backward's blocks and launches are
+    on a second thread. Names of ranges are registered strings; there are 50 kernels of two families.
+    """
+    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # in each phase: a block and its four regions are five ranges
+    unit = 10_000  # ns in one region
+    phase_time = (4 * blocks + 2) * unit
+    names = ["step", "forward", "backward", "block", "a", "b", "c", "d"]
+
+    def range_rows() -> Iterable[tuple]:
+        def event(name: str, start: int, end: int, thread: int) -> tuple:
+            return start, end, 59, None, thread, names.index(name), 0
+        for step in range(steps):
+            at = step * 2 * phase_time
+            yield event("step", at, at + 2 * phase_time, MAIN)
+            for phase, thread in (("forward", MAIN), ("backward", AUTOGRAD)):
+                yield event(phase, at, at + phase_time, MAIN)
+                for block in range(blocks):
+                    inside = at + (1 + 4 * block) * unit
+                    yield event("block", inside, inside + 4 * unit, thread)
+                    for i in range(4):
+                        yield event(names[4 + i], inside + i * unit, inside + (i + 1) * unit, thread)
+                at += phase_time
+
+    launched = np.linspace(0, steps * 2 * phase_time - 1, kernels).astype(int)
+    thread = np.where(launched // phase_time % 2, AUTOGRAD, MAIN).tolist()
+    index, launched = range(1, kernels + 1), launched.tolist()
+    kernel_names = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}" for i in range(50)]
+    write_export(
+        path,
+        StringIds=enumerate(names + kernel_names),
+        NVTX_EVENTS=range_rows(),
+        CUPTI_ACTIVITY_KIND_RUNTIME=((t, t + 3000, tid, i) for t, tid, i in zip(launched, thread, index)),
+        CUPTI_ACTIVITY_KIND_KERNEL=((t + 5000, t + 9000 + i % 5000, 0, 7, i, PROCESS_ID, len(names) + i % 50)
+                                    for t, i in zip(launched, index)),
+    )
+
+
+def _measure(path: str) -> dict[str, float]:
+    begin = time.perf_counter()
+    operations, ranges = load_trace(path)
+    loaded = time.perf_counter()
+    check_conservation(operations, activity_totals(path))
+    clocks = phase_clocks(operations, ranges)
+    kernel_summary(operations, ("phase", "region", "family"))
+    accounted = time.perf_counter()
+    peak_kib = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return {"kernels": len(operations), "ranges": len(ranges), "load_s": loaded - begin,
+                "account_s": accounted - loaded, "peak_mib": peak_kib / 1024,
+                "in_phases": int(clocks["operations"].sum())}
+
+
+def bench_trace(kernels: int = 1_000_000, ranges: int = 1_000_000) -> dict[str, float]:
+    """Load a made-up capture in a process of its own; print and return what it took.
+
+    Returns:
+        kernels, ranges (in the capture), load_s, account_s (conservation, clocks and a summary), peak_mib (of the whole
+        process: interpreter, pandas and results; Linux only), in_phases (operations in the table of clocks).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "capture.sqlite")
+        make_capture(path, kernels, ranges)
+        # A fresh process, so that making the capture is not in its peak.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(_measure, str(path)).result()
+    print("  ".join(f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value:,}" for key, value in result.items()))
+    return result
+
+
+if __name__ == "__main__":
+    bench_trace(*map(int, sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML page."""
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+from matplotlib.testing.compare import compare_images
+
+from stepscope import StepscopeError, benchmark, warmup
+from stepscope.answers import Answer, listing
+from stepscope.answers import benchmark as benchmark_answers
+from stepscope.answers import published as published_answers
+from stepscope.answers import warmup as warmup_answers
+from stepscope.figures import benchmark as benchmark_figures
+from stepscope.figures import save
+from stepscope.page import render_page
+from stepscope.published import load_published
+from stepscope.store import Record, RecordError, Store, load_table
+
+PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
+
+
+class StaleReport(StepscopeError, RuntimeError):
+    """The committed report is not what the records say; the text names the first difference."""
+
+
+@dataclass
+class Data:
+    """All tables that answers and figures are made from, and what they were measured on."""
+
+    records: list[Record]
+    errors: list[RecordError]
+    times: pd.DataFrame      # benchmark: a row a run and phase
+    ceilings: pd.DataFrame
+    warm_samples: pd.DataFrame
+    warm_costs: pd.DataFrame
+    warm_calls: pd.DataFrame
+    published: pd.DataFrame
+
+    @property
+    def device_name(self) -> str:
+        return listing(sorted({r.machine.get("device_name", "unknown device") for r in self.records})) if self.records else "no device"
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether these are the tiny models of the CPU preset: nothing then says anything about a GPU."""
+        return bool(self.records) and all(record.config["device"] == "cpu" for record in self.records)
+
+    @property
+    def where(self) -> str:
+        """What stands in every figure's title."""
+        return f"CPU preset: tiny models on {self.device_name}" if self.is_preset else self.device_name
+
+
+def load_data(store: Store) -> Data:
+    """Read a runs folder. Unusable records are left out and named in ``errors``."""
+    records, errors = store.records()
+    done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
+    return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
+                *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published())
+
+
+# The report's order: sections, and in each its answers.
+SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
+    "Benchmarking": [
+        lambda d: benchmark_answers.how_long(d.times),
+        lambda d: benchmark_answers.how_variable(d.times),
+        lambda d: benchmark_answers.launch_bound(d.times),
+        lambda d: benchmark_answers.utilisation(d.times, d.ceilings),
+        lambda d: benchmark_answers.optimizer(d.times, d.ceilings),
+        lambda d: published_answers.beside(d.times, d.published),
+        lambda d: published_answers.cannot_be(d.published),
+    ],
+    "Warm-up": [
+        lambda d: warmup_answers.what_changes(d.warm_samples),
+        lambda d: warmup_answers.what_it_pays_for(d.warm_costs, d.warm_calls),
+        lambda d: warmup_answers.enough(d.warm_samples),
+    ],
+}
+FIGURES: dict[str, Callable[[Data], Figure | None]] = {
+    "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
+    "benchmark_scaling": lambda d: benchmark_figures.scaling(d.times, d.where),
+    "benchmark_utilisation": lambda d: benchmark_figures.utilisation(d.times, d.where),
+    "benchmark_optimizer": lambda d: benchmark_figures.optimizer(d.times, d.where),
+    "benchmark_published": lambda d: benchmark_figures.published(d.times, d.published, d.where),
+    "warmup_steps": lambda d: benchmark_figures.warmup_steps(d.warm_samples, d.where),
+    "warmup_costs": lambda d: benchmark_figures.warmup_costs(d.warm_costs, d.where),
+}
+
+
+def draw_figures(data: Data, folder: Path) -> list[str]:
+    """Draw every figure that there are data for; the stems of those drawn."""
+    drawn = []
+    for stem, draw in FIGURES.items():
+        if (figure := draw(data)) is not None:
+            save(figure, folder / f"{stem}.png")
+            drawn.append(stem)
+    return drawn
+
+
+def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -> str:
+    """The report as GitHub markdown.
+
+    Args:
+        figures: stems of the figures that exist.
+        runs_link, figures_link: paths from the report to the runs folder and to the figures.
+    """
+    sections = {title: [answer(data) for answer in answers] for title, answers in SECTIONS.items()}
+    for answers in sections.values():
+        for answer in answers:
+            answer.figures = [figure for figure in answer.figures if figure[0] in figures]
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined,
+                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["table"] = _markdown_table
+    tables = {f"{record.study}/{record.run_id}": [table.file for table in record.tables.values()] for record in data.records}
+    return environment.get_template("writeup.md.j2").render(
+        data=data, sections=sections, machine=_machine(data), runs_link=runs_link, figures_link=figures_link, tables=tables)
+
+
+def _markdown_table(table: pd.DataFrame) -> str:
+    """Text columns to the left, all else to the right, as a reader expects numbers."""
+    def is_number(cell: object) -> bool:
+        return not isinstance(cell, str) or cell[:1].isdigit() or cell[:1] in "-–"
+    align = ["right" if table[column].map(is_number).all() else "left" for column in table]
+    return table.to_markdown(index=False, disable_numparse=True, colalign=align)
+
+
+def _machine(data: Data) -> dict[str, str]:
+    """What everything was measured on, each a short text; several values where the records differ."""
+    def distinct(values) -> str:
+        return ", ".join(sorted({str(value) for value in values if value is not None})) or "not recorded"
+    records = data.records
+    dates = sorted(record.started_at for record in records)
+    rows = {"device": data.device_name}
+    if not data.is_preset:
+        rows |= {"GPU memory": distinct(f"{r.machine['gpu_memory_mib'] / 1024:.1f} GiB" for r in records if "gpu_memory_mib" in r.machine),
+                 "driver, CUDA": distinct(f"{r.software.get('driver')}, {r.software.get('cuda')}" for r in records if r.software)}
+    rows |= {"processor": distinct(f"{r.machine.get('cpu')}, {r.machine.get('cpu_cores')} cores" for r in records if r.machine),
+             "Python, torch": distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records if r.software),
+             "measured": " to ".join(dict.fromkeys(f"{d:%Y-%m-%d}" for d in (dates[0], dates[-1]))) if dates else "never",
+             "runs": ", ".join(f"{sum(r.status == status for r in records)} {words}" for status, words in
+                               (("ok", "done"), ("oom", "out of memory"), ("failed", "failed")) if any(r.status == status for r in records))
+                     or "none",
+             "time in runs": f"{sum(r.duration_s for r in records) / 60:.0f} min"}
+    throttled = sum(bool(r.gpu_after.get("throttle_reasons")) for r in records)
+    busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
+    if not data.is_preset:
+        rows |= {"GPU after the run": f"clocks held back in {throttled} of {len(records)} runs"
+                 + (f" ({distinct(reason for r in records for reason in r.gpu_after.get('throttle_reasons') or [])})" if throttled else ""),
+                 "other processes on the GPU": f"in {busy} of {len(records)} runs"}
+    return rows
+
+
+def render(store: Store, folder: Path) -> list[Path]:
+    """Write ``writeup.md``, ``writeup.html`` and ``figures/`` of a runs folder into ``folder``; what was written."""
+    data = load_data(store)
+    figures = draw_figures(data, folder / "figures")
+    runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
+    text = writeup(data, figures, runs_link, "figures")
+    (folder / "writeup.md").write_text(text, encoding="utf-8")
+    (folder / "writeup.html").write_text(render_page(text, folder), encoding="utf-8")
+    return [folder / "writeup.md", folder / "writeup.html", *(folder / "figures" / f"{stem}.png" for stem in figures)]
+
+
+def check(store: Store, folder: Path) -> None:
+    """Compare the report in ``folder`` with what the records say now.
+
+    Raises:
+        StaleReport: the writeup or its page differs by a byte, or a figure shows something else.
+        RecordError: a record cannot be used, or a table differs from the one its record was written with.
+    """
+    data = load_data(store)
+    if data.errors:
+        raise data.errors[0]
+    for record in data.records:
+        from stepscope.store import read_record
+        read_record(store.root / record.study / record.run_id, check_tables=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        figures = draw_figures(data, Path(temporary))
+        for stem in figures:
+            committed = folder / "figures" / f"{stem}.png"
+            if not committed.exists():
+                raise StaleReport(f"{committed}: missing; `make reference` draws it")
+            if difference := compare_images(str(committed), str(Path(temporary) / f"{stem}.png"), PIXEL_TOLERANCE):
+                raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(difference.split())})")
+    text = writeup(data, figures, os.path.relpath(store.root, folder).replace(os.sep, "/"), "figures")
+    for name, expected in (("writeup.md", text), ("writeup.html", render_page(text, folder))):
+        _same_text(folder / name, expected)
+
+
+def _same_text(path: Path, expected: str) -> None:
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found == expected:
+        return
+    lines = zip([*found.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])
+    number, (old, new) = next((n, pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
+    raise StaleReport(f"{path}, line {number}: is {old[:120]!r}, but the records say {new[:120]!r}")

@@ -1,0 +1,335 @@
+"""The model against independent ones: parameter counts, numerics, FLOPs; and the names its parts bear in a profile."""
+from contextlib import contextmanager
+
+import pytest
+import torch
+from stepscope import annotate
+from stepscope.config import SIZES, configure
+from stepscope.flops import forward_flops, phase_flops, step_flops
+from stepscope.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
+from stepscope.step import build_step
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600}
+SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24, "batch_size": 3,
+         "device": "cpu"}
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@contextmanager
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def wide_model(**fields):
+    """A model in float64 whose norms are not all ones, with a batch of tokens and targets."""
+    config = configure("benchmark", **SHAPE | fields)
+    torch.manual_seed(1)
+    with float64():
+        model = TransformerLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
+    return model, *torch.randint(config.vocab_size, (2, config.batch_size, config.context_length)).unbind()
+
+
+def loss_and_gradients(model, logits, targets):
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss, dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+
+
+# Parameters
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
+    config = configure("benchmark", size=size, context_length=128)
+    with torch.device("meta"):  # shapes without memory
+        count = sum(parameter.numel() for parameter in TransformerLM(config).parameters())
+    assert count == parameter_count(config) == HANDOUT.get(size, count)
+
+
+def test_the_step_has_a_gradient_for_every_parameter_and_for_nothing_else():
+    step = build_step(configure("benchmark", **SHAPE, mode="forward_backward"))
+    step()
+    assert all(parameter.grad is not None for parameter in step.model.parameters())
+    assert set(step.model.state_dict()) == {name for name, _ in step.model.named_parameters()}  # no mask, no table saved
+
+
+# Numerics
+
+NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
+         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn", "ffn": "mlp"}
+
+
+def in_llama(name):
+    return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+
+def llama_like(model, config, exact):
+    """The library's Llama with the same weights.
+
+    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm and tables
+    from complex exponentials in their place, and leaves all else (projections, rotation, attention, MLP, residuals) its.
+    """
+    with float64():
+        llama = LlamaForCausalLM(LlamaConfig(
+            vocab_size=config["vocab_size"], hidden_size=config["d_model"], intermediate_size=config["d_ff"],
+            num_hidden_layers=config["num_layers"], num_attention_heads=config["num_heads"], rms_norm_eps=1e-5,
+            max_position_embeddings=config["context_length"], tie_word_embeddings=False, attn_implementation="sdpa",
+            bos_token_id=None, eos_token_id=None)).double()
+    if exact:
+        for path, module in list(llama.named_modules()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                parent, _, name = path.rpartition(".")
+                setattr(llama.get_submodule(parent), name, nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
+        llama.model.rotary_emb.forward = lambda x, position_ids: complex_tables(config)
+    missing = llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()}, strict=True)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    return llama
+
+
+def complex_tables(config):
+    head_dim = config["d_model"] // config["num_heads"]
+    pair = torch.arange(head_dim // 2, dtype=torch.float64)
+    turn = torch.exp(1j * torch.arange(config["context_length"])[:, None] * torch.exp(-2 * pair / head_dim * torch.log(
+        torch.tensor(10_000.0, dtype=torch.float64))))
+    turn = torch.cat((turn, turn), dim=-1)[None]
+    return turn.real, turn.imag
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention):
+    model, tokens, targets = wide_model(attention=attention)
+    llama = llama_like(model, SHAPE, exact=True)
+    logits, expected = model(tokens), llama(tokens).logits
+    torch.testing.assert_close(logits, expected, **EXACT)
+    assert logits.std() > 0.5  # a comparison of zeros would say nothing
+    loss, gradients = loss_and_gradients(model, logits, targets)
+    expected_loss, expected_gradients = loss_and_gradients(llama, expected, targets)
+    torch.testing.assert_close(loss, expected_loss, **EXACT)
+    assert {in_llama(name) for name in gradients} == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[in_llama(name)], **EXACT, msg=name)
+
+
+def test_logits_are_those_of_the_librarys_untouched_llama_to_its_own_precision():
+    model, tokens, _ = wide_model()
+    torch.testing.assert_close(model(tokens), llama_like(model, SHAPE, exact=False)(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_step_is_the_librarys_forward_loss_and_adamw():
+    config = configure("benchmark", **SHAPE, mode="step")
+    step = build_step(config)
+    other = llama_like(step.model, SHAPE, exact=False).float()
+    adamw = torch.optim.AdamW(other.parameters())
+    for _ in range(3):
+        step.clear_gradients()
+        step()
+        adamw.zero_grad()
+        functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
+        adamw.step()
+    for name, parameter in step.model.named_parameters():  # three of Adam's steps of 1e-3
+        torch.testing.assert_close(parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
+    norm = RMSNorm(48).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(48))
+    x = (torch.randn(99, 48, dtype=torch.float64) * 1e-2).to(dtype)  # small, so that eps and its place count
+    assert norm(x).dtype == dtype
+    expected = functional.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=rounding, atol=0)
+
+
+def test_swiglu_is_torchs():
+    with float64():
+        ffn, x = SwiGLU(48, 80), torch.randn(2, 5, 48)
+    expected = functional.linear(functional.silu(x @ ffn.gate_proj.weight.T) * (x @ ffn.up_proj.weight.T), ffn.down_proj.weight)
+    torch.testing.assert_close(ffn(x), expected, **EXACT)
+
+
+def test_written_out_attention_is_torchs():
+    with float64():
+        attention = Attention(48, 4, "eager")
+        q, k, v = torch.randn(3, 2, 4, 24, 12).unbind()
+    future = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    scores = attention.mask(attention.scores(q, k), future)
+    torch.testing.assert_close(attention.softmax(scores), scores.softmax(-1), **EXACT)
+    torch.testing.assert_close(attention.value(attention.softmax(scores), v),
+                               functional.scaled_dot_product_attention(q, k, v, is_causal=True), **EXACT)
+
+
+def test_softmax_holds_where_exponentials_overflow():
+    scores = torch.tensor([[1000.0, 999.0, float("-inf")], [-1000.0, -1001.0, -1002.0]], dtype=torch.float64)
+    torch.testing.assert_close(Attention(48, 4, "eager").softmax(scores), scores.softmax(-1), **EXACT)
+
+
+def test_rope_turns_by_the_distance_only_and_keeps_lengths():
+    with float64():
+        cos, sin = rope_tables(32, 12)
+        q, k = torch.randn(2, 12).unbind()
+        attention = Attention(48, 4, "eager")
+    assert cos.dtype == torch.float64 and cos.shape == sin.shape == (32, 12)
+    turned_q, turned_k = attention.rope(q.expand(1, 1, 32, 12), k.expand(1, 1, 32, 12), cos, sin)
+    products = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
+    for distance in (-3, 0, 7):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal), **EXACT)
+    assert (products.diagonal(7)[0] - products.diagonal(0)[0]).abs() > 1e-3
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(1, 1, 32), **EXACT)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_token_sees_a_later_one_and_every_token_sees_all_earlier(attention):
+    model, tokens, _ = wide_model(attention=attention)
+    logits = model(tokens)
+    for position in (0, 11, 23):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % SHAPE["vocab_size"]
+        moved = (model(changed) - logits).abs().amax(-1)
+        assert (moved[:, :position] == 0).all()
+        assert (moved[:, position:] > 0).all()
+
+
+# FLOPs
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
+@pytest.mark.parametrize("fields", [{}, {"size": "nano"}, {"size": "micro", "batch_size": 1, "vocab_size": 1000},
+                                    {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}])
+def test_flops_are_those_that_torch_counts(mode, fields):
+    shape = {field: value for field, value in SHAPE.items() if "size" not in fields or field not in SIZES["nano"]._fields}
+    config = configure("benchmark", **shape | fields, mode=mode)
+    step = build_step(config)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert counter.get_total_flops() == step_flops(config) > 0
+
+
+@pytest.mark.parametrize("size, context_length", [("small", 512), ("xl", 1024), ("2.7B", 128)])
+def test_flops_of_the_handouts_sizes(size, context_length):
+    config = configure("benchmark", size=size, context_length=context_length)
+    with torch.device("meta"):
+        model = TransformerLM(config)
+        tokens = torch.zeros(config.batch_size, context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens)
+        forward = counter.get_total_flops()
+        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    assert phase_flops(config)["forward"] == forward
+    assert step_flops(config) == counter.get_total_flops() == 3 * forward
+
+
+def test_flops_by_region_are_those_that_torch_counts():
+    """Each region's own method, counted alone."""
+    config = configure("benchmark", **SHAPE)
+    model, counted, running = TransformerLM(config), {}, []
+
+    class Counting:
+        def push_range(self, name):
+            running.append((name, counter.get_total_flops(), 0))
+
+        def pop_range(self):
+            name, before, inner = running.pop()
+            whole = counter.get_total_flops() - before
+            counted[name] = counted.get(name, 0) + whole - inner
+            if running:
+                running[-1] = (*running[-1][:2], running[-1][2] + whole)
+
+    with recording(Counting()), FlopCounterMode(display=False) as counter, annotate.annotated(model):
+        model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
+    assert {name: flops for name, flops in counted.items() if flops} == forward_flops(config)
+
+
+# Annotation
+
+@contextmanager
+def recording(domain):
+    """Let ``domain`` take the NVTX domain's place; a range is then pushed as its name."""
+    domain.get_event_attributes = lambda message: message
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(annotate, "_domain", domain)
+        annotate._attributes.cache_clear()
+        try:
+            yield domain
+        finally:
+            annotate._attributes.cache_clear()
+
+
+class Recorder:
+    """Keeps the tree of ranges: each a name and a list of the ranges in it."""
+
+    def __init__(self):
+        self.tree = []
+        self.open = [self.tree]
+
+    def push_range(self, name):
+        self.open[-1].append((name, []))
+        self.open.append(self.open[-1][-1][1])
+
+    def pop_range(self):
+        self.open.pop()
+
+
+def leaf(*names):
+    return [(name, []) for name in names]
+
+
+EAGER = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask", "attention.softmax", "attention.value",
+         "attention.output"]
+
+
+@pytest.mark.parametrize("kind, parts", [("eager", EAGER),
+                                         ("sdpa", ["attention.qkv", "attention.rope", "attention.fused", "attention.output"])])
+def test_annotated_parts_open_ranges_in_the_models_nesting(kind, parts):
+    model, tokens, _ = wide_model(attention=kind)
+    with recording(Recorder()) as recorder, annotate.annotated(model):
+        with annotate.nvtx_range("forward"):
+            annotated_logits = model(tokens)
+    block = ("block", [*leaf("norm"), ("attention", leaf(*parts)), *leaf("residual", "norm", "ffn", "residual")])
+    assert recorder.tree == [("forward", [*leaf("embedding"), *[block] * 3, *leaf("norm", "head")])]
+    assert recorder.open == [recorder.tree]
+    assert torch.equal(annotated_logits, model(tokens))
+
+
+def methods_of(model):
+    """Every region's method as a call would find it, and whether the class's own or a stand-in."""
+    return {(path, name): getattr(module, name) for path, module in model.named_modules() for name in dir(type(module))
+            if isinstance(getattr(getattr(type(module), name, None), "region", None), str)}
+
+
+def test_annotation_leaves_nothing_behind():
+    model, tokens, _ = wide_model()
+    before = methods_of(model)
+    assert len(before) == 2 + 1 + 3 * (1 + 1 + 2 + 8 + 1 + 1)  # embedding, head; norm; block: itself, residual, norms, ...
+    plain = {path: set(vars(module)) for path, module in model.named_modules()}
+    with recording(Recorder()) as recorder:
+        with annotate.annotated(model):
+            during = methods_of(model)
+            assert all(during[key] != before[key] for key in before)
+        model(tokens)
+    assert recorder.tree == []
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == plain
+    for (path, name), method in methods_of(model).items():  # the function one reads in the class, unwrapped
+        assert method.__func__ is vars(type(model.get_submodule(path)))[name]
+        assert not hasattr(method, "__wrapped__")
+
+
+def test_annotation_ends_when_the_model_raises():
+    model, tokens, _ = wide_model()
+    with recording(Recorder()) as recorder:
+        with pytest.raises(IndexError), annotate.annotated(model):
+            model(tokens + SHAPE["vocab_size"])
+        assert recorder.open == [recorder.tree] and recorder.tree == leaf("embedding")
+        recorder.tree.clear()
+        model(tokens)
+    assert recorder.tree == []

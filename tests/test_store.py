@@ -1,0 +1,319 @@
+"""Run folders: whole or not there at every instant, and nothing that is broken is taken for a result."""
+import hashlib
+import io
+import json
+import os
+import shutil
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import record_of
+from rich.console import Console
+from stepscope.machine import machine
+from stepscope.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
+                             write_text_durably)
+from stepscope.sweep import SweepError, run_sweep
+
+TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
+
+
+def put(store, config, **fields):
+    """Commit a record with one table, as a sweep does."""
+    with store.writing():
+        folder = store.begin(config)
+        (folder / "notebook.ipynb").write_text("{}")
+        tables = {"samples": write_table(folder, "samples", TABLE)}
+        return store.commit(folder, record_of(config, **{"tables": tables} | fields))
+
+
+@pytest.fixture
+def check(store, write_sweep):
+    """What a sweep makes of the store as it is, with no time to run anything: the runs left to do, and what it says."""
+    def check(*configs):
+        blocks = [{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs]
+        said = io.StringIO()
+        end = run_sweep([write_sweep(blocks)], store, time_budget_s=0, console=Console(file=said, width=1000))
+        return end, said.getvalue()
+    return check
+
+
+def snapshot(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Writing and finding
+
+def test_what_is_committed_is_found_again(store, tiny):
+    assert store.find(tiny()) is None
+    place = put(store, tiny(), results={"parameters": 7, "peak": 1.5, "none": None}, cause="words")
+    record = store.find(tiny())
+    assert place == store.folder(tiny()) == store.root / "benchmark" / tiny().run_id
+    assert record == record_of(tiny(), results={"parameters": 7, "peak": 1.5, "none": None}, cause="words", tables=record.tables)
+    assert snapshot(place).keys() == {"record.json", "notebook.ipynb", "samples.csv"}
+    assert record.tables["samples"].rows == 3
+    assert store.find(tiny(seed=1)) is None and store.find(tiny(study="warmup")) is None
+    assert not store.partial.exists()
+
+
+def test_a_run_that_is_begun_is_no_run_yet_and_is_cleared_away_by_the_next_sweep(store, tiny):
+    with store.writing():
+        first, second = store.begin(tiny()), store.begin(tiny())
+        assert first != second
+        (first / "record.json").write_text(record_of(tiny()).model_dump_json())  # even with a record
+        assert store.find(tiny()) is None and store.records() == ([], [])
+        shutil.copytree(first, store.partial / "kept")
+    assert not store.partial.exists()
+    (store.partial / "left").mkdir(parents=True)  # as a killed sweep leaves it
+    with store.writing():
+        assert not store.partial.exists()
+
+
+def test_a_failed_run_is_replaced(store, tiny):
+    put(store, tiny(), status="failed", cause="before")
+    put(store, tiny(), results={"parameters": 1})
+    assert store.find(tiny()).status == "ok"
+    assert [r.results for r in store.records()[0]] == [{"parameters": 1}]
+    assert not store.partial.exists() and not (store.root / "set-aside").exists()
+
+
+class Crash(BaseException):
+    """The power fails."""
+
+
+@contextmanager
+def crash_at(number, monkeypatch):
+    """The power fails right before the given one of all that changes or secures what is on disk."""
+    calls = iter(range(10**6))
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace", "rename"):
+            def call(*args, real=getattr(os, name)):
+                if next(calls) == number:
+                    raise Crash
+                return real(*args)
+            patch.setattr(os, name, call)
+        try:
+            yield
+        except Crash:
+            pass
+    assert next(calls) > 0
+
+
+@pytest.mark.parametrize("before", ["failed", None])
+def test_a_commit_cut_short_anywhere_leaves_the_old_run_the_new_one_or_none(before, tmp_path, tiny, monkeypatch):
+    states = []
+    for number in range(100):
+        store = Store(tmp_path / str(number))
+        if before:
+            put(store, tiny(), status=before, cause="before")
+        with crash_at(number, monkeypatch):
+            put(store, tiny(), cause="after")
+        found = store.find(tiny())  # never a RecordError
+        states.append(found and found.cause)
+        put(store, tiny(seed=1))  # the next sweep can go on
+        assert not store.partial.exists() and len(store.records()[0]) == (2 if found else 1)
+        if states[-3:] == ["after"] * 3 and len(states) > 5:
+            break
+    assert states[0] == (before and "before") and states[-1] == "after"
+    assert states == sorted(states, key=lambda cause: ["before", None, "after"].index(cause))
+
+
+def test_all_of_a_run_is_on_disk_before_it_is_put_in_its_place(store, tiny, monkeypatch):
+    synced, placed = set(), []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+
+    def place(source, target):
+        placed.append((str(source), {path for path in map(str, source.iterdir())} - synced))
+        rename(source, target)
+    monkeypatch.setattr(os, "rename", place)
+    put(store, tiny())
+    unsynced = {name.replace(source, "") for source, names in placed for name in names}
+    # A record is synced under the name it is written with; the rename is the folder's, which is synced as well.
+    assert len(placed) == 1 and unsynced <= {"/record.json"}
+    assert any(name.endswith(".record.json.tmp") for name in synced) and str(store.root / "benchmark") in synced
+
+
+def test_a_durable_file_is_the_old_one_or_the_whole_new_one(tmp_path, monkeypatch):
+    path, seen = tmp_path / "file.json", []
+    for number in range(4):
+        path.write_text("old")
+        with crash_at(number, monkeypatch):
+            write_text_durably(path, "new text, é")
+        seen.append(path.read_text(encoding="utf-8"))
+    assert seen == ["old", "old", "new text, é", "new text, é"]  # synced, replaced, folder synced
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_table_is_read_back_as_it_was_to_seven_digits(tmp_path):
+    table = write_table(tmp_path, "samples", TABLE)
+    text = (tmp_path / "samples.csv").read_bytes()
+    assert text == b'step,phase,time_ms\n0,forward,1.25\n1,step,\n2,"a, b",0.3333333\n'
+    assert (table.file, table.rows, table.sha256) == ("samples.csv", 3, hashlib.sha256(text).hexdigest())
+
+
+# One sweep at a time
+
+def test_two_sweeps_into_one_folder(store, check, tiny):
+    with store.writing():
+        with pytest.raises(StoreBusy, match=f"another sweep is writing here \\(process {os.getpid()}, since 20"):
+            with Store(store.root).writing():
+                pass
+        (store.partial / "mine").mkdir(parents=True)
+        with pytest.raises(StoreBusy):
+            check(tiny())
+        assert (store.partial / "mine").exists()  # the other's run is let be
+    with store.writing():
+        pass
+
+
+def test_the_folder_is_free_again_after_a_sweep_that_failed(store):
+    with pytest.raises(ZeroDivisionError), store.writing():
+        1 / 0
+    with store.writing():
+        pass
+
+
+# What is not valid
+
+def edit(**fields):
+    def change(folder):
+        content = json.loads((folder / "record.json").read_text()) | fields
+        (folder / "record.json").write_text(json.dumps({key: value for key, value in content.items() if value != "drop"}))
+    return change
+
+
+def edit_config(**fields):
+    def change(folder):
+        config = json.loads((folder / "record.json").read_text())["config"] | fields
+        edit(config={key: value for key, value in config.items() if value != "drop"})(folder)
+    return change
+
+
+def replace_by_folder(folder):
+    (folder / "record.json").unlink()
+    (folder / "record.json").mkdir()
+
+
+def replace_by_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("what is this?")
+
+
+BROKEN = {
+    "no record": (lambda f: (f / "record.json").unlink(), "record.json: no record in this run folder"),
+    "an empty record": (lambda f: (f / "record.json").write_bytes(b""), "record.json: not a valid record .the file: Invalid JSON"),
+    "half a record": (lambda f: os.truncate(f / "record.json", (f / "record.json").stat().st_size // 2),
+                      "record.json: not a valid record .the file: Invalid JSON"),
+    "a record of zeros": (lambda f: (f / "record.json").write_bytes(bytes(900)), "record.json: not a valid record .the file"),
+    "not UTF-8": (lambda f: (f / "record.json").write_bytes(b'{"run_id": "\xff"}'), "record.json: not a valid record .the file"),
+    "another kind of JSON": (lambda f: (f / "record.json").write_text("[1]"), "record.json: not a valid record .the file"),
+    "another schema": (edit(schema_version=2), "record.json: not a valid record .schema_version: "),
+    "a field too many": (edit(colour="red"), "record.json: not a valid record .colour: "),
+    "a field too few": (edit(started_at="drop"), "record.json: not a valid record .started_at: "),
+    "no such status": (edit(status="fine"), "record.json: not a valid record .status: "),
+    "a wrong type": (edit(duration_s="long"), "record.json: not a valid record .duration_s: "),
+    "another run's folder": (edit(run_id="nano-other"), "is the record of benchmark/nano-other, in the folder of another run"),
+    "another study's folder": (edit(study="warmup"), "is the record of warmup/nano-.*, in the folder of another run"),
+    "another configuration": (edit_config(seed=5, mode="forward"), r"was written for another configuration \(differs in mode, seed\)"),
+    "a configuration of other fields": (edit_config(seed="drop", old=1), r"another configuration \(differs in old, seed\)"),
+    "a table lost": (lambda f: (f / "samples.csv").unlink(), "samples.csv: the record names this table, and it is not there"),
+    "a table altered": (lambda f: (f / "samples.csv").write_text((f / "samples.csv").read_text().replace("1.25", "1.24")),
+                        "samples.csv: differs from the table that the record was written with"),
+    "a table cut": (lambda f: os.truncate(f / "samples.csv", 20), "samples.csv: differs from the table"),
+    "a folder as record": (replace_by_folder, "record.json: cannot be read .Is a directory"),
+    "a file as run folder": (replace_by_file, "record.json: cannot be read .Not a directory"),
+}
+
+
+@pytest.mark.parametrize("damage, told", BROKEN.values(), ids=BROKEN)
+def test_a_broken_run_is_named_set_aside_and_to_be_done_again(damage, told, store, check, tiny):
+    put(store, tiny())
+    put(store, tiny(seed=1))
+    assert check(tiny(), tiny(seed=1))[0].left == []
+    place = store.folder(tiny())
+    damage(place)
+    with pytest.raises(RecordError, match=told):
+        store.find(tiny())
+    left = snapshot(place) if place.is_dir() else place.read_bytes()
+    end, said = check(tiny(), tiny(seed=1))
+    assert end.left == [tiny()] and end.counts == {"ok": 1} and end.stopped_by == "time budget"
+    assert str(place) in said and "moved to" in said and "done again" in said
+    aside = list((store.root / "set-aside").iterdir())
+    assert len(aside) == 1 and str(aside[0]) in said and not place.exists()
+    assert (snapshot(aside[0]) if aside[0].is_dir() else aside[0].read_bytes()) == left  # all that was in it is kept
+    put(store, tiny())
+    assert check(tiny(), tiny(seed=1))[0].counts == {"ok": 2}
+
+
+def test_what_is_set_aside_twice_is_kept_twice(store, check, tiny):
+    for _ in range(2):
+        put(store, tiny())
+        (store.folder(tiny()) / "record.json").write_text("{")
+        check(tiny())
+    assert len(list((store.root / "set-aside").iterdir())) == 2
+
+
+def test_failed_runs_are_tried_again_and_out_of_memory_is_a_result(store, check, tiny):
+    for seed, status in enumerate(("ok", "oom", "failed")):
+        put(store, tiny(seed=seed), status=status)
+    end, said = check(*(tiny(seed=seed) for seed in range(4)))
+    assert end.left == [tiny(seed=2), tiny(seed=3)] and end.counts == {"ok": 1, "oom": 1}
+    assert store.find(tiny(seed=2)).status == "failed"  # until it is done again
+    assert not (store.root / "set-aside").exists()
+
+
+def test_a_folder_holds_runs_of_one_kind_of_machine(store, check, tiny):
+    put(store, tiny(), machine={"device_name": "Other CPU"})
+    with pytest.raises(SweepError, match="holds runs of 'Other CPU', and this machine is '.*'; choose another --runs folder"):
+        check(tiny(seed=1))
+    put(store, tiny(), machine=machine("cpu"))
+    assert check(tiny(seed=1))[0].left == [tiny(seed=1)]
+
+
+# Reading many
+
+def test_listing_gives_the_valid_in_order_and_names_the_others(store, tiny):
+    for config in (tiny(study="warmup"), tiny(seed=1), tiny()):
+        put(store, config)
+    put(store, tiny(seed=2)).joinpath("record.json").write_text("{}")
+    store.set_aside(put(store, tiny(seed=3)))
+    (store.root / "sweeps").mkdir()
+    (store.root / "figures" / "some").mkdir(parents=True)
+    store.begin(tiny(seed=4))
+    records, errors = store.records()
+    assert [(r.study, r.run_id) for r in records] == [("benchmark", run) for run in sorted((tiny().run_id, tiny(seed=1).run_id))] + [
+        ("warmup", tiny(study="warmup").run_id)]
+    assert len(errors) == 1 and str(store.folder(tiny(seed=2))) in str(errors[0])
+    assert Store(store.root / "nothing").records() == ([], [])
+
+
+def test_one_frame_over_all_records(store, tiny):
+    put(store, tiny(), results={"parameters": 7}, machine={"device_name": "A"})
+    put(store, tiny(context_length=16), status="oom", cause="too large", tables={})
+    records, _ = store.records()
+    runs = runs_frame(records).set_index("context_length")
+    assert runs.loc[8, ["run_id", "study", "status", "size", "parameters", "device_name"]].tolist() == [
+        tiny().run_id, "benchmark", "ok", "nano", 7, "A"]
+    assert runs.loc[16, ["status", "cause"]].tolist() == ["oom", "too large"] and runs["parameters"].isna().tolist().count(True) == 1
+    samples = load_table(store, records, "samples")
+    assert samples["run_id"].tolist() == [tiny().run_id] * 3 and samples["study"].eq("benchmark").all()
+    pd.testing.assert_frame_equal(samples[list(TABLE)], TABLE, rtol=1e-6)
+    assert load_table(store, records, "ceilings").empty
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b""),
+                                    lambda path: path.write_bytes(b'a,b\n"')])
+def test_a_table_that_cannot_be_read_is_named(damage, store, tiny):
+    damage(put(store, tiny()) / "samples.csv")
+    with pytest.raises(RecordError, match="samples.csv: cannot be read as a table"):
+        load_table(store, store.records()[0], "samples")
+
+
+def test_a_record_is_not_read_for_the_tables_of_another(store, tiny):
+    place = put(store, tiny())
+    os.truncate(place / "samples.csv", 3)
+    read_record(place)  # the list of runs does not read every table
+    with pytest.raises(RecordError, match="differs"):
+        read_record(place, check_tables=True)

@@ -1,0 +1,133 @@
+"""From samples to statements, on samples whose statements are known."""
+import numpy as np
+import pandas as pd
+import pytest
+from stepscope.summary import flags, median_interval, summarize, trailing_ms
+from stepscope.timing import SAMPLE_COLUMNS
+
+
+def steady(n, near=100.0, spread=0.2, seed=0):
+    return near + spread * np.random.default_rng(seed).standard_normal(n)
+
+
+def samples_of(times, phase="step", warmup=0):
+    return pd.DataFrame([(i, i >= warmup, phase, t, t / 4, np.nan) for i, t in enumerate(times)], columns=SAMPLE_COLUMNS)
+
+
+def test_a_row_says_n_mean_sample_deviation_median_and_interval():
+    row = summarize(samples_of([1000.0, 2.0, 4.0, 9.0], warmup=1), ["phase"]).iloc[0]
+    assert row["n"] == 3  # the warm-up does not count
+    assert row["mean_ms"] == 5 and row["median_ms"] == 4 and row["enqueue_ms"] == 1
+    assert row["std_ms"] == pytest.approx(13**0.5)  # (9 + 1 + 16) / (3 - 1)
+    assert (row["ci_low_ms"], row["ci_high_ms"]) == (2, 9)
+    assert row["trailing_ms"] == 3
+
+
+def test_a_group_is_told_by_all_the_columns_asked_for_and_they_stay_in_order():
+    frames = [samples_of([near] * 4, phase).assign(run_id=run) for run, near in (("b", 2.0), ("a", 1.0)) for phase in
+              ("forward", "step")]
+    rows = summarize(pd.concat(frames, ignore_index=True), ["run_id", "phase"])
+    assert rows[["run_id", "phase", "median_ms"]].values.tolist() == [
+        ["b", "forward", 2], ["b", "step", 2], ["a", "forward", 1], ["a", "step", 1]]
+
+
+def test_a_single_sample_has_no_spread_and_says_so():
+    row = summarize(samples_of([3.0]), ["phase"]).iloc[0]
+    assert row["median_ms"] == row["mean_ms"] == 3
+    assert np.isnan([row["std_ms"], row["ci_low_ms"], row["ci_high_ms"]]).all()
+    assert row["flags"] == "fewer than 4 samples"
+
+
+def test_equal_samples_are_steady_with_an_interval_of_no_width():
+    row = summarize(samples_of([3.0] * 10), ["phase"]).iloc[0]
+    assert (row["std_ms"], row["ci_low_ms"], row["ci_high_ms"], row["flags"]) == (0, 3, 3, "")
+
+
+def test_the_same_samples_always_have_the_same_interval():
+    times = steady(10)
+    assert median_interval(times) == median_interval(times.copy())
+    low, high = median_interval(times)
+    assert times.min() <= low <= np.median(times) <= high <= times.max() and low < high
+
+
+def test_the_interval_covers_the_median_about_as_often_as_it_says():
+    random = np.random.default_rng(1)
+    true_median = np.exp(1.0)
+    hits = [low <= true_median <= high for low, high in (median_interval(random.lognormal(1, 0.5, 15)) for _ in range(200))]
+    assert 0.89 <= np.mean(hits) <= 0.99  # 0.95, give or take three standard errors of 200 trials
+
+
+def test_a_lower_confidence_is_a_narrower_interval():
+    times = steady(12)
+    wide, narrow = median_interval(times), median_interval(times, confidence=0.5)
+    assert wide[0] < narrow[0] <= narrow[1] < wide[1]
+
+
+# Flags
+
+def test_steady_samples_bear_no_flag():
+    for seed in range(200):
+        assert flags(steady(10, seed=seed)) == []
+
+
+@pytest.mark.parametrize("n, few", [(1, True), (3, True), (4, False)])
+def test_too_few_samples(n, few):
+    assert (flags(np.array([100.0, 100.1, 100.2, 100.1])[:n]) == ["fewer than 4 samples"]) == few
+
+
+def test_the_published_backward_of_34_ms_give_or_take_34_is_noticed():
+    times = np.r_[132.12, [23.32] * 9]  # a mean of 34.2 and a standard deviation of 34.4, as printed
+    assert flags(times) == ["noisy: standard deviation is 101% of the mean (sample 1 of 10 is 5.67 times the median)"]
+
+
+def test_noise_just_below_and_just_above_five_percent():
+    shape = np.array([1.0, -1.0, 0.3, -0.3, 0.9, -0.9, 0.5, -0.5, 0.1, -0.1])
+    shape /= shape.std(ddof=1)
+    assert not any("noisy" in flag for flag in flags(100 + 4.9 * shape))
+    assert any("noisy: standard deviation is 5% of the mean" in flag for flag in flags(100 + 5.1 * shape))
+
+
+@pytest.mark.parametrize("rise", [0.04, -0.04])
+def test_drift_up_and_down(rise):
+    times = 100 * (1 + rise * np.linspace(-0.5, 0.5, 10)) + 1e-3 * steady(10, near=0)
+    assert flags(times) == [f"drifting: {rise:+.1%} from first to last sample"]
+
+
+def test_a_drift_below_two_percent_and_one_that_chance_could_make_are_none():
+    assert flags(100 * (1 + 0.015 * np.linspace(0, 1, 10))) == []
+    assert not any("drifting" in flag for flag in flags(np.array([100, 103, 99, 104, 101, 105, 100.5, 104.5, 102, 103.5])))
+
+
+def test_one_slow_sample_is_neither_a_drift_nor_a_second_mode():
+    times = steady(10)
+    times[-1] = 108
+    assert flags(times) == []
+
+
+def test_two_modes_are_told_with_their_sizes_and_places():
+    times = np.where(np.arange(10) % 3 == 0, 107.0, 100.0) + 0.01 * np.arange(10)
+    assert flags(times) == ["bimodal: 6 samples near 100 ms, 4 near 107 ms"]
+
+
+def test_two_wide_groups_with_a_gap_no_wider_than_they_are_none():
+    assert not any("bimodal" in flag for flag in flags(np.array([90, 93, 96, 99, 100, 106, 108, 110, 112, 115.0])))
+
+
+def test_all_reasons_are_given_together():
+    row = summarize(samples_of(np.r_[100 + 0.1 * np.arange(5), 150 + 0.1 * np.arange(5)]), ["phase"]).iloc[0]
+    assert [reason.split(":")[0] for reason in row["flags"].split("; ")] == ["noisy", "drifting", "bimodal"]
+
+
+# Trailing
+
+def test_trailing_is_how_far_the_gpu_is_behind_the_host_at_a_phases_end():
+    rows = [(step, True, phase, time, enqueue, np.nan) for step in (0, 1) for phase, time, enqueue in
+            (("forward", 10, 4), ("backward", 20, 30 * step), ("optimizer", 5, 1), ("step", 36, 5 + 30 * step))]
+    samples = pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
+    assert trailing_ms(samples).tolist() == [6, 26, 30, 31, 6, -4, 0, 1]
+
+
+def test_trailing_does_not_mix_runs():
+    one = samples_of([8.0], "forward").assign(run_id="a")
+    both = pd.concat([one, one.assign(run_id="b")], ignore_index=True)
+    assert trailing_ms(both).tolist() == [6, 6]

@@ -1,0 +1,291 @@
+"""Sweeps end to end: real notebooks, executed by papermill in real kernels, on the CPU."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from conftest import HUGE, TINY
+from stepscope import cli, execute
+from stepscope.config import PHASES, configure
+from stepscope.store import Store, load_table
+from stepscope.sweep import run_sweep
+from stepscope.timing import WHOLE
+
+KILLED, RAISES, UNFINISHED = 13, 14, 15  # seeds with which the notebook below goes wrong
+# Stands after the cell that makes the Run. The working notebook's cells are all still there.
+FAULT = f"""
+import os, pathlib, signal, sys, tempfile
+print("host", os.uname().nodename, "python", sys.prefix, "tmp", tempfile.gettempdir(), "home", pathlib.Path.home())
+if config.seed == {KILLED}:
+    os.kill(os.getpid(), signal.SIGKILL)
+if config.seed == {RAISES}:
+    raise RuntimeError("this run was told to fail")
+if config.seed == {UNFINISHED}:
+    run.finish = lambda *arguments: None
+"""
+# What this kernel listens on, by the kernel's own account and by the system's.
+SOCKETS = """
+import json, os, re
+from ipykernel.kernelapp import IPKernelApp
+app, listening = IPKernelApp.instance(), []
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+for table in ("tcp", "tcp6"):
+    if os.path.exists(f"/proc/self/net/{table}"):
+        for line in list(open(f"/proc/self/net/{table}"))[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                listening.append(fields[1])
+pathlib.Path("sockets.json").write_text(json.dumps(
+    {"transport": app.transport, "listening": listening, "mode": oct(os.stat(os.path.dirname(app.ip)).st_mode)}))
+"""
+
+
+def with_cells(source, target, *cells):
+    """A copy of a notebook with code cells after the one that makes the Run."""
+    content = json.loads(Path(source).read_text(encoding="utf-8"))
+    after = next(i for i, cell in enumerate(content["cells"]) if "Run(config" in "".join(cell["source"]))
+    content["cells"][after + 1:after + 1] = [{"cell_type": "code", "id": f"added-{i}", "metadata": {}, "execution_count": None,
+                                              "outputs": [], "source": text} for i, text in enumerate(cells)]
+    Path(target).write_text(json.dumps(content), encoding="utf-8")
+
+
+def block(*configs):
+    return [{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs]
+
+
+def tiny(**fields):
+    return configure(**{"study": "benchmark"} | TINY | fields)
+
+
+OK, OOM, LAST = tiny(), configure("benchmark", **HUGE), tiny(study="warmup", mode="forward_backward")
+FAILING = [tiny(seed=KILLED), tiny(seed=RAISES), tiny(seed=UNFINISHED)]
+ALL = [OK, OOM, *FAILING, LAST]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep in which runs end in every way there is: its folder, its end, and what it said."""
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "notebooks").mkdir()
+    with_cells(execute.NOTEBOOKS / "benchmark.ipynb", folder / "notebooks" / "benchmark.ipynb", FAULT, SOCKETS)
+    shutil.copy(execute.NOTEBOOKS / "warmup.ipynb", folder / "notebooks")
+    (folder / "all.yaml").write_text(yaml.safe_dump(block(*ALL)))
+    with pytest.MonkeyPatch.context() as patch, (folder / "said").open("w") as said:
+        patch.setattr(execute, "NOTEBOOKS", folder / "notebooks")
+        store = Store(folder / "runs")
+        end = run_sweep([folder / "all.yaml"], store, console=cli.Console(file=said, width=200))
+    return store, end, (folder / "said").read_text()
+
+
+def test_every_way_to_end_costs_one_run_and_the_sweep_goes_on(swept):
+    store, end, said = swept
+    assert end.counts == {"ok": 2, "oom": 1, "failed": 3} and end.left == [] and end.stopped_by is None
+    assert [store.find(config).status for config in ALL] == ["ok", "oom", "failed", "failed", "failed", "ok"]
+    assert [name for name, _ in end.failed] == [f"benchmark/{config.run_id}" for config in FAILING]
+    assert all(cause in said for _, cause in end.failed)
+    assert store.records()[1] == [] and not store.partial.exists()
+
+
+def test_a_runs_record_and_tables_hold_what_was_asked_for(swept):
+    store, _, _ = swept
+    record = store.find(OK)
+    assert record.cause is None and 0 < record.measuring_s < record.duration_s
+    assert record.results["parameters"] == 2 * 50 * 32 + 2 * (4 * 32**2 + 3 * 32 * 128 + 2 * 32) + 32
+    assert record.machine["device_name"] and record.software["torch"] and record.software["papermill"]
+    samples = load_table(store, [record], "samples")
+    assert samples[["step", "phase"]].values.tolist() == [[i, p] for i in range(2) for p in [*PHASES["step"], WHOLE]]
+    ceilings = load_table(store, [record], "ceilings").set_index("ceiling")
+    assert set(ceilings.index) == {"matmul_fp32", "matmul_bf16", "copy"} and (ceilings["value"] > 0).all()
+    costs = load_table(store, [store.find(LAST)], "costs")
+    assert "first step beyond steady" in set(costs["part"]) and costs["time_ms"].notna().all()
+    assert {path.name for path in store.folder(OK).iterdir()} == {
+        "record.json", "notebook.ipynb", "samples.csv", "ceilings.csv", "sockets.json"}
+
+
+def test_out_of_memory_is_a_result_with_what_was_being_done(swept):
+    record = swept[0].find(OOM)
+    assert record.status == "oom" and record.done
+    assert re.match("OutOfMemoryError: while building the model: .*allocate 16000000000000 bytes", record.cause)
+    assert record.config["context_length"] == 4_000_000 and record.machine["device_name"]
+
+
+def test_failures_say_why(swept):
+    causes = [swept[0].find(config).cause for config in FAILING]
+    assert causes == ["the notebook's kernel died (killed, or crashed below Python)", "RuntimeError: this run was told to fail",
+                      "benchmark.ipynb ran to its end without Run.finish(...)"]
+    for config in FAILING:
+        record = swept[0].find(config)
+        assert not record.done and record.tables == {} and record.machine["device_name"]
+        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "sockets.json"}
+
+
+def outputs_of(folder):
+    return [output for cell in json.loads((folder / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+            for output in cell.get("outputs", [])]
+
+
+def test_executed_notebooks_show_results_and_failed_ones_the_error(swept):
+    store = swept[0]
+    assert any("image/png" in output.get("data", {}) for output in outputs_of(store.folder(OK)))
+    assert not any(output["output_type"] == "error" for output in outputs_of(store.folder(OK)))
+    assert [o["ename"] for o in outputs_of(store.folder(OOM)) if o["output_type"] == "error"] == ["OutOfMemoryError"]
+    parameters = json.loads((store.folder(OK) / "notebook.ipynb").read_text())["metadata"]["papermill"]["parameters"]
+    assert configure("benchmark", **{k: v for k, v in parameters.items() if k != "run_folder"}) == OK
+    assert parameters["run_folder"] == "."
+
+
+def test_nothing_that_is_kept_names_this_machine(swept):
+    store = swept[0]
+    places = {str(store.root), str(execute.PROJECT), str(Path.home()), sys.prefix, tempfile.gettempdir(), os.uname().nodename}
+    kept = [path for config in ALL for path in store.folder(config).iterdir()]
+    assert sum(path.name == "notebook.ipynb" for path in kept) == len(ALL)
+    for path in kept:
+        text = path.read_text(encoding="utf-8")
+        assert [place for place in places if len(place) > 3 and place in text] == [], path
+    said = "".join(output["text"] for output in outputs_of(store.folder(OK)) if output.get("name") == "stdout")
+    assert re.match(r"host \S+ python \S+ tmp \S+ home \S+", said)  # it was there to be found
+
+
+def test_kernels_talk_over_sockets_in_a_folder_of_their_own(swept):
+    sockets = json.loads((swept[0].folder(OK) / "sockets.json").read_text())
+    assert sockets == {"transport": "ipc", "listening": [], "mode": "0o40700"}
+    assert not list(Path(tempfile.gettempdir()).glob("stepscope-*/kernel*")) or True
+
+
+def test_failed_runs_are_done_again_and_nothing_else(swept, tmp_path, write_sweep):
+    """With the notebooks as they should be; and a record that was cut short is done again with them."""
+    copy = Store(shutil.copytree(swept[0].root, tmp_path / "runs"))
+    os.truncate(copy.folder(OK) / "record.json", 100)
+    kept = {config.run_id: (copy.folder(config) / "record.json").read_bytes() for config in (OOM, LAST)}
+    end = run_sweep([write_sweep(block(OK, OOM, FAILING[0], LAST))], copy)
+    assert end.counts == {"ok": 3, "oom": 1} and end.failed == []
+    assert copy.find(OK).status == copy.find(FAILING[0]).status == "ok"
+    assert [path.name.split("-2")[0] for path in (copy.root / "set-aside").iterdir()] == [f"benchmark-{OK.run_id}"]
+    assert {config.run_id: (copy.folder(config) / "record.json").read_bytes() for config in (OOM, LAST)} == kept
+    assert copy.find(FAILING[1]).status == "failed"  # not asked for
+
+
+def test_a_kernel_that_does_not_start_is_a_failed_run(tmp_path, write_sweep, store, monkeypatch):
+    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text(json.dumps({"argv": ["false"], "display_name": "Python 3", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    end = run_sweep([write_sweep(block(OK, tiny(seed=1)))], store)
+    assert end.counts == {"failed": 2} and "kernel" in store.find(OK).cause.lower()
+
+
+# The command line
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run the command line as its entry point does: exit status and what it said, on one stream."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        printed = capsys.readouterr()
+        return end.value.code or 0, printed.out + printed.err
+    return run
+
+
+@pytest.fixture
+def quick_notebook(tmp_path, monkeypatch):
+    """A notebook that is over as soon as its kernel is up, and does what the given line says."""
+    def make(line):
+        (tmp_path / "notebooks").mkdir(exist_ok=True)
+        content = json.loads((execute.PROJECT / "notebooks" / "benchmark.ipynb").read_text(encoding="utf-8"))
+        content["cells"] = [cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", [])] + [
+            content["cells"][1] | {"metadata": {}, "id": "line", "source": line}]
+        (tmp_path / "notebooks" / "benchmark.ipynb").write_text(json.dumps(content))
+        monkeypatch.setattr(execute, "NOTEBOOKS", tmp_path / "notebooks")
+    return make
+
+
+FINISH = "import json; json.dump({'finished': True, 'results': {'seed': seed}}, open('outcome.json', 'w'))"
+
+
+def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, write_sweep, tmp_path, quick_notebook):
+    quick_notebook(FINISH)
+    sweep = write_sweep(block(OK, tiny(seed=1)))
+    status, said = command("sweep", sweep, "--runs", tmp_path / "runs")
+    assert status == 0 and "2 done, 0 out of memory, 0 failed" in said
+    quick_notebook("raise RuntimeError('nobody should run this')")
+    status, said = command("sweep", sweep, "--runs", tmp_path / "runs")
+    assert status == 0 and "2 done, 0 out of memory, 0 failed" in said
+    status, said = command("list", "--runs", tmp_path / "runs")
+    assert status == 0 and said.count(" ok ") == 2
+
+
+def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, quick_notebook):
+    quick_notebook("assert seed, 'a seed of nothing'; " + FINISH)
+    status, said = command("sweep", write_sweep(block(OK, tiny(seed=1))), "--runs", tmp_path / "runs")
+    assert status == 1 and "1 done, 0 out of memory, 1 failed" in said
+    assert f"failed: benchmark/{OK.run_id}" in said and "AssertionError: a seed of nothing" in said
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["sweep", "{tmp}/nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory)"),
+    (["sweep", "{tmp}/bad.yaml"], "bad.yaml, block 1: colour: no such field"),
+    (["sweep", "{tmp}/tf32.yaml"], "precision: got 'tf32', but a CPU has no TF32"),
+    (["resume"], "no sweep was begun here"),
+    (["sweep", "cpu", "--time-budget", "soon"], "--time-budget: got 'soon'"),
+    (["sweep"], "Missing argument"),
+])
+def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, write_sweep, tmp_path):
+    write_sweep([{"study": "benchmark", "fixed": TINY | {"colour": "red"}}], "bad.yaml")
+    write_sweep(block(OK, tiny(precision="tf32")), "tf32.yaml")
+    status, said = command(*(a.format(tmp=tmp_path) for a in arguments), "--runs", tmp_path / "runs")
+    assert status == 2 and told in " ".join(said.split()), said
+    assert "Traceback" not in said
+    if said.startswith("error:"):
+        assert said.count("\n") == 1
+    assert not list((tmp_path / "runs").glob("*"))  # nothing was started
+
+
+def test_exit_2_when_another_sweep_is_writing(command, write_sweep, tmp_path):
+    with Store(tmp_path / "runs").writing():
+        status, said = command("sweep", write_sweep(block(OK)), "--runs", tmp_path / "runs")
+    assert status == 2 and said.startswith("error:") and "another sweep is writing here" in said and said.count("\n") == 1
+
+
+def test_exit_75_when_time_is_up_and_resume_does_the_rest(command, write_sweep, tmp_path, quick_notebook):
+    quick_notebook(FINISH)
+    runs, configs = tmp_path / "runs", [tiny(seed=seed) for seed in range(3)]
+    status, said = command("sweep", write_sweep(block(*configs)), "--runs", runs, "--time-budget", "0s")
+    assert status == 75 and f"stopped by time budget; 3 left, beginning with {OK.run_id}" in said
+    assert f"stepscope resume --runs {runs}" in said and Store(runs).records() == ([], [])
+    # The first run is begun in time and takes longer than that; a second would as well.
+    status, said = command("resume", "--runs", runs, "--time-budget", "0.3s")
+    assert status == 75 and f"1 done, 0 out of memory, 0 failed; records are in {runs}" in said and "2 left" in said
+    first = Store(runs).find(OK)
+    status, said = command("resume", "--runs", runs)
+    assert status == 0 and "3 done" in said
+    assert [Store(runs).find(config).results for config in configs] == [{"seed": seed} for seed in range(3)]
+    assert Store(runs).find(OK) == first
+
+
+def test_resume_knows_every_sweep_that_was_begun(command, write_sweep, tmp_path, quick_notebook):
+    """Also of two files with one name, and whatever their names end in."""
+    quick_notebook(FINISH)
+    (tmp_path / "a").mkdir()
+    files = [write_sweep(block(tiny(seed=i)), name) for i, name in enumerate(("some.yaml", "a/some.yaml", "some.yml"))]
+    for file in files:
+        assert command("sweep", file, "--runs", tmp_path / "runs", "--time-budget", "0s")[0] == 75
+        file.unlink()
+    status, said = command("resume", "--runs", tmp_path / "runs", "--time-budget", "0s")
+    assert status == 75 and "3 left" in said
+
+
+def test_the_module_is_a_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "stepscope.cli", "sweep", "nowhere", "--runs", str(tmp_path)],
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: nowhere: cannot be read")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,479 @@
+"""Attribution and accounting of GPU operations: on a real capture against nsys's own reports, and on made-up ones."""
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from stepscope import trace
+from stepscope.bench_trace import AUTOGRAD, MAIN, PROCESS_ID, bench_trace, make_capture, write_export
+from stepscope.nsys_reports import load_report
+from stepscope.trace import (
+    AccountingError,
+    TraceError,
+    activity_totals,
+    check_conservation,
+    enclosing,
+    kernel_summary,
+    load_trace,
+    phase_clocks,
+    scrub,
+)
+
+DATA = Path(__file__).parent / "data" / "nsys"
+SAMPLE = DATA / "sample.sqlite"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return load_trace(SAMPLE)
+
+
+def report(name: str) -> pd.DataFrame:
+    return load_report(DATA / f"sample_{name}.csv")
+
+
+# The real capture
+
+
+def test_backwards_operations_are_found_on_autograds_thread(sample):
+    operations, _ = sample
+    table = operations.groupby(["phase", "thread", "kind"], observed=True).size()
+    assert table.to_dict() == {
+        ("forward", 568, "kernel"): 490, ("forward", 568, "memcpy"): 20, ("forward", 568, "memset"): 5,
+        ("backward", 568, "kernel"): 5, ("backward", 593, "kernel"): 825, ("backward", 593, "memcpy"): 25,
+        ("optimizer", 568, "kernel"): 10}
+    projected = report("nvtx_gpu_proj_sum").set_index("range")["total_gpu_ops"]
+    assert projected[["forward", "backward", "optimizer"]].tolist() == [515, 5, 10]  # nsys knows only ranges' own threads
+    assert operations.groupby("step").size().to_dict() == dict.fromkeys(range(5), 276)
+
+
+def test_sample_conserves(sample):
+    operations, _ = sample
+    totals = activity_totals(SAMPLE)
+    assert totals["operations"].to_dict() == {"kernel": 1330, "memcpy": 45, "memset": 5}
+    assert totals["duration_ns"].to_dict() == {"kernel": report("cuda_gpu_kern_sum")["total_time_ns"].sum(), "memcpy": 153023,
+                                               "memset": 3680}
+    check_conservation(operations, totals)
+    for by in ("phase", "family", "region", "name"):
+        summary = kernel_summary(operations, [by])
+        assert summary["total_ns"].sum() == totals["duration_ns"].sum()
+        assert summary["count"].sum() == 1380
+        assert summary["share"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda o: o.drop(index=700), "phases sum to 1329 operations of kind kernel"),
+    (lambda o: pd.concat([o, o.iloc[[700]]]), "1 operations are counted twice"),
+    (lambda o: o.assign(row=o["row"].where(o.index != 700, 10**6), duration_ns=o["duration_ns"] + (o.index == 700)),
+     "phases sum to 1330 operations of kind kernel and 18266583 ns, expected the capture's 1330 and 18266582 ns"),
+    (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases sum to 1329"),
+    (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions sum to 1329"),
+    (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
+])
+def test_conservation_fails_when_an_operation_is_lost_doubled_or_changed(sample, change, message):
+    with pytest.raises(AccountingError, match=message):
+        check_conservation(change(sample[0]), activity_totals(SAMPLE))
+
+
+def test_totals_per_kernel_and_copy_equal_nsys(sample):
+    operations, _ = sample
+    for kinds, name, key, count in (["kernel"], "cuda_gpu_kern_sum", "name", "instances"), (
+            ["memcpy", "memset"], "cuda_gpu_mem_time_sum", "operation", "count"):
+        theirs = report(name).set_index(key)
+        ours = kernel_summary(operations[operations["kind"].isin(kinds)]).set_index("name").loc[theirs.index]
+        assert ours["total_ns"].tolist() == theirs["total_time_ns"].tolist()
+        assert ours["count"].tolist() == theirs[count].tolist()
+        assert ours["mean_ns"].tolist() == pytest.approx(theirs["avg_ns"].tolist(), abs=0.0501)
+        assert (100 * ours["share"]).tolist() == pytest.approx(theirs["time_percent"].tolist(), abs=0.0501)
+
+
+def test_host_time_of_ranges_equals_nsys(sample):
+    _, ranges = sample
+    ours = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["name"].astype(str)).agg(["sum", "size"])
+    theirs = report("nvtx_pushpop_sum").set_index("range")
+    assert ours["sum"].to_dict() == theirs["total_time_ns"].to_dict()
+    assert ours["size"].to_dict() == theirs["instances"].to_dict()
+    nesting = report("nvtx_gpu_proj_trace").sort_values("range_start_ns")
+    assert ranges["name"].tolist() == nesting["range"].tolist()
+    assert (ranges["depth"] - 1).tolist() == nesting["level"].tolist()
+
+
+def test_kernels_within_a_range_equal_nsys(sample):
+    operations, _ = sample
+    kernels = operations[operations["kind"] == "kernel"]
+    theirs = report("nvtx_kern_sum").query("range in ['softmax', 'ffn', 'scores', 'value', 'out_proj', 'qkv_proj', 'forward']")
+    for name, rows in theirs.groupby("range"):
+        within = kernels[kernels["phase" if name == "forward" else "region"] == name]
+        ours = kernel_summary(within).set_index("name")
+        expected = rows.set_index("kernel_name")
+        assert ours["total_ns"].to_dict() == expected["total_time_ns"].to_dict()
+        assert ours["count"].to_dict() == expected["kernel_instances"].to_dict()
+
+
+def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
+    operations, ranges = sample
+    clocks = phase_clocks(operations, ranges, ("step", "phase")).set_index(["step", "phase"])
+    assert len(clocks) == 15
+    theirs = report("nvtx_gpu_proj_trace")
+    for phase in ("forward", "optimizer"):  # of backward, nsys sees one kernel
+        rows = theirs[theirs["range"] == phase].sort_values("range_start_ns")
+        ours = clocks.xs(phase, level="phase")
+        assert ours["host_ns"].tolist() == rows["range_duration_ns"].tolist()
+        assert ours["projected_ns"].tolist() == rows["projected_duration_ns"].tolist()
+        assert ours["operations"].tolist() == rows["gpu_ops"].tolist()
+    total = phase_clocks(operations, ranges).set_index("phase")
+    assert total["operations_ns"].to_dict() == operations.groupby("phase", observed=True)["duration_ns"].sum().to_dict()
+    pd.testing.assert_frame_equal(total.drop(columns="busy_share"), clocks.drop(columns="busy_share").groupby("phase", observed=True).sum())
+    assert (total["busy_ns"] == total["operations_ns"]).all()  # one stream: nothing overlaps
+
+
+def test_paths_start_at_the_phase(sample):
+    operations, ranges = sample
+    assert set(operations["path"].unique()) == {"", "ffn", *(f"attention/{part}" for part in ("qkv_proj", "scores", "softmax", "value",
+                                                                                           "out_proj"))}
+    assert set(ranges.loc[ranges["role"] != "region", "path"]) == {""}
+    assert set(operations.loc[operations["phase"] != "forward", "region"]) == {"unattributed"}  # no hooks in this workload
+
+
+# What scrubbing keeps
+
+
+def test_scrubbing_keeps_the_result_and_no_other_string(tmp_path):
+    secret = "TOKEN=hunter2"
+    capture = tmp_path / "capture.sqlite"
+    shutil.copy(SAMPLE, capture)
+    with closing(sqlite3.connect(capture)) as connection:
+        connection.executescript(f"""
+            INSERT INTO StringIds VALUES (5000, '{secret} 1'), (5001, 'stepscope'), (5002, 'forward');
+            CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
+            INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('env', '{secret} 2');
+            CREATE TABLE PROCESSES (globalPid INT, pid INT, name TEXT);
+            INSERT INTO PROCESSES VALUES (1, 1, '{secret} 3');
+            ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT;
+            UPDATE NVTX_EVENTS SET jsonText = '{secret} 4';
+            INSERT INTO NVTX_EVENTS (start, eventType, text, globalTid, domainId) VALUES (1, 34, '{secret} 5', {MAIN}, 0);
+        """)
+    assert secret.encode() in capture.read_bytes()
+    scrubbed = tmp_path / "scrubbed.sqlite"
+    scrub(capture, scrubbed)
+    assert secret.encode() not in scrubbed.read_bytes()
+    for ours, before in zip(load_trace(scrubbed), load_trace(capture), strict=True):
+        pd.testing.assert_frame_equal(ours, before)
+    with pytest.raises(FileExistsError):
+        scrub(capture, scrubbed)
+
+
+def test_the_committed_capture_is_scrubbed():
+    with closing(sqlite3.connect(SAMPLE.as_uri() + "?mode=ro", uri=True)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        unused = connection.execute("SELECT count(*) FROM StringIds WHERE id NOT IN "
+                                    "(SELECT demangledName FROM CUPTI_ACTIVITY_KIND_KERNEL)").fetchone()
+    assert tables == {"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY",
+                      "CUPTI_ACTIVITY_KIND_MEMSET", "CUPTI_ACTIVITY_KIND_RUNTIME", "ENUM_CUDA_MEMCPY_OPER"}
+    assert unused == (0,)
+    assert SAMPLE.stat().st_size < 600_000
+
+
+# Made-up captures
+
+STRINGS = [(1, "void f<float>(float *)"), (2, "sm80_xmma_gemm_g"), (10, "step"), (11, "forward"), (12, "backward"), (13, "ffn"),
+           (14, "stepscope"), (15, "cuBLAS"), (16, "cublasSgemm")]
+
+
+def nvtx(start, end, name, thread, domain=0) -> tuple:
+    """A row of NVTX_EVENTS; the name as text, or as the id of a registered string."""
+    text, text_id = (name, None) if isinstance(name, str) else (None, name)
+    return start, end, 59, text, thread, text_id, domain
+
+
+def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
+    """An export of these launches (time, thread), ranges (nvtx's arguments) and kernels (rows of the table)."""
+    if kernels is None:  # one per launch, of 40 ns, 1000 ns later
+        kernels = [(t + 1000, t + 1040, 0, 7, i, thread & trace.PROCESS, 1) for i, (t, thread) in enumerate(launches)]
+    write_export(path, StringIds=STRINGS, NVTX_EVENTS=[nvtx(*r) for r in ranges], CUPTI_ACTIVITY_KIND_KERNEL=kernels,
+                 CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 5, thread, i) for i, (t, thread) in enumerate(launches)])
+    return path
+
+
+def execute(path: Path, *statements: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+    return path
+
+
+STEP = [(0, 100, 10, MAIN), (10, 40, "forward", MAIN), (15, 30, "attention", MAIN), (20, 25, "attention.softmax", MAIN),
+        (50, 90, 12, MAIN), (55, 80, 13, AUTOGRAD)]
+
+
+def test_phase_by_time_and_region_by_thread(tmp_path):
+    launches = [(5, MAIN), (10, MAIN), (22, MAIN), (28, MAIN), (40, MAIN), (60, AUTOGRAD), (60, MAIN), (85, AUTOGRAD), (100, MAIN)]
+    operations, _ = load_trace(made(tmp_path / "a.sqlite", launches, STEP))
+    assert list(zip(operations["phase"], operations["region"], operations["path"], operations["step"], strict=True)) == [
+        ("outside", "unattributed", "", 0), ("forward", "unattributed", "", 0),
+        ("forward", "attention.softmax", "attention/attention.softmax", 0), ("forward", "attention", "attention", 0),
+        ("outside", "unattributed", "", 0), ("backward", "ffn", "ffn", 0), ("backward", "unattributed", "", 0),
+        ("backward", "unattributed", "", 0), ("outside", "unattributed", "", -1)]
+
+
+def test_phases_are_of_their_own_process(tmp_path):
+    other = MAIN + (1 << 24)
+    ranges = [*STEP, (200, 300, "step", MAIN), (400, 500, "step", other), (410, 490, "forward", other)]
+    operations, ranges = load_trace(made(tmp_path / "a.sqlite", [(20, MAIN), (21, other), (420, other), (421, MAIN)], ranges))
+    assert operations["phase"].tolist() == ["forward", "outside", "forward", "outside"]
+    assert operations["step"].tolist() == [0, -1, 0, -1]
+    assert operations["process"].tolist() == [7, 8, 8, 7]
+    with pytest.raises(AccountingError, match="several processes or devices"):
+        phase_clocks(operations, ranges)
+    clocks = phase_clocks(operations[operations["process"] == 8], ranges).set_index("phase")
+    assert clocks.loc["forward", ["ranges", "host_ns", "operations"]].tolist() == [1, 80, 1]
+
+
+def test_only_ranges_of_the_programs_domains_are_regions(tmp_path):
+    ranges = [(0, 100, "step", MAIN, 2), (10, 40, 11, MAIN, 2), (20, 30, "ffn", MAIN, 2), (22, 28, 16, MAIN, 1), (32, 38, "norm", MAIN, 0)]
+    path = execute(made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN)], ranges),
+                   f"INSERT INTO NVTX_EVENTS VALUES (-5, NULL, 75, 'cuBLAS', {MAIN}, NULL, 1)",
+                   f"INSERT INTO NVTX_EVENTS VALUES (-4, NULL, 75, NULL, {AUTOGRAD}, 14, 2)")
+
+    def regions(**options):
+        return load_trace(path, **options)[0]["region"].tolist()
+    assert regions() == ["ffn", "norm"]
+    assert regions(domains=["stepscope"]) == ["ffn", "unattributed"]
+    assert regions(domains=["", "stepscope", "cuBLAS"]) == ["cublasSgemm", "norm"]
+    assert load_trace(path, domains=[""])[0]["phase"].tolist() == ["outside", "outside"]
+    scrub(path, tmp_path / "b.sqlite")
+    for ours, before in zip(load_trace(tmp_path / "b.sqlite"), load_trace(path), strict=True):
+        pd.testing.assert_frame_equal(ours, before)
+
+
+def test_ranges_still_open_at_the_end_of_the_capture(tmp_path):
+    path = made(tmp_path / "a.sqlite", [(20, MAIN), (60, MAIN)], [(0, None, "step", MAIN), (50, None, "forward", MAIN), (55, None, "ffn", MAIN)])
+    operations, ranges = load_trace(path)
+    assert operations["region"].tolist() == ["unattributed", "ffn"]
+    assert operations["phase"].tolist() == ["outside", "forward"]
+    assert ranges["end_ns"].tolist() == [66, 66, 66]  # the last call on the host ends at 65
+
+
+def test_kernels_without_a_launch_record_are_kept_and_outside(tmp_path):
+    kernels = [(20, 30, 0, 7, 0, PROCESS_ID, 1), (40, 60, 0, 7, 99, PROCESS_ID, 2), (70, 75, 0, 8, None, PROCESS_ID, 2),
+               (80, 81, 0, 7, 0, PROCESS_ID + (1 << 24), 1)]  # of another process, with the id of this one's call
+    path = made(tmp_path / "a.sqlite", [(20, MAIN)], STEP, kernels)
+    operations, _ = load_trace(path)
+    assert operations["phase"].tolist() == ["forward", "outside", "outside", "outside"]
+    assert operations["thread"].tolist() == [7, -1, -1, -1]
+    assert operations["step"].tolist() == [0, -1, -1, -1]
+    assert operations["launch_start_ns"].isna().tolist() == [False, True, True, True]
+    assert operations["launch_duration_ns"][0] == 5
+    assert operations["correlation_id"].tolist() == [0, 99, -1, 0]
+    check_conservation(operations, activity_totals(path))
+
+
+def test_the_kernels_of_one_cuda_graph_launch_share_its_attribution(tmp_path):
+    kernels = [(t, t + 5, 0, 7, 0, PROCESS_ID, 1) for t in (100, 110, 120)]
+    path = made(tmp_path / "a.sqlite", [(22, MAIN)], STEP, kernels)
+    operations, _ = load_trace(path)
+    assert operations["region"].tolist() == ["attention.softmax"] * 3
+    check_conservation(operations, activity_totals(path))
+
+
+def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
+    path = execute(made(tmp_path / "a.sqlite", [(22, MAIN)], STEP), f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (21, 30, {MAIN}, 0)")
+    assert load_trace(path)[0]["launch_start_ns"].tolist() == [21]
+
+
+def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
+    # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step: two; in none: one.
+    kernels = [(100, 120, 0, 7, 0, PROCESS_ID, 1), (110, 130, 0, 8, 1, PROCESS_ID, 1), (112, 115, 0, 9, 2, PROCESS_ID, 1),
+               (140, 160, 0, 7, 3, PROCESS_ID, 2), (170, 180, 0, 7, 4, PROCESS_ID, 2), (175, 190, 0, 8, 5, PROCESS_ID, 2),
+               (300, 310, 0, 7, 6, PROCESS_ID, 2)]
+    launches = [(t, MAIN) for t in (12, 16, 22, 28, 42, 44, 200)]
+    operations, ranges = load_trace(made(tmp_path / "a.sqlite", launches, STEP, kernels))
+    clocks = phase_clocks(operations, ranges).set_index("phase")
+    assert clocks.loc["forward"].to_dict() == {
+        "ranges": 1, "host_ns": 30, "projected_ns": 60, "operations_ns": 63, "busy_ns": 50, "busy_share": 50 / 60, "gap_ns": 10,
+        "gaps": 1, "operations": 4}
+    assert clocks.loc["backward", ["ranges", "host_ns", "projected_ns", "busy_ns", "operations"]].tolist() == [1, 40, 0, 0, 0]
+    assert clocks.loc["outside", ["operations_ns", "busy_ns", "operations"]].tolist() == [35, 30, 3]
+    assert clocks.loc["outside", ["host_ns", "projected_ns", "gap_ns", "gaps", "busy_share"]].isna().all()
+    steps = phase_clocks(operations, ranges, ["step", "phase"]).set_index(["step", "phase"])["operations"]
+    assert steps.to_dict() == {(-1, "outside"): 1, (0, "forward"): 4, (0, "backward"): 0, (0, "outside"): 2}
+    with pytest.raises(AccountingError, match="several processes or devices"):
+        phase_clocks(operations.assign(device=operations.index), ranges)
+
+
+def test_summary_by_several_columns(tmp_path):
+    operations, _ = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN), (60, AUTOGRAD)], STEP))
+    table = kernel_summary(operations, ["phase", "family"])
+    assert table.values.tolist() == [["forward", "other", 80, 2, 40, 2 / 3], ["backward", "other", 40, 1, 40, 1 / 3]]
+
+
+@pytest.mark.parametrize("lacking", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])
+def test_a_capture_that_lacks_a_table(tmp_path, lacking):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP), f"DROP TABLE {lacking}")
+    operations, ranges = load_trace(path)
+    assert operations["phase"].tolist() == ["outside", "outside"]
+    assert operations["region"].tolist() == ["unattributed", "unattributed"]
+    assert len(ranges) == (0 if lacking == "NVTX_EVENTS" else len(STEP))
+    check_conservation(operations, activity_totals(path))
+    assert phase_clocks(operations, ranges)["operations"].sum() == 2
+    scrub(path, tmp_path / "b.sqlite")
+    pd.testing.assert_frame_equal(load_trace(tmp_path / "b.sqlite")[0], operations)
+
+
+def test_copies_and_fills_are_operations(tmp_path):
+    path = execute(
+        made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN), (60, AUTOGRAD)], STEP, [(100, 140, 0, 7, 0, PROCESS_ID, 1)]),
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start, end, deviceId, streamId, correlationId, globalPid, copyKind)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (50, 60, 0, 7, 1, {PROCESS_ID}, 1), (150, 160, 0, 7, 2, {PROCESS_ID}, 99)",
+        "CREATE TABLE ENUM_CUDA_MEMCPY_OPER (id, name, label)", "INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'HTOD', 'Host-to-Device')")
+    operations, _ = load_trace(path)
+    assert operations["name"].tolist() == ["[CUDA memcpy Host-to-Device]", "void f<float>(float *)", "[CUDA memcpy 99]"]
+    assert operations["family"].tolist() == ["memory", "other", "memory"]
+    assert operations["region"].tolist() == ["attention.softmax", "unattributed", "ffn"]
+    check_conservation(operations, activity_totals(path))
+
+
+# Captures that cannot be accounted for
+
+
+def test_files_that_are_no_captures(tmp_path):
+    with pytest.raises(TraceError, match=r"absent.sqlite: no such file, expected the sqlite export of a capture"):
+        load_trace(tmp_path / "absent.sqlite")
+    (tmp_path / "text.sqlite").write_text("Time (%),Total Time (ns)\n" * 100)
+    with pytest.raises(TraceError, match=r"text.sqlite: file is not a database, expected the sqlite export"):
+        load_trace(tmp_path / "text.sqlite")
+    half = tmp_path / "half.sqlite"
+    half.write_bytes(SAMPLE.read_bytes()[:40_000])
+    with pytest.raises(TraceError, match=r"half.sqlite: database disk image is malformed"):
+        load_trace(half)
+    with pytest.raises(TraceError, match=r"half.sqlite: database disk image is malformed"):
+        scrub(half, tmp_path / "out.sqlite")
+    assert not (tmp_path / "out.sqlite").exists()
+
+
+@pytest.mark.parametrize(("statement", "message"), [
+    ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_KERNEL holds no kernels, expected a capture"),
+    ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_KERNEL holds no kernels, expected a capture"),
+    ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "no such column: globalPid"),
+    ("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end",
+     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE holds 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node"),
+    (f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)",
+     "NVTX_EVENTS range 'crossing' ends after the range it began in"),
+])
+def test_captures_that_cannot_be_read(tmp_path, statement, message):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), statement)
+    with pytest.raises(TraceError, match=message) as caught:
+        load_trace(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), "ALTER TABLE NVTX_EVENTS DROP COLUMN textId")
+    with pytest.raises(TraceError, match=r"a.sqlite: no such column: textId"):
+        scrub(path, tmp_path / "b.sqlite")
+    assert not (tmp_path / "b.sqlite").exists()
+
+
+@pytest.mark.parametrize(("extra", "message"), [
+    ((20, 25, "loss", MAIN), "phase 'loss' begins at 20 ns within phase 'forward' of 10 to 40 ns"),
+    ((30, 45, "backward", AUTOGRAD), "phase 'backward' begins at 30 ns within phase 'forward' of 10 to 40 ns"),
+    ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
+])
+def test_an_operation_cannot_be_in_two_phases_or_steps(tmp_path, extra, message):
+    with pytest.raises(AccountingError, match=message):
+        load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], [*STEP, extra]))
+
+
+# The vectorised attribution against a plain loop
+
+
+def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0) -> list[tuple[int, int]]:
+    """Random intervals that nest, some empty, some that touch or share their ends."""
+    found, at = [], start
+    while at < end and depth < 5:
+        inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
+        found += [tuple(inner), *nested(generator, *inner, depth + 1)]
+        at = inner[1] + int(generator.integers(0, 3))
+        if generator.random() < 0.3:
+            break
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_enclosing_equals_a_plain_loop(seed):
+    generator = np.random.default_rng(seed)
+    keys = (generator.integers(0, 2**50, 3) << 4).tolist()
+    # An empty interval counts as one of 1 ns. Of equal ones, either is right: keep one.
+    given = {(key, start, max(end, start + 1)): (key, start, end) for key in keys for start, end in nested(generator, -20, 60)}
+    intervals = [list(given)[i] for i in generator.permutation(len(given))]
+    points = [(int(generator.choice([*keys, 5])), int(generator.integers(-30, 70))) for _ in range(300)]
+    innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
+
+    def holders(key, first, last):
+        """Indices of the intervals around [first, last), the innermost last."""
+        around = [i for i, (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end]
+        return sorted(around, key=lambda i: (intervals[i][1], -intervals[i][2]))
+    assert innermost.tolist() == [(holders(key, time, time + 1) or [-1])[-1] for key, time in points]
+    assert parent.tolist() == [([-1] + holders(*interval))[-2] for interval in intervals]
+    assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
+
+
+def test_enclosing_nothing():
+    none = np.zeros(0, np.int64)
+    assert [a.tolist() for a in enclosing(none, none, none, np.array([1, 2]), np.array([3, 4]))] == [[-1, -1], [], []]
+    assert [a.tolist() for a in enclosing(np.array([1]), np.array([0]), np.array([9]), none, none)] == [[], [-1], [1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_capture_equals_a_plain_loop(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    phases = [(s * 1000 + a, s * 1000 + b, name, MAIN) for s in range(3) for a, b, name in
+              ((10, 400, "forward"), (400, 450, "loss"), (455, 900, "backward"), (910, 980, "optimizer"))]
+    ranges = [(s * 1000, s * 1000 + 1000, "step", MAIN) for s in range(3)] + phases
+    for start, end, _, _ in phases:
+        for thread in (MAIN, AUTOGRAD):
+            inside = {interval for interval in nested(generator, start + 1, end - 1) if interval[0] < interval[1]}
+            ranges += [(*interval, f"r{generator.integers(0, 6)}", thread) for interval in sorted(inside)]
+    launches = [(int(t), MAIN if generator.random() < 0.5 else AUTOGRAD) for t in np.sort(generator.integers(0, 3200, 500))]
+    path = made(tmp_path / "a.sqlite", launches, ranges)
+    operations, _ = load_trace(path)
+    expected = []
+    for time, thread in launches:
+        def open_ranges(names, on, time=time):
+            return sorted((r for r in ranges if r[0] <= time < r[1] and r[3] in on and (r[2] in names or (not names and r[2][0] == "r"))),
+                          key=lambda r: (r[0], -r[1]))
+        phase = open_ranges(trace.PHASES, (MAIN,))
+        regions = [r[2] for r in open_ranges((), (thread,))]
+        step = open_ranges(("step",), (MAIN,))
+        expected.append((phase[0][2] if phase else "outside", regions[-1] if regions else "unattributed", "/".join(regions),
+                         step[0][0] // 1000 if step else -1))
+    operations = operations.sort_values("correlation_id")
+    assert list(zip(operations["phase"], operations["region"], operations["path"], operations["step"], strict=True)) == expected
+    assert len({phase for phase, *_ in expected}) == 5
+    check_conservation(operations, activity_totals(path))
+
+
+def test_the_benchmarks_capture_is_attributed_as_it_was_made(tmp_path):
+    make_capture(tmp_path / "a.sqlite", kernels=5000, ranges=2000, steps=10)
+    operations, ranges = load_trace(tmp_path / "a.sqlite")
+    assert abs(len(ranges) - 2000) < 100
+    assert kernel_summary(operations, ["step"])["count"].tolist() == [500] * 10
+    assert set(zip(operations["phase"], operations["thread"], strict=True)) == {("forward", 7), ("backward", 8)}
+    regions = kernel_summary(operations, ["path"]).set_index("path")["count"]
+    assert set(regions.index) == {"", "block/a", "block/b", "block/c", "block/d"}
+    assert regions.drop("").max() - regions.drop("").min() < 20
+    # A block's time is that of its four regions, and one region's time before the first block and after the last has none.
+    blocks = (ranges["name"] == "block").sum() / 20
+    assert regions[""] / 5000 == pytest.approx(2 / (4 * blocks + 2), abs=0.01)
+
+
+def test_bench_reports_what_it_measured(capsys):
+    result = bench_trace(2000, 1000)
+    assert (result["kernels"], result["in_phases"]) == (2000, 2000)
+    assert result["load_s"] > 0
+    assert "kernels 2,000" in capsys.readouterr().out
