@@ -14,9 +14,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
         "timed_steps": 2}
-# A context that no machine holds (its mask alone is 16 TB), of a model so small that nothing else takes long.
+# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small that nothing
+# else takes long.
 HUGE = {"device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2, "batch_size": 1,
-        "context_length": 4_000_000, "warmup_steps": 0, "timed_steps": 1}
+        "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
 
 
 @pytest.fixture
@@ -44,5 +45,6 @@ def write_sweep(tmp_path):
 
 def record_of(config: RunConfig, **fields) -> Record:
     """A record as a run of this configuration would leave it."""
-    return Record(**{"run_id": config.run_id, "study": config.study, "status": "ok", "duration_s": 1.0,
-                     "config": config.model_dump(mode="json"), "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc)} | fields)
+    whole = {"run_id": config.run_id, "study": config.study, "status": "ok", "config": config.model_dump(mode="json"),
+             "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc), "duration_s": 1.0}
+    return Record(**whole | fields)

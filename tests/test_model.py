@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600}
-SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24, "batch_size": 3,
-         "device": "cpu"}
+SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24,
+         "batch_size": 3, "device": "cpu"}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -115,6 +115,7 @@ def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention)
     loss, gradients = loss_and_gradients(model, logits, targets)
     expected_loss, expected_gradients = loss_and_gradients(llama, expected, targets)
     torch.testing.assert_close(loss, expected_loss, **EXACT)
+    torch.testing.assert_close(model.loss(logits, targets), expected_loss, **EXACT)
     assert {in_llama(name) for name in gradients} == expected_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected_gradients[in_llama(name)], **EXACT, msg=name)
@@ -154,8 +155,8 @@ def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
 def test_swiglu_is_torchs():
     with float64():
         ffn, x = SwiGLU(48, 80), torch.randn(2, 5, 48)
-    expected = functional.linear(functional.silu(x @ ffn.gate_proj.weight.T) * (x @ ffn.up_proj.weight.T), ffn.down_proj.weight)
-    torch.testing.assert_close(ffn(x), expected, **EXACT)
+    gate, up = (functional.linear(x, projection.weight) for projection in (ffn.gate_proj, ffn.up_proj))
+    torch.testing.assert_close(ffn(x), functional.linear(functional.silu(gate) * up, ffn.down_proj.weight), **EXACT)
 
 
 def test_written_out_attention_is_torchs():
@@ -286,17 +287,18 @@ def leaf(*names):
 
 EAGER = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask", "attention.softmax", "attention.value",
          "attention.output"]
+SDPA = ["attention.qkv", "attention.rope", "attention.fused", "attention.output"]
 
 
-@pytest.mark.parametrize("kind, parts", [("eager", EAGER),
-                                         ("sdpa", ["attention.qkv", "attention.rope", "attention.fused", "attention.output"])])
+@pytest.mark.parametrize("kind, parts", [("eager", EAGER), ("sdpa", SDPA)])
 def test_annotated_parts_open_ranges_in_the_models_nesting(kind, parts):
-    model, tokens, _ = wide_model(attention=kind)
+    model, tokens, targets = wide_model(attention=kind)
     with recording(Recorder()) as recorder, annotate.annotated(model):
         with annotate.nvtx_range("forward"):
             annotated_logits = model(tokens)
+        model.loss(annotated_logits, targets)
     block = ("block", [*leaf("norm"), ("attention", leaf(*parts)), *leaf("residual", "norm", "ffn", "residual")])
-    assert recorder.tree == [("forward", [*leaf("embedding"), *[block] * 3, *leaf("norm", "head")])]
+    assert recorder.tree == [("forward", [*leaf("embedding"), *[block] * 3, *leaf("norm", "head")]), *leaf("cross_entropy")]
     assert recorder.open == [recorder.tree]
     assert torch.equal(annotated_logits, model(tokens))
 
@@ -310,7 +312,8 @@ def methods_of(model):
 def test_annotation_leaves_nothing_behind():
     model, tokens, _ = wide_model()
     before = methods_of(model)
-    assert len(before) == 2 + 1 + 3 * (1 + 1 + 2 + 8 + 1 + 1)  # embedding, head; norm; block: itself, residual, norms, ...
+    assert {path for path, _ in before} == {path for path, module in model.named_modules()
+                                            if type(module).__module__ == TransformerLM.__module__}  # every part of ours
     plain = {path: set(vars(module)) for path, module in model.named_modules()}
     with recording(Recorder()) as recorder:
         with annotate.annotated(model):

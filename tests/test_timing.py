@@ -69,8 +69,11 @@ def watched(tiny):
     """A measured step's model, with what was true of it at the start of each forward: gradients, and the weights."""
     def watch(mode, **fields):
         step, seen = build_step(tiny(mode=mode, **fields)), []
-        step.model.register_forward_pre_hook(lambda model, args: seen.append(
-            ([p.grad is not None for p in model.parameters()], torch.cat([p.detach().flatten() for p in model.parameters()]))))
+
+        def look(model, args):
+            parameters = list(model.parameters())
+            seen.append(([p.grad is not None for p in parameters], torch.cat([p.detach().flatten() for p in parameters])))
+        step.model.register_forward_pre_hook(look)
         return step, seen
     return watch
 
@@ -127,7 +130,8 @@ def test_one_seed_is_one_step_and_another_seed_another(tiny):
     assert first.tokens.shape == first.targets.shape == (1, 8) and int(first.tokens.max()) < 50
 
 
-@pytest.mark.parametrize("optimizer, kind", [("foreach", (True, False)), ("fused", (False, True)), ("forloop", (False, False))])
+@pytest.mark.parametrize("optimizer, kind", [("foreach", (True, False)), ("fused", (False, True)),
+                                             ("forloop", (False, False))])
 def test_the_optimizer_is_the_one_asked_for(optimizer, kind, tiny):
     group = build_step(tiny(optimizer=optimizer)).optimizer.param_groups[0]
     assert (group["foreach"], group["fused"]) == kind
@@ -142,9 +146,9 @@ def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
 
 
 def test_a_step_that_does_not_fit_runs_out_of_memory_by_name():
-    # Logits of 10^6 tokens over 10^6 words; the weights and the batch alone are a few megabytes.
-    config = configure("benchmark", **HUGE | {"context_length": 1, "batch_size": 10**6, "vocab_size": 10**6}, mode="forward")
-    step = build_step(config)
+    # Logits of 6 million tokens over as many words; weights and batch alone are a few hundred megabytes.
+    shape = {"context_length": 1, "batch_size": 6_000_000, "vocab_size": 6_000_000, "mode": "forward"}
+    step = build_step(configure("benchmark", **HUGE | shape))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
         measure(step)
 

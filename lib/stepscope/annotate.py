@@ -4,6 +4,7 @@
 that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
 """
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,31 @@ from torch import nn
 
 DOMAIN = "stepscope"
 _domain = nvtx.get_domain(DOMAIN)
+
+
+class ProfilerRanges:
+    """Stands in for the NVTX domain where torch.profiler watches: the same calls, its ranges."""
+
+    def __init__(self) -> None:
+        self.threads = threading.local()
+
+    def get_event_attributes(self, message: str) -> str:
+        return message
+
+    def push_range(self, name: str) -> None:
+        opened = torch.profiler.record_function(name)
+        opened.__enter__()
+        vars(self.threads).setdefault("open", []).append(opened)
+
+    def pop_range(self) -> None:
+        self.threads.open.pop().__exit__(None, None, None)
+
+
+def use_profiler_ranges() -> None:
+    """From now on, open torch.profiler's ranges and not NVTX's; for a process that torch.profiler watches."""
+    global _domain
+    _domain = ProfilerRanges()
+    _attributes.cache_clear()
 
 
 def region(name: str) -> Callable:

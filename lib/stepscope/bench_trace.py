@@ -5,39 +5,19 @@
 
 import multiprocessing
 import re
-import sqlite3
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from stepscope.torch_trace import PROCESS_ID, write_export
 from stepscope.trace import activity_totals, check_conservation, kernel_summary, load_trace, phase_clocks
 
-SCHEMA = """
-CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
-CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
-    correlationId INTEGER, globalPid INTEGER, demangledName INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER);
-CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER,
-    domainId INTEGER);
-"""
-PROCESS_ID = 1 << 48 | 7 << 24
 MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
-
-
-def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(SCHEMA)
-        for table, rows in tables.items():
-            columns = len(connection.execute(f"PRAGMA table_info({table})").fetchall())
-            connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * columns)})", rows)
-        connection.commit()
 
 
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:

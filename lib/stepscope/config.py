@@ -129,7 +129,20 @@ class WarmupConfig(RunConfig):
     profile: bool = False  # run the first step under torch.profiler, to see which calls it waits in
 
 
-STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig}
+class NsysConfig(RunConfig):
+    """Profiles of one size and context: every mode in a capture of its own, from one process."""
+
+    study: Literal["nsys"] = "nsys"
+    mode: Literal["all"] = "all"
+    keep_export: bool = False  # keep the event-level export of each capture, scrubbed, beside the tables
+
+    def of_mode(self, mode: str) -> "BenchmarkConfig":
+        """The step that one of the captures runs; unprofiled, it is a run of the benchmark study."""
+        shared = self.model_dump(exclude={"study", "mode", "keep_export"})
+        return BenchmarkConfig(**shared, mode=mode)
+
+
+STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import papermill
 from nbclient.exceptions import DeadKernelError
@@ -56,7 +57,8 @@ def _run_notebook(config: RunConfig, folder: Path) -> tuple[str, str | None]:
     sockets = tempfile.mkdtemp(prefix="stepscope-")
     traits = Traits({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"},
                      "ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"},
-                     "NotebookClient": {"shutdown_kernel": "immediate", "extra_arguments": [f"--IPKernelApp.exec_lines={ORPHANED}"]}})
+                     "NotebookClient": {"shutdown_kernel": "immediate",
+                                        "extra_arguments": [f"--IPKernelApp.exec_lines={ORPHANED}"]}})
     try:
         papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
                                    kernel_name="python3", cwd=folder, progress_bar=False, config=traits)
@@ -65,6 +67,8 @@ def _run_notebook(config: RunConfig, folder: Path) -> tuple[str, str | None]:
         return ("oom" if error.ename == "OutOfMemoryError" else "failed"), _without_machine(cause)
     except DeadKernelError:
         return "failed", "the notebook's kernel died (killed, or crashed below Python)"
+    except RuntimeError as error:
+        return "failed", _without_machine(f"the notebook's kernel did not start: {error}")
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
     return "ok", None
@@ -74,15 +78,27 @@ def _strip_machine(notebook: Path) -> None:
     """Take paths of this machine out of an executed notebook: it is read, and committed, elsewhere."""
     if not notebook.exists():
         return
-    content = json.loads(_without_machine(notebook.read_text(encoding="utf-8")))
+    content = json.loads(notebook.read_text(encoding="utf-8"))
     for key in ("input_path", "output_path"):
         content["metadata"].get("papermill", {}).pop(key, None)
-    notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    notebook.write_text(json.dumps(_cleaned(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _cleaned(value: Any) -> Any:
+    """JSON with its texts cleaned, except kinds of cells, and pictures, in whose base64 a short path may stand by chance."""
+    if isinstance(value, dict):
+        kept = ("cell_type", "output_type", "image/png")
+        return {key: item if key in kept else _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return _without_machine(value) if isinstance(value, str) else value
 
 
 def _without_machine(text: str) -> str:
     places = {str(PROJECT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~",
               tempfile.gettempdir(): "<tmp>", os.uname().nodename: "<host>"}
+    home = f"{Path.home()}/"  # tracebacks write it as a tilde
+    places |= {f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)}
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
         if len(place) > 3:
             text = text.replace(place, name)

@@ -17,6 +17,38 @@ def forward_flops(config: RunConfig) -> dict[str, int]:
             | {"head": 2 * tokens * config.d_model * config.vocab_size})
 
 
+def forward_bytes(config: RunConfig) -> dict[str, int]:
+    """Bytes that one fp32 forward pass of the eager model has to move, by region.
+
+    Every operation of the model as it is written reads each of its inputs once and writes its output once; what a cache
+    spares is not taken off, so that a rate above the memory's shows that data came from the cache.
+    """
+    hidden = config.batch_size * config.context_length * config.d_model
+    wide = config.batch_size * config.context_length * config.d_ff
+    logits = config.batch_size * config.context_length * config.vocab_size
+    square = config.batch_size * config.num_heads * config.context_length**2
+    rows = config.batch_size * config.num_heads * config.context_length
+    weight = config.d_model**2
+    per_layer = {
+        "attention.qkv": 3 * (hidden + weight + hidden),
+        # q and k each: negate half (1), concatenate (2), two products with the tables (4), their sum (3).
+        "attention.rope": 2 * 10 * hidden,
+        "attention.scores": 2 * hidden + square + 2 * square,                        # product, then scaled
+        "attention.mask": 2 * square + 2 * square,                                   # copied, then filled in place
+        "attention.softmax": 8 * square + 4 * rows,                                  # max, subtract, exp, sum, divide
+        "attention.value": square + 2 * hidden,
+        "attention.output": 2 * hidden + 2 * hidden + weight,                        # heads joined by a copy, then the product
+        "ffn": 2 * (hidden + wide + config.d_model * config.d_ff) + 2 * wide + 3 * wide + 3 * wide
+               + wide + config.d_model * config.d_ff + hidden,                       # gate, up, sigmoid, two products, down
+        "norm": 2 * (2 + 1 + 2 + 2) * hidden,                                        # square, mean, scale, weight; two norms
+        "residual": 2 * 3 * hidden,
+    }
+    floats = {region: config.num_layers * count for region, count in per_layer.items()}
+    floats["norm"] += (2 + 1 + 2 + 2) * hidden
+    floats |= {"embedding": 2 * hidden, "head": hidden + config.d_model * config.vocab_size + logits}
+    return {region: 4 * count for region, count in floats.items()}
+
+
 def phase_flops(config: RunConfig) -> dict[str, int]:
     """FLOPs by phase. Backward needs each product twice, once for either factor's gradient; AdamW multiplies no matrices."""
     forward = sum(forward_flops(config).values())

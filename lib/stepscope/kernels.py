@@ -19,10 +19,10 @@ RULES = [
      "TorchInductor names what it generates triton_<kind>_<fused operators>; one kernel may do several families' work"),
     ("fused attention", r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
      "scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient (fmha_cutlass)"),
-    ("optimizer", r"multi_tensor_apply|fused_?(adam|sgd|adagrad|lamb)|amp_update_scale",
+    ("optimizer", r"multi_tensor_apply|fused_?(adam|sgd|adagrad|lamb)|amp_update_scale|^aten::_foreach_",
      "one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling"),
     ("softmax", r"softmax", "row-wise softmax and log-softmax, forward and backward"),
-    ("matrix multiply", r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel",
+    ("matrix multiply", r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
      "cuBLAS, cuBLASLt (xmma, nvjet) and CUTLASS products, and the reductions that finish their split-K variants"),
     ("random", r"philox|curand|distribution_elementwise|bernoulli|dropout|random",
      "draws random numbers: dropout, initialisation"),
@@ -33,11 +33,11 @@ RULES = [
      ("reads or writes rows by index; in a training step the sorts, scans and thrust kernels order the token ids"
      " for the embedding's gradient")),
     ("reduction and norm",
-     r"reduce|(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|welford|nll_loss|cross_entropy|scan_",
+     r"reduce|(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|welford|nll_loss|cross_entropy|scan_|^aten::(sum|mean|amax|max|min|argmax)$",
      "many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the batch"),
-    ("copy and cast", r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose",
+    ("copy and cast", r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
-    ("elementwise", r"elementwise|triu_tril|fillfunctor|pointwise",
+    ("elementwise", r"elementwise|triu_tril|fillfunctor|pointwise|^aten::",
      "one output per input: arithmetic, activations, masks, fills by a kernel"),
 ]
 OTHER = "other"

@@ -1,4 +1,4 @@
-"""Nsight Systems: where it is, whether it is whole, and how a capture and its reports are made."""
+"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are made."""
 import json
 import os
 import shutil
@@ -45,8 +45,8 @@ def missing_libraries(nsys: Path) -> list[str]:
         words = real.read_text(errors="replace").split()
         real = next((Path(word) for word in words if word.endswith("/nsys") and Path(word).exists()), real)
     missing = set()
-    for importer in real.parent.parent.glob("host-linux-*/QdstrmImporter"), real.parent.parent.glob("linux-desktop-*/QdstrmImporter"):
-        for program in importer:
+    for host in ("host-linux-*", "linux-desktop-*"):
+        for program in real.parent.parent.glob(f"{host}/QdstrmImporter"):
             listed = subprocess.run(["ldd", program], capture_output=True, text=True,
                                     env=os.environ | {"LD_LIBRARY_PATH": str(program.parent)}).stdout
             missing |= {line.split()[0] for line in listed.splitlines() if line.endswith("not found")}
@@ -55,61 +55,65 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 @dataclass
 class Capture:
-    """One configuration's profile: its report file (None when there is none) and what the profiled process said of it."""
+    """One configuration's profile: its file (None when there is none) and what the profiled process said of it."""
 
     config: RunConfig
-    report: Path | None
-    outcome: dict
+    file: Path | None
+    outcome: dict  # status (captured, oom, crashed), cause, before_ms, within_ms
 
 
-def capture(configs: list[RunConfig], folder: Path, nsys: Path) -> list[Capture]:
+def capture(configs: list[RunConfig], folder: Path, nsys: Path | None) -> list[Capture]:
     """Profile configurations one after another in one process, each in a capture of its own.
 
     Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the profile it
     happens in: the rest is profiled by a process started anew. Out of memory costs that profile only.
 
+    Args:
+        nsys: the nsys to use; None for torch.profiler.
+
     Raises:
-        NsysError: nothing could be profiled; the text ends with what nsys said.
+        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler said.
     """
     captures, left = [], list(configs)
-    for attempt in range(len(configs)):
-        own = folder / f"process{attempt}"
+    while left:
+        own = folder / f"process{len(captures)}"
         own.mkdir(parents=True)
         (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json()) for config in left]))
-        command = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
-                   "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}", "--output", str(own / "capture"),
-                   sys.executable, "-m", "stepscope.profiled", str(own)]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        reports = iter(sorted(own.glob("capture*.nsys-rep"), key=lambda path: [int(n) for n in path.name.split(".") if n.isdigit()]))
-        done = 0
+        profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
+                    "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
+                    "--output", str(own / "capture")] if nsys else []
+        tool = "nsys" if nsys else "torch"
+        ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.profiled", tool, str(own)],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they were made.
+        reports = iter(sorted(own.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
         for config in left:
             said = own / f"{config.mode}.json"
             if not said.exists():
                 break
             outcome = json.loads(said.read_text())
-            captures.append(Capture(config, next(reports, None) if outcome["status"] == "captured" else None, outcome))
-            done += 1
-        left = left[done:]
-        if left and done < len(left) + done:  # the process ended early, in the first that is left
+            file = None
+            if outcome["status"] == "captured":
+                file = next(reports, None) if nsys else own / f"{config.mode}.trace.json"
+                if file is None or not file.exists():
+                    raise NsysError(f"no report was made of the capture of {config.mode}; the profiler said: {ended.stdout[-2000:]}")
+            captures.append(Capture(config, file, outcome))
+        left = configs[len(captures):]
+        if left:  # the process ended in the first of these
             captures.append(Capture(left[0], None, {"status": "crashed", "cause": ended.stdout[-2000:]}))
             left = left[1:]
-        if not left:
-            break
     if all(item.outcome["status"] == "crashed" for item in captures):
-        raise NsysError(f"nsys profiled none of {len(captures)} configurations; it said: {captures[0].outcome['cause']}")
-    for item in captures:
-        if item.outcome["status"] == "captured" and item.report is None:
-            raise NsysError(f"nsys made no report of {item.config.mode}; it said: {ended.stdout[-2000:]}")
+        raise NsysError(f"none of {len(captures)} configurations could be profiled; the profiler said: {captures[0].outcome['cause']}")
     return captures
 
 
-def make_reports(report: Path, folder: Path, prefix: str) -> Path:
+def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
     """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the event-level export (sqlite).
 
     Raises:
         NsysError: nsys stats failed; quotes it.
     """
-    ended = subprocess.run([find_nsys(), "stats", "--force-export=true", "--format", "csv", "--output", str(folder / prefix),
+    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output", str(folder / prefix),
                             *(part for name in REPORTS for part in ("--report", name)), str(report)],
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     export = report.with_suffix(".sqlite")

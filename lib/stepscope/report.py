@@ -10,12 +10,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 
-from stepscope import StepscopeError, benchmark, warmup
+from stepscope import StepscopeError, benchmark, profiles, warmup
 from stepscope.answers import Answer, listing
 from stepscope.answers import benchmark as benchmark_answers
+from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
 from stepscope.figures import benchmark as benchmark_figures
+from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
 from stepscope.published import load_published
@@ -40,6 +42,12 @@ class Data:
     warm_costs: pd.DataFrame
     warm_calls: pd.DataFrame
     published: pd.DataFrame
+    operations: pd.DataFrame  # nsys: a row a run, mode, phase, region and kernel
+    clocks: pd.DataFrame
+    regions: pd.DataFrame
+    timeline: pd.DataFrame
+    walls: pd.DataFrame
+    statuses: pd.DataFrame
 
     @property
     def device_name(self) -> str:
@@ -61,7 +69,9 @@ def load_data(store: Store) -> Data:
     records, errors = store.records()
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
-                *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published())
+                *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
+                *(profiles.all_runs(store, records, table) for table in
+                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")))
 
 
 # The report's order: sections, and in each its answers.
@@ -80,6 +90,15 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: warmup_answers.what_it_pays_for(d.warm_costs, d.warm_calls),
         lambda d: warmup_answers.enough(d.warm_samples),
     ],
+    "Profiling": [
+        lambda d: nsys_answers.forward_total(d.clocks, d.walls, d.times),
+        lambda d: nsys_answers.top_kernel(d.operations),
+        lambda d: nsys_answers.not_matmul(d.operations),
+        lambda d: nsys_answers.full_step(d.operations),
+        lambda d: nsys_answers.softmax_against_matmul(d.operations, d.regions, d.ceilings),
+        lambda d: nsys_answers.regions_against_ceilings(d.operations, d.ceilings),
+        lambda d: nsys_answers.conserved(d.operations, d.statuses),
+    ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
@@ -89,7 +108,31 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_published": lambda d: benchmark_figures.published(d.times, d.published, d.where),
     "warmup_steps": lambda d: benchmark_figures.warmup_steps(d.warm_samples, d.where),
     "warmup_costs": lambda d: benchmark_figures.warmup_costs(d.warm_costs, d.where),
+    "nsys_clocks": lambda d: None if d.clocks.empty else nsys_figures.clocks(
+        nsys_answers.clocks_beside(d.clocks, d.walls, d.times), d.where),
+    "nsys_families": lambda d: nsys_figures.families_by_size(d.operations, d.where, "forward", ["forward"], "Forward's device time by family"),
+    "nsys_step_families": lambda d: nsys_figures.families_by_size(
+        d.operations, d.where, "step", ["forward", "backward", "optimizer", "all"], "A full step's device time by family"),
+    "nsys_attention": lambda d: nsys_figures.attention(d.operations, d.regions, d.where),
+    "nsys_roofline": lambda d: _roofline(d),
+    "nsys_timeline": lambda d: _timeline(d),
 }
+
+
+def _roofline(data: Data) -> Figure | None:
+    if data.operations.empty or data.ceilings.empty:
+        return None
+    values = data.ceilings.groupby("ceiling")["value"].median()
+    rates = nsys_answers.region_rates(data.operations)
+    return nsys_figures.roofline(rates[rates["tflops"] > 0], values["matmul_fp32"], values["copy"], data.where)
+
+
+def _timeline(data: Data) -> Figure | None:
+    if data.timeline.empty:
+        return None
+    size, context = nsys_answers.reference(data.timeline)
+    own = data.timeline[(data.timeline["size"] == size) & (data.timeline["context_length"] == context)]
+    return nsys_figures.timeline(own, f"{size}, context {context}, {data.where}")
 
 
 def draw_figures(data: Data, folder: Path) -> list[str]:
@@ -125,7 +168,7 @@ def _markdown_table(table: pd.DataFrame) -> str:
     """Text columns to the left, all else to the right, as a reader expects numbers."""
     def is_number(cell: object) -> bool:
         return not isinstance(cell, str) or cell[:1].isdigit() or cell[:1] in "-–"
-    align = ["right" if table[column].map(is_number).all() else "left" for column in table]
+    align = ["right" if all(map(is_number, table[column])) else "left" for column in table]
     return table.to_markdown(index=False, disable_numparse=True, colalign=align)
 
 

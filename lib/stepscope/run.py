@@ -1,5 +1,7 @@
 """The notebook's side of a run: note what it runs on, hand over what it found."""
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -7,7 +9,7 @@ from IPython.display import Markdown, display
 
 from stepscope.config import RunConfig, require_device
 from stepscope.machine import gpu_state, machine, software
-from stepscope.store import write_table, write_text_durably
+from stepscope.store import Table, write_table, write_text_durably
 
 OUTCOME = "outcome.json"
 
@@ -32,12 +34,22 @@ class Run:
         on = self.outcome["machine"]["device_name"]
         display(Markdown(f"**{config.study}: {config.run_id}** on {on}, torch {self.outcome['software']['torch']}"))
 
-    def finish(self, tables: dict[str, pd.DataFrame], results: dict, measuring_s: float = 0.0) -> None:
-        """Hand over tables and scalar results. ``measuring_s``: seconds that went into the measured work itself."""
+    def finish(self, tables: dict[str, pd.DataFrame], results: dict, measuring_s: float = 0.0,
+               files: Sequence[Path] = ()) -> None:
+        """Hand over tables and scalar results.
+
+        Args:
+            tables: by name; one whose name ends in .parquet is written so, the others as CSV.
+            measuring_s: seconds that went into the measured work itself.
+            files: of other programs, already in the run folder, to be kept with the record.
+        """
         self.outcome |= {"results": results, "measuring_s": measuring_s, "gpu_after": gpu_state(self.config.device)}
         if self.folder:
             self.outcome["tables"] = {name: write_table(self.folder, name, table).model_dump()
                                       for name, table in tables.items()}
+            for file in files:
+                kept = Table(file=str(file.relative_to(self.folder)), sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+                self.outcome["tables"][kept.file] = kept.model_dump()
             self.outcome["finished"] = True
             self._write()
 

@@ -19,7 +19,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig
+from stepscope.config import SIZES, RunConfig
 
 SCHEMA_VERSION = 1
 
@@ -33,10 +33,10 @@ class StoreBusy(StepscopeError, RuntimeError):
 
 
 class Table(BaseModel):
-    """One table of a run: a CSV beside its record."""
+    """One table of a run: a CSV or Parquet file beside its record."""
 
     file: str
-    rows: int
+    rows: int | None = None  # None: another program's file, kept as it wrote it
     sha256: str
 
 
@@ -88,10 +88,14 @@ def sync(path: Path) -> None:
 
 
 def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
-    """Write ``<name>.csv``: a header row, then numbers to 7 significant digits."""
-    text = table.to_csv(index=False, float_format="%.7g")
-    (folder / f"{name}.csv").write_text(text, encoding="utf-8")
-    return Table(file=f"{name}.csv", rows=len(table), sha256=hashlib.sha256(text.encode()).hexdigest())
+    """Write a table: Parquet when ``name`` ends so, else CSV, a header row, then numbers to 7 significant digits."""
+    path = folder / name
+    if path.suffix == ".parquet":
+        table.to_parquet(path, index=False, compression="zstd")
+    else:
+        path = folder / f"{name}.csv"
+        path.write_text(table.to_csv(index=False, float_format="%.7g"), encoding="utf-8")
+    return Table(file=path.name, rows=len(table), sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def read_record(folder: Path, check_tables: bool = False) -> Record:
@@ -235,8 +239,16 @@ def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:
         if name in record.tables:
             path = store.root / record.study / record.run_id / record.tables[name].file
             try:
-                frame = pd.read_csv(path)
+                frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
             except (OSError, ValueError) as error:
                 raise RecordError(f"{path}: cannot be read as a table ({error})") from None
             frames.append(frame.assign(study=record.study, run_id=record.run_id))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def by_size(frame: pd.DataFrame) -> pd.DataFrame:
+    """Sizes as an ordered category, smallest first, so that tables and figures keep that order."""
+    order = sorted((size for size in frame["size"].unique() if size in SIZES), key=lambda s: SIZES[s].d_model * SIZES[s].num_layers)
+    order += sorted(set(frame["size"]) - set(order))
+    return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
+        ["size", "context_length"], kind="stable", ignore_index=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepscope import StepscopeError
@@ -92,8 +93,8 @@ class SweepEnd:
     stopped_by: str | None = None
 
 
-class Stopped(BaseException):
-    """A signal asked the sweep to end. Not an Exception: nothing on the way should take it for a run's failure."""
+class Stopped(KeyboardInterrupt):
+    """A signal asked the sweep to end. Of this type because asyncio lets no other out of what it calls back."""
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def run_sweep(paths: list[Path], store: Store, time_budget_s: float | None = Non
         _same_machine(store, configs)
         # The sweep stays with its runs, so that a folder alone can say what is still missing and be resumed.
         for path in paths:
-            kept = store.root / "sweeps" / path.name
+            kept = store.root / "sweeps" / f"{path.stem}.yaml"
             kept.parent.mkdir(exist_ok=True)
             if kept.resolve() != Path(path).resolve():
                 write_text_durably(kept, Path(path).read_text(encoding="utf-8"))
@@ -146,7 +147,8 @@ def _valid_record(config: RunConfig, store: Store, console: Console):
         return store.find(config)
     except RecordError as error:
         place = store.set_aside(store.folder(config))
-        console.print(f"[yellow]{error}[/]; moved to {place}, the run is done again")
+        console.print(f"[yellow]{escape(str(error))}[/]; moved to {escape(str(place))}, the run is done again",
+                      soft_wrap=True)
         return None
 
 
@@ -169,24 +171,24 @@ def _run_all(todo: list[RunConfig], store: Store, budget_s: float | None, consol
                         TextColumn("{task.fields[left]}"), console=console)
     with progress, _signals_stop():
         task = progress.add_task("", total=total, completed=total - len(todo), left="")
-        for index, config in enumerate(todo):
-            elapsed = time.monotonic() - started
-            if budget_s is not None and elapsed + max(durations, default=0) > budget_s:
-                end.left, end.stopped_by = todo[index:], "time budget"
-                break
-            remaining = f"about {_minutes(sum(durations) / len(durations) * (len(todo) - index))} left" if durations else ""
-            progress.update(task, description=f"{_counts(end.counts)} | {config.study} {config.run_id}", left=remaining)
-            try:
+        try:
+            for index, config in enumerate(todo):
+                elapsed = time.monotonic() - started
+                if budget_s is not None and elapsed + max(durations, default=0) > budget_s:
+                    end.left, end.stopped_by = todo[index:], "time budget"
+                    break
+                mean = sum(durations) / len(durations) if durations else 0
+                progress.update(task, description=f"{_counts(end.counts)} | {config.study} {config.run_id}",
+                                left=f"about {_minutes(mean * (len(todo) - index))} left" if durations else "")
                 record = execute(config, store)
-            except (Stopped, KeyboardInterrupt) as stop:
-                end.left, end.stopped_by = todo[index:], str(stop) or "SIGINT"
-                break
-            durations.append(record.duration_s)
-            end.counts[record.status] += 1
-            if record.status == "failed":
-                end.failed.append((f"{record.study}/{record.run_id}", record.cause))
-                console.print(f"[red]failed[/] {record.study}/{record.run_id}: {record.cause}", soft_wrap=True)
-            progress.update(task, advance=1, description=_counts(end.counts))
+                durations.append(record.duration_s)
+                end.counts[record.status] += 1
+                if record.status == "failed":
+                    end.failed.append((f"{record.study}/{record.run_id}", record.cause))
+                    console.print(f"[red]failed[/] {record.study}/{record.run_id}: {escape(record.cause)}", soft_wrap=True)
+                progress.update(task, advance=1, description=_counts(end.counts))
+        except KeyboardInterrupt as stop:
+            end.left, end.stopped_by = todo[len(durations):], str(stop) or "SIGINT"
 
 
 def _counts(counts: Counter) -> str:

@@ -85,12 +85,3 @@ def count(n: int, noun: str) -> str:
 def apart(a: pd.Series, b: pd.Series) -> bool:
     """Whether two medians differ by more than both their confidence intervals allow (the intervals do not overlap)."""
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
-
-
-def by_size(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sizes as an ordered category, smallest first, so that tables and figures keep that order."""
-    from stepscope.config import SIZES
-    order = sorted((size for size in frame["size"].unique() if size in SIZES), key=lambda s: SIZES[s].d_model * SIZES[s].num_layers)
-    order += sorted(set(frame["size"]) - set(order))
-    return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
-        ["size", "context_length"], kind="stable", ignore_index=True)

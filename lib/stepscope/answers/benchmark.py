@@ -1,7 +1,8 @@
 """The benchmarking questions, answered from the tidy table of ``stepscope.benchmark.all_times``."""
 import pandas as pd
 
-from stepscope.answers import (Answer, apart, by_size, count, listing, ms, no_data, number, percent, plus_minus, runs_of, span)
+from stepscope.answers import (Answer, apart, count, listing, ms, no_data, number, percent, plus_minus, runs_of, span)
+from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}

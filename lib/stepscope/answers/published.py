@@ -1,9 +1,10 @@
 """This machine's timings beside those that other reports print, and which of theirs cannot be right."""
 import pandas as pd
 
-from stepscope.answers import Answer, by_size, count, listing, no_data, number, percent, plus_minus, runs_of, span
+from stepscope.answers import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
 from stepscope.answers.benchmark import matrix
 from stepscope.published import doubts
+from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
 

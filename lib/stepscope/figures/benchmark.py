@@ -6,11 +6,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, PercentFormatter, ScalarFormatter
 
-from stepscope.answers import by_size
 from stepscope.answers.benchmark import MODE_WORDS, matrix, pick
 from stepscope.answers.published import compared
 from stepscope.answers.warmup import whole_steps
 from stepscope.figures import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
 
