@@ -221,7 +221,7 @@ BROKEN = {
     "another study's folder": (edit(study="warmup"), "is the record of warmup/nano-.*, in the folder of another run"),
     "another configuration": (edit_config(seed=5, mode="forward"),
                               "was written for another configuration .differs in mode, seed"),
-    "a configuration of other fields": (edit_config(seed="drop", old=1), "another configuration .differs in old, seed"),
+    "a configuration of other fields": (edit_config(old=1), "holds a configuration that is not valid .old: no such field"),
     "a table lost": (lambda f: (f / "samples.csv").unlink(),
                      "samples.csv: the record names this table, and it is not there"),
     "a table altered": (lambda f: (f / "samples.csv").write_text((f / "samples.csv").read_text().replace("1.25", "1.24")),
@@ -230,6 +230,16 @@ BROKEN = {
     "a folder as record": (replace_by_folder, "record.json: cannot be read .Is a directory"),
     "a file as run folder": (replace_by_file, "record.json: cannot be read .Not a directory"),
 }
+
+
+def test_a_record_from_before_a_field_was_added_is_still_that_configurations(store, check, tiny):
+    put(store, tiny())
+    edit_config(timed_steps="drop" if tiny().timed_steps == 10 else tiny().timed_steps, seed="drop")(store.folder(tiny()))
+    assert store.find(tiny()).run_id == tiny().run_id  # the field has its default, in the record as in the configuration
+    put(store, tiny(seed=1))
+    edit_config(seed="drop")(store.folder(tiny(seed=1)))
+    with pytest.raises(RecordError, match="differs in seed"):
+        store.find(tiny(seed=1))
 
 
 @pytest.mark.parametrize("damage, told", BROKEN.values(), ids=BROKEN)

@@ -1,5 +1,6 @@
 """What measuring costs, side by side in one process: the harness, annotation, and the sweep around them."""
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from stepscope.annotate import annotated
+from stepscope.bench_trace import make_capture
 from stepscope.config import configure
+from stepscope.nsys import capture, make_reports
+from stepscope.profiles import profiler_here
 from stepscope.step import Step, build_step
 from stepscope.store import Store
 from stepscope.sweep import run_sweep
 from stepscope.timing import PhaseClock
+from stepscope.trace import activity_totals, check_conservation, kernel_summary, load_trace, phase_clocks
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
@@ -88,6 +93,7 @@ def bench(console: Console) -> None:
     _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
              {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
     _bench_sweep(console, device)
+    _bench_accounting(console, device)
 
 
 def _compare(console: Console, title: str, step: Step, methods: dict[str, Callable[[Step], float]]) -> None:
@@ -119,3 +125,41 @@ def _bench_sweep(console: Console, device: str) -> None:
                           ("in warm-up and timed steps", in_steps_s), ("outside of runs", wall_s - in_runs_s)):
         table.add_row(name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
     console.print(table)
+
+
+def _bench_accounting(console: Console, device: str) -> None:
+    """The accounting of one event-level export, against nsys's own reports of the same file where nsys is whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        export, nsys = Path(folder) / "capture.sqlite", None if device == "cpu" else profiler_here(device)[1]
+        if nsys:
+            config = configure("benchmark", device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
+            captured = capture([config], Path(folder) / "capture", nsys)[0]
+            export = make_reports(nsys, captured.file, Path(folder), "capture")
+        else:
+            make_capture(export, kernels=100_000, ranges=100_000)
+
+        def account() -> None:
+            operations, ranges = load_trace(export)
+            check_conservation(operations, activity_totals(export))
+            phase_clocks(operations, ranges)
+            kernel_summary(operations, ("phase", "region", "name"))
+        seconds = {"load, check, clocks and summary here": _seconds(account)}
+        for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
+            seconds[f"nsys stats {report}"] = _seconds(lambda: subprocess.run(
+                [nsys, "stats", "--report", report, "--format", "csv", "--output", "-", str(export)], check=True, capture_output=True))
+        operations = int(activity_totals(export)["operations"].sum())
+    first = next(iter(seconds.values()))
+    table = Table("accounting of one capture", "s", "ratio", title=f"{operations:,} GPU operations", title_justify="left")
+    for name, value in seconds.items():
+        table.add_row(name, f"{value:.3f}", f"{value / first:.2f}")
+    console.print(table)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median of three."""
+    times = []
+    for _ in range(3):
+        started = default_timer()
+        work()
+        times.append(default_timer() - started)
+    return statistics.median(times)

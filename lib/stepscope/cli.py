@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from stepscope import StepscopeError
@@ -51,19 +52,19 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None) -> None:
     from stepscope.sweep import run_sweep
     end = run_sweep(paths, Store(runs), _seconds(time_budget), console)
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
-    console.print(f"{done}; records are in {runs}")
+    console.print(f"{done}; records are in {runs}", markup=False)
     for name, _ in end.failed:
-        console.print(f"  failed: {name} (its notebook: {runs / name / 'notebook.ipynb'})", soft_wrap=True)
+        console.print(f"  failed: {name} (its notebook: {runs / name / 'notebook.ipynb'})", markup=False, soft_wrap=True)
     if end.left:
         console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with {end.left[0].run_id}."
-                      f" Go on with: stepscope resume --runs {runs}", soft_wrap=True)
+                      f" Go on with: stepscope resume --runs {runs}", soft_wrap=True, markup=False)
         raise typer.Exit(EXIT_LEFT)
     if end.failed:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
-def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, cpu.")],
+def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
     """Run sweeps: everything asked for that has no valid record yet.
 
@@ -92,10 +93,10 @@ def list_runs(runs: RunsOption = None) -> None:
     records, errors = Store(folder).records()
     table = Table("study", "run", "status", "seconds", "cause", title=str(folder))
     for record in records:
-        table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", (record.cause or "")[:100])
+        table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", escape((record.cause or "")[:100]))
     Console().print(table)
     for error in errors:
-        console.print(f"[yellow]{error}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
 
 
 @app.command()
@@ -117,7 +118,7 @@ def check(runs: RunsOption = None,
     from stepscope.store import Store
     folder = _local_runs(runs)
     check(Store(folder), out or folder)
-    console.print(f"{out or folder}: the report is what the records in {folder} say")
+    console.print(f"{out or folder}: the report is what the records in {folder} say", markup=False)
 
 
 @app.command()
@@ -128,7 +129,7 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
     """
     from stepscope.config import device_here
     from stepscope.sweep import find_sweep
-    names = ["benchmark", "warmup"] if device_here("auto") == "cuda" else ["cpu"]
+    names = ["benchmark", "warmup", "nsys"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
         _sweep([find_sweep(name) for name in names], folder, time_budget)
@@ -146,11 +147,26 @@ def doctor() -> None:
     table = Table("", "", title="What this machine offers", show_header=False)
     for part in (machine(device), software(), gpu_state(device)):
         for name, value in part.items():
-            table.add_row(name, str(value))
+            table.add_row(name, escape(str(value)))
         table.add_section()
     Console().print(table)
+    console.print(_nsys_words(), soft_wrap=True, markup=False)
     if device == "cpu":
         console.print("No CUDA GPU is seen by torch: reports here are the CPU preset (tiny models).")
+
+
+def _nsys_words() -> str:
+    """Which nsys there is and whether it is whole; what to do where it is not."""
+    from stepscope.nsys import find_nsys, missing_libraries, nsys_version
+    nsys = find_nsys()
+    if nsys is None:
+        return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are torch.profiler's."
+                " It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli.")
+    words = f"nsys: {nsys}, version {nsys_version(nsys)}"
+    if missing := missing_libraries(nsys):
+        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes no reports; profiles are"
+                f" torch.profiler's. Install the libraries (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
+    return f"{words}, complete"
 
 
 @app.command()
@@ -165,7 +181,7 @@ def main() -> None:
     try:
         app()
     except StepscopeError as error:
-        console.print(f"[red]error:[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_BAD_INPUT)
 
 

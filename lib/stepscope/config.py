@@ -127,6 +127,7 @@ class WarmupConfig(RunConfig):
 
     study: Literal["warmup"] = "warmup"
     profile: bool = False  # run the first step under torch.profiler, to see which calls it waits in
+    one_layer_first: bool = False  # run a one-layer model of the same shapes first: it uses the same kernels
 
 
 class NsysConfig(RunConfig):

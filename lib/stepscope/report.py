@@ -21,7 +21,7 @@ from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
 from stepscope.published import load_published
-from stepscope.store import Record, RecordError, Store, load_table
+from stepscope.store import Record, RecordError, Store, load_table, read_record
 
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
 
@@ -198,14 +198,30 @@ def _machine(data: Data) -> dict[str, str]:
     return rows
 
 
+def with_table(readme: str, data: Data) -> str:
+    """A README with the table between its two marks made anew: wall times at context 512. Without marks it stays as it is."""
+    begin, end = "<!-- table -->\n", "<!-- end of table -->"
+    if begin not in readme or data.times.empty:
+        return readme
+    times = benchmark_answers.matrix(data.times)
+    table = benchmark_answers.wall_table(times[times["context_length"] == 512])
+    before, _, rest = readme.partition(begin)
+    return f"{before}{begin}\n{_markdown_table(table)}\n\n{end}{rest.partition(end)[2]}"
+
+
 def render(store: Store, folder: Path) -> list[Path]:
-    """Write ``writeup.md``, ``writeup.html`` and ``figures/`` of a runs folder into ``folder``; what was written."""
+    """Write ``writeup.md``, ``writeup.html``, ``figures/`` and the table in README.md, if there is one, into ``folder``.
+
+    Returns what was written.
+    """
     data = load_data(store)
     figures = draw_figures(data, folder / "figures")
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     text = writeup(data, figures, runs_link, "figures")
     (folder / "writeup.md").write_text(text, encoding="utf-8")
     (folder / "writeup.html").write_text(render_page(text, folder), encoding="utf-8")
+    if (readme := folder / "README.md").exists():
+        readme.write_text(with_table(readme.read_text(encoding="utf-8"), data), encoding="utf-8")
     return [folder / "writeup.md", folder / "writeup.html", *(folder / "figures" / f"{stem}.png" for stem in figures)]
 
 
@@ -220,7 +236,6 @@ def check(store: Store, folder: Path) -> None:
     if data.errors:
         raise data.errors[0]
     for record in data.records:
-        from stepscope.store import read_record
         read_record(store.root / record.study / record.run_id, check_tables=True)
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
@@ -231,8 +246,10 @@ def check(store: Store, folder: Path) -> None:
             if difference := compare_images(str(committed), str(Path(temporary) / f"{stem}.png"), PIXEL_TOLERANCE):
                 raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(difference.split())})")
     text = writeup(data, figures, os.path.relpath(store.root, folder).replace(os.sep, "/"), "figures")
-    for name, expected in (("writeup.md", text), ("writeup.html", render_page(text, folder))):
-        _same_text(folder / name, expected)
+    _same_text(folder / "writeup.md", text)
+    _same_text(folder / "writeup.html", render_page(text, folder))
+    if (readme := folder / "README.md").exists():
+        _same_text(readme, with_table(readme.read_text(encoding="utf-8"), data))
 
 
 def _same_text(path: Path, expected: str) -> None:

@@ -19,7 +19,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stepscope import StepscopeError
-from stepscope.config import SIZES, RunConfig
+from stepscope.config import SIZES, ConfigError, RunConfig, configure
 
 SCHEMA_VERSION = 1
 
@@ -200,9 +200,14 @@ class Store:
         if not folder.exists():
             return None
         record = read_record(folder, check_tables=True)
-        if record.config != json.loads(config.model_dump_json()):
-            differ = sorted(k for k in record.config.keys() | config.model_dump().keys()
-                            if record.config.get(k) != json.loads(config.model_dump_json()).get(k))
+        # Compared as configurations: a field that was added since the record was written has its default in both.
+        try:
+            recorded = configure(**record.config)
+        except ConfigError as error:
+            raise RecordError(f"{folder / 'record.json'}: holds a configuration that is not valid ({error})") from None
+        if recorded != config:
+            ours, theirs = config.model_dump(), recorded.model_dump()
+            differ = sorted(field for field in ours if ours[field] != theirs.get(field))
             raise RecordError(f"{folder / 'record.json'}: was written for another configuration (differs in {', '.join(differ)})")
         return record
 
@@ -221,7 +226,7 @@ class Store:
 
 def runs_frame(records: list[Record]) -> pd.DataFrame:
     """One row a run: run_id, study, status, cause, every field of its configuration, and its results."""
-    return pd.DataFrame([{**record.config, **record.results, "run_id": record.run_id, "study": record.study,
+    return pd.DataFrame([{**configure(**record.config).model_dump(), **record.results, "run_id": record.run_id, "study": record.study,
                           "status": record.status, "cause": record.cause, "started_at": record.started_at,
                           "duration_s": record.duration_s, "measuring_s": record.measuring_s,
                           "device_name": record.machine.get("device_name")}

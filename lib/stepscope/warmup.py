@@ -7,7 +7,8 @@ from timeit import default_timer
 import pandas as pd
 import torch
 
-from stepscope.step import Step
+from stepscope.config import BenchmarkConfig, WarmupConfig
+from stepscope.step import Step, build_step
 from stepscope.store import Record, Store, load_table, runs_frame
 from stepscope.timing import PhaseClock
 
@@ -30,6 +31,26 @@ def first_uses(device: str) -> dict[str, float]:
     return {"CUDA context": timed_ms(device, torch.cuda.init),
             "first allocation": timed_ms(device, lambda: torch.empty(1, device=device)),
             "cuBLAS handle": timed_ms(device, torch.cuda.current_blas_handle)}
+
+
+def one_layer_twin(config: WarmupConfig) -> dict[str, float]:
+    """Run a model of one layer and otherwise the same shapes, and give its memory back; its first and steady step in ms.
+
+    Its step launches the same kernels through the same libraries as the whole model's. What the whole model's first step
+    costs afterwards is therefore without loading them.
+    """
+    shapes = config.model_dump(exclude={"study", "size", "profile", "one_layer_first"}) | {"num_layers": 1}
+    twin = build_step(BenchmarkConfig(**shapes))
+    clock, times_ms = PhaseClock(config.device), []
+    for _ in range(REPEATS + 1):
+        twin.clear_gradients()
+        clock.start()
+        twin(clock)
+        times_ms.append(clock.stop()[-1][1])
+    del twin
+    if config.device == "cuda":
+        torch.cuda.empty_cache()
+    return {"first": times_ms[0], "steady": statistics.median(times_ms[1:])}
 
 
 # Calls into CUDA's runtime and driver by what they are for. A kernel that is launched for the first time is loaded

@@ -62,7 +62,7 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     size, context = reference(table)
     row = pick(table, size=size, context_length=context, mode="forward").iloc[0]
     text = (f"For {size} at context {context}, forward alone: its operations sum to {ms(row.operations_ms)}; from the first to the last on"
-            f" the device it takes {ms(row.projected_ms)} ({percent(row.busy_share)} busy, the rest {number(row.gaps)} gaps); the host's NVTX"
+            f" the device it takes {ms(row.projected_ms)} ({percent(row.busy_share)} busy, the rest {row.gaps:.0f} gaps); the host's NVTX"
             f" range lasts {ms(row.host_ms)}.")
     numbers = {"operations_ms": row.operations_ms, "projected_ms": row.projected_ms, "host_ms": row.host_ms}
     if pd.notna(row.unprofiled_ms):
@@ -74,8 +74,9 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
         numbers |= {"unprofiled_ms": row.unprofiled_ms, "off": off}
     short = table[(table["mode"] == "forward")]
     lag = short["host_ms"] / short["projected_ms"]
-    text += (f" Over all sizes and contexts the host range is {percent(lag.min())} to {percent(lag.max())} of the device's time: it is no"
-             f" measure of it.")
+    text += (f" Over all sizes and contexts the host range is {percent(lag.min())} to {percent(lag.max())} of the device's time"
+             + (": it measures the host, not the device." if lag.min() < 1 - 5 * AGREE else ", since the host does the work itself here."
+                if (lag - 1).abs().max() < AGREE else "."))
     slow = table["slowdown"].dropna()
     finding = ""
     if len(slow):
@@ -85,7 +86,7 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
         matched = (short["projected_ms"] / short["unprofiled_ms"] - 1).abs().dropna()
         finding = (f"**Device time under the profiler agrees with unprofiled host timing within {percent(AGREE)} in"
                    f" {int((matched < AGREE).sum())} of {len(matched)} forward passes**; an NVTX range's own time is"
-                   f" {percent(lag.min())} to {percent(lag.max())} of it and measures the host.")
+                   f" {percent(lag.min())} to {percent(lag.max())} of it.")
     shown = short.assign(**{c: short[c].map(number) for c in ("host_ms", "projected_ms", "operations_ms", "gap_ms", "unprofiled_ms", "profiled_ms")},
                          busy=short["busy_share"].map(percent), gaps=short["gaps"].map(lambda g: f"{g:.0f}"))
     columns = {"size": "size", "context_length": "context", "unprofiled_ms": "wall, unprofiled", "profiled_ms": "wall, profiled",
@@ -129,8 +130,8 @@ def top_kernel(operations: pd.DataFrame) -> Answer:
     parts = where.groupby("region")["count"].sum() / row.steps
     layers = int(row.num_layers)
     text = (f"For {size} at context {context} it is `{names[row['name']]}` with {percent(row.share)} of forward's device time. It runs"
-            f" {number(row.launches, 4)} times in one pass of {layers} layers: "
-            + listing(f"{number(n, 4)} in {region}" + (f" ({number(n / layers)} a layer)" if n % layers == 0 else "") for region, n in parts.items())
+            f" {f'{row.launches:g}'} times in one pass of {layers} layers: "
+            + listing(f"{n:g} in {region}" + (f" ({n / layers:g} a layer)" if n % layers == 0 else "") for region, n in parts.items())
             + ".")
     if (size, context) in first_both.index:
         other = first_both.loc[(size, context)]
@@ -145,7 +146,7 @@ def top_kernel(operations: pd.DataFrame) -> Answer:
     fractional = forward[forward["count"] % forward["steps"] != 0]
     if len(fractional):
         text += f" {count(len(fractional), 'kernel')} did not run equally often in every pass."
-    table = pd.DataFrame([{"size": s, "context": c, "kernel": f"`{names[r['name']]}`", "share": percent(r.share), "launches": number(r.launches, 4),
+    table = pd.DataFrame([{"size": s, "context": c, "kernel": f"`{names[r['name']]}`", "share": percent(r.share), "launches": f'{r.launches:g}',
                            "ms": number(r.ms), "first in fwd + bwd": "same" if (s, c) in first_both.index and first_both.loc[(s, c), "name"] == r["name"]
                            else f"`{names[first_both.loc[(s, c), 'name']]}`" if (s, c) in first_both.index else "–"} for (s, c), r in first.iterrows()])
     return Answer("nsys-b", question, text, "", {"launches": row.launches, "share": row.share, "kept": kept},
@@ -173,7 +174,7 @@ def not_matmul(operations: pd.DataFrame) -> Answer:
     where = pick(operations, mode="forward", phase="forward").groupby(["run_id", "name"])["region"].unique()
     names = short_names(pd.unique(shown["name"]), 80)
     table = pd.DataFrame([{"kernel": f"`{names[r['name']]}`", "family": r.family, "regions": ", ".join(sorted(where[(r.run_id, r["name"])])),
-                           "share": percent(r.share, 1), "launches": number(r.launches, 4), "ms": number(r.ms)} for _, r in shown.iterrows()])
+                           "share": percent(r.share, 1), "launches": f'{r.launches:g}', "ms": number(r.ms)} for _, r in shown.iterrows()])
     wide = shares.assign(cell=shares["share"].map(lambda s: percent(s, 1))).pivot(index=["size", "context_length"], columns="family", values="cell")
     order = shares.groupby("family")["share"].mean().sort_values(ascending=False).index
     return Answer("nsys-c", question, text, "", {"rest": rest[(size, context)], "rest_low": rest.min(), "rest_high": rest.max()},
@@ -204,8 +205,10 @@ def full_step(operations: pd.DataFrame) -> Answer:
             + (", what lost most " + listing(f"{family} ({gain * 100:+.1f})" for family, gain in own[::-1].items() if gain < -0.005)
                if (own < -0.005).any() else "") + ".")
     text += (f" Over all profiles the share of matrix products moves by {moved.min() * 100:+.1f} to {moved.max() * 100:+.1f} points: it falls in"
-             f" {int((moved < 0).sum())} of {len(moved)}. The optimizer's kernels take {percent(wide['step'].get('optimizer', moved * 0).min())} to"
-             f" {percent(wide['step'].get('optimizer', moved * 0).max())} of a step.")
+             f" {int((moved < 0).sum())} of {len(moved)}.")
+    in_optimizer = operations[(operations["mode"] == "step") & (operations["phase"] == "optimizer")].groupby("run_id")["total_ns"].sum()
+    in_optimizer = in_optimizer / operations[operations["mode"] == "step"].groupby("run_id")["total_ns"].sum()
+    text += f" The optimizer phase takes {percent(in_optimizer.min())} to {percent(in_optimizer.max())} of a step's device time."
     finding = (f"**Matrix products take {percent(before.min())} to {percent(before.max())} of forward's device time and {percent(after.min())} to"
                f" {percent(after.max())} of a full step's**, the rest is mostly {whole[(whole['mode'] == 'step') & (whole['family'] != MATMUL)].groupby('family')['share'].mean().idxmax()}.")
     table = pd.DataFrame({(f, m): wide[m].get(f, pd.Series(0, wide.index)) for f in (MATMUL, *own.index) for m in ("forward", "step")
@@ -292,8 +295,9 @@ def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> Answer:
     text = (f"{count(int(profiles.get('captured', 0)), 'profile')}: {int(operations['count'].sum()):,} operations, each in exactly one phase and one"
             f" region, and each profile's sum equal to the capture's own to the nanosecond (an analysis that does not add up raises and leaves no"
             f" record). Outside the phases: {percent(outside, 2)} of the time. In a phase, but in no region: {percent(unnamed, 2)}. Of backward's"
-            f" time {percent(accumulation, 1)} is autograd summing the gradients of a tensor used twice, between its nodes. No rule knows"
-            f" {count(other['name'].nunique(), 'kernel name')}, {percent(other['total_ns'].sum() / time, 2)} of the time.")
+            f" time {percent(accumulation, 1)} is autograd summing the gradients of a tensor used twice, between its nodes. The rules"
+            f" {'know every kernel name' if other.empty else 'do not know ' + count(other['name'].nunique(), 'kernel name')}"
+            f" ({percent(other['total_ns'].sum() / time, 2)} of the time is in family other).")
     if profiles.get("oom", 0):
         text += f" {count(int(profiles['oom']), 'profile')} ended out of memory."
     return Answer("nsys-conserved", question, text, "", {"outside": outside, "other": other["total_ns"].sum() / time}, [], [], runs_of(operations))

@@ -9,10 +9,10 @@ SETTLED = 0.02  # of the steady median
 
 
 def whole_steps(samples: pd.DataFrame) -> pd.DataFrame:
-    """Unprofiled whole steps, with ``steady_ms`` (median of the last half of a run's) and ``beyond`` it, as a share."""
+    """Whole steps of processes where nothing ran before, with ``steady_ms`` (median of the last half of a run's) and ``beyond`` it, as a share."""
     if samples.empty:
         return samples
-    steps = by_size(samples[(samples["phase"] == WHOLE) & ~samples["profile"].astype(bool)])
+    steps = by_size(samples[(samples["phase"] == WHOLE) & ~samples["profile"].astype(bool) & ~samples["one_layer_first"].astype(bool)])
     last_half = steps[steps["step"] >= steps.groupby("run_id")["step"].transform("max") / 2]
     steady = last_half.groupby("run_id")["time_ms"].median()
     steps = steps.assign(steady_ms=steps["run_id"].map(steady)).sort_values(["size", "warmup_steps", "step"], kind="stable")
@@ -67,39 +67,52 @@ def what_it_pays_for(costs: pd.DataFrame, calls: pd.DataFrame) -> Answer:
     if costs.empty or costs[~costs["profile"].astype(bool)].empty:
         return no_data("first-step", question, "warmup")
     plain = by_size(costs[~costs["profile"].astype(bool)])
-    table = plain.pivot_table(index=["size", "context_length"], columns="part", values="time_ms", observed=True, sort=False)
+    primed, plain = plain[plain["one_layer_first"].astype(bool)], plain[~plain["one_layer_first"].astype(bool)]
+    parts = ["size", "context_length"]
+    table = plain.pivot_table(index=parts, columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
     beyond = table["first step beyond steady"]
-    before = [part for part in plain.loc[plain["when"] == "before", "part"].unique()]
-    text = (f"The first step takes {span(beyond, ' ms')} longer than a steady one (medians over fresh processes, by size). What has to"
-            f" exist before it costs more: " + listing(f"{part} {span(table[part], ' ms')}" for part in before) + ".")
+    before = list(plain.loc[plain["when"] == "before", "part"].unique())
+    text = (f"The first step takes {span(beyond, ' ms')} longer than a steady one (by size, medians over fresh processes). Before it, a process"
+            " has already paid for " + listing(f"{part} ({span(table[part], ' ms')})" for part in before) + ".")
     again = [part for part in plain.loc[plain["when"] == "in", "part"].unique()
              if part not in ("first step beyond steady", "not told apart")]
     if again:
-        text += " Of the first step, by undoing each afterwards: " + listing(f"{part} {span(table[part], ' ms')}" for part in again) + "."
-    tables = [("What a fresh process pays, in ms: before the first step, and in it (median over processes).",
+        text += (" Of the first step's own extra, as undoing each afterwards shows: "
+                 + listing(f"{part} {span(table[part], ' ms')}" for part in again) + ".")
+    finding, numbers = "", {"beyond_low_ms": beyond.min(), "beyond_high_ms": beyond.max()}
+    table = table.drop(columns="not told apart")
+    if len(primed):
+        after = primed[primed["part"] == "first step beyond steady"].groupby(parts, observed=True)["time_ms"].median()
+        loading = (beyond - after).dropna()
+        share = (loading / beyond).dropna()
+        text += (f" After a one-layer model of the same shapes has launched the same kernels through the same libraries, the first step takes"
+                 f" only {span(after, ' ms')} longer than a steady one: loading kernels and libraries at their first use is"
+                 f" {span(loading, ' ms')}, {percent(share.min())} to {percent(share.max())} of the extra.")
+        table["first step after a one-layer model"], table["loading at first use"] = after, loading
+        numbers |= {"loading_low": share.min(), "loading_high": share.max()}
+        most = "mostly" if share.min() > 0.5 else "partly"
+        finding = (f"**The first step's extra {span(beyond, ' ms')} is {most} the loading of kernels and libraries at their first use**"
+                   f" ({percent(share.min())} to {percent(share.max())}); before it, importing torch and making a context took"
+                   f" {span(table[before].sum(axis=1) / 1e3, ' s')}.")
+    tables = [("What a fresh process pays, in ms: before the first step, and in it beyond a steady one.",
                table.map(number).rename_axis(["size", "context"]).reset_index())]
-    runs, finding, numbers = runs_of(plain), "", {"beyond_low_ms": beyond.min(), "beyond_high_ms": beyond.max()}
+    runs = runs_of(pd.concat([plain, primed]))
     if len(calls):
-        calls = by_size(calls)
-        sums = calls.groupby(["size", "context_length", "purpose"], observed=True)[
-            ["first_calls", "first_ms", "steady_calls", "steady_ms"]].sum().reset_index()
-        sums["extra"] = sums["first_ms"] - sums["steady_ms"]
-        extra = sums.pivot(index=["size", "context_length"], columns="purpose", values="extra")
-        extra = extra.drop(columns="waiting for the GPU", errors="ignore")
-        top = extra.median().idxmax()
-        share = (extra[top] / extra.clip(lower=0).sum(axis=1))
-        text += (f" Under the profiler, the CUDA calls of a first step other than waiting take {span(extra.sum(axis=1), ' ms')} longer than"
-                 f" those of a steady one, and {percent(share.min())} to {percent(share.max())} of that is in {top}.")
-        finding = (f"**The first step's extra {span(beyond, ' ms')} is mostly {top}** ({percent(share.min())} to {percent(share.max())} of the"
-                   " extra time in CUDA calls); starting the process costs more than that." if share.min() > 0.5
-                   and table[before].sum(axis=1).min() > beyond.max() else "")
-        shown = sums.assign(**{c: sums[c].map(number) for c in ("first_ms", "steady_ms", "extra")},
+        sums = by_size(calls).groupby([*parts, "purpose"], observed=True)[["first_calls", "first_ms", "steady_calls", "steady_ms"]].sum().reset_index()
+        memory = sums[sums["purpose"] == "device memory"]
+        if len(memory):
+            text += (f" Under the profiler a first step makes {span(memory['first_calls'])} calls for device memory of {span(memory['first_ms'], ' ms')}"
+                     f" together, a steady one {span(memory['steady_calls'])}; the GPU has work queued meanwhile, which is why the step itself is"
+                     " hardly longer for them." if again and table["allocator"].max() < memory["first_ms"].max() else
+                     f" Under the profiler a first step makes {span(memory['first_calls'])} calls for device memory, a steady one"
+                     f" {span(memory['steady_calls'])}.")
+        shown = sums.assign(**{c: sums[c].map(number) for c in ("first_ms", "steady_ms")},
                             **{c: sums[c].astype(int) for c in ("first_calls", "steady_calls")})
-        tables.append(("CUDA API calls of a first and of a steady step under torch.profiler, by purpose.", shown.rename(columns={
-            "context_length": "context", "first_calls": "calls, first", "first_ms": "ms, first", "steady_calls": "calls, steady",
-            "steady_ms": "ms, steady", "extra": "extra ms"})))
+        tables.append(("Host time inside CUDA API calls of a first and of a steady step under torch.profiler, by purpose. A launch also waits"
+                       " inside its call when the queue is full, so calls of a GPU-bound step last longer than they cost.", shown.rename(columns={
+                           "context_length": "context", "first_calls": "calls, first", "first_ms": "ms, first", "steady_calls": "calls, steady",
+                           "steady_ms": "ms, steady"})))
         runs = sorted(set(runs) | set(runs_of(calls)))
-        numbers["loading_share_low"] = share.min()
     return Answer("first-step", question, text, finding, numbers, tables,
                   [("warmup_costs", "What a fresh process pays before and in its first step")], runs)
 

@@ -162,18 +162,25 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
     if costs.empty:
         return None
     costs = by_size(costs[~costs["profile"].astype(bool)])
-    parts = [p for p in costs["part"].unique() if p not in ("first step beyond steady",)]
-    table = costs.pivot_table(index="size", columns="part", values="time_ms", observed=True)[parts].clip(lower=0)
+    cold = costs[~costs["one_layer_first"].astype(bool)]
+    table = cold.pivot_table(index="size", columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
+    beyond = costs[costs["part"] == "first step beyond steady"]
+    primed = beyond[beyond["one_layer_first"].astype(bool)].groupby("size", observed=True)["time_ms"].median()
+    before = list(cold.loc[cold["when"] == "before", "part"].unique())
+    undone = [part for part in ("allocator", "optimizer state") if part in table]
+    within = table[undone].copy()
+    if len(primed):
+        within["loading at first use"] = table["first step beyond steady"] - primed
+    within["the rest"] = table["first step beyond steady"] - within.sum(axis=1)
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.8), sharey=True)
-    when = costs.drop_duplicates("part").set_index("part")["when"]
-    for axis, (which, title) in zip(axes, {"before": "Before the first step", "in": "In the first step, beyond a steady one"}.items()):
-        left = np.zeros(len(table))
-        own = [part for part in parts if when[part] == which]
-        for part in own:
-            color, hatch = ("0.8", "") if part == "not told apart" else (PALETTE[own.index(part)], "")
-            axis.barh(table.index.astype(str), table[part], left=left, color=color, hatch=hatch, label=part, edgecolor="white")
-            left += table[part].to_numpy()
+    for axis, parts, title in ((axes[0], table[before], "Before the first step"),
+                               (axes[1], within, "In the first step, beyond a steady one")):
+        left = np.zeros(len(parts))
+        for index, part in enumerate(parts):
+            widths = parts[part].clip(lower=0).to_numpy()
+            axis.barh(parts.index.astype(str), widths, left=left, color="0.75" if part == "the rest" else PALETTE[index], label=part, edgecolor="white")
+            left += widths
         axis.set(xlabel="time (ms)", title=title)
         axis.grid(axis="y", visible=False)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=9)
