@@ -43,6 +43,7 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
     """
     operations, ranges = load_trace(export)
     check_conservation(operations, activity_totals(export))
+    clocks = phase_clocks(operations, ranges, ("step", "phase"))
     region = operations["region"].astype(str)
     for phase, name in UNNAMED.items():
         region = region.where((operations["phase"] != phase) | (region != UNATTRIBUTED), name)
@@ -51,7 +52,6 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
     summed = operations.groupby(["phase", "region", "family", "name"])["duration_ns"].agg(count="size", total_ns="sum").reset_index()
     if summed["total_ns"].sum() != operations["duration_ns"].sum():
         raise AccountingError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
-    clocks = phase_clocks(operations.assign(phase=pd.Categorical(operations["phase"])), ranges, ("step", "phase"))
     return {"operations": summed, "clocks": clocks.assign(phase=clocks["phase"].astype(str)),
             "regions": _host_times(ranges), "timeline": _timeline(operations, ranges)}
 

@@ -71,9 +71,9 @@ def how_long(times: pd.DataFrame) -> Answer:
                                                 for _, row in oom.iterrows()) + ".")
     caption = "Host wall time in ms, mean ± standard deviation of the timed steps; fp32."
     return Answer("how-long", question, " ".join(text), finding, numbers,
-                  [(caption, wall_table(times)), ("GPU time of each phase of the full step in ms, median [95% interval]."
-                                                  if "cuda" in set(ok["device"]) else
-                                                  "Time of each phase of the full step in ms, median [95% interval].", phase_table(times))],
+                  [(caption, wall_table(times))] + ([(("GPU time" if "cuda" in set(ok["device"]) else "Time")
+                                                      + " of each phase of the full step in ms, median [95% interval].", phase_table(times))]
+                                                    if len(steps) else []),
                   [("benchmark_phases", "Where a full step's time goes, by size and context")], runs_of(times))
 
 
@@ -83,7 +83,7 @@ def wall_table(times: pd.DataFrame) -> pd.DataFrame:
     cells["cell"] = [plus_minus(row.mean_ms, row.std_ms) + ("\\*" if row.flags else "") if row.status == "ok" else "out of memory"
                      for row in cells.itertuples()]
     table = cells.pivot(index=["size", "context_length"], columns="mode", values="cell").reindex(columns=list(MODE_WORDS))
-    return table.rename(columns=MODE_WORDS).rename_axis(["size", "context"]).fillna("–").reset_index()
+    return table.rename(columns=MODE_WORDS).rename_axis(["size", "context"]).astype(object).fillna("–").reset_index()
 
 
 def phase_table(times: pd.DataFrame) -> pd.DataFrame:
@@ -174,22 +174,22 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> Answer:
     if walls.empty or ceilings.empty:
         return no_data("utilisation", question, "benchmark")
     values = ceilings.groupby("ceiling")["value"].median()
-    steps = walls[walls["mode"] == "step"]
+    mode = [mode for mode in MODE_WORDS if (walls["mode"] == mode).any()][-1]
+    steps = walls[walls["mode"] == mode]
     best, worst = steps.loc[steps["utilisation"].idxmax()], steps.loc[steps["utilisation"].idxmin()]
     unit = "TFLOP/s"
     limits = listing(f"{name.removeprefix('matmul_').upper().replace('FP', 'fp').replace('BF', 'bf')} {number(value)} {unit}"
                      for name, value in values.items() if name.startswith("matmul"))
     text = (f"Ceilings measured in the same runs (medians of {len(ceilings['run_id'].unique())} runs): matrix products {limits}; copy"
-            f" {number(values['copy'])} TB/s. Against the fp32 product, a full step reaches {percent(worst.utilisation)}"
+            f" {number(values['copy'])} TB/s. Against the fp32 product, {MODE_WORDS[mode]} reaches {percent(worst.utilisation)}"
             f" ({worst['size']}, context {worst.context_length}) to {percent(best.utilisation)} ({best['size']}, context"
             f" {best.context_length}). FLOPs are those of the matrix products, by formula, backward twice forward.")
-    finding = (f"**Model FLOPs utilisation of a full fp32 step is {percent(worst.utilisation)} to {percent(best.utilisation)}** of the"
+    finding = (f"**Model FLOPs utilisation of the fp32 {MODE_WORDS[mode]} is {percent(worst.utilisation)} to {percent(best.utilisation)}** of the"
                f" {number(values['matmul_fp32'])} TFLOP/s that a large fp32 matrix product reaches on the same device.")
     tables = [(f"{MODE_WORDS[mode].capitalize()}: tokens/s, achieved TFLOP/s and share of the measured fp32 ceiling.",
-               rates.assign(tokens=rates["tokens_per_s"].map(lambda v: number(v, 4)), rate=rates["tflops"].map(number),
-                            share=rates["utilisation"].map(percent))[["size", "context_length", "tokens", "rate", "share"]]
-               .rename(columns={"context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s", "share": "utilisation"}))
-              for mode in ("step",) if len(rates := walls[walls["mode"] == mode])]
+               steps.assign(tokens=steps["tokens_per_s"].map(lambda v: number(v, 4)), rate=steps["tflops"].map(number),
+                            share=steps["utilisation"].map(percent))[["size", "context_length", "tokens", "rate", "share"]]
+               .rename(columns={"context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s", "share": "utilisation"}))]
     return Answer("utilisation", question, text, finding,
                   {"best": best.utilisation, "worst": worst.utilisation} | values.to_dict(), tables,
                   [("benchmark_utilisation", "Share of the measured fp32 ceiling, by mode, size and context")], runs_of(walls))

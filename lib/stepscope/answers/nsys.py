@@ -207,7 +207,7 @@ def full_step(operations: pd.DataFrame) -> Answer:
     text += (f" Over all profiles the share of matrix products moves by {moved.min() * 100:+.1f} to {moved.max() * 100:+.1f} points: it falls in"
              f" {int((moved < 0).sum())} of {len(moved)}.")
     in_optimizer = operations[(operations["mode"] == "step") & (operations["phase"] == "optimizer")].groupby("run_id")["total_ns"].sum()
-    in_optimizer = in_optimizer / operations[operations["mode"] == "step"].groupby("run_id")["total_ns"].sum()
+    in_optimizer = (in_optimizer / operations[operations["mode"] == "step"].groupby("run_id")["total_ns"].sum()).fillna(0)
     text += f" The optimizer phase takes {percent(in_optimizer.min())} to {percent(in_optimizer.max())} of a step's device time."
     finding = (f"**Matrix products take {percent(before.min())} to {percent(before.max())} of forward's device time and {percent(after.min())} to"
                f" {percent(after.max())} of a full step's**, the rest is mostly {whole[(whole['mode'] == 'step') & (whole['family'] != MATMUL)].groupby('family')['share'].mean().idxmax()}.")

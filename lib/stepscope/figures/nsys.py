@@ -4,9 +4,9 @@ import pandas as pd
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from stepscope.figures import PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.figures import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.profiles import by_family
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -118,7 +118,7 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: li
     sizes = list(keys["size"].cat.remove_unused_categories().cat.categories)
     figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.3 + 1.9 * len(phases)), squeeze=False, sharey=True)
     used = [family for family in FAMILY_COLORS if shares.loc[shares["family"] == family, "share"].max() > 0.001]
-    for line, phase in zip(axes, phases):
+    for number, (line, phase) in enumerate(zip(axes, phases)):
         for axis, size in zip(line, sizes):
             own = shares[(shares["size"] == size) & (shares["phase"] == phase)]
             table = own.pivot_table(index="context_length", columns="family", values="share").fillna(0)
@@ -130,9 +130,9 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: li
             axis.set_xticks(range(len(table)), table.index, rotation=45, fontsize=9)
             axis.set(ylim=(0, 1))
             axis.grid(axis="x", visible=False)
-            if line is axes[0]:
+            if number == 0:
                 axis.set_title(size)
-            if line is axes[-1]:
+            if number == len(phases) - 1:
                 axis.set_xlabel("context")
         line[0].set_ylabel("whole step" if phase == "all" else phase)
         line[0].yaxis.set_major_formatter(PercentFormatter(1))
@@ -187,7 +187,6 @@ def roofline(points: pd.DataFrame, peak_tflops: float, peak_tbs: float, where: s
     axis.plot([low, ridge, high], [low * peak_tbs, peak_tflops, peak_tflops], color="black", linewidth=1.5)
     axis.text(high, peak_tflops * 1.06, f"fp32 product {peak_tflops:.3g} TFLOP/s", ha="right", fontsize=9)
     axis.text(low, low * peak_tbs * 1.35, f"copy {peak_tbs:.3g} TB/s", fontsize=9, rotation=30)
-    from stepscope.figures import MARKERS, PALETTE
     sizes = list(points["size"].cat.remove_unused_categories().cat.categories)
     regions = list(dict.fromkeys(points["region"]))
     for r, region in enumerate(regions):
@@ -196,6 +195,8 @@ def roofline(points: pd.DataFrame, peak_tflops: float, peak_tbs: float, where: s
             axis.plot(own["intensity"], own["tflops"], MARKERS[s % len(MARKERS)], color=PALETTE[r % len(PALETTE)], markersize=5, alpha=0.9)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte that the region's operations have to move", ylabel="achieved TFLOP/s",
              title=f"Regions of forward under the measured ceilings ({where})")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     handles = [plt.Line2D([], [], color=PALETTE[i % len(PALETTE)], marker="o", linestyle="none", label=name) for i, name in enumerate(regions)]
     handles += [plt.Line2D([], [], color="0.4", marker=MARKERS[i % len(MARKERS)], linestyle="none", label=name) for i, name in enumerate(sizes)]
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)

@@ -1,0 +1,165 @@
+"""The nsys study's accounting: on a real H200 capture of the annotated step (scrubbed), and on real captures made here."""
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stepscope import nsys, profiles
+from stepscope.config import configure
+from stepscope.nsys import NsysError, capture
+from stepscope.torch_trace import convert, write_export
+from stepscope.trace import AccountingError, activity_totals
+
+EXPORT = Path(__file__).parent / "data" / "nsys" / "step.sqlite"  # small, context 512, three full steps
+STEPS, LAYERS = 3, 12
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return profiles.analyse(EXPORT)
+
+
+def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables):
+    operations, totals = tables["operations"], activity_totals(EXPORT)
+    assert operations["count"].sum() == totals["operations"].sum() == 5418
+    assert operations["total_ns"].sum() == totals["duration_ns"].sum()
+    assert set(operations["phase"]) == {"forward", "loss", "backward", "optimizer"}
+    assert not operations["region"].isin(["unattributed", "outside"]).any()
+
+
+def test_backwards_kernels_bear_the_regions_that_made_them(tables):
+    operations = tables["operations"]
+    regions = {phase: set(own["region"]) for phase, own in operations.groupby("phase")}
+    # A sum's gradient is the sum's itself: nothing runs for the residual additions in backward.
+    assert regions["backward"] == regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
+    products = operations[operations["family"] == "matrix multiply"].groupby(["phase", "region"])["count"].sum() / STEPS
+    for region, matrices in {"attention.qkv": 3, "attention.output": 1, "ffn": 3, "attention.scores": 1, "attention.value": 1}.items():
+        assert products["forward", region] == matrices * LAYERS
+    time = operations.groupby(["phase", "region"])["total_ns"].sum()
+    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # twice the FLOPs
+
+
+def test_launches_are_the_same_in_every_step(tables):
+    assert (tables["operations"]["count"] % STEPS == 0).all()
+
+
+def test_clocks_and_timeline_agree_with_the_operations(tables):
+    clocks, operations, timeline = tables["clocks"], tables["operations"], tables["timeline"]
+    assert clocks["operations_ns"].sum() == operations["total_ns"].sum()
+    assert (clocks["busy_ns"] <= clocks["projected_ns"]).all() and len(clocks) == STEPS * 4
+    first = clocks[clocks["step"] == 0].set_index("phase")["operations_ns"]
+    assert (timeline.groupby("phase")["duration_ns"].sum() == first).all()
+    assert (timeline["launch_ns"] <= timeline["start_ns"]).all()
+
+
+def test_a_total_that_differs_from_nsys_own_raises(tables, tmp_path):
+    (tmp_path / "step_cuda_gpu_kern_sum.csv").write_text('Time (%),Total Time (ns),Instances,Name\n100.0,1000,1,"gemm"\n')
+    (tmp_path / "step_cuda_gpu_mem_time_sum.csv").write_text("report.sqlite does not contain GPU memory data.\n")
+    with pytest.raises(AccountingError, match="sum to .* ns, and nsys's own reports to 1000 ns"):
+        profiles._same_total(tables["operations"], tmp_path / "step.sqlite", Path("nsys"))
+    profiles._same_total(tables["operations"].assign(total_ns=0).assign(total_ns=lambda t: [1000] + [0] * (len(t) - 1)),
+                         tmp_path / "step.sqlite", Path("nsys"))
+
+
+def test_tables_over_phases_and_families(tables):
+    operations = tables["operations"].assign(mode="step")
+    shares = profiles.by_family(operations)
+    assert shares.groupby(["mode", "phase"])["share"].sum().round(9).eq(1).all()
+    assert shares.set_index(["phase", "family"])["share"]["optimizer", "optimizer"] == 1
+    top = profiles.top_kernels(operations, STEPS, "step", "forward", 3)
+    assert top["ms_per_step"].is_monotonic_decreasing and top["launches"].iloc[0] == 61
+    assert profiles.unknown_kernels(operations).empty
+    unknown = profiles.unknown_kernels(operations.assign(family="other"))
+    assert unknown["share"].sum() == pytest.approx(1)
+
+
+@pytest.fixture(scope="module")
+def run_here():
+    config = configure("nsys", size="nano", context_length=16, vocab_size=100, device="cpu", warmup_steps=1, timed_steps=2)
+    return profiles.profile_run(config, None)
+
+
+def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
+    tables, files, results = run_here
+    assert results == {"tool": "torch.profiler, CPU operators", "captured_profiles": 3, "oom_profiles": 0, "crashed_profiles": 0}
+    operations = tables["operations"]
+    assert set(operations["mode"]) == {"forward", "forward_backward", "step"} and not files
+    step = operations[operations["mode"] == "step"]
+    assert set(step["phase"]) == {"forward", "loss", "backward", "optimizer"} and "unattributed" not in set(step["region"])
+    products = step[(step["phase"] == "forward") & (step["family"] == "matrix multiply")].groupby("region")["count"].sum() / 2
+    assert products.to_dict() == {"attention.qkv": 6, "attention.scores": 2, "attention.value": 2, "attention.output": 2, "ffn": 6, "head": 1}
+    assert len(tables["walls"]) == 3 * (1 + 2)
+
+
+def test_out_of_memory_costs_one_profile_only(tmp_path):
+    small = {"size": "nano", "vocab_size": 100, "device": "cpu", "warmup_steps": 0, "timed_steps": 1}
+    captures = capture([configure("benchmark", **small, context_length=4_000_000, mode="forward"),
+                        configure("benchmark", **small, context_length=8, mode="forward_backward")], tmp_path, None)
+    assert [item.outcome["status"] for item in captures] == ["oom", "captured"]
+    assert "while building the model" in captures[0].outcome["cause"] and captures[1].file.exists()
+
+
+def test_a_crash_costs_one_profile_only(tmp_path, monkeypatch):
+    """The process is killed in its second profile; the first is kept and the third made by a process started anew."""
+    real = nsys.subprocess.run
+
+    def run(command, **kwargs):
+        if len(json.loads((Path(command[-1]) / "requests.json").read_text())) == 3:
+            code = ("import os, sys, stepscope.profiled as p; real = p.profile\n"
+                    "p.profile = lambda c, *rest: os._exit(9) if c.mode == 'forward_backward' else real(c, *rest)\n"
+                    "p.main(sys.argv[1], p.Path(sys.argv[2]))")
+            command = [command[0], "-c", code, *command[-2:]]
+        return real(command, **kwargs)
+    monkeypatch.setattr(nsys.subprocess, "run", run)
+    shared = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu", "warmup_steps": 0, "timed_steps": 1}
+    captures = capture([configure("benchmark", **shared, mode=mode) for mode in ("forward", "forward_backward", "step")], tmp_path, None)
+    assert [item.outcome["status"] for item in captures] == ["captured", "crashed", "captured"]
+
+
+def test_nothing_profiled_is_an_error_that_quotes_the_profiler(tmp_path):
+    config = configure("benchmark", size="nano", context_length=8, device="cpu")
+    fake = tmp_path / "nsys"
+    fake.write_text("#!/bin/sh\necho no capture for you; exit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(NsysError, match="no capture for you"):
+        capture([config], tmp_path / "out", fake)
+
+
+def test_nsys_is_found_and_judged(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(nsys, "PLACES", (str(tmp_path / "nsight-compute/*/host/target-linux-x64/nsys"),))
+    assert nsys.find_nsys() is None
+    for version in ("2024.1", "2025.3"):
+        bundled = tmp_path / f"nsight-compute/{version}/host/target-linux-x64/nsys"
+        bundled.parent.mkdir(parents=True)
+        bundled.write_bytes(bytes(5000))
+    assert nsys.find_nsys() == bundled
+    (tmp_path / "nsys").write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2025.3.1.0\n")
+    (tmp_path / "nsys").chmod(0o755)
+    assert nsys.find_nsys() == tmp_path / "nsys" and nsys.nsys_version(tmp_path / "nsys") == "2025.3.1.0"
+
+
+def test_a_gpu_trace_of_torch_profiler_is_read_as_an_export(tmp_path):
+    """Kernels are joined to launches by correlation, ranges by thread; torch's own ranges are left out."""
+    def event(cat, name, ts, dur, tid, **args):
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+    events = [event("user_annotation", "step", 0, 100, 1), event("user_annotation", "forward", 0, 50, 1),
+              event("user_annotation", "ffn", 1, 20, 1), event("user_annotation", "backward", 50, 50, 1),
+              event("user_annotation", "norm", 60, 10, 2), event("user_annotation", "Optimizer.step#AdamW.step", 0, 90, 1),
+              event("cuda_runtime", "cudaLaunchKernel", 5, 1, 1, correlation=1), event("cuda_runtime", "cudaLaunchKernel", 62, 1, 2, correlation=2),
+              event("kernel", "sgemm", 10, 30, 7, correlation=1, stream=7), event("kernel", "reduce_kernel", 70, 5.5, 7, correlation=2, stream=7)]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    convert(tmp_path / "t.json", tmp_path / "t.sqlite")
+    found = profiles.analyse(tmp_path / "t.sqlite")["operations"]
+    assert found[["phase", "region", "name", "total_ns"]].values.tolist() == [["backward", "norm", "reduce_kernel", 5500],
+                                                                              ["forward", "ffn", "sgemm", 30000]]
+
+
+def test_host_times_are_of_the_phase_that_was_open(tmp_path):
+    nvtx = [(0, 100, 59, "step", 1 << 24 | 1, None, 0), (0, 50, 59, "forward", 1 << 24 | 1, None, 0), (10, 30, 59, "ffn", 1 << 24 | 1, None, 0),
+            (50, 90, 59, "backward", 1 << 24 | 1, None, 0), (60, 65, 59, "ffn", 1 << 24 | 2, None, 0), (95, 99, 59, "ffn", 1 << 24 | 1, None, 0)]
+    write_export(tmp_path / "t.sqlite", StringIds=[(1, "sgemm")], NVTX_EVENTS=nvtx,
+                 CUPTI_ACTIVITY_KIND_RUNTIME=[(12, 13, 1 << 24 | 1, 1)], CUPTI_ACTIVITY_KIND_KERNEL=[(20, 40, 0, 7, 1, 1 << 24, 1)])
+    host = profiles.analyse(tmp_path / "t.sqlite")["regions"].set_index(["phase", "region"])["host_ns"]
+    assert host.to_dict() == {("forward", "ffn"): 20, ("backward", "ffn"): 5, ("outside", "ffn"): 4}
