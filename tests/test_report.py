@@ -218,10 +218,10 @@ def test_check_passes_on_what_was_rendered_and_fails_on_any_change(small_store):
 
 def test_the_readmes_table_is_made_from_the_records(small_store):
     store, folder = small_store
-    (folder / "README.md").write_text("# Words\n<!-- table -->\nold\n<!-- end of table -->\nmore\n")
+    (folder / "README.md").write_text("# Words\n<!-- h200-table -->\nold\n<!-- /h200-table -->\nmore\n")
     report.render(store, folder)
     text = (folder / "README.md").read_text()
-    assert text.startswith("# Words\n") and text.endswith("<!-- end of table -->\nmore\n") and "old" not in text and "| small" in text
+    assert text.startswith("# Words\n") and text.endswith("<!-- /h200-table -->\nmore\n") and "old" not in text and "| small" in text
     report.check(store, folder)
     (folder / "README.md").write_text(re.sub(r"\d\d\.\d\d", "11.11", text))
     with pytest.raises(StaleReport, match="README.md, line"):

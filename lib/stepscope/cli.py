@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from stepscope import StepscopeError
 
@@ -91,7 +91,7 @@ def list_runs(runs: RunsOption = None) -> None:
     from stepscope.store import Store
     folder = _local_runs(runs)
     records, errors = Store(folder).records()
-    table = Table("study", "run", "status", "seconds", "cause", title=str(folder))
+    table = Table("study", Column("run", overflow="fold"), "status", "seconds", "cause", title=str(folder))
     for record in records:
         table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", escape((record.cause or "")[:100]))
     Console().print(table)

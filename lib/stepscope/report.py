@@ -205,14 +205,17 @@ def _machine(data: Data) -> dict[str, str]:
 
 
 def with_table(readme: str, data: Data) -> str:
-    """A README with the table between its two marks made anew: wall times at context 512. Without marks it stays as it is."""
-    begin, end = "<!-- table -->\n", "<!-- end of table -->"
+    """A README with what is between its two marks made anew: wall times at context 512. Without marks it stays as it is."""
+    begin, end = "<!-- h200-table -->\n", "<!-- /h200-table -->"
     if begin not in readme or data.times.empty:
         return readme
     times = benchmark_answers.matrix(data.times)
-    table = benchmark_answers.wall_table(times[times["context_length"] == 512])
+    table = benchmark_answers.wall_table(times[times["context_length"] == 512]).drop(columns="context")
+    row = times.iloc[0]
+    caption = (f"*{data.where}, fp32, context 512, batch {row.batch_size}: host wall time in ms, mean ± standard deviation of {row.timed_steps}"
+               f" steps after {row.warmup_steps} warm-up steps.*")
     before, _, rest = readme.partition(begin)
-    return f"{before}{begin}\n{_markdown_table(table)}\n\n{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}{caption}\n\n{_markdown_table(table)}\n{end}{rest.partition(end)[2]}"
 
 
 def render(store: Store, folder: Path) -> list[Path]:

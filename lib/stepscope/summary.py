@@ -38,7 +38,7 @@ def trailing_ms(samples: pd.DataFrame) -> pd.Series:
     summed up by then; the whole step's is its wall time less the time to enqueue it.
     """
     lag = samples["time_ms"] - samples["enqueue_ms"]
-    groups = [column for column in ("run_id", "step") if column in samples]
+    groups = [column for column in ("study", "run_id", "step") if column in samples]
     phases = samples["phase"] != "step"
     return lag.where(~phases, lag.where(phases, 0.0).groupby([samples[column] for column in groups]).cumsum())
 
