@@ -98,6 +98,7 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
     ],
     "Profiling": [
         lambda d: nsys_answers.forward_total(d.clocks, d.walls, d.times),
+        lambda d: nsys_answers.every_phase(d.clocks),
         lambda d: nsys_answers.top_kernel(d.operations),
         lambda d: nsys_answers.not_matmul(d.operations),
         lambda d: nsys_answers.full_step(d.operations),

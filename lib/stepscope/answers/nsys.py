@@ -99,6 +99,33 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
                   [("nsys_clocks", "Forward by every clock")], runs)
 
 
+def every_phase(clocks: pd.DataFrame) -> Answer:
+    question = "What do the three clocks say of each phase of a full step?"
+    if clocks.empty or not (clocks["mode"] == "step").any():
+        return no_data("nsys-phases", question, "nsys")
+    table = pick(three_clocks(clocks), mode="step").merge(clocks[["run_id", "size", "context_length", "study"]].drop_duplicates(), on="run_id")
+    table = by_size(table)
+    order = {phase: place for place, phase in enumerate(["forward", "loss", "backward", "optimizer"])}
+    table = table.assign(place=table["phase"].map(order)).sort_values(["size", "context_length", "place"], ignore_index=True)
+    long = table[table["phase"] != "loss"]
+    busy = long.groupby("phase", sort=False)["busy_share"]
+    least = long.loc[long["busy_share"].idxmin()]
+    text = ("Within its phase the device is busy " + listing(f"{percent(shares.min())} to {percent(shares.max())} of the time in {phase}"
+                                                             for phase, shares in busy) + ". "
+            f"It is least so in {least.phase} of {least['size']} at context {least.context_length}: {least.gaps:.0f} gaps of"
+            f" {number(least.gap_ms / max(least.gaps, 1) * 1e3)} µs on average between {least.operations:.0f} operations. ")
+    ahead = long[long["host_ms"] < long["projected_ms"] * (1 - 5 * AGREE)]
+    text += (f"In {len(ahead)} of {len(long)} phases the host's range is more than {percent(5 * AGREE)} shorter than the device's time, since the host"
+             " has moved on; where it is not, the host's launching (and, in backward, waiting for autograd's threads to launch) takes as long.")
+    shown = table.assign(**{c: table[c].map(number) for c in ("host_ms", "projected_ms", "operations_ms", "gap_ms")}, busy=table["busy_share"].map(percent),
+                         gaps=table["gaps"].map(lambda g: f"{g:.0f}"), operations=table["operations"].map(lambda n: f"{n:.0f}"))
+    columns = {"size": "size", "context_length": "context", "phase": "phase", "host_ms": "host range", "projected_ms": "on the device",
+               "operations_ms": "sum of operations", "busy": "busy", "gap_ms": "gaps", "gaps": "number of gaps", "operations": "operations"}
+    return Answer("nsys-phases", question, text, "", {"least_busy": least.busy_share},
+                  [("Full step, ms (medians over the captured steps).", shown[list(columns)].rename(columns=columns))],
+                  [("nsys_timeline", "One captured step: what the host launched, what the device did, and where it was idle")], runs_of(table))
+
+
 def _slowdowns(table: pd.DataFrame) -> pd.DataFrame:
     wide = table.assign(cell=table["slowdown"].map(lambda s: number(s, 4))).pivot(index=["size", "context_length"], columns="mode", values="cell")
     return wide.reindex(columns=list(MODE_WORDS)).rename(columns=MODE_WORDS).rename_axis(["size", "context"]).reset_index()
