@@ -166,7 +166,9 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["table"] = _markdown_table
-    tables = {f"{record.study}/{record.run_id}": [table.file for table in record.tables.values()] for record in data.records}
+    # Another program's reports are many and in a folder of their own: one link stands for them.
+    tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
+        f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return environment.get_template("writeup.md.j2").render(
         data=data, sections=sections, machine=_machine(data), runs_link=runs_link, figures_link=figures_link, tables=tables)
 

@@ -6,7 +6,6 @@ whenever and however a sweep ended. What is in place and still not valid is move
 """
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The warm-up questions, answered from the tables of ``stepscope.warmup``."""
 import pandas as pd
 
-from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, plus_minus, runs_of, span
+from stepscope.answers import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
 from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
