@@ -233,3 +233,21 @@ def test_rendering_twice_gives_the_same_bytes(small_store):
     first = {path.name: path.read_bytes() for path in folder.rglob("*.*") if "runs" not in path.parts}
     report.render(store, folder)
     assert {path.name: path.read_bytes() for path in folder.rglob("*.*") if "runs" not in path.parts} == first
+
+
+def test_where_everything_is_out_of_memory_the_report_still_renders(data, tmp_path):
+    oom = data.times[data.times["phase"] == "step"].assign(status="oom", median_ms=float("nan"), mean_ms=float("nan"))
+    assert "Nothing fits" in benchmark.how_long(oom).text
+    nothing_fits = dataclasses.replace(data, times=oom, ceilings=data.ceilings.iloc[:0])
+    assert "out of memory" in report.writeup(nothing_fits, report.draw_figures(nothing_fits, tmp_path), ".", "figures")
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(report.RecordError, match="no such runs folder"):
+        load_data(Store(tmp_path / "nothing"))
+
+
+def test_a_loading_cost_within_the_noise_is_not_claimed(data):
+    noisy = changed(data.warm_costs, lambda t: (t["part"] == "first step beyond steady") & t["one_layer_first"].astype(bool), time_ms=500.0)
+    answer = warmup.what_it_pays_for(noisy, data.warm_calls)
+    assert "does not stand out from the noise" in answer.text and not answer.finding

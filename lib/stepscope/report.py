@@ -67,7 +67,13 @@ class Data:
 
 
 def load_data(store: Store) -> Data:
-    """Read a runs folder. Unusable records are left out and named in ``errors``."""
+    """Read a runs folder. Unusable records are left out and named in ``errors``.
+
+    Raises:
+        RecordError: there is no such folder, or a table that a record names cannot be read.
+    """
+    if not store.root.is_dir():
+        raise RecordError(f"{store.root}: no such runs folder")
     records, errors = store.records()
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
@@ -170,7 +176,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return environment.get_template("writeup.md.j2").render(
-        data=data, sections=sections, machine=_machine(data), runs_link=runs_link, figures_link=figures_link, tables=tables)
+        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records}), runs_link=runs_link, figures_link=figures_link, tables=tables)
 
 
 def _markdown_table(table: pd.DataFrame) -> str:

@@ -37,6 +37,9 @@ def how_long(times: pd.DataFrame) -> Answer:
     times = matrix(times)
     if times.empty:
         return no_data("how-long", question, "benchmark")
+    if not (times["status"] == "ok").any():
+        return Answer("how-long", question, f"Nothing fits: {count(len(times), 'run')} ended out of memory, and no other was made.",
+                      tables=[("What was tried.", wall_table(times))], runs=runs_of(times))
     size, context = reference(times)
     ok = times[times["status"] == "ok"]
     walls = pick(ok, size=size, context_length=context, phase=WHOLE).set_index("mode")
@@ -213,7 +216,7 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame) -> Answer:
     if which:
         factor = ratio if which == "fused" else 1 / ratio
         text = (f"The optimizer phase is {span(factor)} times as fast with the {which} implementation"
-                f"{' than with torch’s default (foreach)' if which == 'fused' else ''}".replace(" than with", " as with") + ".")
+                f"{' as with foreach' + (', torch’s default on a GPU' if (rows['device'] == 'cuda').all() else '') if which == 'fused' else ''}.")
     else:
         text = f"Foreach over fused time of the optimizer phase is {span(ratio)}: neither is clearly faster."
     better = [f"{percent(s, 1)} ({size})" for s, size, sure in zip(saved, whole["size"], told_apart) if sure and s > 0]
