@@ -64,8 +64,10 @@ def marked(mark):
 
 def start(sweep, runs, mark, said):
     with said.open("a") as stream:
+        # A shell's background job is started with SIGINT ignored, and would hand that down: here it is to be heard.
         return subprocess.Popen([sys.executable, "-m", "stepscope.cli", "sweep", str(sweep), "--runs", str(runs)],
-                                env=os.environ | mark, stdout=stream, stderr=stream)
+                                env=os.environ | mark, stdout=stream, stderr=stream,
+                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def wait_for(sign, process, runs, there_before):

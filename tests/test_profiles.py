@@ -49,7 +49,7 @@ def test_clocks_and_timeline_agree_with_the_operations(tables):
     assert clocks["operations_ns"].sum() == operations["total_ns"].sum()
     assert (clocks["busy_ns"] <= clocks["projected_ns"]).all() and len(clocks) == STEPS * 4
     first = clocks[clocks["step"] == 0].set_index("phase")["operations_ns"]
-    assert (timeline.groupby("phase")["duration_ns"].sum() == first).all()
+    assert timeline.groupby("phase")["duration_ns"].sum().to_dict() == first.to_dict()
     assert (timeline["launch_ns"] <= timeline["start_ns"]).all()
 
 

@@ -159,6 +159,7 @@ def test_nothing_that_is_kept_names_this_machine(swept):
 def test_pictures_are_not_searched_for_paths_and_home_is_found_however_it_is_written(tmp_path, monkeypatch):
     """Base64 can hold "/tmp" by chance; and tracebacks shorten home to a tilde."""
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(execute, "PROJECT", Path("/home/somebody/project"))  # wherever this checkout is
     monkeypatch.setattr(Path, "home", lambda: execute.PROJECT.parent)
     text = f"~/{execute.PROJECT.name}/lib/a.py {execute.PROJECT}/lib/a.py {execute.PROJECT.parent}/other /tmp/x"
     outputs = [{"output_type": "display_data", "data": {"image/png": "ab/tmp+cd", "text/plain": [text]}}]
