@@ -2,8 +2,8 @@
 import pandas as pd
 import torch
 
-from stepscope.config import PHASES, RunConfig, configure
-from stepscope.flops import phase_flops
+from stepscope.config import RunConfig, configure
+from stepscope.flops import phase_flops, step_flops
 from stepscope.step import Step
 from stepscope.store import Record, Store, load_table, runs_frame
 from stepscope.summary import summarize
@@ -29,7 +29,7 @@ def with_rates(times: pd.DataFrame, config: RunConfig, ceilings: pd.DataFrame) -
     paper's appendix B, against the measured ceiling in place of a data sheet's) and ``tokens_per_s``.
     """
     flops = phase_flops(config)
-    flops[WHOLE] = sum(flops[phase] for phase in PHASES[config.mode])
+    flops[WHOLE] = step_flops(config)
     ceiling = ceilings.set_index("ceiling")["value"].get(f"matmul_{config.precision}")
     times = times.assign(flops=times["phase"].map(flops))
     times["tflops"] = times["flops"] / times["median_ms"] / 1e9

@@ -143,7 +143,7 @@ def _roofline(data: Data) -> Figure | None:
 def _timeline(data: Data) -> Figure | None:
     if data.timeline.empty:
         return None
-    size, context = nsys_answers.reference(data.timeline)
+    size, context = benchmark_answers.reference(data.timeline)
     own = data.timeline[(data.timeline["size"] == size) & (data.timeline["context_length"] == context)]
     return nsys_figures.timeline(own, f"{size}, context {context}, {data.where}")
 

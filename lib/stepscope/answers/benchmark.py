@@ -18,12 +18,11 @@ def matrix(times: pd.DataFrame) -> pd.DataFrame:
     return by_size(times[keep])
 
 
-def reference(times: pd.DataFrame) -> tuple[str, int]:
-    """The configuration that sentences speak of: the smallest size, and of its contexts the largest up to 512."""
-    ok = times[(times["status"] == "ok")]
-    size = ok["size"].iloc[0]
-    contexts = ok.loc[ok["size"] == size, "context_length"]
-    return size, int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())
+def reference(table: pd.DataFrame) -> tuple[str, int]:
+    """What sentences speak of, in a table ordered by size: the smallest size, and of its contexts the largest up to 512."""
+    size = table["size"].iloc[0]
+    contexts = table.loc[table["size"] == size, "context_length"]
+    return str(size), int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())
 
 
 def pick(times: pd.DataFrame, **values) -> pd.DataFrame:
@@ -40,8 +39,8 @@ def how_long(times: pd.DataFrame) -> Answer:
     if not (times["status"] == "ok").any():
         return Answer("how-long", question, f"Nothing fits: {count(len(times), 'run')} ended out of memory, and no other was made.",
                       tables=[("What was tried.", wall_table(times))], runs=runs_of(times))
-    size, context = reference(times)
     ok = times[times["status"] == "ok"]
+    size, context = reference(ok)
     walls = pick(ok, size=size, context_length=context, phase=WHOLE).set_index("mode")
     phases = pick(ok, size=size, context_length=context, mode="step").set_index("phase")
     text = [f"For {size} at context {context}: " + listing(

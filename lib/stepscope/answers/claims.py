@@ -5,8 +5,8 @@ import pandas as pd
 import yaml
 
 from stepscope.answers import Answer, ms, no_data, number, percent, runs_of
-from stepscope.answers.benchmark import pick
-from stepscope.answers.nsys import MATMUL, attention_parts, config_of, per_kernel, reference
+from stepscope.answers.benchmark import pick, reference
+from stepscope.answers.nsys import MATMUL, attention_parts, config_of, per_kernel
 from stepscope.config import SIZES
 from stepscope.flops import forward_flops
 from stepscope.published import load_published

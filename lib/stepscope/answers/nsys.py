@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, runs_of, span
-from stepscope.answers.benchmark import MODE_WORDS, matrix, pick
+from stepscope.answers.benchmark import MODE_WORDS, matrix, pick, reference
 from stepscope.config import configure
 from stepscope.flops import forward_bytes, forward_flops
 from stepscope.kernels import short_names
@@ -14,13 +14,6 @@ MATMUL = "matrix multiply"
 NONTRIVIAL = 0.02  # of the time of forward's operations
 AGREE = 0.02       # two clocks this close agree
 SOFTMAX_FLOPS = 5  # per score: maximum, subtract, exponentiate, sum, divide
-
-
-def reference(table: pd.DataFrame) -> tuple[str, int]:
-    """The profile that sentences speak of: the smallest size, at the largest of its contexts up to 512."""
-    size = table["size"].iloc[0]
-    contexts = table.loc[table["size"] == size, "context_length"]
-    return str(size), int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())
 
 
 def config_of(table: pd.DataFrame, size: str, context: int):
