@@ -331,6 +331,11 @@ def cell_flops(cells: pd.DataFrame) -> pd.Series:
     return 4 * cells["batch_size"] * cells["sequence"].astype(float) ** 2 * cells["d_model"]
 
 
+def _runs(records: list[Record]) -> pd.DataFrame:
+    """What a run's rows share. A row has its own causal and status; the run's fields of these names are what was asked for."""
+    return runs_frame(records).drop(columns=["study", "causal", "status", "unmasked", "sequences"])
+
+
 def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     """Every cell of every run with the run's configuration, its ``flops``, ``forward_tflops``, ``backward_tflops``,
     ``pass_tflops`` and ``utilisation``: the pass's share of the matrix-product rate measured in the same run."""
@@ -338,9 +343,7 @@ def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     cells = load_table(store, records, "cells")
     if cells.empty:
         return cells
-    # A cell has its own causal and status; the run's fields of these names say what was asked for.
-    runs = runs_frame(records).drop(columns=["study", "causal", "status", "unmasked"])
-    cells = cells.merge(runs, on="run_id")
+    cells = cells.merge(_runs(records), on="run_id")
     ceilings = load_table(store, records, "ceilings").set_index(["run_id", "ceiling"])["value"]
     cells["flops"] = cell_flops(cells)
     for phase, factor in (("forward", 1), ("backward", 2), ("pass", 3)):
@@ -361,3 +364,13 @@ def reading(cells: pd.DataFrame) -> str:
     left_out = cells[cells["status"] != "ok"].groupby(["implementation", "status"], sort=False).size()
     return text + (" Not timed: " + ", ".join(f"{name}: {count} {status}" for (name, status), count in left_out.items()) + "."
                    if len(left_out) else "")
+
+
+def all_tables(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
+    """:func:`all_cells`, and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its configuration."""
+    records = [record for record in records if record.study == "attention" and record.status == "ok"]
+    tables = {"cells": all_cells(store, records)}
+    for name in ("ends", "predicted", "accounting"):
+        rows = load_table(store, records, name)
+        tables[name] = rows.merge(_runs(records), on="run_id") if len(rows) else rows
+    return tables

@@ -11,13 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, benchmark, profiles, warmup
+from stepscope import StepscopeError, attention, benchmark, compiled, profiles, warmup
 from stepscope.answers import Answer, listing
+from stepscope.answers import attention as attention_answers
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
+from stepscope.answers import compiled as compiled_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
+from stepscope.figures import attention as attention_figures
 from stepscope.figures import benchmark as benchmark_figures
 from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
@@ -50,6 +53,8 @@ class Data:
     timeline: pd.DataFrame
     walls: pd.DataFrame
     statuses: pd.DataFrame
+    attention: dict[str, pd.DataFrame]  # cells, ends, predicted, accounting
+    compiled: pd.DataFrame  # a row a run, variant, mode and phase
 
     @property
     def device_name(self) -> str:
@@ -79,7 +84,8 @@ def load_data(store: Store) -> Data:
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
                 *(profiles.all_runs(store, records, table) for table in
-                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")))
+                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
+                attention=attention.all_tables(store, records), compiled=compiled.all_times(store, records))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -113,6 +119,20 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: claims_answers.claims_beside(d.operations, d.regions, _clocks(d)),
         lambda d: nsys_answers.conserved(d.operations, d.statuses),
     ],
+    "Attention": [
+        lambda d: attention_answers.same_result(d.attention["cells"]),
+        lambda d: attention_answers.how_long(d.attention["cells"]),
+        lambda d: attention_answers.against_ceiling(d.attention["cells"]),
+        lambda d: attention_answers.the_mask(d.attention["cells"]),
+        lambda d: attention_answers.compile_cost(d.attention["cells"]),
+        lambda d: attention_answers.tf32(d.attention["cells"]),
+        lambda d: attention_answers.saved_for_backward(d.attention["cells"]),
+        lambda d: attention_answers.where_it_ends(d.attention),
+    ],
+    "The compiled model": [
+        lambda d: compiled_answers.whole_model(d.compiled),
+        lambda d: compiled_answers.sdpa(d.compiled),
+    ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
@@ -129,6 +149,10 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "nsys_attention": lambda d: nsys_figures.attention(d.operations, d.regions, d.where),
     "nsys_roofline": lambda d: _roofline(d),
     "nsys_timeline": lambda d: _timeline(d),
+    "attention_time": lambda d: attention_figures.over_sequence(d.attention["cells"], d.attention["ends"], d.where),
+    "attention_speedup": lambda d: attention_figures.speedup(d.attention["cells"], d.where),
+    "attention_ceiling": lambda d: attention_figures.ceiling(d.attention["cells"], d.where),
+    "compile_model": lambda d: attention_figures.whole_model(d.compiled, d.where),
 }
 
 
