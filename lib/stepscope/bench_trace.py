@@ -77,14 +77,15 @@ def add_short_names(path: Path) -> None:
 def write_chrome_trace(export: Path, path: Path) -> None:
     """The operations, launches and ranges of an export as torch.profiler would have written them.
 
-    The phases are also there as the GPU sees them (``gpu_user_annotation``): from the first to the last of their operations.
+    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it begins. The phases
+    are also there as the GPU sees them (``gpu_user_annotation``): from the first to the last of their operations.
     """
     operations, ranges = load_trace(export)
     operations = operations[operations["launch_start_ns"].notna()]
 
     def events(category: str, names, process, thread, start_ns, duration_ns, **args) -> Iterator[dict]:
         for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns, *args.values()):
-            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start / 1e3, "dur": duration / 1e3,
+            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000, "dur": duration // 1000 + 1,
                    "args": dict(zip(args, values))}
 
     work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(["phase_range", "device", "stream"])
