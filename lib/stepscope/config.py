@@ -143,7 +143,31 @@ class NsysConfig(RunConfig):
         return BenchmarkConfig(**shared, mode=mode)
 
 
-STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig}
+class MixedPrecisionConfig(RunConfig):
+    """Every precision and mode of one size and context, one after another in one process."""
+
+    study: Literal["mixed_precision"] = "mixed_precision"
+    mode: Literal["all"] = "all"
+    precision: Literal["all"] = "all"
+
+    def of(self, precision: str, mode: str) -> "BenchmarkConfig":
+        """The step of one precision and mode."""
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision"}), precision=precision, mode=mode)
+
+
+class NumericsConfig(RunConfig):
+    """Small experiments on number formats, and on which operation of the model runs in which."""
+
+    study: Literal["numerics"] = "numerics"
+    mode: Literal["step"] = "step"
+    precision: Literal["all"] = "all"
+
+    def of(self, precision: str) -> "BenchmarkConfig":
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "precision"}), precision=precision)
+
+
+STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
+                                       "mixed_precision": MixedPrecisionConfig, "numerics": NumericsConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:
