@@ -149,25 +149,16 @@ class MixedPrecisionConfig(RunConfig):
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
+    count_casts: bool = False  # profile a step of fp16 and of bf16 for what changing types costs
+    experiments: bool = False  # the small experiments on number formats, too
 
     def of(self, precision: str, mode: str) -> "BenchmarkConfig":
         """The step of one precision and mode."""
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision"}), precision=precision, mode=mode)
-
-
-class NumericsConfig(RunConfig):
-    """Small experiments on number formats, and on which operation of the model runs in which."""
-
-    study: Literal["numerics"] = "numerics"
-    mode: Literal["step"] = "step"
-    precision: Literal["all"] = "all"
-
-    def of(self, precision: str) -> "BenchmarkConfig":
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "precision"}), precision=precision)
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision", "count_casts", "experiments"}), precision=precision, mode=mode)
 
 
 STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
-                                       "mixed_precision": MixedPrecisionConfig, "numerics": NumericsConfig}
+                                       "mixed_precision": MixedPrecisionConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:

@@ -27,6 +27,9 @@ def measure_all(config: MixedPrecisionConfig, read_sm_clock: Callable[[], float 
         samples: with columns ``precision`` and ``mode`` before those of ``timing.SAMPLE_COLUMNS``.
         cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU). What does not fit, or
             what the device lacks, costs its cell; it is never replaced by another precision.
+
+    Raises:
+        torch.OutOfMemoryError: no cell fits.
     """
     samples, cells = [], []
     for precision in PRECISIONS:
@@ -40,6 +43,8 @@ def measure_all(config: MixedPrecisionConfig, read_sm_clock: Callable[[], float 
             except torch.OutOfMemoryError as error:
                 cell |= {"status": "oom", "cause": str(error).split(". ")[0]}
             cells.append(cell)
+    if not samples:
+        raise torch.OutOfMemoryError(cells[0]["cause"])
     columns = ["precision", "mode"]
     stacked = pd.concat(samples, ignore_index=True)
     return stacked[columns + [c for c in stacked if c not in columns]], pd.DataFrame(cells)
@@ -68,6 +73,7 @@ def health(config: MixedPrecisionConfig) -> pd.DataFrame:
     (0 in this precision: underflow), nonfinite. ``zero_fp32`` is the share of all elements that are 0 in fp32, too.
     Rows whose memory or device does not suffice are left out.
     """
+    _empty_cache(config.device)
     step = build_step(config.of(BASE, "forward_backward"))
     exact: list[Tensor] = []
     rows = []
@@ -79,7 +85,11 @@ def health(config: MixedPrecisionConfig) -> pd.DataFrame:
             continue
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         scaler = torch.amp.GradScaler(config.device, enabled=scaled)
-        loss = _forward_backward(dataclasses.replace(step, config=own, scaler=scaler))
+        try:
+            loss = _forward_backward(dataclasses.replace(step, config=own, scaler=scaler))
+        except torch.OutOfMemoryError:
+            step.clear_gradients()
+            continue
         gradients = [p.grad for p in step.model.parameters()]
         step.clear_gradients()
         scale = scaler.get_scale()
@@ -88,7 +98,7 @@ def health(config: MixedPrecisionConfig) -> pd.DataFrame:
         nonzero = sum(int(e.count_nonzero()) for e in exact)
         lost = sum(int(((g == 0) & (e != 0)).sum()) for g, e in zip(gradients, exact))
         nonfinite = sum(int((~g.isfinite()).sum()) for g in gradients)
-        norm = float(torch.stack([(g.double() / scale).norm() if g.numel() < 2**24 else (g.norm().double() / scale) for g in gradients]).norm())
+        norm = float(torch.stack([g.norm().double() for g in gradients]).norm()) / scale
         rows.append({"precision": precision, "scale": scale, "loss": loss, "gradient_norm": norm, "zero": lost / nonzero,
                      "nonfinite": nonfinite / nonzero, "zero_fp32": 1 - nonzero / sum(e.numel() for e in exact)})
         del gradients
