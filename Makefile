@@ -16,7 +16,8 @@ test: $(READY)  ## the tests
 lab: $(READY)  ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir notebooks
 
-bench: $(READY)  ## what measuring costs, as ratios in one run
+bench: $(READY)  ## what measuring costs, as ratios in one run, beside other programs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/stepscope bench
 
 check: $(READY)  ## is the committed report what the committed records say?

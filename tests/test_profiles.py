@@ -1,11 +1,13 @@
 """The nsys study's accounting: on a real H200 capture of the annotated step (scrubbed), and on real captures made here."""
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from stepscope import nsys, profiles
+from stepscope.answers.nsys import conserved
 from stepscope.config import configure
 from stepscope.nsys import NsysError, capture
 from stepscope.torch_trace import convert, write_export
@@ -53,13 +55,36 @@ def test_clocks_and_timeline_agree_with_the_operations(tables):
     assert (timeline["launch_ns"] <= timeline["start_ns"]).all()
 
 
-def test_a_total_that_differs_from_nsys_own_raises(tables, tmp_path):
-    (tmp_path / "step_cuda_gpu_kern_sum.csv").write_text('Time (%),Total Time (ns),Instances,Name\n100.0,1000,1,"gemm"\n')
-    (tmp_path / "step_cuda_gpu_mem_time_sum.csv").write_text("report.sqlite does not contain GPU memory data.\n")
-    with pytest.raises(AccountingError, match="sum to .* ns, and nsys's own reports to 1000 ns"):
-        profiles._same_total(tables["operations"], tmp_path / "step.sqlite", Path("nsys"))
-    profiles._same_total(tables["operations"].assign(total_ns=0).assign(total_ns=lambda t: [1000] + [0] * (len(t) - 1)),
-                         tmp_path / "step.sqlite", Path("nsys"))
+@pytest.mark.parametrize("report, family", [("cuda_gpu_kern_sum", "matrix multiply"), ("cuda_gpu_mem_time_sum", "memory")])
+def test_a_total_that_differs_from_nsys_own_raises(report, family):
+    operations = pd.DataFrame({"family": [family], "total_ns": [1000]})
+    theirs = pd.DataFrame({"total_time_ns": [400, 600]})
+    profiles._same_total(operations, {report: theirs}, "step.sqlite")
+    with pytest.raises(AccountingError, match=f"step.sqlite: operations sum to 1001 ns, and nsys's own {report} to 1000 ns"):
+        profiles._same_total(operations.assign(total_ns=1001), {report: theirs}, "step.sqlite")
+
+
+def test_a_report_that_cannot_be_used_is_left_out_and_named(tmp_path, monkeypatch):
+    """Everything of the capture but that report is kept, and the answer says so. nsys stands in by a real capture of its."""
+    def make_reports(_, report, folder, mode):
+        for name in nsys.REPORTS:
+            text = (EXPORT.parent / f"sample_{name}.csv").read_text() if name == "nvtx_kern_sum" else f"x does not contain {name}\n"
+            (folder / f"{mode}_{name}.csv").write_text(text[:-200] if name == "nvtx_kern_sum" else text)
+        return Path(shutil.copy(EXPORT, folder / "made.sqlite"))
+    outcome = {"status": "captured", "before_ms": [1.0], "within_ms": [1.0] * STEPS}
+    config = configure("nsys", size="small", context_length=512, device="cpu")
+    monkeypatch.setattr(profiles, "make_reports", make_reports)
+    monkeypatch.setattr(profiles, "profiler_here", lambda device: ("nsys 2025.3", Path("nsys")))
+    monkeypatch.setattr(profiles, "capture", lambda configs, folder, _: [nsys.Capture(configs[0], folder / "r", outcome)])
+    monkeypatch.setattr(profiles, "_same_total", lambda *_: None)  # the other reports say that there is nothing
+    tables, files, _ = profiles.profile_run(config, tmp_path)
+    kept = {file.name for file in files}
+    assert "forward_nvtx_kern_sum.csv" not in kept and len(kept) == len(nsys.REPORTS) - 1
+    left_out = tables["statuses"]["left_out"].item()
+    assert left_out.startswith("forward_nvtx_kern_sum.csv: line ") and "expected" in left_out
+    operations = tables["operations"].assign(run_id="r", study="nsys")
+    assert left_out in conserved(operations, tables["statuses"]).text
+    assert left_out not in conserved(operations, tables["statuses"].drop(columns="left_out")).text
 
 
 def test_tables_over_phases_and_families(tables):

@@ -226,6 +226,9 @@ def test_the_readmes_table_is_made_from_the_records(small_store):
     (folder / "README.md").write_text(re.sub(r"\d\d\.\d\d", "11.11", text))
     with pytest.raises(StaleReport, match="README.md, line"):
         report.check(store, folder)
+    (folder / "README.md").write_text("# Words without marks\n")
+    with pytest.raises(StaleReport, match="README.md: has no line '<!-- h200-table -->'"):
+        report.check(store, folder)
 
 
 def test_rendering_twice_gives_the_same_bytes(small_store):

@@ -10,18 +10,9 @@ import pandas as pd
 import pytest
 from stepscope import trace
 from stepscope.bench_trace import AUTOGRAD, MAIN, PROCESS_ID, bench_trace, make_capture, write_export
+from stepscope.conservation import check_conservation, kernel_summary, phase_clocks
 from stepscope.nsys_reports import load_report
-from stepscope.trace import (
-    AccountingError,
-    TraceError,
-    activity_totals,
-    check_conservation,
-    enclosing,
-    kernel_summary,
-    load_trace,
-    phase_clocks,
-    scrub,
-)
+from stepscope.trace import AccountingError, TraceError, activity_totals, enclosing, load_trace, scrub
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"

@@ -1,8 +1,11 @@
 """What measuring costs, side by side in one process: the harness, annotation, and the sweep around them."""
+import logging
+import sqlite3
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from timeit import default_timer
 
@@ -11,15 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from stepscope.annotate import annotated
-from stepscope.bench_trace import make_capture
+from stepscope.bench_trace import add_short_names, make_capture, write_chrome_trace
 from stepscope.config import configure
+from stepscope.conservation import check_conservation, kernel_summary, phase_clocks
 from stepscope.nsys import capture, make_reports
 from stepscope.profiles import profiler_here
 from stepscope.step import Step, build_step
 from stepscope.store import Store
 from stepscope.sweep import run_sweep
 from stepscope.timing import PhaseClock
-from stepscope.trace import activity_totals, check_conservation, kernel_summary, load_trace, phase_clocks
+from stepscope.trace import activity_totals, load_trace
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
@@ -143,16 +147,49 @@ def _bench_accounting(console: Console, device: str) -> None:
             check_conservation(operations, activity_totals(export))
             phase_clocks(operations, ranges)
             kernel_summary(operations, ("phase", "region", "name"))
-        seconds = {"load, check, clocks and summary here": _seconds(account)}
+        seconds = {"load here": _seconds(lambda: load_trace(export)), "load, check, clocks and summary here": _seconds(account)}
         for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
             seconds[f"nsys stats {report}"] = _seconds(lambda: subprocess.run(
                 [nsys, "stats", "--report", report, "--format", "csv", "--output", "-", str(export)], check=True, capture_output=True))
+        seconds |= _others(export, Path(folder))
         operations = int(activity_totals(export)["operations"].sum())
-    first = next(iter(seconds.values()))
-    table = Table("accounting of one capture", "s", "ratio", title=f"{operations:,} GPU operations", title_justify="left")
+    first = seconds["load here"]
+    table = Table("accounting of one capture", "s", "ratio to load here", title=f"{operations:,} GPU operations", title_justify="left")
     for name, value in seconds.items():
-        table.add_row(name, f"{value:.3f}", f"{value / first:.2f}")
+        table.add_row(name, *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
     console.print(table)
+
+
+def _others(export: Path, folder: Path) -> dict[str, float | str]:
+    """What two programs for the same purpose take to give each kernel its range, in s, or why they were not run.
+
+    Both are asked for less than is done here: nsys-ai leaves out kernels that no range holds, copies and fills; Holistic
+    Trace Analysis reads torch.profiler's format, so it gets the same operations in that, with the phases only.
+    """
+    seconds: dict[str, float | str] = {}
+    missing = "not installed (it comes with the extra 'bench')"
+    try:
+        from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
+    except ImportError:
+        seconds["nsys-ai"] = missing
+    else:
+        add_short_names(export)
+        with closing(sqlite3.connect(export)) as connection:
+            seconds["nsys-ai, kernels to ranges"] = _seconds(lambda: attribute_kernels_to_nvtx(connection, str(export)))
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError:
+        seconds["Holistic Trace Analysis"] = missing
+    else:
+        chrome = folder / "trace.json"
+        write_chrome_trace(export, chrome)
+        logging.disable(logging.WARNING)  # its progress
+
+        def annotated_kernels() -> None:
+            TraceAnalysis(trace_files={0: str(chrome)}, trace_dir=str(folder)).get_gpu_kernels_with_user_annotations(0)
+        seconds["Holistic Trace Analysis, kernels to phases"] = _seconds(annotated_kernels)
+        logging.disable(logging.NOTSET)
+    return seconds
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -3,19 +3,23 @@
     python -m stepscope.bench_trace [kernels [ranges]]
 """
 
+import json
 import multiprocessing
 import re
+import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from stepscope.conservation import check_conservation, kernel_summary, phase_clocks
 from stepscope.torch_trace import PROCESS_ID, write_export
-from stepscope.trace import activity_totals, check_conservation, kernel_summary, load_trace, phase_clocks
+from stepscope.trace import activity_totals, load_trace
 
 MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
 
@@ -58,6 +62,46 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
         CUPTI_ACTIVITY_KIND_KERNEL=((t + 5000, t + 9000 + i % 5000, 0, 7, i, PROCESS_ID, len(names) + i % 50)
                                     for t, i in zip(launched, index)),
     )
+
+
+def add_short_names(path: Path) -> None:
+    """Give the kernels of an export the column that nsys's own have and other programs read."""
+    with closing(sqlite3.connect(path)) as connection:
+        table = "CUPTI_ACTIVITY_KIND_KERNEL"
+        if "shortName" not in [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]:
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN shortName INTEGER")
+            connection.execute(f"UPDATE {table} SET shortName = demangledName")
+            connection.commit()
+
+
+def write_chrome_trace(export: Path, path: Path) -> None:
+    """The operations, launches and ranges of an export as torch.profiler would have written them.
+
+    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it begins. The phases
+    are also there as the GPU sees them (``gpu_user_annotation``): from the first to the last of their operations.
+    """
+    operations, ranges = load_trace(export)
+    operations = operations[operations["launch_start_ns"].notna()]
+
+    def events(category: str, names, process, thread, start_ns, duration_ns, **args) -> Iterator[dict]:
+        for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns, *args.values()):
+            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000, "dur": duration // 1000 + 1,
+                   "args": dict(zip(args, values))}
+
+    work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(["phase_range", "device", "stream"])
+    phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), name=("phase", "first")).reset_index()
+    phases = phases[phases["phase_range"] >= 0]
+    correlation, stream, device = (operations[c].tolist() for c in ("correlation_id", "stream", "device"))
+    calls = ["cudaLaunchKernel"] * len(operations)
+    trace = [*events("cuda_runtime", calls, operations["process"].tolist(), operations["thread"].tolist(),
+                     operations["launch_start_ns"].tolist(), operations["launch_duration_ns"].tolist(), correlation=correlation),
+             *events("kernel", operations["name"].tolist(), device, stream, operations["start_ns"].tolist(),
+                     operations["duration_ns"].tolist(), correlation=correlation, stream=stream, device=device),
+             *events("user_annotation", ranges["name"].tolist(), ranges["process"].tolist(), ranges["thread"].tolist(),
+                     ranges["start_ns"].tolist(), (ranges["end_ns"] - ranges["start_ns"]).tolist()),
+             *events("gpu_user_annotation", phases["name"].tolist(), phases["device"].tolist(), phases["stream"].tolist(),
+                     phases["start_ns"].tolist(), (phases["end_ns"] - phases["start_ns"]).tolist())]
+    path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [], "traceEvents": trace}))
 
 
 def _measure(path: str) -> dict[str, float]:

@@ -143,6 +143,20 @@ class NsysConfig(RunConfig):
         return BenchmarkConfig(**shared, mode=mode)
 
 
+class MixedPrecisionConfig(RunConfig):
+    """Every precision and mode of one size and context, one after another in one process."""
+
+    study: Literal["mixed_precision"] = "mixed_precision"
+    mode: Literal["all"] = "all"
+    precision: Literal["all"] = "all"
+    count_casts: bool = False  # profile a step of fp16 and of bf16 for what changing types costs
+    experiments: bool = False  # the small experiments on number formats, too
+
+    def of(self, precision: str, mode: str) -> "BenchmarkConfig":
+        """The step of one precision and mode."""
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision", "count_casts", "experiments"}), precision=precision, mode=mode)
+
+
 # Attention by itself: written out, the same compiled, what scaled_dot_product_attention offers, and FlexAttention.
 ATTENTIONS = ("eager", "compiled", "flash", "efficient", "cudnn", "math", "flex")
 
@@ -194,7 +208,8 @@ class CompileConfig(RunConfig):
 
 
 STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
-                                       "attention": AttentionConfig, "compile": CompileConfig}
+                                       "mixed_precision": MixedPrecisionConfig, "attention": AttentionConfig,
+                                       "compile": CompileConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stepscope import StepscopeError
 from stepscope.config import RunConfig
+from stepscope.nsys_reports import check_fresh
 
 REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum", "nvtx_kern_sum")
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys", "/usr/local/cuda*/bin/nsys",
@@ -112,6 +113,7 @@ def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
 
     Raises:
         NsysError: nsys stats failed; quotes it.
+        ReportError: the export is older than the capture.
     """
     ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output", str(folder / prefix),
                             *(part for name in REPORTS for part in ("--report", name)), str(report)],
@@ -119,4 +121,5 @@ def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
     export = report.with_suffix(".sqlite")
     if ended.returncode or not export.exists():
         raise NsysError(f"nsys stats made nothing of {report.name} (exit status {ended.returncode}); it said: {ended.stdout[-2000:]}")
+    check_fresh(export, report)
     return export

@@ -1,19 +1,20 @@
 """The nsys study: the captures of one size and context, as tables in which everything adds up."""
 import shutil
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
 
 from stepscope.config import PHASES, NsysConfig
+from stepscope.conservation import check_conservation, phase_clocks
 from stepscope.kernels import OTHER, short_names
 from stepscope.nsys import REPORTS, Capture, capture, find_nsys, make_reports, missing_libraries, nsys_version
-from stepscope.nsys_reports import load_report
+from stepscope.nsys_reports import load_reports
 from stepscope.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.torch_trace import convert
-from stepscope.trace import (OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, check_conservation, load_trace,
-                             phase_clocks, scrub)
+from stepscope.trace import OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, load_trace, scrub
 
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
@@ -83,7 +84,8 @@ def profile_run(config: NsysConfig, kept: Path | None) -> tuple[dict[str, pd.Dat
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
-        files: nsys's reports, and with ``keep_export`` the scrubbed exports.
+        files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is left out,
+            and ``statuses`` says why.
         results: tool, and the number of profiles by status.
 
     Raises:
@@ -102,8 +104,10 @@ def profile_run(config: NsysConfig, kept: Path | None) -> tuple[dict[str, pd.Dat
             if export:
                 walls = [(which, i, ms) for which in ("before", "within") for i, ms in enumerate(outcome[f"{which}_ms"])]
                 made |= analyse(export) | {"walls": pd.DataFrame(walls, columns=["capture", "step", "wall_ms"])}
-                _same_total(made["operations"], export, nsys)
-                files += _keep(export, kept, nsys, config.keep_export) if kept else []
+                reports, errors = load_reports(export.parent, export.stem, REPORTS) if nsys else ({}, [])
+                _same_total(made["operations"], reports, export.name)
+                made["statuses"]["left_out"] = "; ".join(map(str, errors)).replace(f"{export.parent}/", "") or None
+                files += _keep(export, kept, reports, config.keep_export) if kept else []
             for name, table in made.items():
                 tables.setdefault(name, []).append(table.assign(mode=item.config.mode))
     statuses = [item.outcome["status"] for item in captures]
@@ -123,22 +127,19 @@ def _export(item: Capture, nsys: Path | None) -> Path | None:
     return export
 
 
-def _same_total(operations: pd.DataFrame, export: Path, nsys: Path | None) -> None:
-    """Our total against nsys's own: kernels of cuda_gpu_kern_sum, copies and fills of cuda_gpu_mem_time_sum."""
-    if nsys is None:
-        return
-    theirs = sum(int(load_report(export.with_name(f"{export.stem}_{report}.csv"), report)["total_time_ns"].sum())
-                 for report in ("cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum"))
-    ours = int(operations["total_ns"].sum())
-    if ours != theirs:
-        raise AccountingError(f"{export.name}: operations sum to {ours} ns, and nsys's own reports to {theirs} ns")
+def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
+    """Our totals against nsys's own, as far as its reports could be used: kernels, and copies and fills."""
+    is_memory = operations["family"] == "memory"
+    for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]), ("cuda_gpu_mem_time_sum", operations[is_memory])):
+        if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != own["total_ns"].sum():
+            raise AccountingError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
 
 
-def _keep(export: Path, folder: Path, nsys: Path | None, keep_export: bool) -> list[Path]:
-    if nsys or keep_export:
+def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool) -> list[Path]:
+    if reports or keep_export:
         folder.mkdir(exist_ok=True)
     files = []
-    for report in REPORTS if nsys else ():
+    for report in reports:
         files.append(Path(shutil.copy(export.with_name(f"{export.stem}_{report}.csv"), folder)))
     if keep_export:
         scrub(export, folder / export.name)

@@ -1,5 +1,6 @@
 """From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML page."""
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from stepscope.page import render_page
 from stepscope.published import load_published
 from stepscope.store import Record, RecordError, Store, load_table, read_record
 
+TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
 
 
@@ -208,7 +210,8 @@ def _markdown_table(table: pd.DataFrame) -> str:
     def is_number(cell: object) -> bool:
         return not isinstance(cell, str) or cell[:1].isdigit() or cell[:1] in "-–"
     align = ["right" if all(map(is_number, table[column])) else "left" for column in table]
-    return table.to_markdown(index=False, disable_numparse=True, colalign=align)
+    padded = table.to_markdown(index=False, disable_numparse=True, colalign=align)
+    return re.sub(r" +\|", " |", re.sub(r"\| +", "| ", re.sub(r"-{4,}", "---", padded)))  # GitHub renders no file over 512 KB
 
 
 def _machine(data: Data) -> dict[str, str]:
@@ -239,16 +242,15 @@ def _machine(data: Data) -> dict[str, str]:
 
 def with_table(readme: str, data: Data) -> str:
     """A README with what is between its two marks made anew: wall times at context 512. Without marks it stays as it is."""
-    begin, end = "<!-- h200-table -->\n", "<!-- /h200-table -->"
-    if begin not in readme or data.times.empty:
+    if TABLE_BEGIN not in readme or data.times.empty:
         return readme
     times = benchmark_answers.matrix(data.times)
     table = benchmark_answers.wall_table(times[times["context_length"] == 512]).drop(columns="context")
     row = times.iloc[0]
     caption = (f"*{data.where}, fp32, context 512, batch {row.batch_size}: host wall time in ms, mean ± standard deviation of {row.timed_steps}"
                f" steps after {row.warmup_steps} warm-up steps.*")
-    before, _, rest = readme.partition(begin)
-    return f"{before}{begin}{caption}\n\n{_markdown_table(table)}\n{end}{rest.partition(end)[2]}"
+    before, _, rest = readme.partition(TABLE_BEGIN)
+    return f"{before}{TABLE_BEGIN}{caption}\n\n{_markdown_table(table)}\n{TABLE_END}{rest.partition(TABLE_END)[2]}"
 
 
 def render(store: Store, folder: Path) -> list[Path]:
@@ -295,6 +297,8 @@ def check(store: Store, folder: Path) -> None:
     _same_text(folder / "writeup.md", text)
     _same_text(folder / "writeup.html", render_page(text, folder))
     if (readme := folder / "README.md").exists():
+        if TABLE_BEGIN not in readme.read_text(encoding="utf-8"):
+            raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind it")
         _same_text(readme, with_table(readme.read_text(encoding="utf-8"), data))
 
 

@@ -9,14 +9,18 @@ push/pop ranges are a stack per thread, and autograd launches backward's kernels
 - its region is the innermost range open on the *launching* thread.
 """
 
+import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import chain
 from pathlib import Path
 
+import adbc_driver_manager
+import adbc_driver_sqlite.dbapi
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from stepscope.kernels import FAMILIES, families
 
@@ -66,15 +70,17 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASES, step: str = STE
             ranges of one thread cross.
         AccountingError: two phases, or two steps, of one process overlap.
     """
-    with _reading(path) as connection:
-        if not _count(connection, ACTIVITIES["kernel"]):
+    with _reading(path) as connection, ThreadPoolExecutor() as pool:  # sqlite reads tables side by side, outside of the GIL
+        if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
             raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program that runs some")
-        if whole_graphs := _count(connection, GRAPHS):
+        if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
             raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected their kernels"
                              " (nsys profile --cuda-graph-trace=node)")
-        operations, process = _operations(connection)
-        launches = _read(connection, LAUNCHES, ["globalTid", "correlationId", "start", "end"], "correlationId IS NOT NULL")
-        ranges = _ranges(connection, phases, step, domains, capture_end=launches[3].max(initial=0) + 1)
+        events, calls = pool.submit(_events, path), pool.submit(
+            _columns, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"], "correlationId IS NOT NULL")
+        operations, process = _operations(path, connection)
+        launches = np.stack(calls.result())
+        ranges = _ranges(events.result(), connection, phases, step, domains, capture_end=launches[3].max(initial=0) + 1)
 
     launch = _find_launches(process, operations["correlation_id"].to_numpy(), launches)
     launched = launch >= 0
@@ -177,88 +183,6 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
     return pd.DataFrame(rows, index=pd.Index(ACTIVITIES, name="kind"), columns=["operations", "duration_ns"])
 
 
-def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
-    """Check that phases, regions and steps each hold every operation of the capture exactly once.
-
-    Args:
-        operations: as load_trace returns them.
-        totals: as activity_totals returns them.
-
-    Raises:
-        AccountingError: an operation is there twice, or the number or time of the operations of some kind, summed over
-            phases, over regions or over steps, is not the capture's.
-    """
-    doubled = operations.duplicated(["kind", "row"])
-    if doubled.any():
-        raise AccountingError(f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}")
-    for column in ("phase", "region", "step"):
-        parts = operations.groupby([column, "kind"], observed=True)["duration_ns"].agg(["size", "sum"])
-        whole = parts.groupby("kind", observed=False).sum().reindex(totals.index, fill_value=0)
-        for kind, (count, time_ns) in whole.iterrows():
-            expected_count, expected_ns = totals.loc[kind]
-            if (count, time_ns) != (expected_count, expected_ns):
-                raise AccountingError(f"{column}s sum to {count} operations of kind {kind} and {time_ns} ns, expected the "
-                                      f"capture's {expected_count} and {expected_ns} ns")
-
-
-def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[str] = ("phase",)) -> pd.DataFrame:
-    """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the operations.
-
-    Args:
-        operations, ranges: as load_trace returns them; the operations of one process and device.
-        by: ("phase",), or ("step", "phase") for a row per step and phase.
-
-    Returns:
-        by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the first
-        operation launched in the range to the end of the last), operations_ns (sum of their times), busy_ns (time in
-        which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps (time and number of the
-        pauses between them), operations (their number). Of what was launched outside the phases, only the operations,
-        their time and busy_ns are defined, the others are NaN: in between, the phases themselves run.
-
-    Raises:
-        AccountingError: the operations are of several processes or devices.
-    """
-    if len(operations[["process", "device"]].drop_duplicates()) > 1:
-        raise AccountingError("operations of several processes or devices, expected those of one: their clocks run side by side")
-    # What one range launched, and per step what none did (as -2 - step), in order of start.
-    launcher = operations["phase_range"].where(operations["phase_range"] >= 0, -2 - operations["step"])
-    runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"], "time": operations["duration_ns"]})
-    runs = runs.assign(end=runs["start"] + runs["time"]).sort_values(["launcher", "start"])
-    latest_end = runs.groupby("launcher")["end"].cummax()
-    idle = (runs["start"] - latest_end.groupby(runs["launcher"]).shift()).clip(lower=0).fillna(0)
-    runs = runs.assign(idle=idle, pause=idle > 0).groupby("launcher")
-    clocks = pd.DataFrame({
-        "projected_ns": runs["end"].max() - runs["start"].min(), "operations_ns": runs["time"].sum(),
-        "gap_ns": runs["idle"].sum(), "gaps": runs["pause"].sum(), "operations": runs.size(),
-    })
-    clocks["busy_ns"] = clocks["projected_ns"] - clocks["gap_ns"]
-    phases = ranges.loc[(ranges["role"] == "phase") & ranges["process"].isin(operations["process"])]
-    clocks = clocks.reindex(clocks.index.union(phases.index), fill_value=0).astype(float)
-    outside = clocks.index < 0
-    clocks.loc[outside, ["projected_ns", "gap_ns", "gaps"]] = np.nan
-    clocks["host_ns"] = phases["end_ns"] - phases["start_ns"]
-    clocks["ranges"] = np.where(outside, 0, 1)
-    clocks["step"] = np.where(outside, -2 - clocks.index, phases["step"].reindex(clocks.index, fill_value=-1))
-    names = phases["name"].astype("str").reindex(clocks.index, fill_value=OUTSIDE)
-    clocks["phase"] = pd.Categorical(names, categories=operations["phase"].cat.categories)
-    table = clocks.groupby(list(by), observed=True).sum(min_count=1).reset_index()
-    table["busy_share"] = table["busy_ns"] / table["projected_ns"]
-    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns", "busy_ns",
-                                              "busy_share", "gap_ns", "gaps", "operations"]]
-
-
-def kernel_summary(operations: pd.DataFrame, by: Sequence[str] = ("name",)) -> pd.DataFrame:
-    """by, total_ns, count, mean_ns, share (of all time of these operations), the largest total first.
-
-    Args:
-        operations: rows of load_trace's table; filter them first for the shares within a phase.
-        by: columns of it, for instance ("phase", "family").
-    """
-    table = operations.groupby(list(by), observed=True)["duration_ns"].agg(total_ns="sum", count="size", mean_ns="mean")
-    table["share"] = table["total_ns"] / table["total_ns"].sum()
-    return table.sort_values("total_ns", ascending=False, kind="stable").reset_index()
-
-
 # All that load_trace reads of an export: its tables, the columns it needs, and the rows.
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]
 _READ = {
@@ -288,7 +212,7 @@ def scrub(path: Path | str, out_path: Path | str) -> None:
         tables = {table: parts for table, parts in _READ.items() if _has(source, table)}
         out_path.touch(exist_ok=False)
         with closing(sqlite3.connect(out_path.resolve().as_uri(), uri=True)) as copy, _removed_on_error(out_path):
-            copy.execute("ATTACH ? AS source", [Path(path).resolve().as_uri() + "?mode=ro"])
+            copy.execute("ATTACH ? AS source", [_uri(path)])
             for table, (columns, rows) in tables.items():
                 copy.execute(f"CREATE TABLE {table} AS SELECT {', '.join(columns)} FROM source.{table} WHERE {rows}")
             copy.execute(f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT)")
@@ -306,10 +230,14 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise TraceError(f"{path}: no such file, expected the sqlite export of a capture")
     try:
-        with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             yield connection
-    except sqlite3.Error as error:
+    except (sqlite3.Error, adbc_driver_manager.Error) as error:
         raise TraceError(f"{path}: {error}, expected the sqlite export of a capture (nsys export --type sqlite)") from error
+
+
+def _uri(path: Path | str) -> str:
+    return Path(path).resolve().as_uri() + "?mode=ro"
 
 
 @contextmanager
@@ -332,32 +260,29 @@ def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str], wh
     return connection.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
 
 
-def _count(connection: sqlite3.Connection, table: str, where: str = "1") -> int:
-    return next(iter(_rows(connection, table, ["count(*)"], where)), (0,))[0]
+def _columns(path: Path | str, table: str, columns: Sequence[str], where: str = "1") -> list[np.ndarray | pa.DictionaryArray]:
+    """Whole columns of a table, in its order, with no Python object per row: int64 arrays (NULL is -1), texts as dictionaries."""
+    with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
+        if not _has(connection, table):
+            return [np.zeros(0, np.int64) for _ in columns]
+    with adbc_driver_sqlite.dbapi.connect(_uri(path)) as connection, connection.cursor() as cursor:
+        cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
+        cursor.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
+        found = cursor.fetch_arrow_table().combine_chunks()
+    return [column.combine_chunks().dictionary_encode() if pa.types.is_string(column.type) else column.fill_null(-1).to_numpy()
+            for column in found.columns]
 
 
-def _read(connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1") -> np.ndarray:
-    """Integer columns as a (columns, rows) int64 array, with no Python object per row; NULL becomes -1."""
-    columns = [f"coalesce({column}, -1)" for column in columns]
-    count = len(columns) * _count(connection, table, where)
-    values = np.fromiter(chain.from_iterable(_rows(connection, table, columns, where)), np.int64, count)
-    return values.reshape(-1, len(columns)).T
-
-
-def _operations(connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarray]:
+def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarray]:
     """load_trace's operations, with what their own records tell; and the globalPid of each."""
     name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
-    used = f"id IN (SELECT demangledName FROM {ACTIVITIES['kernel']})"
-    labels = {
-        "kernel": dict(_rows(connection, STRINGS, ["id", "value"], used)),
-        "memcpy": {i: f"[CUDA memcpy {label}]" for i, label in _rows(connection, COPY_KINDS, ["id", "label"])},
-        "memset": {0: "[CUDA memset]"},
-    }
+    copies = {i: f"[CUDA memcpy {label}]" for i, label in _rows(connection, COPY_KINDS, ["id", "label"])}
     parts, names = [], {}
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
-        *values, name_id = _read(connection, table, ["rowid", *_OPERATION, name_ids[kind]])
+        *values, name_id = _columns(path, table, ["rowid", *_OPERATION, name_ids[kind]])
         ids, index = np.unique(name_id, return_inverse=True)
-        texts = [labels[kind].get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
+        labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
+        texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         name = np.array([names.setdefault(text, len(names)) for text in texts], int)[index]
         parts.append(np.stack([np.full(len(name), code), name, *values]))
     parts = np.concatenate(parts, axis=1)
@@ -371,18 +296,35 @@ def _operations(connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarra
     }), process
 
 
-def _ranges(connection: sqlite3.Connection, phases: Sequence[str], step: str, domains: Sequence[str],
-            capture_end: int) -> pd.DataFrame:
+def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
+    """The strings with these ids."""
+    wanted = "id IN (SELECT value FROM json_each(?))"
+    return dict(connection.execute(f"SELECT id, value FROM {STRINGS} WHERE {wanted}", [json.dumps(ids.tolist())]))
+
+
+def _events(path: Path | str) -> list[np.ndarray | pa.DictionaryArray]:
+    """Start, end, globalTid, domain, text and textId of all push/pop ranges."""
+    return _columns(path, NVTX, ["start", f"coalesce(end, {NEVER})", "globalTid", "coalesce(domainId, 0)", "coalesce(text, '')",
+                                 "textId"], f"eventType = {PUSH_POP}")
+
+
+def _ranges(events: list[np.ndarray | pa.DictionaryArray], connection: sqlite3.Connection, phases: Sequence[str], step: str,
+            domains: Sequence[str], capture_end: int) -> pd.DataFrame:
     """load_trace's ranges, with what their own records tell and their globalTid as global_thread."""
-    is_range = f"eventType = {PUSH_POP}"
-    name = f"coalesce(text, (SELECT value FROM {STRINGS} WHERE id = textId), '')"  # in the event, or registered before
-    start, end, thread, domain = _read(
-        connection, NVTX, ["start", f"coalesce(end, {NEVER})", "globalTid", "coalesce(domainId, 0)"], is_range)
+    start, end, thread, domain, text, text_id = events
     end = np.where(end == NEVER, np.maximum(start + 1, capture_end), end)  # still open when the capture ended
-    names = {}
-    code = np.fromiter((names.setdefault(n, len(names)) for n, in _rows(connection, NVTX, [name], is_range)), int, len(start))
+    # A range's name is in its event, or was registered before and has an id.
+    texts, ids = text.dictionary.to_pylist() if len(start) else [], np.unique(text_id)
+    registered = _strings(connection, ids) if (ids >= 0).any() else {}
+    spelled = texts + [registered.get(i, "") for i in ids.tolist()]
+    names = {name: code for code, name in enumerate(dict.fromkeys(spelled))}
+    in_event = np.asarray(text.indices) if len(start) else np.zeros(0, int)
+    has_text = np.array([bool(t) for t in texts], bool)[in_event]
+    spelling = np.where(has_text, in_event, len(texts) + np.searchsorted(ids, text_id))
+    code = np.array([names[name] for name in spelled], int)[spelling]
 
     keep = np.full(len(start), True)
+    name = f"coalesce(text, (SELECT value FROM {STRINGS} WHERE id = textId), '')"
     domain_names = {(tid & PROCESS, i): n for tid, i, n in
                     _rows(connection, NVTX, ["globalTid", "domainId", name], f"eventType = {DOMAIN_CREATE}")}
     for process in np.unique(thread & PROCESS).tolist():

@@ -5,7 +5,7 @@ from stepscope.answers import Answer, count, listing, ms, no_data, number, perce
 from stepscope.answers.benchmark import MODE_WORDS, matrix, pick, reference
 from stepscope.config import configure
 from stepscope.flops import forward_bytes, forward_flops
-from stepscope.kernels import short_names
+from stepscope.kernels import rules, short_names
 from stepscope.profiles import by_family, three_clocks
 from stepscope.store import by_size
 from stepscope.timing import WHOLE
@@ -27,8 +27,7 @@ def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     """Each profile's forward by every clock, in ms: a row a run and mode.
 
     Columns: size, context_length, mode, host_ms (NVTX range), projected_ms, operations_ms, gap_ms, gaps, busy_share of the
-    forward phase; unprofiled_ms (the benchmark's median wall time of that mode), unprofiled_gpu_ms (its events' forward),
-    profiled_ms (median wall time of the captured steps) and slowdown (their ratio), of the whole step.
+    forward phase; unprofiled_ms (the benchmark's median wall time of that mode), profiled_ms (median wall time of the captured steps) and slowdown (their ratio), of the whole step.
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(clocks[["run_id", "size", "context_length", "study"]].drop_duplicates(), on="run_id")
@@ -39,11 +38,9 @@ def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     if len(benchmark):
         benchmark = benchmark[benchmark["status"] == "ok"].assign(size=lambda t: t["size"].astype(str))
         wall = benchmark[benchmark["phase"] == WHOLE].rename(columns={"median_ms": "unprofiled_ms", "run_id": "benchmark_run"})
-        gpu = benchmark[benchmark["phase"] == "forward"].rename(columns={"median_ms": "unprofiled_gpu_ms"})
-        table = table.assign(size=table["size"].astype(str)).merge(wall[[*keys, "unprofiled_ms", "benchmark_run"]], on=keys, how="left"
-                                                                   ).merge(gpu[[*keys, "unprofiled_gpu_ms"]], on=keys, how="left")
+        table = table.assign(size=table["size"].astype(str)).merge(wall[[*keys, "unprofiled_ms", "benchmark_run"]], on=keys, how="left")
     else:
-        table = table.assign(unprofiled_ms=float("nan"), unprofiled_gpu_ms=float("nan"), benchmark_run=None)
+        table = table.assign(unprofiled_ms=float("nan"), benchmark_run=None)
     return by_size(table.assign(slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
 
 
@@ -320,7 +317,14 @@ def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> Answer:
             f" ({percent(other['total_ns'].sum() / time, 2)} of the time is in family other).")
     if profiles.get("oom", 0):
         text += f" {count(int(profiles['oom']), 'profile')} ended out of memory."
-    return Answer("nsys-conserved", question, text, "", {"outside": outside, "other": other["total_ns"].sum() / time}, [], [], runs_of(operations))
+    if "left_out" in statuses and (left_out := statuses["left_out"].dropna()).size:
+        text += f" Of nsys's own reports {count(len(left_out), 'profile')} left some out, which could not be used: {left_out.iloc[0]}."
+    families = rules().rename(columns={"pattern": "pattern in the name"}).assign(
+        share=lambda t: t["family"].map(operations.groupby("family")["total_ns"].sum() / time).fillna(0).map(lambda s: percent(s, 2)))
+    families["pattern in the name"] = families["pattern in the name"].map(lambda p: "`" + p.replace("|", "\\|") + "`")
+    return Answer("nsys-conserved", question, text, "", {"outside": outside, "other": other["total_ns"].sum() / time},
+                  [("The rules that give a kernel its family: the first pattern found in its name decides. Share of all profiles' time.", families)],
+                  [], runs_of(operations))
 
 
 def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
