@@ -152,9 +152,13 @@ def allow_recompiling(times: int = 256) -> None:
     dynamo.fail_on_recompile_limit_hit = True
 
 
-def release(device: str) -> None:
-    """Give freed memory back to the driver, so that one cell's blocks do not shape the next one's."""
-    gc.collect()
+def release(device: str, after_error: bool = False) -> None:
+    """Give freed memory back to the driver, so that one cell's blocks do not shape the next one's.
+
+    After an error tensors may hang in cycles, which only the collector frees; it takes a third of a second, so not otherwise.
+    """
+    if after_error:
+        gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -296,8 +300,8 @@ def measure_attention(config: AttentionConfig) -> dict[str, pd.DataFrame]:
             for name in ATTENTIONS:
                 if name not in names:
                     continue
-                release(config.device)
                 row, passes = measure_cell(name, implementations, inputs, expected, config)
+                release(config.device, after_error=row["status"] == "oom")
                 inputs.clear_gradients()
                 samples.append(passes.assign(cell=len(rows)))
                 rows.append(row)
@@ -349,8 +353,7 @@ def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     for phase, factor in (("forward", 1), ("backward", 2), ("pass", 3)):
         cells[f"{phase}_tflops"] = factor * cells["flops"] / cells[f"{phase}_median_ms"] / 1e9
     ceiling = [ceilings.get((run, f"matmul_{precision}")) for run, precision in zip(cells["run_id"], cells["precision"])]
-    cells["utilisation"] = cells["pass_tflops"] / pd.Series(ceiling, index=cells.index, dtype=float)
-    return cells
+    return cells.assign(utilisation=cells["pass_tflops"] / pd.Series(ceiling, index=cells.index, dtype=float)).copy()  # in one block
 
 
 def reading(cells: pd.DataFrame) -> str:

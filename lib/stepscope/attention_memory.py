@@ -107,7 +107,7 @@ def probe(name: str, implementations: Implementations, config: AttentionConfig, 
 
     The pass is not timed, and its result not looked at: only its memory is.
     """
-    release(config.device)
+    release(config.device, after_error=True)
     row = {"implementation": name, "sequence": sequence}
     try:
         inputs = Inputs(config, sequence, True)

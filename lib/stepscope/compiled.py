@@ -37,7 +37,7 @@ def measure_variants(config: CompileConfig) -> dict[str, pd.DataFrame]:
     samples, rows = [], []
     for variant in config.variants:
         torch._dynamo.reset()
-        release(config.device)
+        release(config.device, after_error=True)  # a model's parameters and their gradients hang in cycles
         step = None
         for mode in MODES:
             row, compiles = {"variant": variant, "mode": mode}, Compiles()

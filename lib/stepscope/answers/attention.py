@@ -115,7 +115,7 @@ def how_long(cells: pd.DataFrame) -> Answer:
     text.append("Each point is the median of up to"
                 f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from one process for each d and"
                 " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes"
-                                 f" ({span(short['passes'])}), so that a cell takes about {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
+                                 f" ({short['passes'].min():.0f} to {short['passes'].max():.0f}), so that a cell takes about {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
     noisy = rows[rows["pass_flags"].fillna("") != ""]
     text.append(f"{len(noisy) or 'None'} of these {len(rows)} cells {'has' if len(noisy) == 1 else 'have'} samples that drift, fall into two groups or"
                 " scatter by more than 5%; medians and their intervals are compared for that reason.")
@@ -125,7 +125,7 @@ def how_long(cells: pd.DataFrame) -> Answer:
                        " out in the same precision.", best_table(best)))
     return Answer("attention-time", question, " ".join(text), finding, {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
                   [("attention_time", "Time and memory over the sequence, by implementation"),
-                   ("attention_speedup", "How many times as fast as written-out attention, over the grid")], runs_of(rows))
+                   ("attention_speedup", "How many times as fast as written-out attention, over the grid")], runs_of(cells))
 
 
 def handout_table(cells: pd.DataFrame, precision: str) -> pd.DataFrame:
@@ -201,7 +201,7 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     shown.columns = [f"d {column}" if not isinstance(column, str) else column for column in shown]
     return Answer("attention-ceiling", question, " ".join(text), finding, {"best": top.utilisation},
                   [(f"Forward + backward without mask at the longest sequence: TFLOP/s (share of the precision's ceiling).", shown)],
-                  [("attention_ceiling", "Share of the measured ceiling over the sequence")], runs_of(longest))
+                  [("attention_ceiling", "Share of the measured ceiling over the sequence")], runs_of(cells))
 
 
 def _grows(own: pd.DataFrame) -> bool:
@@ -227,7 +227,7 @@ def the_mask(cells: pd.DataFrame) -> Answer:
     text = (f"Time with the mask over time without, at sequence {longest['sequence'].max()}, over d and precisions: " + "; ".join(parts) + ". Half of"
             " the square lies behind the mask: a kernel that skips it would come to a half, one that computes it first and masks it afterwards to over 1. "
             + (f"By this, {listing(skips)} skip{'s' if len(skips) == 1 else ''} it." if skips else "By this, none skips it."))
-    return Answer("attention-causal", question, text, "", {name: by_name.get_group(name).median() for name in names(longest)}, runs=runs_of(longest))
+    return Answer("attention-causal", question, text, "", {name: by_name.get_group(name).median() for name in names(longest)}, runs=runs_of(cells))
 
 
 def compile_cost(cells: pd.DataFrame) -> Answer:
@@ -272,7 +272,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                    f" ({len(sure)} of {count(len(pay), 'cell')})** and costs {number(rows.loc[rows['implementation'] == 'compiled', 'first_s'].median(), 2)} s"
                    " a shape (median).") if len(sure) else ""
     return Answer("attention-compile", question, " ".join(text), finding, {"later_graphs": float(total)},
-                  [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(rows))
+                  [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(cells))
 
 
 def _pays_off(cells: pd.DataFrame) -> pd.DataFrame:
@@ -342,7 +342,7 @@ def tf32(cells: pd.DataFrame) -> Answer:
     table = pd.DataFrame([{"d": d, "sequence": sequence} | values for (d, sequence), values in sorted(cell.items())])
     return Answer("attention-tf32", question, " ".join(text), finding, {"differ": len(real), "of": len(changes)},
                   [("Compiled written-out attention, causal, medians in ms without and with TF32, and the change [95% bounds].", table)],
-                  runs=runs_of(cells[(cells["implementation"] == "compiled") & cells["precision"].isin(["fp32", "tf32"])]))
+                  runs=runs_of(cells))
 
 
 def scaling(rows: pd.DataFrame, column: str = "saved_bytes") -> pd.DataFrame:
@@ -404,7 +404,7 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     return Answer("attention-saved", question, " ".join(text), finding, {name: fits.exponent[name] for name in fits.index},
                   [(f"Exponent of the saved bytes in the sequence ({fits['from'].min()} to {fits['to'].max()}), and what is saved at d {d}, sequence {longest}, causal; a square is"
                     " one number of the precision for each pair of positions in the batch.", table)],
-                  runs=runs_of(rows))
+                  runs=runs_of(cells))
 
 
 def growth(rows: pd.DataFrame) -> np.ndarray:

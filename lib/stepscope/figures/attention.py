@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from stepscope.answers.attention import WORDS, head, names, precisions, timed
 from stepscope.answers.compiled import ATTENTION_WORDS
@@ -16,6 +16,7 @@ from stepscope.timing import WHOLE
 
 COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
 STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
+SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
@@ -39,11 +40,16 @@ def _over_sequence(axis, cells: pd.DataFrame, column: str, scale: float = 1.0, i
         if interval:
             axis.errorbar(own["sequence"], own[column] / scale, fmt="none", ecolor=STYLES[name]["color"],
                           yerr=[own[column] - own["pass_ci_low_ms"], own["pass_ci_high_ms"] - own[column]])
-        axis.plot(own["sequence"], own[column] / scale, label=WORDS[name], linewidth=1.5, markersize=5, **STYLES[name])
+        axis.plot(own["sequence"], own[column] / scale, label=WORDS[name], linewidth=1.5, markersize=4.5, **STYLES[name])
     axis.set(xscale="log", yscale="log", xlabel="sequence")
-    axis.xaxis.set_major_formatter(PLAIN)
+    axis.xaxis.set_major_locator(LogLocator(base=4))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axis.yaxis.set_major_formatter(PLAIN)
-    axis.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _short(sequence: float) -> str:
+    return f"{sequence / 1024:g}k" if sequence >= 1024 else f"{sequence:g}"
 
 
 def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
@@ -57,7 +63,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     use_style()
     d, columns = head(rows), precisions(rows)
     memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
-    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN, 6.6), squeeze=False, sharey="row", sharex=True)
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.9, 5), squeeze=False, sharey="row", sharex=True)
     for (top, bottom), precision in zip(axes.T, columns):
         own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
         _over_sequence(top, own, "pass_median_ms", interval=True)
@@ -94,9 +100,9 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
     figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH_IN, 3.9), squeeze=False, sharey=True)
     for axis, precision in zip(axes[0], columns):
         _over_sequence(axis, rows[(rows["d_model"] == d) & (rows["precision"] == precision)], "utilisation")
-        axis.set(title=f"{precision}", yscale="linear")
-        axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(PercentFormatter(1))
+        axis.set(title=precision, yscale="linear")
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[0, 0].set_ylim(0, 1.08 * rows.loc[rows["d_model"] == d, "utilisation"].max())
     axes[0, 0].set_ylabel("share of the measured\nmatrix-product rate")
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
@@ -105,9 +111,11 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
 
 
 def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
-    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a panel an implementation."""
+    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a panel an
+    implementation (all but SDPA's math, which is torch's own writing out)."""
     rows = timed(cells)
-    others = [name for name in names(rows) if name != "eager"] if len(rows) else []
+    rows = rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())] if len(rows) else rows
+    others = [name for name in names(rows) if name not in ("eager", "math")] if len(rows) else []
     if not others:
         return None
     keys = ["precision", "d_model", "sequence"]
@@ -116,24 +124,24 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     both["speedup"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     use_style()
     shown, heads, sequences = precisions(both), sorted(both["d_model"].unique()), sorted(both["sequence"].unique())
-    figure, axes = plt.subplots(len(shown), len(others), figsize=(WIDTH_IN, 0.8 + 0.35 * len(shown) * (len(heads) + 1.6)), squeeze=False, sharex=True, sharey=True)
-    limit = max(both["speedup"].max(), 1 / both["speedup"].min())
+    figure, axes = plt.subplots(len(shown), len(others), figsize=(WIDTH_IN * 0.85, 1 + 0.2 * len(shown) * (len(heads) + 1.2)), squeeze=False, sharex=True, sharey=True)
+    limit, first = max(both["speedup"].max(), 1 / both["speedup"].min()), axes[0, 0]
     for line, precision in zip(axes, shown):
         for axis, name in zip(line, others):
+            if line[0] is first:
+                axis.set_title(WORDS[name].replace("written out, ", "").replace("SDPA ", "").replace("memory-", ""), fontsize=10)
             own = both[(both["precision"] == precision) & (both["implementation"] == name)]
             grid = own.pivot(index="d_model", columns="sequence", values="speedup").reindex(index=heads, columns=sequences)
             image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
             for (y, x), value in np.ndenumerate(grid.to_numpy()):
-                text = "" if np.isnan(value) else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+                text = "" if np.isnan(value) else f"{value:.1f}" if value < 10 else f"{value:.0f}"
                 axis.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
             axis.grid(visible=False)
-            axis.set_xticks(range(len(sequences)), [f"{s / 1024:g}k" if s >= 1024 else str(s) for s in sequences], rotation=60, fontsize=8)
+            axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
-            if line is axes[0]:
-                axis.set_title(WORDS[name].replace("written out, ", "").replace("SDPA ", "").replace("memory-", ""), fontsize=10)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
-    figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
-    figure.suptitle(f"Forward + backward against written-out attention, causal ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.colorbar(image, ax=axes, label="times as fast, forward + backward", shrink=0.6, format=PLAIN)
+    figure.suptitle(f"Against written-out attention, causal ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
