@@ -255,12 +255,21 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
     the reason), and the timed passes, none unless its status is ``ok``."""
     row, compiles = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal}, Compiles()
     samples = pd.DataFrame(columns=["forward_ms", "backward_ms", "enqueue_ms"])
+    inputs.clear_gradients()
     try:
         with warnings.catch_warnings(record=True) as warned, out_of_memory_names(f"running {name}"):
             warnings.simplefilter("always")
             call = implementations.prepare(name, inputs)
-            inputs.clear_gradients()
             output, first = first_pass(call, inputs, config.device)
+    except torch.OutOfMemoryError as error:
+        return row | {"status": "oom", "reason": reason(error, [])}, samples
+    except Exception as error:  # torch says in many types of error what it cannot do; the reason is kept
+        if "CUDA error" in str(error):
+            raise  # the process is spoilt: nothing after it would be a measurement
+        return row | {"status": "unsupported", "reason": reason(error, warned)}, samples
+    if any(x.grad is None for x in (inputs.q, inputs.k, inputs.v)):
+        return row | {"status": "wrong", "reason": "no gradient of q, k or v"}, samples
+    try:
         row |= first | dict(zip(("graphs", "graph_breaks"), compiles.read())) | errors(output, inputs, expected)
         del output
         row["error"] = max(row[f"{quantity}_error"] for quantity in QUANTITIES)
@@ -272,10 +281,6 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
         row |= {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}
     except torch.OutOfMemoryError as error:
         row |= {"status": "oom", "reason": reason(error, [])}
-    except Exception as error:  # torch says in many types of error what it cannot do; the reason is kept
-        if "CUDA error" in str(error):
-            raise  # the process is spoilt: nothing after it would be a measurement
-        row |= {"status": "unsupported", "reason": reason(error, warned)}
     return row, samples
 
 

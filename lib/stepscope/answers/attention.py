@@ -1,4 +1,6 @@
 """The attention questions, answered from the tables of ``stepscope.attention``."""
+import re
+
 import numpy as np
 import pandas as pd
 from scipy import optimize, stats
@@ -14,7 +16,8 @@ STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong":
 HEAD = 64             # the head dimension that sentences speak of, where it was measured
 HOST_BOUND = 1.1      # a pass that takes at most this many times as long as enqueuing it waits for the host
 NEARLY = 0.05         # shares this close count as the same in words
-CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is as many GiB
+CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
+SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device
 LONG = 1024           # from this sequence on, what grows with the square stands out from the rest
 
 
@@ -69,6 +72,8 @@ def same_result(cells: pd.DataFrame) -> Answer:
             for (name, precision), own in wrong.groupby(["implementation", "precision"], sort=False)) + ".")
     else:
         text += " None was wrong."
+    for precision, same in exact(ok).items():
+        text += f" Asked for {precision}, {listing(WORDS[name] for name in same)} stay{'s' if len(same) == 1 else ''} at the error of fp32 and so do{'es' if len(same) == 1 else ''} not use it."
     refused = cells[cells["status"] == "unsupported"]
     reasons = refused.assign(d=refused["d_model"]).groupby(["implementation", "precision", "reason"], sort=False).agg(
         cells=("d", "size"), heads=("d", lambda d: ", ".join(map(str, sorted(set(d)))))).reset_index()
@@ -86,6 +91,13 @@ def same_result(cells: pd.DataFrame) -> Answer:
                + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and not timed." if len(wrong)
                   else ".") if len(ok) else "")
     return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables, runs=runs_of(cells))
+
+
+def exact(ok: pd.DataFrame) -> dict[str, list[str]]:
+    """Implementations that stay as exact as fp32 though asked for TF32: fp32's tolerance would still pass them."""
+    worst = ok[ok["precision"] == "tf32"].groupby("implementation")["error"].max()
+    same = [name for name in ATTENTIONS if name in worst.index and worst[name] < TOLERANCE["fp32"]]
+    return {"TF32": same} if same else {}
 
 
 def how_long(cells: pd.DataFrame) -> Answer:
@@ -115,7 +127,7 @@ def how_long(cells: pd.DataFrame) -> Answer:
     text.append("Each point is the median of up to"
                 f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from one process for each d and"
                 " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes"
-                                 f" ({short['passes'].min():.0f} to {short['passes'].max():.0f}), so that a cell takes about {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
+                                 f" ({_whole(short['passes'])}), so that a cell takes about {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
     noisy = rows[rows["pass_flags"].fillna("") != ""]
     text.append(f"{len(noisy) or 'None'} of these {len(rows)} cells {'has' if len(noisy) == 1 else 'have'} samples that drift, fall into two groups or"
                 " scatter by more than 5%; medians and their intervals are compared for that reason.")
@@ -232,7 +244,7 @@ def the_mask(cells: pd.DataFrame) -> Answer:
 
 def compile_cost(cells: pd.DataFrame) -> Answer:
     question = "What does compiling attention cost, apart from running it?"
-    rows = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "ok")]
+    rows = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "ok")] if len(cells) else cells
     if rows.empty:
         return no_data("attention-compile", question, "attention")
     rows = rows.assign(first_s=(rows["first_forward_ms"] + rows["first_backward_ms"] - rows["pass_median_ms"]) / 1e3)
@@ -243,17 +255,17 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
         started = cold.groupby("run_id").head(1)
         later = cold.drop(started.index)
         recompiled = (own.groupby("run_id")["graphs"].sum() - 1).clip(lower=0)
-        table.append({"implementation": WORDS[name], "runs": own["run_id"].nunique(), "cells": len(own), "graphs a run": span(own.groupby("run_id")["graphs"].sum()),
-                      "recompilations a run": span(recompiled), "in timed passes": f"{own['later_graphs'].sum():.0f}",
+        table.append({"implementation": WORDS[name], "runs": own["run_id"].nunique(), "cells": len(own), "graphs a run": _whole(own.groupby("run_id")["graphs"].sum()),
+                      "recompilations a run": _whole(recompiled), "in timed passes": f"{own['later_graphs'].sum():.0f}",
                       "first of a process (s)": span(started["first_s"]) if len(started) else "–",
                       "each later (s)": span(later["first_s"]) if len(later) else "–",
                       "first pass without compiling (ms)": span((own.loc[own["graphs"] == 0, "first_s"] * 1e3).clip(lower=0)) if (own["graphs"] == 0).any() else "–"})
-        text.append(f"{WORDS[name].capitalize()}: compiled anew for {span(recompiled)} further shapes in a run"
+        text.append(f"{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
                     + (f", each taking {span(later['first_s'], ' s')} (median {number(later['first_s'].median())} s)" if len(later) else "")
                     + (f"; the first of a process, which also starts the compiler, {span(started['first_s'], ' s')}." if len(started) else "."))
-    text.insert(0, "The written-out attention is compiled for each shape (static), FlexAttention for any sequence (dynamic). Torch's limit of 8"
+    text.insert(0, "The written-out attention is compiled for each shape (static), FlexAttention for any sequence (dynamic), which torch still compiles again where a shape or the mask is of another kind. Torch's limit of 8"
                    " recompilations was raised, and going beyond it made an error, so that nothing ran uncompiled unnoticed. Times are of the first pass,"
-                   " forward and backward, less a steady one.")
+                   " forward and backward, less a steady one; torch's caches on disk were left on, so that what an earlier run had compiled took less.")
     total = rows["later_graphs"].sum()
     text.append("No graph was compiled during the timed passes." if total == 0 else f"{count(int(total), 'graph')} compiled during timed passes.")
     finding = ""
@@ -273,6 +285,12 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                    " a shape (median).") if len(sure) else ""
     return Answer("attention-compile", question, " ".join(text), finding, {"later_graphs": float(total)},
                   [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(cells))
+
+
+def _whole(counts: pd.Series) -> str:
+    """"a to b" of counts, or the one that they all are."""
+    low, high = int(counts.min()), int(counts.max())
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _pays_off(cells: pd.DataFrame) -> pd.DataFrame:
@@ -451,13 +469,26 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                 tensors = fused_tensors(name, int(first["batch_size"]), 1, int(first["d_model"]), item)
                 coded = np.array([0.0, sum(size for size, _ in tensors.values()), 0.0]) if name not in QUADRATIC else None
             # Probes that fit are measured too: the fit of the end is from the timed cells alone, as a prediction has to be.
-            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"], "implementation": name,
+            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"], "implementation": name, "device_bytes": first["device_bytes"],
                          "by_code": longest_fitting(coded, available) if coded is not None else float("nan"),
                          "by_fit": longest_fitting(fitted, available), "overhead": overhead,
                          "fits": max([*probes.loc[probes["status"] == "ok", "sequence"], peaks["sequence"].max()]),
                          "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
-                        | {f"gib_{card}": longest_fitting(fitted, card * 2**30 - overhead) for card in CARDS_GIB})
+                        | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
+                        | {"known": _known_share(predicted, peaks, run_id, name)})
     return pd.DataFrame(rows)
+
+
+def _card_bytes(card: int, here: float) -> float:
+    return here if abs(card * 2**30 / here - 1) < SAME_CARD else card * 2**30
+
+
+def _known_share(predicted: pd.DataFrame, peaks: pd.DataFrame, run_id: str, name: str) -> float:
+    """Measured peak over the one predicted from the code, at the longest sequence that was timed; nan where none was."""
+    last = peaks.loc[peaks["sequence"].idxmax()]
+    known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]
+                      & (predicted["sequence"] == last["sequence"])]
+    return last["peak_bytes"] / known["peak_bytes"].iloc[0] if len(known) else float("nan")
 
 
 def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
@@ -485,6 +516,15 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
     if len(measured):
         text.append(f"Against the middle between the longest sequence that fits and the shortest that does not, the prediction from the code is off by"
                     f" {_signed(off_code)} and the fit by {_signed(off_fit)}.")
+    idle = _idle(tables["ends"], measured)
+    if len(idle):
+        large = int((idle > NEARLY).sum())
+        text.append(f"In {large} of {len(idle)} of these searches the shortest pass that failed left more than {percent(NEARLY)} of the device's memory in the allocator's hands and in no"
+                    " tensor, in pieces too small for the next one" + (": there memory ends before the bytes alone would have it." if large else "."))
+    hidden = ends[ends["known"] > 1 + NEARLY].groupby("implementation", sort=False)["known"].max()
+    if ends["known"].notna().any():
+        text.append(f"At the longest sequence timed the peak is {_times(ends)} as large as predicted from the code"
+                    + (f": {listing(WORDS[name] for name in hidden.index)} calls operators that allocate inside themselves, where this does not look." if len(hidden) else "."))
     unreached = ends[ends["fails"].isna()]
     if len(unreached):
         text.append(f"{listing(dict.fromkeys(WORDS[n] for n in unreached['implementation']))} still fit{'s' if unreached['implementation'].nunique() == 1 else ''} at the"
@@ -494,27 +534,44 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
     shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS), "from the code": ends["by_code"].map(_tokens),
                           "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens), "fails, measured": ends["fails"].map(_tokens)}
                          | {f"{card} GB": ends[f"gib_{card}"].map(_tokens) for card in CARDS_GIB})
-    tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}: predicted, measured, and by the fit on devices of other sizes (a"
-                       f" card of N GB taken as N GiB, of which the process's context holds {number(first.overhead / 2**30, 2)} GiB as here).", shown))
+    tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}: predicted, measured, and by the fit on devices of other sizes ("
+                       f"SDPA's fused kernels and FlexAttention from the list of their tensors; a card of N GB taken as N GiB, of which the process's context holds {number(first.overhead / 2**30, 2)} GiB as here).", shown))
     finding = ""
     if shortest is not None:
         text.append(_accounted(tables["accounting"], cells, tables["ends"]))
         account = account_table(tables["accounting"])
         if len(account):
             tables_out.append(("Every tensor of the smallest sequence that failed, at the point where the most is alive; what is under 1 GiB is summed.", account))
-        best = ends[~ends["implementation"].isin(QUADRATIC)]
-        finding = (f"**Written-out attention of d {first.d_model}, batch {int(cells['batch_size'].iloc[0])} ends between"
-                   f" {_tokens(_row(measured, 'eager').fits)} and {_tokens(_row(measured, 'eager').fails)} positions in {_row(measured, 'eager').precision} here**"
-                   f" (predicted from the code: {_tokens(_row(measured, 'eager').by_code)})"
-                   + (f"; {WORDS[best.iloc[0].implementation]} would by its memory hold {_tokens(best['by_fit'].max())}." if len(best) else ".")
-                   if (measured["implementation"] == "eager").any() else "")
+        eager = measured[measured["implementation"] == "eager"].sort_values("fails")
+        if len(eager):
+            eager = eager.iloc[0]
+            linear = ends[(ends["precision"] == eager.precision) & ~ends["implementation"].isin(QUADRATIC)].sort_values("by_fit")
+            finding = (f"**Written-out attention of d {eager.d_model}, batch {int(cells['batch_size'].iloc[0])} ends between {_tokens(eager.fits)} and"
+                       f" {_tokens(eager.fails)} positions in {eager.precision} here** (predicted from the code: {_tokens(eager.by_code)})"
+                       + (f"; {WORDS[linear.iloc[-1].implementation]} would by its memory hold {_tokens(linear.iloc[-1].by_fit)}." if len(linear) else "."))
     return Answer("attention-end", question, " ".join(filter(None, text)), finding,
                   {"off_code": off_code.abs().max() if len(off_code) else float("nan"), "off_fit": off_fit.abs().max() if len(off_fit) else float("nan")},
                   tables_out, runs=runs_of(ends))
 
 
-def _row(ends: pd.DataFrame, name: str) -> pd.Series:
-    return ends[ends["implementation"] == name].sort_values("fails").iloc[0]
+def _idle(ends: pd.DataFrame, measured: pd.DataFrame) -> pd.Series:
+    """Of the shortest failing pass of each search, the share of the device that was reserved and in no tensor, by the allocator's words."""
+    keys = ["run_id", "implementation", "sequence"]
+    failed = ends[ends["status"] == "oom"].merge(measured[["run_id", "implementation", "fails", "device_bytes"]], on=["run_id", "implementation"], suffixes=("_run", ""))
+    failed = failed[failed["sequence"] == failed["fails"]].drop_duplicates(keys)
+    shares = [_reserved_gib(words) * 2**30 / total for words, total in zip(failed["reason"], failed["device_bytes"])]
+    return pd.Series(shares, dtype=float).dropna()
+
+
+def _reserved_gib(words: str) -> float:
+    """What the allocator says it held in no tensor, in GiB; nan where it says nothing of it."""
+    held = re.search(r"and ([\d.]+) (GiB|MiB) is reserved", words)
+    return float(held[1]) / (1 if held[2] == "GiB" else 1024) if held else float("nan")
+
+
+def _times(ends: pd.DataFrame) -> str:
+    """By implementation, how many times the predicted peak the measured one is."""
+    return listing(f"{number(own['known'].median())} times ({WORDS[name]})" for name, own in ends[ends["known"].notna()].groupby("implementation", sort=False))
 
 
 def _tokens(value: float) -> str:
@@ -568,11 +625,16 @@ def _accounted(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame
         return ""
     smallest = own.iloc[0]
     probe = ends[(ends["run_id"] == smallest["run_id"]) & (ends["implementation"] == smallest["implementation"]) & (ends["sequence"] == smallest["sequence"])]
-    words = probe["reason"].iloc[0].partition(" Of the allocated memory")[0]
+    words = probe["reason"].iloc[0].partition(" by PyTorch but unalloc")[0]
     available = cells.loc[cells["run_id"] == smallest["run_id"], "available_bytes"].iloc[0]
     total, large = own["bytes"].sum(), own["bytes"].max()
     squares = int((own["bytes"] == large).sum())
     where = listing(dict.fromkeys(text.split(":")[0] for text in own.loc[own["bytes"] == large, "tensor"]))
-    return (f"The smallest that fails is {WORDS[smallest['implementation']]} in {smallest['precision']} at sequence {smallest['sequence']}: it needs"
+    text = (f"The smallest that fails is {WORDS[smallest['implementation']]} in {smallest['precision']} at sequence {smallest['sequence']}: its tensors need"
             f" {number(total / 2**30)} GiB where {number(available / 2**30)} GiB are to be had, {count(squares, 'tensor')} of {number(large / 2**30)} GiB each (made in {where})"
-            f" making up {percent(squares * large / total, 1)} of it. The allocator's words: “{words}”")
+            f" making up {percent(squares * large / total, 1)} of it.")
+    if total < available:
+        idle = _reserved_gib(words)
+        text += (f" By their sum they would fit. The allocator held another {number(idle)} GiB that no tensor was in when it failed, in pieces too small for the next:"
+                 " it ends earlier than its bytes alone say." if idle > available / 2**30 * NEARLY else " By their sum they would fit.")
+    return text + f" The allocator's words: “{words}”"

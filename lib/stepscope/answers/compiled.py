@@ -39,8 +39,9 @@ def whole_model(times: pd.DataFrame) -> Answer:
     if both.empty:
         return no_data("compile-model", question, "compile")
     context, cpu = both["context_length"].iloc[0], (both["device"] == "cpu").all()
-    text = ["Compiled is the model's block, whose code is compiled once and used by all blocks; embedding, head, loss and AdamW stay eager. Both run in one process,"
-            " one after the other."]
+    optimizer = listing(sorted(set(both["optimizer"])))
+    text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({optimizer}) stay eager. Both run in one"
+            " process, one after the other."]
     numbers, parts = {}, []
     for mode, words in MODE_WORDS.items():
         own = both[both["mode"] == mode]
@@ -60,7 +61,7 @@ def whole_model(times: pd.DataFrame) -> Answer:
         best, least = steps.loc[steps["speedup"].idxmax()], steps.loc[steps["speedup"].idxmin()]
         text.append(f"The full step gains most for {_name(best)} ({ms(best.median_ms)} to {ms(best.median_ms_compiled)}) and least for {_name(least)}"
                     f" ({ms(least.median_ms)} to {ms(least.median_ms_compiled)}).")
-        finding = (f"**Compiled, a full step is {span(steps['speedup'])} times as fast**, most for {_name(best)}: {ms(best.median_ms)} to"
+        finding = (f"**With each block compiled, a full step is {span(steps['speedup'])} times as fast**, most for {_name(best)}: {ms(best.median_ms)} to"
                    f" {ms(best.median_ms_compiled)}.")
     if not cpu:
         text.append(_launch_words(both))
@@ -70,7 +71,7 @@ def whole_model(times: pd.DataFrame) -> Answer:
         text.append("Compiling the whole forward at once instead of one block takes " + listing(
             f"{number(row.compile_s)} s for {row.size} in place of {number(row.compile_s_block)} s and then {ms(row.median_ms)} a step in place of {ms(row.median_ms_block)}"
             for row in model.itertuples()) + ".")
-    tables = [(f"Median wall time in ms at context {context}, eager to compiled block, and how many times as fast (* the intervals overlap)"
+    tables = [(f"Median wall time in ms at context {context}, eager to each block compiled, and how many times as fast (* the intervals overlap)"
                + ("." if cpu else "; the share of the step's time in launch-bound phases, before and after; and the compiled first pass of forward + backward in s."), table(both, times))]
     return Answer("compile-model", question, " ".join(filter(None, text)), finding, numbers, tables,
                   [("compile_model", "A full step eager and compiled, with written-out attention and with SDPA")], runs_of(times))
@@ -92,9 +93,8 @@ def _launch_words(both: pd.DataFrame) -> str:
     still = steps[after > 0.5]
     text = f"Of the full step's time, {span(before * 100, '%', 2)} is in launch-bound phases when eager and {span(after * 100, '%', 2)} when compiled."
     if len(mostly):
-        text += (f" Mostly launch-bound when eager: {listing(_name(row) for _, row in mostly.iterrows())}; of these,"
-                 f" {count(int((after[mostly.index] < before[mostly.index] - NEARLY).sum()), 'one' if len(mostly) == 1 else 'step').replace('1 one', 'it')} less so when compiled."
-                 if len(mostly) else "")
+        text += (f" Mostly launch-bound when eager: {listing(_name(row) for _, row in mostly.iterrows())};"
+                 f" {int((after[mostly.index] < before[mostly.index] - NEARLY).sum())} of these {len(mostly)} less so when compiled.")
     if len(still):
         text += f" Mostly launch-bound also or only when compiled: {listing(_name(row) for _, row in still.iterrows())}."
     return text

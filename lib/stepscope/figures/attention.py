@@ -63,7 +63,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     use_style()
     d, columns = head(rows), precisions(rows)
     memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
-    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.9, 5), squeeze=False, sharey="row", sharex=True)
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.8, 4.6), squeeze=False, sharey="row", sharex=True)
     for (top, bottom), precision in zip(axes.T, columns):
         own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
         _over_sequence(top, own, "pass_median_ms", interval=True)
@@ -80,13 +80,13 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         if "available_bytes" in own:
             bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.4", linestyle="--", linewidth=1)
         top.set(title=precision, xlabel="")
-    axes[0, 0].set_ylabel("forward + backward (ms)")
-    axes[1, 0].set_ylabel("peak memory (GiB)" if memory == "peak_bytes" else "in use before backward (GiB)")
+    axes[0, 0].set_ylabel("time (ms)")
+    axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     if len(ends) and (ends["status"] == "oom").any():
         handles["out of memory"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"Attention, d {d}, batch {rows['batch_size'].iloc[0]}, causal ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -175,10 +175,10 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
         axis.margins(y=0.15)
         axis.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel("full step (ms)")
-    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]}, {'compiled' if variant == 'block' else 'eager'}")
+    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]}, {'each block compiled' if variant == 'block' else 'eager'}")
                for attention, variant in bars if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
     if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
         handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="////", label="mostly launch-bound"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5)
-    figure.suptitle(f"A full step, eager and compiled, context {rows['context_length'].iloc[0]} ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(f"A full step, eager and with each block compiled, context {rows['context_length'].iloc[0]} ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
