@@ -6,6 +6,7 @@ import torch
 from conftest import record_of
 from stepscope import attention, attention_memory, compiled
 from stepscope.answers import attention as answers
+from stepscope.answers import attention_memory as memory_answers
 from stepscope.answers import compiled as compiled_answers
 from stepscope.attention import Implementations, Inputs, errors, measure_attention, measure_cell, reference
 from stepscope.config import ATTENTIONS, configure
@@ -91,8 +92,11 @@ def test_torchs_warnings_say_why_no_kernel_fits():
         def __init__(self, message):
             self.message = message
     warned = [Warned(f"{text} (Triggered internally at /build/x.cpp:1.)") for text in
-              ("Flash attention kernel not used because:", "Head dim is 512, at most 256.", "Memory efficient attention has been runtime disabled.")]
-    assert attention.reason(RuntimeError("No available kernel. Aborting execution."), warned) == "Head dim is 512, at most 256."
+              ("Flash attention kernel not used because:", "Head dim is 512, at"
+                                                           " most 256.", "Memory efficient attention has been runtime"
+                                                                         " disabled.")]
+    assert attention.reason(RuntimeError("No available kernel. Aborting"
+                                         " execution."), warned) == "Head dim is 512, at most 256."
     assert attention.reason(RuntimeError("failed in /root/somewhere/file.py badly"), warned) == "failed in file.py badly"
 
 
@@ -162,21 +166,21 @@ def test_following_needs_no_memory(small):
 def test_the_end_is_where_the_polynomial_meets_the_memory():
     rows = pd.DataFrame({"sequence": [1024, 4096, 16384]})
     rows["peak_bytes"] = 3e6 + 500.0 * rows["sequence"] + 24.0 * rows["sequence"] ** 2
-    coefficients = answers.growth(rows)
+    coefficients = memory_answers.growth(rows)
     assert coefficients == pytest.approx([3e6, 500, 24], rel=1e-6)
-    end = answers.longest_fitting(coefficients, 1e11)
+    end = memory_answers.longest_fitting(coefficients, 1e11)
     assert 3e6 + 500 * end + 24 * end**2 == pytest.approx(1e11)
-    assert answers.longest_fitting(np.array([0.0, 100.0, 0.0]), 1e6) == pytest.approx(1e4)
+    assert memory_answers.longest_fitting(np.array([0.0, 100.0, 0.0]), 1e6) == pytest.approx(1e4)
 
 
 def test_the_exponent_and_its_error_are_those_of_the_data():
     sequences = np.array([1024, 4096, 16384] * 2)
     rows = pd.DataFrame({"implementation": "eager", "sequence": sequences, "precision": "fp32", "d_model": [16] * 3 + [64] * 3,
                          "saved_bytes": np.array([1, 1, 1, 7, 7, 7]) * sequences.astype(float) ** 1.5})
-    fit = answers.scaling(rows).iloc[0]
+    fit = memory_answers.scaling(rows).iloc[0]
     assert fit.exponent == pytest.approx(1.5) and fit.error == pytest.approx(0, abs=1e-6)
     noisy = rows.assign(saved_bytes=rows["saved_bytes"] * np.array([1, 1.2, 1, 1, 0.8, 1]))
-    assert answers.scaling(noisy).iloc[0].error > 0.01
+    assert memory_answers.scaling(noisy).iloc[0].error > 0.01
 
 
 # -- answers, on data made for the sentence ----------------------------------------------------------------------------
@@ -256,12 +260,12 @@ def test_what_pays_off_and_what_never_does():
 
 
 def test_the_square_and_what_removes_it_are_chosen_by_the_exponents():
-    answer = answers.saved_for_backward(gpu_cells())
+    answer = memory_answers.saved_for_backward(gpu_cells())
     assert "to the power of 2.00" in answer.finding and answer.numbers["flash"] == pytest.approx(1)
     assert "What removes it" in answer.text
     none = gpu_cells()
     none["saved_bytes"] = 32.0 * none["sequence"]
-    assert "What removes it" not in answers.saved_for_backward(none).text
+    assert "What removes it" not in memory_answers.saved_for_backward(none).text
 
 
 def test_ends_are_predicted_measured_and_accounted_for():
@@ -273,8 +277,8 @@ def test_ends_are_predicted_measured_and_accounted_for():
                               for p in ("fp32", "tf32", "bf16") for name in ("eager", "math") for s in (1024, 4096, 16384)])
     config = configure("attention", d_model=64, device="cpu")
     accounting = attention_memory.accounting("eager", config, 28672).assign(**own, run_id="d64-fp32", precision="fp32")
-    answer = answers.where_it_ends({"cells": cells, "ends": ends, "predicted": predicted, "accounting": accounting})
-    table = answers.ends_table({"cells": cells, "ends": ends, "predicted": predicted, "accounting": accounting})
+    answer = memory_answers.where_it_ends({"cells": cells, "ends": ends, "predicted": predicted, "accounting": accounting})
+    table = memory_answers.ends_table({"cells": cells, "ends": ends, "predicted": predicted, "accounting": accounting})
     eager = table[(table["implementation"] == "eager") & (table["precision"] == "fp32")].iloc[0]
     end = (140e9 / 6 / 8 / 4) ** 0.5
     assert eager.by_code == pytest.approx(end) and eager.by_fit == pytest.approx(end) and (eager.fits, eager.fails) == (24576, 28672)
@@ -287,7 +291,7 @@ def test_ends_are_predicted_measured_and_accounted_for():
 def test_a_cpu_is_not_asked_for_its_end():
     cells = gpu_cells(device="cpu")
     predicted = pd.DataFrame({"implementation": ["eager"], "causal": True, "sequence": 1024, "peak_bytes": 6.0 * 8 * 1024**2 * 4, "batch_size": 8, "precision": "fp32"})
-    text = answers.where_it_ends({"cells": cells, "predicted": predicted, "ends": pd.DataFrame(), "accounting": pd.DataFrame()}).text
+    text = memory_answers.where_it_ends({"cells": cells, "predicted": predicted, "ends": pd.DataFrame(), "accounting": pd.DataFrame()}).text
     assert "6.00 squares" in text and "GPU" not in text
     assert "Does not arise here" in answers.tf32(cells).text
 

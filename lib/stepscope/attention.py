@@ -245,7 +245,8 @@ def reason(error: Exception, warned: list) -> str:
     words = str(error) or type(error).__name__
     if "No available kernel" in words:
         said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
-        words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime disabled", text))) or words
+        words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime"
+                                                                              " disabled", text))) or words
     return re.sub(r"/\S*/", "", " ".join(words.split()))[:300]  # no paths of this machine
 
 
@@ -274,7 +275,8 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
         del output
         row["error"] = max(row[f"{quantity}_error"] for quantity in QUANTITIES)
         if not row["error"] < TOLERANCE[config.precision]:
-            return row | {"status": "wrong", "reason": f"relative error {row['error']:.2g}, and {config.precision} is allowed"
+            return row | {"status": "wrong", "reason": f"relative error {row['error']:.2g}, and {config.precision} is"
+                                                       f" allowed"
                                                        f" {TOLERANCE[config.precision]:.2g}"}, samples
         row |= memory_pass(call, inputs, inputs.held_bytes(name), config.device)
         samples = timed_passes(call, inputs, config)
@@ -370,7 +372,8 @@ def reading(cells: pd.DataFrame) -> str:
     text = (f"At sequence {last['sequence'].iloc[0]}, causal, a forward and backward pass takes "
             + ", ".join(f"{row.pass_median_ms:.4g} ms ({row.implementation})" for row in last.itertuples()) + ".")
     left_out = cells[cells["status"] != "ok"].groupby(["implementation", "status"], sort=False).size()
-    return text + (" Not timed: " + ", ".join(f"{name}: {count} {status}" for (name, status), count in left_out.items()) + "."
+    return text + (" Not timed: " + ", ".join(f"{name}: {count}"
+                                              f" {status}" for (name, status), count in left_out.items()) + "."
                    if len(left_out) else "")
 
 

@@ -45,7 +45,8 @@ class LiveStorages(TorchDispatchMode):
         if key in self.live or not storage.nbytes():
             return
         self.made += 1
-        self.live[key] = (f"{self.phase}: {name}" if self.phase else name, f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
+        self.live[key] = (f"{self.phase}: {name}" if self.phase else name, f"{tuple(x.shape)}"
+                                                                           f" {str(x.dtype).removeprefix('torch.')}",
                           storage.nbytes())
         self.bytes += storage.nbytes()
         weakref.finalize(storage, self._gone, key)

@@ -15,6 +15,7 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 from stepscope import StepscopeError, attention, benchmark, compiled, profiles, warmup
 from stepscope.answers import Answer, listing
 from stepscope.answers import attention as attention_answers
+from stepscope.answers import attention_memory as attention_memory_answers
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
 from stepscope.answers import compiled as compiled_answers
@@ -128,8 +129,8 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: attention_answers.the_mask(d.attention["cells"]),
         lambda d: attention_answers.compile_cost(d.attention["cells"]),
         lambda d: attention_answers.tf32(d.attention["cells"]),
-        lambda d: attention_answers.saved_for_backward(d.attention["cells"]),
-        lambda d: attention_answers.where_it_ends(d.attention),
+        lambda d: attention_memory_answers.saved_for_backward(d.attention["cells"]),
+        lambda d: attention_memory_answers.where_it_ends(d.attention),
     ],
     "The compiled model": [
         lambda d: compiled_answers.whole_model(d.compiled),

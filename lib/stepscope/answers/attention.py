@@ -1,13 +1,9 @@
 """The attention questions, answered from the tables of ``stepscope.attention``."""
-import re
-
 import numpy as np
 import pandas as pd
-from scipy import optimize, stats
 
 from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, runs_of, span
 from stepscope.attention import TOLERANCE
-from stepscope.attention_memory import QUADRATIC, WRITTEN, fused_tensors
 from stepscope.config import ATTENTIONS, PRECISIONS
 
 WORDS = {"eager": "written out", "compiled": "written out, compiled", "flash": "SDPA flash", "efficient": "SDPA memory-efficient",
@@ -16,9 +12,6 @@ STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong":
 HEAD = 64             # the head dimension that sentences speak of, where it was measured
 HOST_BOUND = 1.1      # a pass that takes at most this many times as long as enqueuing it waits for the host
 NEARLY = 0.05         # shares this close count as the same in words
-CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
-SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device
-LONG = 1024           # from this sequence on, what grows with the square stands out from the rest
 
 
 def timed(cells: pd.DataFrame, causal: bool = True, **values) -> pd.DataFrame:
@@ -63,9 +56,12 @@ def same_result(cells: pd.DataFrame) -> Answer:
                               f"{wrong['error'].max():.1e}, wrong" if len(wrong) else STATUS_WORDS[own["status"].iloc[0]])
         table.append(row)
     ok, wrong = cells[cells["status"] == "ok"], cells[cells["status"] == "wrong"]
-    text = ("Before a cell is timed, its output and the gradients of q, k and v are compared with float64 (textbook softmax, every batch"
-            f" element, every row), at that very sequence: {len(ok)} of {count(len(cells), 'cell')} passed. The error is the largest of the"
-            " four, relative, in the Frobenius norm; allowed are " + listing(f"{TOLERANCE[p]:g} in {p}" for p in precisions(cells)) + ".")
+    text = ("Before a cell is timed, its output and the gradients of q, k and v are compared with float64 (textbook softmax,"
+            " every batch"
+            f" element, every row), at that very sequence: {len(ok)} of {count(len(cells), 'cell')} passed. The error is the"
+            f" largest of the"
+            " four, relative, in the Frobenius norm; allowed are " + listing(f"{TOLERANCE[p]:g}"
+                                                                             f" in {p}" for p in precisions(cells)) + ".")
     if len(wrong):
         text += (" Wrong, and therefore not timed: " + listing(
             f"{WORDS[name]} in {precision} ({count(len(own), 'cell')}, error up to {own['error'].max():.1e})"
@@ -77,7 +73,8 @@ def same_result(cells: pd.DataFrame) -> Answer:
     refused = cells[cells["status"] == "unsupported"]
     reasons = refused.assign(d=refused["d_model"]).groupby(["implementation", "precision", "reason"], sort=False).agg(
         cells=("d", "size"), heads=("d", lambda d: ", ".join(map(str, sorted(set(d)))))).reset_index()
-    tables = [("Largest error against float64 over all cells that passed, by precision (cells that passed, of those tried).", pd.DataFrame(table))]
+    tables = [("Largest error against float64 over all cells that passed, by precision (cells that passed, of those"
+               " tried).", pd.DataFrame(table))]
     if len(reasons):
         # The reason names dtypes or sizes; one line for each kind of it is enough.
         lines = reasons.groupby(["implementation", "reason"], sort=False).agg(
@@ -86,9 +83,11 @@ def same_result(cells: pd.DataFrame) -> Answer:
         lines["implementation"] = lines["implementation"].map(WORDS)
         lines["reason"] = lines["reason"].str.replace("|", "\\|", regex=False).str.slice(0, 200)
         tables.append(("Not supported here, in torch's own words.", lines[["implementation", "precision", "d", "cells", "reason"]]))
-    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with float64**"
+    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with"
+               f" float64**"
                f" to {ok['error'].max():.1g} at worst"
-               + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and not timed." if len(wrong)
+               + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and"
+                  f" not timed." if len(wrong)
                   else ".") if len(ok) else "")
     return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables, runs=runs_of(cells))
 
@@ -119,21 +118,29 @@ def how_long(cells: pd.DataFrame) -> Answer:
         if len(at):
             top = at.iloc[0]
             finding = (f"**At sequence {longest}, d {d}, {WORDS[top.implementation]} in {top.precision} takes"
-                       f" {ms(top.pass_median_ms)} where the written-out attention takes {ms(top.eager_ms)}**, {number(top.speedup)} times as long;"
+                       f" {ms(top.pass_median_ms)} where the written-out attention takes {ms(top.eager_ms)}**,"
+                       f" {number(top.speedup)} times as long;"
                        f" over the whole grid the fastest implementation is {span(best['speedup'])} times as fast as it.")
-            text.append(f"Over all {len(best)} points, the fastest implementation is {span(best['speedup'])} times as fast as the written-out one; it is "
+            text.append(f"Over all {len(best)} points, the fastest implementation is {span(best['speedup'])} times as fast"
+                        f" as the written-out one; it is "
                         + listing(f"{WORDS[name]} in {n}" for name, n in best["implementation"].value_counts().items()) + ".")
     short = rows[rows["passes"] < rows["timed_steps"]]
     text.append("Each point is the median of up to"
-                f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from one process for each d and"
-                " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes"
-                                 f" ({_whole(short['passes'])}), so that a cell takes about {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
+                f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from"
+                f" one process for each d and"
+                " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer"
+                                 f" passes"
+                                 f" ({_whole(short['passes'])}), so that a cell takes about"
+                                 f" {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
     noisy = rows[rows["pass_flags"].fillna("") != ""]
-    text.append(f"{len(noisy) or 'None'} of these {len(rows)} cells {'has' if len(noisy) == 1 else 'have'} samples that drift, fall into two groups or"
+    text.append(f"{len(noisy) or 'None'} of these {len(rows)} cells {'has' if len(noisy) == 1 else 'have'} samples that"
+                f" drift, fall into two groups or"
                 " scatter by more than 5%; medians and their intervals are compared for that reason.")
-    tables = [(f"Written-out attention, {precision}, causal: medians in ms [95% interval], memory in MiB.", handout_table(cells, precision))]
+    tables = [(f"Written-out attention, {precision}, causal: medians in ms [95% interval], memory"
+               f" in MiB.", handout_table(cells, precision))]
     if len(best):
-        tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many times as fast as written"
+        tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many"
+                       " times as fast as written"
                        " out in the same precision.", best_table(best)))
     return Answer("attention-time", question, " ".join(text), finding, {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
                   [("attention_time", "Time and memory over the sequence, by implementation"),
@@ -168,7 +175,8 @@ def fastest(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_table(best: pd.DataFrame) -> pd.DataFrame:
-    cells = best.assign(cell=[f"{row.implementation} {number(row.pass_median_ms)} ({number(row.speedup, 2)})" for row in best.itertuples()])
+    cells = best.assign(cell=[f"{row.implementation} {number(row.pass_median_ms)}"
+                              f" ({number(row.speedup, 2)})" for row in best.itertuples()])
     table = cells.pivot(index=["d_model", "sequence"], columns="precision", values="cell").fillna("–")
     return table[[p for p in PRECISIONS if p in table]].rename_axis(["d", "sequence"]).reset_index()
 
@@ -181,25 +189,30 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     longest = rows[rows["sequence"] == rows.groupby("d_model")["sequence"].transform("max")]
     table = longest.pivot_table(index=["precision", "implementation"], columns="d_model", values="utilisation")
     tflops = longest.pivot_table(index=["precision", "implementation"], columns="d_model", values="pass_tflops")
-    text = ["Without the mask, since only there every implementation has the same arithmetic to do: 4 B T² d for forward, twice that for backward (what a"
-            " kernel computes again in backward is not counted for it), over the matrix-product rate that the same run measured."]
+    text = ["Without the mask, since only there every implementation has the same arithmetic to do: 4 B T² d for forward,"
+            " twice that for backward (what a"
+            " kernel computes again in backward is not counted for it), over the matrix-product rate that the same run"
+            " measured."]
     d, sequence = head(longest), longest["sequence"].max()
     parts = []
     for precision in precisions(longest):
         at = longest[(longest["precision"] == precision) & (longest["d_model"] == d)].sort_values("utilisation", ascending=False)
         if len(at):
             top, last = at.iloc[0], at.iloc[-1]
-            parts.append(f"{precision}: {WORDS[top.implementation]} {percent(top.utilisation)} ({number(top.pass_tflops)} TFLOP/s)"
+            parts.append(f"{precision}: {WORDS[top.implementation]} {percent(top.utilisation)} ({number(top.pass_tflops)}"
+                         f" TFLOP/s)"
                          + (f", {WORDS[last.implementation]} {percent(last.utilisation, 1)}" if len(at) > 1 else ""))
     text.append(f"The highest and lowest share at d {d}, sequence {sequence}: " + "; ".join(parts) + ".")
     top = longest.loc[longest["utilisation"].idxmax()]
     wider = longest.groupby(["precision", "implementation"]).apply(lambda own: _grows(own.sort_values("d_model")), include_groups=False)
     if longest["d_model"].nunique() > 1:
-        text.append(f"The share grows with d in {int(wider.sum())} of {len(wider)} combinations of implementation and precision: the squares are as large at"
+        text.append(f"The share grows with d in {int(wider.sum())} of {len(wider)} combinations of implementation and"
+                    f" precision: the squares are as large at"
                     " any d, and the arithmetic on them is not.")
     finding = (f"**Attention reaches at most {percent(top.utilisation)} of the {top.precision} matrix-product rate"
                f" ({WORDS[top.implementation]}, d {top.d_model}, sequence {top.sequence})**; written out, at most "
-               + listing(f"{percent(own['utilisation'].max(), 1 if own['utilisation'].max() < 0.1 else 0)} in {precision}" for precision, own in
+               + listing(f"{percent(own['utilisation'].max(), 1 if own['utilisation'].max() < 0.1 else 0)} in"
+                         f" {precision}" for precision, own in
                          longest[longest["implementation"] == "eager"].groupby("precision", sort=False)) + ".")
     shown = table.copy().astype(object)
     for index in table.index:
@@ -212,7 +225,8 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     shown["implementation"] = shown["implementation"].map(WORDS)
     shown.columns = [f"d {column}" if not isinstance(column, str) else column for column in shown]
     return Answer("attention-ceiling", question, " ".join(text), finding, {"best": top.utilisation},
-                  [(f"Forward + backward without mask at the longest sequence: TFLOP/s (share of the precision's ceiling).", shown)],
+                  [("Forward + backward without mask at the longest sequence: TFLOP/s (share of the precision's"
+                    " ceiling).", shown)],
                   [("attention_ceiling", "Share of the measured ceiling over the sequence")], runs_of(cells))
 
 
@@ -236,9 +250,12 @@ def the_mask(cells: pd.DataFrame) -> Answer:
         parts.append(f"{WORDS[name]} {span(ratio, digits=2)}")
         if ratio.max() < 1 - 4 * NEARLY:
             skips.append(WORDS[name])
-    text = (f"Time with the mask over time without, at sequence {longest['sequence'].max()}, over d and precisions: " + "; ".join(parts) + ". Half of"
-            " the square lies behind the mask: a kernel that skips it would come to a half, one that computes it first and masks it afterwards to over 1. "
-            + (f"By this, {listing(skips)} skip{'s' if len(skips) == 1 else ''} it." if skips else "By this, none skips it."))
+    text = (f"Time with the mask over time without, at sequence {longest['sequence'].max()}, over d and"
+            f" precisions: " + "; ".join(parts) + ". Half of"
+            " the square lies behind the mask: a kernel that skips it would come to a half, one that computes it first and"
+            " masks it afterwards to over 1. "
+            + (f"By this, {listing(skips)}"
+               f" skip{'s' if len(skips) == 1 else ''} it." if skips else "By this, none skips it."))
     return Answer("attention-causal", question, text, "", {name: by_name.get_group(name).median() for name in names(longest)}, runs=runs_of(cells))
 
 
@@ -261,13 +278,19 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                       "each later (s)": span(later["first_s"]) if len(later) else "–",
                       "first pass without compiling (ms)": span((own.loc[own["graphs"] == 0, "first_s"] * 1e3).clip(lower=0)) if (own["graphs"] == 0).any() else "–"})
         text.append(f"{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
-                    + (f", each taking {span(later['first_s'], ' s')} (median {number(later['first_s'].median())} s)" if len(later) else "")
-                    + (f"; the first of a process, which also starts the compiler, {span(started['first_s'], ' s')}." if len(started) else "."))
-    text.insert(0, "The written-out attention is compiled for each shape (static), FlexAttention for any sequence (dynamic), which torch still compiles again where a shape or the mask is of another kind. Torch's limit of 8"
-                   " recompilations was raised, and going beyond it made an error, so that nothing ran uncompiled unnoticed. Times are of the first pass,"
-                   " forward and backward, less a steady one; torch's caches on disk were left on, so that what an earlier run had compiled took less.")
+                    + (f", each taking {span(later['first_s'], ' s')} (median"
+                       f" {number(later['first_s'].median())} s)" if len(later) else "")
+                    + (f"; the first of a process, which also starts the compiler,"
+                       f" {span(started['first_s'], ' s')}." if len(started) else "."))
+    text.insert(0, "The written-out attention is compiled for each shape (static), FlexAttention for any sequence (dynamic),"
+                   " which torch still compiles again where a shape or the mask is of another kind. Torch's limit of 8"
+                   " recompilations was raised, and going beyond it made an error, so that nothing ran uncompiled unnoticed."
+                   " Times are of the first pass,"
+                   " forward and backward, less a steady one; torch's caches on disk were left on, so that what an earlier"
+                   " run had compiled took less.")
     total = rows["later_graphs"].sum()
-    text.append("No graph was compiled during the timed passes." if total == 0 else f"{count(int(total), 'graph')} compiled during timed passes.")
+    text.append("No graph was compiled during the timed passes." if total == 0 else f"{count(int(total), 'graph')} compiled"
+                                                                                    f" during timed passes.")
     finding = ""
     pay = _pays_off(cells)
     if len(pay):
@@ -275,13 +298,18 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
         d, sequence = head(pay), pay["sequence"].max()
         at = pay[(pay["d_model"] == d) & (pay["sequence"] == sequence)]
         never = int((pay["passes_to_pay"] == np.inf).sum())
-        text.append(f"Compiling the written-out attention for d {d}, sequence {sequence} has paid for itself after " + listing(
-            f"{number(row.passes_to_pay, 2)} passes in {row.precision}" if row.passes_to_pay < np.inf else f"no number of passes in {row.precision}"
+        text.append(f"Compiling the written-out attention for d {d}, sequence {sequence} has paid for itself"
+                    f" after " + listing(
+            f"{number(row.passes_to_pay, 2)} passes in"
+            f" {row.precision}" if row.passes_to_pay < np.inf else f"no number of passes in {row.precision}"
             for row in at.itertuples()) + f"; over the grid the number is {span(sure['passes_to_pay'], digits=2)}"
-            + (f", and in {count(never, 'cell')} of {len(pay)} the compiled one is no faster." if never else ".") if len(sure) else
+            + (f", and in {count(never, 'cell')} of {len(pay)} the compiled one is no"
+               f" faster." if never else ".") if len(sure) else
             "Nowhere is the compiled attention faster than the eager one.")
-        finding = (f"**Compiling the written-out attention makes it {span(sure['gain'], digits=2)} times as fast where it helps"
-                   f" ({len(sure)} of {count(len(pay), 'cell')})** and costs {number(rows.loc[rows['implementation'] == 'compiled', 'first_s'].median(), 2)} s"
+        finding = (f"**Compiling the written-out attention makes it {span(sure['gain'], digits=2)} times as fast where"
+                   f" it helps"
+                   f" ({len(sure)} of {count(len(pay), 'cell')})** and costs"
+                   f" {number(rows.loc[rows['implementation'] == 'compiled', 'first_s'].median(), 2)} s"
                    " a shape (median).") if len(sure) else ""
     return Answer("attention-compile", question, " ".join(text), finding, {"later_graphs": float(total)},
                   [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(cells))
@@ -340,17 +368,23 @@ def tf32(cells: pd.DataFrame) -> Answer:
         return no_data("attention-tf32", question, "attention")
     real = changes[changes["none"] == ""]
     text = [f"Of {count(len(changes), 'pair')} (phase, d, sequence), {len(real)} differ. "
-            f"{int((changes['none'] == 'host').sum())} wait for the host in both precisions and {int((changes['none'] == 'noise').sum())} lie within each other's 95%"
-            " interval; their change is shown as none. The intervals are of one process each; that processes differ among themselves is not in them."]
+            f"{int((changes['none'] == 'host').sum())} wait for the host in both precisions and"
+            f" {int((changes['none'] == 'noise').sum())} lie within each other's 95%"
+            " interval; their change is shown as none. The intervals are of one process each; that processes differ among"
+            " themselves is not in them."]
     finding = ""
     if len(real):
         d = real.groupby("d_model")["change"].median()
-        text.append("The change by d (median of the pairs that differ): " + listing(f"{percent(v, 0)} at {k}" for k, v in d.items()) + ".")
+        text.append("The change by d (median of the pairs that"
+                    " differ): " + listing(f"{percent(v, 0)} at {k}" for k, v in d.items()) + ".")
         best, worst = real.loc[real["change"].idxmin()], real.loc[real["change"].idxmax()]
-        text.append(f"The largest saving is {percent(best.change, 1)} ({best.phase}, d {best.d_model}, sequence {best.sequence}); "
-                    + (f"the largest loss {percent(worst.change, 1)} ({worst.phase}, d {worst.d_model}, sequence {worst.sequence})." if worst.change > 0 else
-                       f"none of the changes is a loss."))
-        finding = (f"**TF32 changes the compiled attention's time by {percent(best.change)} at best** (d {best.d_model}, sequence {best.sequence}, {best.phase}),"
+        text.append(f"The largest saving is {percent(best.change, 1)} ({best.phase}, d {best.d_model}, sequence"
+                    f" {best.sequence}); "
+                    + (f"the largest loss {percent(worst.change, 1)} ({worst.phase}, d {worst.d_model}, sequence"
+                       f" {worst.sequence})." if worst.change > 0 else
+                       "none of the changes is a loss."))
+        finding = (f"**TF32 changes the compiled attention's time by {percent(best.change)} at best** (d {best.d_model},"
+                   f" sequence {best.sequence}, {best.phase}),"
                    f" and in {len(changes) - len(real)} of {len(changes)} pairs by nothing that stands out.")
     cell = {}
     for row in changes.itertuples():
@@ -359,282 +393,6 @@ def tf32(cells: pd.DataFrame) -> Answer:
                                                                  f"Δ {row.phase}": words})
     table = pd.DataFrame([{"d": d, "sequence": sequence} | values for (d, sequence), values in sorted(cell.items())])
     return Answer("attention-tf32", question, " ".join(text), finding, {"differ": len(real), "of": len(changes)},
-                  [("Compiled written-out attention, causal, medians in ms without and with TF32, and the change [95% bounds].", table)],
+                  [("Compiled written-out attention, causal, medians in ms without and with TF32, and the change [95%"
+                    " bounds].", table)],
                   runs=runs_of(cells))
-
-
-def scaling(rows: pd.DataFrame, column: str = "saved_bytes") -> pd.DataFrame:
-    """By implementation the exponent of ``column`` in the sequence, with its standard error: one slope in logarithms over
-    all d and precisions, each with an intercept of its own, over sequences of at least :data:`LONG` where there are three."""
-    fits = []
-    for name in names(rows):
-        own = rows[(rows["implementation"] == name) & (rows[column] > 0)]
-        if own.loc[own["sequence"] >= LONG, "sequence"].nunique() >= 3:
-            own = own[own["sequence"] >= LONG]
-        if own["sequence"].nunique() < 2:
-            continue
-        x, y = np.log(own["sequence"].astype(float)), np.log(own[column])
-        groups = [own["precision"], own["d_model"]]
-        x, y = (values - values.groupby(groups).transform("mean") for values in (x, y))
-        fit = stats.linregress(x, y) if len(own) > 2 else None
-        slope = fit.slope if fit else float((x * y).sum() / (x * x).sum())
-        fits.append({"implementation": name, "exponent": slope, "error": fit.stderr if fit else float("nan"), "points": len(own),
-                     "from": int(own["sequence"].min()), "to": int(own["sequence"].max())})
-    return pd.DataFrame(fits)
-
-
-def saved_for_backward(cells: pd.DataFrame) -> Answer:
-    question = "How does what is saved for backward grow with the sequence, and what would remove it?"
-    rows = timed(cells)
-    rows = rows[rows["saved_bytes"].notna()] if len(rows) else rows
-    fits = scaling(rows) if len(rows) else pd.DataFrame()
-    if fits.empty:
-        return no_data("attention-saved", question, "attention")
-    d, item = head(rows), {"bf16": 2, "fp16": 2}
-    at = rows[rows["d_model"] == d]
-    longest = at["sequence"].max()
-    at = at[at["sequence"] == longest]
-    square = at["batch_size"] * longest**2 * at["precision"].map(lambda p: item.get(p, 4))
-    at = at.assign(squares=at["saved_bytes"] / square)
-    fits = fits.set_index("implementation")
-    table = fits.assign(exponent=[f"{r.exponent:.3f} ± {r.error:.3f}" if r.error == r.error else f"{r.exponent:.3f}" for r in fits.itertuples()],
-                        points=fits["points"].astype(str))[["exponent", "points"]]
-    for precision in precisions(at):
-        own = at[at["precision"] == precision].set_index("implementation")
-        table[f"{precision} (MiB)"] = (own["saved_bytes"] / 2**20).map(number)
-        table[f"{precision} (squares)"] = own["squares"].map(lambda value: number(value, 2) if value >= 0.05 else "under 0.05")
-    table = table.fillna("–").reset_index()
-    table["implementation"] = table["implementation"].map(WORDS)
-    grows = [name for name in fits.index if fits.exponent[name] > 1.5]
-    linear = [name for name in fits.index if fits.exponent[name] <= 1.5]
-    text = ["Saved is what forward makes and autograd keeps until backward, q, k, v and the output aside. As a power of the sequence it grows with "
-            + listing(f"{WORDS[name]} {fits.exponent[name]:.2f}" + (f" ± {fits.error[name]:.2f}" if fits.error[name] == fits.error[name] else "")
-                      for name in fits.index) + " (standard error of a common slope in logarithms)."]
-    if grows and linear:
-        text.append(f"The square is kept by {listing(WORDS[name] for name in grows)}: T x T numbers for each batch element, the exponentials and the"
-                    f" weights where the softmax is written out. What removes it is not to keep them: {listing(WORDS[name] for name in linear)}"
-                    f" keep{'s' if len(linear) == 1 else ''} a number for each row, its log-sum-exp, and compute the scores again in backward, block by block.")
-    finding = ""
-    if grows and linear:
-        finding = (f"**What written-out attention saves for backward grows with the sequence to the power of"
-                   f" {fits.exponent[grows[0]]:.2f}{f' ± {fits.error[grows[0]]:.2f}' if fits.error[grows[0]] == fits.error[grows[0]] else ''}**; with"
-                   f" {WORDS[linear[0]]} the power is {fits.exponent[linear[0]]:.2f}.")
-    return Answer("attention-saved", question, " ".join(text), finding, {name: fits.exponent[name] for name in fits.index},
-                  [(f"Exponent of the saved bytes in the sequence ({fits['from'].min()} to {fits['to'].max()}), and what is saved at d {d}, sequence {longest}, causal; a square is"
-                    " one number of the precision for each pair of positions in the batch.", table)],
-                  runs=runs_of(cells))
-
-
-def growth(rows: pd.DataFrame) -> np.ndarray:
-    """Peak bytes as c0 + c1 T + c2 T², none negative, by least squares of the relative error; from sequences of LONG on
-    where there are three."""
-    if (rows["sequence"] >= LONG).sum() >= 3:
-        rows = rows[rows["sequence"] >= LONG]
-    sequence, peak = rows["sequence"].to_numpy(dtype=float), rows["peak_bytes"].to_numpy(dtype=float)
-    scale = sequence.max()
-    powers = np.stack([np.ones_like(sequence), sequence / scale, (sequence / scale) ** 2], axis=1) / peak[:, None]
-    coefficients, _ = optimize.nnls(powers, np.ones_like(peak))
-    return coefficients / scale ** np.arange(3)
-
-
-def longest_fitting(coefficients: np.ndarray, available: float) -> float:
-    """The sequence at which c0 + c1 T + c2 T² reaches what is available."""
-    roots = np.roots((coefficients - np.array([available, 0, 0]))[::-1])
-    real = [root.real for root in roots if abs(root.imag) < 1e-6 * abs(root) and root.real > 0]
-    return max(real) if real else float("nan")
-
-
-def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """A row for each precision and implementation at the head dimension of which the end was looked for.
-
-    Columns: ``by_code`` (the sequence predicted from the code alone), ``by_fit`` (from peaks measured at the sequences that
-    were timed), ``fits`` and ``fails`` (the longest that did and the shortest that did not), ``overhead`` (what of the
-    device no tensor can have), and ``gib_16`` ...: the end by fit on a device of so much.
-    """
-    cells, ends, predicted = tables["cells"], tables["ends"], tables["predicted"]
-    rows = []
-    runs = cells[cells["find_end"].astype(bool)].groupby("run_id") if "available_bytes" in cells else ()
-    for run_id, own in runs:
-        first = own.iloc[0]
-        available, overhead = first["available_bytes"], first["device_bytes"] - first["available_bytes"]
-        item = 2 if first["precision"] in ("bf16", "fp16") else 4
-        for name in names(timed(own)):
-            peaks = timed(own, implementation=name)
-            probes = ends[(ends["run_id"] == run_id) & (ends["implementation"] == name)] if len(ends) else ends
-            fitted = growth(peaks)
-            if name in WRITTEN:
-                known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]]
-                coded = growth(known)
-            else:
-                tensors = fused_tensors(name, int(first["batch_size"]), 1, int(first["d_model"]), item)
-                coded = np.array([0.0, sum(size for size, _ in tensors.values()), 0.0]) if name not in QUADRATIC else None
-            # Probes that fit are measured too: the fit of the end is from the timed cells alone, as a prediction has to be.
-            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"], "implementation": name, "device_bytes": first["device_bytes"],
-                         "by_code": longest_fitting(coded, available) if coded is not None else float("nan"),
-                         "by_fit": longest_fitting(fitted, available), "overhead": overhead,
-                         "fits": max([*probes.loc[probes["status"] == "ok", "sequence"], peaks["sequence"].max()]),
-                         "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
-                        | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
-                        | {"known": _known_share(predicted, peaks, run_id, name)})
-    return pd.DataFrame(rows)
-
-
-def _card_bytes(card: int, here: float) -> float:
-    return here if abs(card * 2**30 / here - 1) < SAME_CARD else card * 2**30
-
-
-def _known_share(predicted: pd.DataFrame, peaks: pd.DataFrame, run_id: str, name: str) -> float:
-    """Measured peak over the one predicted from the code, at the longest sequence that was timed; nan where none was."""
-    last = peaks.loc[peaks["sequence"].idxmax()]
-    known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]
-                      & (predicted["sequence"] == last["sequence"])]
-    return last["peak_bytes"] / known["peak_bytes"].iloc[0] if len(known) else float("nan")
-
-
-def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
-    question = "Where does each implementation run out of memory?"
-    cells = tables["cells"]
-    if cells.empty:
-        return no_data("attention-end", question, "attention")
-    if is_cpu(cells):
-        squares = saved_squares(tables["predicted"])
-        return Answer("attention-end", question, "Not looked for here: a CPU's memory is the whole machine's, and its allocator counts nothing. What the code"
-                      f" itself allocates is followed all the same: at its peak, {squares}.", runs=runs_of(cells))
-    ends = ends_table(tables)
-    oom = cells[cells["status"] == "oom"]
-    text = [f"On the grid itself {count(len(oom), 'cell')} of {len(cells)} ended out of memory"
-            + (": " + listing(sorted({f"{WORDS[r.implementation]} in {r.precision} at d {r.d_model}, sequence {r.sequence}" for r in oom.itertuples()})) if len(oom) else "") + "."]
-    if ends.empty:
-        return Answer("attention-end", question, text[0], runs=runs_of(cells))
-    measured = ends[ends["fails"].notna()]
-    off_code = (measured["by_code"] / ((measured["fits"] + measured["fails"]) / 2) - 1).dropna()
-    off_fit = measured["by_fit"] / ((measured["fits"] + measured["fails"]) / 2) - 1
-    first = ends.iloc[0]
-    text.append(f"So the sequence was doubled beyond it at d {first.d_model}, causal, one forward and backward at a time, and halved back where it failed. Predicted is"
-                " the end twice: from the code alone, by running its operators on tensors without data and following each storage from its making to its end; and"
-                " by extending a + b T + c T², fitted to the peaks measured on the grid.")
-    if len(measured):
-        text.append(f"Against the middle between the longest sequence that fits and the shortest that does not, the prediction from the code is off by"
-                    f" {_signed(off_code)} and the fit by {_signed(off_fit)}.")
-    idle = _idle(tables["ends"], measured)
-    if len(idle):
-        large = int((idle > NEARLY).sum())
-        text.append(f"In {large} of {len(idle)} of these searches the shortest pass that failed left more than {percent(NEARLY)} of the device's memory in the allocator's hands and in no"
-                    " tensor, in pieces too small for the next one" + (": there memory ends before the bytes alone would have it." if large else "."))
-    hidden = ends[ends["known"] > 1 + NEARLY].groupby("implementation", sort=False)["known"].max()
-    if ends["known"].notna().any():
-        text.append(f"At the longest sequence timed the peak is {_times(ends)} as large as predicted from the code"
-                    + (f": {listing(WORDS[name] for name in hidden.index)} calls operators that allocate inside themselves, where this does not look." if len(hidden) else "."))
-    unreached = ends[ends["fails"].isna()]
-    if len(unreached):
-        text.append(f"{listing(dict.fromkeys(WORDS[n] for n in unreached['implementation']))} still fit{'s' if unreached['implementation'].nunique() == 1 else ''} at the"
-                    f" longest sequence tried ({span(unreached['fits'])}); where they end is predicted only, since a pass there would take minutes.")
-    shortest = measured.loc[measured["fails"].idxmin()] if len(measured) else None
-    tables_out = []
-    shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS), "from the code": ends["by_code"].map(_tokens),
-                          "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens), "fails, measured": ends["fails"].map(_tokens)}
-                         | {f"{card} GB": ends[f"gib_{card}"].map(_tokens) for card in CARDS_GIB})
-    tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}: predicted, measured, and by the fit on devices of other sizes ("
-                       f"SDPA's fused kernels and FlexAttention from the list of their tensors; a card of N GB taken as N GiB, of which the process's context holds {number(first.overhead / 2**30, 2)} GiB as here).", shown))
-    finding = ""
-    if shortest is not None:
-        text.append(_accounted(tables["accounting"], cells, tables["ends"]))
-        account = account_table(tables["accounting"])
-        if len(account):
-            tables_out.append(("Every tensor of the smallest sequence that failed, at the point where the most is alive; what is under 1 GiB is summed.", account))
-        eager = measured[measured["implementation"] == "eager"].sort_values("fails")
-        if len(eager):
-            eager = eager.iloc[0]
-            linear = ends[(ends["precision"] == eager.precision) & ~ends["implementation"].isin(QUADRATIC)].sort_values("by_fit")
-            finding = (f"**Written-out attention of d {eager.d_model}, batch {int(cells['batch_size'].iloc[0])} ends between {_tokens(eager.fits)} and"
-                       f" {_tokens(eager.fails)} positions in {eager.precision} here** (predicted from the code: {_tokens(eager.by_code)})"
-                       + (f"; {WORDS[linear.iloc[-1].implementation]} would by its memory hold {_tokens(linear.iloc[-1].by_fit)}." if len(linear) else "."))
-    return Answer("attention-end", question, " ".join(filter(None, text)), finding,
-                  {"off_code": off_code.abs().max() if len(off_code) else float("nan"), "off_fit": off_fit.abs().max() if len(off_fit) else float("nan")},
-                  tables_out, runs=runs_of(ends))
-
-
-def _idle(ends: pd.DataFrame, measured: pd.DataFrame) -> pd.Series:
-    """Of the shortest failing pass of each search, the share of the device that was reserved and in no tensor, by the allocator's words."""
-    keys = ["run_id", "implementation", "sequence"]
-    failed = ends[ends["status"] == "oom"].merge(measured[["run_id", "implementation", "fails", "device_bytes"]], on=["run_id", "implementation"], suffixes=("_run", ""))
-    failed = failed[failed["sequence"] == failed["fails"]].drop_duplicates(keys)
-    shares = [_reserved_gib(words) * 2**30 / total for words, total in zip(failed["reason"], failed["device_bytes"])]
-    return pd.Series(shares, dtype=float).dropna()
-
-
-def _reserved_gib(words: str) -> float:
-    """What the allocator says it held in no tensor, in GiB; nan where it says nothing of it."""
-    held = re.search(r"and ([\d.]+) (GiB|MiB) is reserved", words)
-    return float(held[1]) / (1 if held[2] == "GiB" else 1024) if held else float("nan")
-
-
-def _times(ends: pd.DataFrame) -> str:
-    """By implementation, how many times the predicted peak the measured one is."""
-    return listing(f"{number(own['known'].median())} times ({WORDS[name]})" for name, own in ends[ends["known"].notna()].groupby("implementation", sort=False))
-
-
-def _tokens(value: float) -> str:
-    if value != value:
-        return "–"
-    return f"{int(value):,}" if value < 1e5 else f"{number(value / 1e6)} million" if value >= 1e6 else f"{number(value)}"
-
-
-def _signed(shares: pd.Series) -> str:
-    low, high = f"{shares.min():+.1%}", f"{shares.max():+.1%}"
-    return low if low == high else f"{low} to {high}"
-
-
-def saved_squares(predicted: pd.DataFrame) -> str:
-    """What the code alone says, in squares of T x T numbers for the batch, at the longest sequence."""
-    parts = []
-    for name, own in predicted[predicted["causal"]].groupby("implementation", sort=False):
-        last = own.loc[own["sequence"].idxmax()]
-        square = last["batch_size"] * last["sequence"] ** 2 * (2 if last["precision"] in ("bf16", "fp16") else 4)
-        parts.append(f"{WORDS[name]} {number(last['peak_bytes'] / square)} squares of T x T numbers")
-    return listing(parts)
-
-
-def smallest_failing(accounting: pd.DataFrame) -> pd.DataFrame:
-    """The tensors of the shortest sequence that failed."""
-    if accounting.empty:
-        return accounting
-    smallest = accounting.loc[accounting["sequence"].idxmin()]
-    return accounting[(accounting["run_id"] == smallest["run_id"]) & (accounting["implementation"] == smallest["implementation"])]
-
-
-def account_table(accounting: pd.DataFrame) -> pd.DataFrame:
-    """Of the smallest failing sequence: tensor, shape, GiB; the small ones in one line, and the sum."""
-    own = smallest_failing(accounting)
-    if own.empty:
-        return own
-    smallest = own.iloc[0]
-    large, small = own[own["bytes"] >= 2**30], own[own["bytes"] < 2**30]
-    rows = [{"tensor": row.tensor, "shape": row.shape, "bytes": f"{row.bytes:,}", "GiB": number(row.bytes / 2**30)} for row in large.itertuples()]
-    if len(small):
-        rows.append({"tensor": f"{count(len(small), 'smaller tensor')} ({', '.join(dict.fromkeys(small['tensor']))})", "shape": "", "bytes": f"{small['bytes'].sum():,}",
-                     "GiB": number(small["bytes"].sum() / 2**30)})
-    rows.append({"tensor": f"all, {WORDS[smallest['implementation']]}, {smallest['precision']}, sequence {smallest['sequence']}", "shape": "",
-                 "bytes": f"{own['bytes'].sum():,}", "GiB": number(own["bytes"].sum() / 2**30)})
-    return pd.DataFrame(rows)
-
-
-def _accounted(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame) -> str:
-    own = smallest_failing(accounting)
-    if own.empty:
-        return ""
-    smallest = own.iloc[0]
-    probe = ends[(ends["run_id"] == smallest["run_id"]) & (ends["implementation"] == smallest["implementation"]) & (ends["sequence"] == smallest["sequence"])]
-    words = probe["reason"].iloc[0].partition(" by PyTorch but unalloc")[0]
-    available = cells.loc[cells["run_id"] == smallest["run_id"], "available_bytes"].iloc[0]
-    total, large = own["bytes"].sum(), own["bytes"].max()
-    squares = int((own["bytes"] == large).sum())
-    where = listing(dict.fromkeys(text.split(":")[0] for text in own.loc[own["bytes"] == large, "tensor"]))
-    text = (f"The smallest that fails is {WORDS[smallest['implementation']]} in {smallest['precision']} at sequence {smallest['sequence']}: its tensors need"
-            f" {number(total / 2**30)} GiB where {number(available / 2**30)} GiB are to be had, {count(squares, 'tensor')} of {number(large / 2**30)} GiB each (made in {where})"
-            f" making up {percent(squares * large / total, 1)} of it.")
-    if total < available:
-        idle = _reserved_gib(words)
-        text += (f" By their sum they would fit. The allocator held another {number(idle)} GiB that no tensor was in when it failed, in pieces too small for the next:"
-                 " it ends earlier than its bytes alone say." if idle > available / 2**30 * NEARLY else " By their sum they would fit.")
-    return text + f" The allocator's words: “{words}”"

@@ -40,7 +40,8 @@ def whole_model(times: pd.DataFrame) -> Answer:
         return no_data("compile-model", question, "compile")
     context, cpu = both["context_length"].iloc[0], (both["device"] == "cpu").all()
     optimizer = listing(sorted(set(both["optimizer"])))
-    text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({optimizer}) stay eager. Both run in one"
+    text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({optimizer})"
+            f" stay eager. Both run in one"
             " process, one after the other."]
     numbers, parts = {}, []
     for mode, words in MODE_WORDS.items():
@@ -59,9 +60,11 @@ def whole_model(times: pd.DataFrame) -> Answer:
     finding = ""
     if len(steps):
         best, least = steps.loc[steps["speedup"].idxmax()], steps.loc[steps["speedup"].idxmin()]
-        text.append(f"The full step gains most for {_name(best)} ({ms(best.median_ms)} to {ms(best.median_ms_compiled)}) and least for {_name(least)}"
+        text.append(f"The full step gains most for {_name(best)} ({ms(best.median_ms)} to {ms(best.median_ms_compiled)}) and"
+                    f" least for {_name(least)}"
                     f" ({ms(least.median_ms)} to {ms(least.median_ms_compiled)}).")
-        finding = (f"**With each block compiled, a full step is {span(steps['speedup'])} times as fast**, most for {_name(best)}: {ms(best.median_ms)} to"
+        finding = (f"**With each block compiled, a full step is {span(steps['speedup'])} times as fast**, most for"
+                   f" {_name(best)}: {ms(best.median_ms)} to"
                    f" {ms(best.median_ms_compiled)}.")
     if not cpu:
         text.append(_launch_words(both))
@@ -69,12 +72,16 @@ def whole_model(times: pd.DataFrame) -> Answer:
     model = _at_once(times)
     if len(model):
         text.append("Compiling the whole forward at once instead of one block takes " + listing(
-            f"{number(row.compile_s)} s for {row.size} in place of {number(row.compile_s_block)} s and then {ms(row.median_ms)} a step in place of {ms(row.median_ms_block)}"
+            f"{number(row.compile_s)} s for {row.size} in place of {number(row.compile_s_block)} s and then"
+            f" {ms(row.median_ms)} a step in place of {ms(row.median_ms_block)}"
             for row in model.itertuples()) + ".")
-    tables = [(f"Median wall time in ms at context {context}, eager to each block compiled, and how many times as fast (* the intervals overlap)"
-               + ("." if cpu else "; the share of the step's time in launch-bound phases, before and after; and the compiled first pass of forward + backward in s."), table(both, times))]
+    tables = [(f"Median wall time in ms at context {context}, eager to each block compiled, and how many times as fast (*"
+               f" the intervals overlap)"
+               + ("." if cpu else "; the share of the step's time in launch-bound phases, before and after; and the compiled"
+                                  " first pass of forward + backward in s."), table(both, times))]
     return Answer("compile-model", question, " ".join(filter(None, text)), finding, numbers, tables,
-                  [("compile_model", "A full step eager and compiled, with written-out attention and with SDPA")], runs_of(times))
+                  [("compile_model", "A full step eager and compiled, with written-out attention and"
+                                     " with SDPA")], runs_of(times))
 
 
 def _name(row: pd.Series) -> str:
@@ -94,7 +101,8 @@ def _launch_words(both: pd.DataFrame) -> str:
     text = f"Of the full step's time, {span(before * 100, '%', 2)} is in launch-bound phases when eager and {span(after * 100, '%', 2)} when compiled."
     if len(mostly):
         text += (f" Mostly launch-bound when eager: {listing(_name(row) for _, row in mostly.iterrows())};"
-                 f" {int((after[mostly.index] < before[mostly.index] - NEARLY).sum())} of these {len(mostly)} less so when compiled.")
+                 f" {int((after[mostly.index] < before[mostly.index] - NEARLY).sum())} of these {len(mostly)} less so when"
+                 f" compiled.")
     if len(still):
         text += f" Mostly launch-bound also or only when compiled: {listing(_name(row) for _, row in still.iterrows())}."
     return text
@@ -118,8 +126,10 @@ def _compile_words(times: pd.DataFrame) -> str:
         return ""
     breaks = int(own["graph_breaks"].sum())
     extra = own["graphs"] - 2
-    return (f"Compiling is in the first step and not in the times above: {span(own['compile_s'], ' s')} for forward and backward and {span(own['inference_s'], ' s')} for forward"
-            f" without gradients. {'Each run compiled two graphs, one with gradients and one without, and none again' if (extra == 0).all() else f'Runs compiled {span(own.graphs)} graphs, where two are needed, one with gradients and one without'};"
+    return (f"Compiling is in the first step and not in the times above: {span(own['compile_s'], ' s')} for forward and"
+            f" backward and {span(own['inference_s'], ' s')} for forward"
+            f" without gradients."
+            f" {'Each run compiled two graphs, one with gradients and one without, and none again' if (extra == 0).all() else f'Runs compiled {span(own.graphs)} graphs, where two are needed, one with gradients and one without'};"
             f" {count(breaks, 'graph break')}.")
 
 
@@ -174,16 +184,19 @@ def sdpa(times: pd.DataFrame) -> Answer:
     if len(ends):
         best = ends.loc[ends["gain"].idxmax()]
         text += f" Both together make the full step {span(ends['gain'])} times as fast as eager with written-out attention."
-        finding = (f"**Compiling and SDPA together make the full step {span(ends['gain'])} times as fast**, most for {best['size']} in {best['precision']}:"
+        finding = (f"**Compiling and SDPA together make the full step {span(ends['gain'])} times as fast**, most for"
+                   f" {best['size']} in {best['precision']}:"
                    f" {ms(best.median_ms)} to {ms(best.median_ms_both)}.")
     losses = both[both["sure"] & (both["gain"] < 1)]
     if len(losses):
         text += f" In {len(losses)} of {count(len(both), 'pair')} SDPA is the slower one."
-    shown = steps.assign(cell=[f"{number(r.median_ms)} to {number(r.median_ms_sdpa)}: {number(r.gain)}{'' if r.sure else ' *'}" for r in steps.itertuples()])
+    shown = steps.assign(cell=[f"{number(r.median_ms)} to {number(r.median_ms_sdpa)}:"
+                               f" {number(r.gain)}{'' if r.sure else ' *'}" for r in steps.itertuples()])
     shown = shown.pivot(index=["size", "precision"], columns="variant", values="cell").rename(columns={"block": "compiled"})
     shown = shown[[c for c in ("eager", "compiled") if c in shown]].fillna("–").reset_index()
     return Answer("compile-sdpa", question, text, finding, {"best": both["gain"].max()},
-                  [("Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast (* the intervals overlap).", shown)],
+                  [("Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast (* the"
+                    " intervals overlap).", shown)],
                   runs=runs_of(times))
 
 

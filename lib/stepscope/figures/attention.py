@@ -86,7 +86,8 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     if len(ends) and (ends["status"] == "oom").any():
         handles["out of memory"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
-    figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal"
+                    f" ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -175,10 +176,12 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
         axis.margins(y=0.15)
         axis.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel("full step (ms)")
-    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]}, {'each block compiled' if variant == 'block' else 'eager'}")
+    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]},"
+                                                             f" {'each block compiled' if variant == 'block' else 'eager'}")
                for attention, variant in bars if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
     if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
         handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="////", label="mostly launch-bound"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.suptitle(f"A full step, eager and with each block compiled, context {rows['context_length'].iloc[0]} ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"A full step, eager and with each block compiled, context {rows['context_length'].iloc[0]}"
+                    f" ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
