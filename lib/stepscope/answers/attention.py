@@ -6,7 +6,7 @@ from stepscope.answers import Answer, count, listing, ms, no_data, number, perce
 from stepscope.attention import TOLERANCE
 from stepscope.config import ATTENTIONS, PRECISIONS
 
-WORDS = {"eager": "written out", "compiled": "written out, compiled", "flash": "SDPA flash", "efficient": "SDPA memory-efficient",
+WORDS = {"eager": "written out", "compiled": "compiled", "flash": "SDPA flash", "efficient": "SDPA memory-efficient",
          "cudnn": "SDPA cuDNN", "math": "SDPA math", "flex": "FlexAttention"}
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong"}
 HEAD = 64             # the head dimension that sentences speak of, where it was measured
@@ -56,7 +56,8 @@ def same_result(cells: pd.DataFrame) -> Answer:
                               f"{wrong['error'].max():.1e}, wrong" if len(wrong) else STATUS_WORDS[own["status"].iloc[0]])
         table.append(row)
     ok, wrong = cells[cells["status"] == "ok"], cells[cells["status"] == "wrong"]
-    text = ("Before a cell is timed, its output and the gradients of q, k and v are compared with float64 (textbook softmax,"
+    text = ("Side by side are the model's own written-out attention, the same under torch.compile (compiled), the backends of"
+            " scaled_dot_product_attention (SDPA) and FlexAttention. Before a cell is timed, its output and the gradients of q, k and v are compared with float64 (textbook softmax,"
             " every batch"
             f" element, every row), at that very sequence: {len(ok)} of {count(len(cells), 'cell')} passed. The error is the"
             f" largest of the"
