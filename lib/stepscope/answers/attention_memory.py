@@ -67,7 +67,7 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
                     f" the exponentials and the"
                     f" weights where the softmax is written out. What removes it is not to keep them:"
                     f" {listing(WORDS[name] for name in linear)}"
-                    f" keep{'s' if len(linear) == 1 else ''} a number for each row, its log-sum-exp, and compute the scores"
+                    f" keep{'s' if len(linear) == 1 else ''} a number for each row, its log-sum-exp, and compute{'s' if len(linear) == 1 else ''} the scores"
                     f" again in backward, block by block.")
     finding = ""
     if grows and linear:

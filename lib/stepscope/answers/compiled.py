@@ -60,9 +60,9 @@ def whole_model(times: pd.DataFrame) -> Answer:
     finding = ""
     if len(steps):
         best, least = steps.loc[steps["speedup"].idxmax()], steps.loc[steps["speedup"].idxmin()]
-        text.append(f"The full step gains most for {_name(best)} ({ms(best.median_ms)} to {ms(best.median_ms_compiled)}) and"
-                    f" least for {_name(least)}"
-                    f" ({ms(least.median_ms)} to {ms(least.median_ms_compiled)}).")
+        text.append(f"The full step of {_name(best)} goes from {ms(best.median_ms)} to {ms(best.median_ms_compiled)}"
+                    + (f", which is the most; the least is for {_name(least)}: {ms(least.median_ms)} to"
+                       f" {ms(least.median_ms_compiled)}." if len(steps) > 1 else "."))
         finding = (f"**With each block compiled, a full step is {span(steps['speedup'])} times as fast**, most for"
                    f" {_name(best)}: {ms(best.median_ms)} to"
                    f" {ms(best.median_ms_compiled)}.")

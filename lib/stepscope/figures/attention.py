@@ -130,7 +130,7 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     for line, precision in zip(axes, shown):
         for axis, name in zip(line, others):
             if line[0] is first:
-                axis.set_title(WORDS[name].replace("written out, ", "").replace("SDPA ", "").replace("memory-", ""), fontsize=10)
+                axis.set_title(WORDS[name].replace("SDPA ", "").replace("memory-", ""), fontsize=10)
             own = both[(both["precision"] == precision) & (both["implementation"] == name)]
             grid = own.pivot(index="d_model", columns="sequence", values="speedup").reindex(index=heads, columns=sequences)
             image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
