@@ -13,7 +13,8 @@ from stepscope.config import ATTENTIONS, configure
 from stepscope.figures import attention as figures
 from stepscope.store import write_table
 
-SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3, "warmup_steps": 1, "cell_seconds": 0.05}
+SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3, "warmup_steps": 1,
+         "cell_seconds": 0.05}
 UNCOMPILED = ["eager", "flash", "efficient", "cudnn", "math", "flex"]
 
 
@@ -36,7 +37,8 @@ def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, causal
     output = Implementations().prepare(name, inputs)()
     output.backward(inputs.gradient)
     found = errors(output, inputs, reference(inputs))
-    assert set(found) == {"output_error", "dq_error", "dk_error", "dv_error"} and all(0 < error < 1e-6 for error in found.values())
+    assert set(found) == {"output_error", "dq_error", "dk_error",
+                          "dv_error"} and all(0 < error < 1e-6 for error in found.values())
 
 
 def test_the_reference_is_the_definition(small):
@@ -79,7 +81,8 @@ def test_what_a_cpu_lacks_has_torchs_reason(measured):
     _, tables = measured
     cells = tables["cells"]
     status = cells[cells["causal"]].groupby("implementation")["status"].unique().map(list).to_dict()
-    assert status == {"eager": ["ok"], "compiled": ["ok"], "flash": ["ok"], "math": ["ok"], "efficient": ["unsupported"], "cudnn": ["unsupported"],
+    assert status == {"eager": ["ok"], "compiled": ["ok"], "flash": ["ok"], "math": ["ok"], "efficient": ["unsupported"],
+                      "cudnn": ["unsupported"],
                       "flex": ["unsupported"]}
     reasons = cells[cells["status"] == "unsupported"].set_index("implementation")["reason"]
     assert "FlexAttention does not support backward on CPU" in reasons["flex"].iloc[0]
@@ -175,7 +178,8 @@ def test_the_end_is_where_the_polynomial_meets_the_memory():
 
 def test_the_exponent_and_its_error_are_those_of_the_data():
     sequences = np.array([1024, 4096, 16384] * 2)
-    rows = pd.DataFrame({"implementation": "eager", "sequence": sequences, "precision": "fp32", "d_model": [16] * 3 + [64] * 3,
+    rows = pd.DataFrame({"implementation": "eager", "sequence": sequences, "precision": "fp32",
+                         "d_model": [16] * 3 + [64] * 3,
                          "saved_bytes": np.array([1, 1, 1, 7, 7, 7]) * sequences.astype(float) ** 1.5})
     fit = memory_answers.scaling(rows).iloc[0]
     assert fit.exponent == pytest.approx(1.5) and fit.error == pytest.approx(0, abs=1e-6)
@@ -192,17 +196,25 @@ def gpu_cells(**columns):
         for name in ATTENTIONS:
             for causal in (True, False):
                 for sequence in (256, 1024, 4096, 16384):
-                    time_ms = sequence**2 / 1e5 * (4 if name == "eager" else 1) * (0.5 if causal and name in ("flash", "flex") else 1)
+                    time_ms = sequence**2 / 1e5 * (4 if name == "eager" else 1) * (0.5 if causal
+                                                                                   and name in ("flash", "flex") else 1)
                     time_ms *= {"fp32": 4, "tf32": 2, "bf16": 1}[precision]
                     square = 8 * sequence**2 * 4
                     quadratic = name in attention_memory.QUADRATIC
-                    rows.append({"implementation": name, "precision": precision, "d_model": 64, "sequence": sequence, "causal": causal, "status": "ok",
-                                 "reason": "", "error": 1e-7, "passes": 100, "enqueue_ms": 0.1, "graphs": int(name == "compiled"), "later_graphs": 0,
-                                 "first_forward_ms": time_ms + 900, "first_backward_ms": time_ms + 600, "saved_bytes": 2.0 * square if quadratic else 32.0 * sequence,
-                                 "in_use_bytes": 3.0 * square, "peak_bytes": 6.0 * square if quadratic else 4e4 * sequence, "utilisation": 0.3, "pass_tflops": 100.0}
-                                | {f"{phase}_{part}": time_ms * factor for phase, share in (("forward", 1 / 3), ("backward", 2 / 3), ("pass", 1))
-                                   for part, factor in (("median_ms", share), ("ci_low_ms", share * 0.99), ("ci_high_ms", share * 1.01))})
-    cells = pd.DataFrame(rows).assign(pass_flags="", batch_size=8, timed_steps=100, cell_seconds=0.5, device="cuda", study="attention", find_end=True,
+                    rows.append({"implementation": name, "precision": precision, "d_model": 64, "sequence": sequence,
+                                 "causal": causal, "status": "ok",
+                                 "reason": "", "error": 1e-7, "passes": 100, "enqueue_ms": 0.1,
+                                 "graphs": int(name == "compiled"), "later_graphs": 0,
+                                 "first_forward_ms": time_ms + 900, "first_backward_ms": time_ms + 600,
+                                 "saved_bytes": 2.0 * square if quadratic else 32.0 * sequence,
+                                 "in_use_bytes": 3.0 * square, "peak_bytes": 6.0 * square if quadratic else 4e4 * sequence,
+                                 "utilisation": 0.3, "pass_tflops": 100.0}
+                                | {f"{phase}_{part}": time_ms * factor for phase,
+                                   share in (("forward", 1 / 3), ("backward", 2 / 3), ("pass", 1))
+                                   for part, factor in (("median_ms", share), ("ci_low_ms", share * 0.99),
+                                                        ("ci_high_ms", share * 1.01))})
+    cells = pd.DataFrame(rows).assign(pass_flags="", batch_size=8, timed_steps=100, cell_seconds=0.5, device="cuda",
+                                      study="attention", find_end=True,
                                       available_bytes=140e9, device_bytes=141e9)
     return cells.assign(run_id="d64-" + cells["precision"], **columns)
 
@@ -219,7 +231,8 @@ def test_wrong_and_unsupported_cells_are_named():
     cells = gpu_cells()
     assert "None was wrong" in answers.same_result(cells).text
     cells.loc[(cells["implementation"] == "flex") & (cells["precision"] == "fp32"), ["status", "error"]] = ["wrong", 5e-4]
-    cells.loc[(cells["implementation"] == "flash") & (cells["precision"] == "fp32"), ["status", "reason"]] = ["unsupported", "Half | BFloat16 only"]
+    cells.loc[(cells["implementation"] == "flash") & (cells["precision"] == "fp32"), ["status", "reason"]] = ["unsupported",
+                                                                                                              "Half | BFloat16 only"]
     answer = answers.same_result(cells)
     assert "FlexAttention in fp32 (8 cells" in answer.text and answer.numbers["wrong"] == 8
     assert "Half \\| BFloat16 only" in answer.tables[1][1]["reason"].tolist()
@@ -271,9 +284,12 @@ def test_the_square_and_what_removes_it_are_chosen_by_the_exponents():
 def test_ends_are_predicted_measured_and_accounted_for():
     cells = gpu_cells()
     own = {"study": "attention", "d_model": 64, "batch_size": 8}
-    ends = pd.DataFrame([own | {"run_id": f"d64-{p}", "precision": p, "implementation": name, "sequence": s, "status": status, "reason": "CUDA out of memory."}
-                         for p in ("fp32", "tf32", "bf16") for name in ("eager", "math") for s, status in ((24576, "ok"), (28672, "oom"))])
-    predicted = pd.DataFrame([own | {"run_id": f"d64-{p}", "precision": p, "implementation": name, "causal": True, "sequence": s, "peak_bytes": 6.0 * 8 * s**2 * 4}
+    ends = pd.DataFrame([own | {"run_id": f"d64-{p}", "precision": p, "implementation": name, "sequence": s,
+                                "status": status, "reason": "CUDA out of memory."}
+                         for p in ("fp32", "tf32", "bf16") for name in ("eager", "math") for s,
+                         status in ((24576, "ok"), (28672, "oom"))])
+    predicted = pd.DataFrame([own | {"run_id": f"d64-{p}", "precision": p, "implementation": name, "causal": True,
+                                     "sequence": s, "peak_bytes": 6.0 * 8 * s**2 * 4}
                               for p in ("fp32", "tf32", "bf16") for name in ("eager", "math") for s in (1024, 4096, 16384)])
     config = configure("attention", d_model=64, device="cpu")
     accounting = attention_memory.accounting("eager", config, 28672).assign(**own, run_id="d64-fp32", precision="fp32")
@@ -281,7 +297,8 @@ def test_ends_are_predicted_measured_and_accounted_for():
     table = memory_answers.ends_table({"cells": cells, "ends": ends, "predicted": predicted, "accounting": accounting})
     eager = table[(table["implementation"] == "eager") & (table["precision"] == "fp32")].iloc[0]
     end = (140e9 / 6 / 8 / 4) ** 0.5
-    assert eager.by_code == pytest.approx(end) and eager.by_fit == pytest.approx(end) and (eager.fits, eager.fails) == (24576, 28672)
+    assert eager.by_code == pytest.approx(end) and eager.by_fit == pytest.approx(end) and (eager.fits,
+                                                                                           eager.fails) == (24576, 28672)
     assert eager.gib_16 == pytest.approx(((16 * 2**30 - 1e9) / 6 / 8 / 4) ** 0.5)
     assert "24,576 and 28,672" in answer.finding and "6 tensors of 24.5 GiB" in answer.text and "CUDA out of memory." in answer.text
     assert answer.tables[1][1]["bytes"].iloc[-1] == f"{accounting['bytes'].sum():,}"
@@ -290,8 +307,10 @@ def test_ends_are_predicted_measured_and_accounted_for():
 
 def test_a_cpu_is_not_asked_for_its_end():
     cells = gpu_cells(device="cpu")
-    predicted = pd.DataFrame({"implementation": ["eager"], "causal": True, "sequence": 1024, "peak_bytes": 6.0 * 8 * 1024**2 * 4, "batch_size": 8, "precision": "fp32"})
-    text = memory_answers.where_it_ends({"cells": cells, "predicted": predicted, "ends": pd.DataFrame(), "accounting": pd.DataFrame()}).text
+    predicted = pd.DataFrame({"implementation": ["eager"], "causal": True, "sequence": 1024,
+                              "peak_bytes": 6.0 * 8 * 1024**2 * 4, "batch_size": 8, "precision": "fp32"})
+    text = memory_answers.where_it_ends({"cells": cells, "predicted": predicted, "ends": pd.DataFrame(),
+                                         "accounting": pd.DataFrame()}).text
     assert "6.00 squares" in text and "GPU" not in text
     assert "Does not arise here" in answers.tf32(cells).text
 
@@ -300,7 +319,8 @@ def test_a_cpu_is_not_asked_for_its_end():
 
 @pytest.fixture(scope="module")
 def variants():
-    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=1, timed_steps=3,
+    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=1,
+                       timed_steps=3,
                        variants=["eager", "block"])
     tables = compiled.measure_variants(config)
     tables["ceilings"] = pd.DataFrame({"ceiling": ["matmul_fp32"], "value": [0.1], "unit": "TFLOP/s", "time_ms": 1.0})
@@ -340,7 +360,9 @@ def test_compiled_and_sdpa_sentences_follow_the_data(model_times):
         times = model_times.copy()
         for column in ("median_ms", "ci_low_ms", "ci_high_ms"):
             base = {"median_ms": 100.0, "ci_low_ms": 99.0, "ci_high_ms": 101.0}[column]
-            times[column] = [base / factors.get(row.variant, 1) / factors.get(row.attention if row.attention == "sdpa" else "", 1) for row in times.itertuples()]
+            times[column] = [base / factors.get(row.variant,
+                                                1) / factors.get(row.attention if row.attention == "sdpa" else "",
+                                                                 1) for row in times.itertuples()]
         return times
     quick = with_times(block=2.0, sdpa=1.25)
     answer = compiled_answers.whole_model(quick)
@@ -352,13 +374,15 @@ def test_compiled_and_sdpa_sentences_follow_the_data(model_times):
     assert "SDPA is the slower one" in compiled_answers.sdpa(slow).text
     same = with_times()
     assert "intervals overlap, so that nothing can be told" in compiled_answers.whole_model(same).text
-    bound = quick.assign(launch_bound_share=[0.9 if row.variant == "eager" else 0.1 for row in quick.itertuples()], device="cuda")
+    bound = quick.assign(launch_bound_share=[0.9 if row.variant == "eager" else 0.1 for row in quick.itertuples()],
+                         device="cuda")
     assert "Mostly launch-bound when eager" in compiled_answers.whole_model(bound).text
     assert figures.whole_model(bound, "here") is not None
 
 
 def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(tiny, monkeypatch):
-    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=0, timed_steps=1,
+    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=0,
+                       timed_steps=1,
                        variants=["model", "eager"])
     plain = compiled.build_step
 

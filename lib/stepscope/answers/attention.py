@@ -79,18 +79,21 @@ def same_result(cells: pd.DataFrame) -> Answer:
     if len(reasons):
         # The reason names dtypes or sizes; one line for each kind of it is enough.
         lines = reasons.groupby(["implementation", "reason"], sort=False).agg(
-            precision=("precision", lambda p: ", ".join(x for x in PRECISIONS if x in set(p))), d=("heads", "first"), cells=("cells", "sum"))
+            precision=("precision", lambda p: ", ".join(x for x in PRECISIONS if x in set(p))), d=("heads", "first"),
+            cells=("cells", "sum"))
         lines = lines.reset_index()
         lines["implementation"] = lines["implementation"].map(WORDS)
         lines["reason"] = lines["reason"].str.replace("|", "\\|", regex=False).str.slice(0, 200)
-        tables.append(("Not supported here, in torch's own words.", lines[["implementation", "precision", "d", "cells", "reason"]]))
+        tables.append(("Not supported here, in torch's own words.",
+                       lines[["implementation", "precision", "d", "cells", "reason"]]))
     finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with"
                f" float64**"
                f" to {ok['error'].max():.1g} at worst"
                + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and"
                   f" not timed." if len(wrong)
                   else ".") if len(ok) else "")
-    return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables, runs=runs_of(cells))
+    return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables,
+                  runs=runs_of(cells))
 
 
 def exact(ok: pd.DataFrame) -> dict[str, list[str]]:
@@ -124,7 +127,8 @@ def how_long(cells: pd.DataFrame) -> Answer:
                        f" over the whole grid the fastest implementation is {span(best['speedup'])} times as fast as it.")
             text.append(f"Over all {len(best)} points, the fastest implementation is {span(best['speedup'])} times as fast"
                         f" as the written-out one; it is "
-                        + listing(f"{WORDS[name]} in {n}" for name, n in best["implementation"].value_counts().items()) + ".")
+                        + listing(f"{WORDS[name]} in {n}" 
+                                  for name, n in best["implementation"].value_counts().items()) + ".")
     short = rows[rows["passes"] < rows["timed_steps"]]
     text.append("Each point is the median of up to"
                 f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from"
@@ -143,7 +147,8 @@ def how_long(cells: pd.DataFrame) -> Answer:
         tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many"
                        " times as fast as written"
                        " out in the same precision.", best_table(best)))
-    return Answer("attention-time", question, " ".join(text), finding, {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
+    return Answer("attention-time", question, " ".join(text), finding,
+                  {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
                   [("attention_time", "Time and memory over the sequence, by implementation"),
                    ("attention_speedup", "How many times as fast as written-out attention, over the grid")], runs_of(cells))
 
@@ -156,9 +161,12 @@ def handout_table(cells: pd.DataFrame, precision: str) -> pd.DataFrame:
         if row["status"] != "ok":
             return STATUS_WORDS[row["status"]]
         return f"{number(row[f'{phase}_median_ms'])} [{number(row[f'{phase}_ci_low_ms'])}, {number(row[f'{phase}_ci_high_ms'])}]"
-    table = pd.DataFrame({"d": rows["d_model"], "sequence": rows["sequence"], "forward": [cell(r, "forward") for _, r in rows.iterrows()],
-                          "in use before backward": _mib(rows, "in_use_bytes"), "backward": [cell(r, "backward") for _, r in rows.iterrows()],
-                          "peak": _mib(rows, "peak_bytes"), "passes": [f"{p:.0f}" if p == p else "–" for p in rows["passes"]]})
+    table = pd.DataFrame({"d": rows["d_model"], "sequence": rows["sequence"],
+                          "forward": [cell(r, "forward") for _, r in rows.iterrows()],
+                          "in use before backward": _mib(rows, "in_use_bytes"),
+                          "backward": [cell(r, "backward") for _, r in rows.iterrows()],
+                          "peak": _mib(rows, "peak_bytes"),
+                          "passes": [f"{p:.0f}" if p == p else "–" for p in rows["passes"]]})
     return table.drop(columns="peak") if (table["peak"] == "–").all() else table
 
 
@@ -197,7 +205,8 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     d, sequence = head(longest), longest["sequence"].max()
     parts = []
     for precision in precisions(longest):
-        at = longest[(longest["precision"] == precision) & (longest["d_model"] == d)].sort_values("utilisation", ascending=False)
+        at = longest[(longest["precision"] == precision) & (longest["d_model"] == d)].sort_values("utilisation",
+                                                                                                  ascending=False)
         if len(at):
             top, last = at.iloc[0], at.iloc[-1]
             parts.append(f"{precision}: {WORDS[top.implementation]} {percent(top.utilisation)} ({number(top.pass_tflops)}"
@@ -205,7 +214,8 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
                          + (f", {WORDS[last.implementation]} {percent(last.utilisation, 1)}" if len(at) > 1 else ""))
     text.append(f"The highest and lowest share at d {d}, sequence {sequence}: " + "; ".join(parts) + ".")
     top = longest.loc[longest["utilisation"].idxmax()]
-    wider = longest.groupby(["precision", "implementation"]).apply(lambda own: _grows(own.sort_values("d_model")), include_groups=False)
+    wider = longest.groupby(["precision", "implementation"]).apply(lambda own: _grows(own.sort_values("d_model")),
+                                                                   include_groups=False)
     if longest["d_model"].nunique() > 1:
         text.append(f"The share grows with d in {int(wider.sum())} of {len(wider)} combinations of implementation and"
                     f" precision: the squares are as large at"
@@ -257,7 +267,8 @@ def the_mask(cells: pd.DataFrame) -> Answer:
             " masks it afterwards to over 1. "
             + (f"By this, {listing(skips)}"
                f" skip{'s' if len(skips) == 1 else ''} it." if skips else "By this, none skips it."))
-    return Answer("attention-causal", question, text, "", {name: by_name.get_group(name).median() for name in names(longest)}, runs=runs_of(cells))
+    return Answer("attention-causal", question, text, "",
+                  {name: by_name.get_group(name).median() for name in names(longest)}, runs=runs_of(cells))
 
 
 def compile_cost(cells: pd.DataFrame) -> Answer:
@@ -273,11 +284,14 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
         started = cold.groupby("run_id").head(1)
         later = cold.drop(started.index)
         recompiled = (own.groupby("run_id")["graphs"].sum() - 1).clip(lower=0)
-        table.append({"implementation": WORDS[name], "runs": own["run_id"].nunique(), "cells": len(own), "graphs a run": _whole(own.groupby("run_id")["graphs"].sum()),
+        table.append({"implementation": WORDS[name], "runs": own["run_id"].nunique(), "cells": len(own),
+                      "graphs a run": _whole(own.groupby("run_id")["graphs"].sum()),
                       "recompilations a run": _whole(recompiled), "in timed passes": f"{own['later_graphs'].sum():.0f}",
                       "first of a process (s)": span(started["first_s"]) if len(started) else "–",
                       "each later (s)": span(later["first_s"]) if len(later) else "–",
-                      "first pass without compiling (ms)": span((own.loc[own["graphs"] == 0, "first_s"] * 1e3).clip(lower=0)) if (own["graphs"] == 0).any() else "–"})
+                      "first pass without compiling (ms)": span((own.loc[own["graphs"] == 0,
+                                                                         "first_s"] * 1e3).clip(lower=0))
+                      if (own["graphs"] == 0).any() else "–"})
         text.append(f"{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
                     + (f", each taking {span(later['first_s'], ' s')} (median"
                        f" {number(later['first_s'].median())} s)" if len(later) else "")
@@ -328,7 +342,8 @@ def _pays_off(cells: pd.DataFrame) -> pd.DataFrame:
     keys = ["precision", "d_model", "sequence"]
     rows = timed(cells)
     compiled = rows[(rows["implementation"] == "compiled") & (rows["graphs"] > 0)]
-    both = compiled.merge(rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms", "pass_ci_low_ms"]], on=keys, suffixes=("", "_eager"))
+    both = compiled.merge(rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms", "pass_ci_low_ms"]], on=keys,
+                          suffixes=("", "_eager"))
     both["gain"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     cost = both["first_forward_ms"] + both["first_backward_ms"] - both["pass_median_ms"]
     saved = both["pass_median_ms_eager"] - both["pass_median_ms"]
@@ -355,7 +370,8 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
         host = (both["pass_median_ms_fp32"] < HOST_BOUND * both["enqueue_ms_fp32"]) & (both["pass_median_ms_tf32"] < HOST_BOUND * both["enqueue_ms_tf32"])
         overlap = (low <= before_high) & (before_low <= high)
         none = np.where(host & (both["device_fp32"] == "cuda"), "host", np.where(overlap, "noise", ""))
-        frames.append(both[keys].assign(phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1, low=low / before_high - 1,
+        frames.append(both[keys].assign(phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1,
+                                        low=low / before_high - 1,
                                         high=high / before_low - 1, none=none))
     return pd.concat(frames, ignore_index=True)
 
@@ -390,8 +406,9 @@ def tf32(cells: pd.DataFrame) -> Answer:
     cell = {}
     for row in changes.itertuples():
         words = {"host": "none (host)", "noise": "none"}.get(row.none) or f"{row.change:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
-        cell.setdefault((row.d_model, row.sequence), {}).update({f"{row.phase}, fp32": number(row.fp32_ms), f"{row.phase}, TF32": number(row.tf32_ms),
-                                                                 f"Δ {row.phase}": words})
+        of_point = cell.setdefault((row.d_model, row.sequence), {})
+        of_point.update({f"{row.phase}, fp32": number(row.fp32_ms), f"{row.phase}, TF32": number(row.tf32_ms),
+                         f"Δ {row.phase}": words})
     table = pd.DataFrame([{"d": d, "sequence": sequence} | values for (d, sequence), values in sorted(cell.items())])
     return Answer("attention-tf32", question, " ".join(text), finding, {"differ": len(real), "of": len(changes)},
                   [("Compiled written-out attention, causal, medians in ms without and with TF32, and the change [95%"

@@ -29,7 +29,8 @@ def scaling(rows: pd.DataFrame, column: str = "saved_bytes") -> pd.DataFrame:
         x, y = (values - values.groupby(groups).transform("mean") for values in (x, y))
         fit = stats.linregress(x, y) if len(own) > 2 else None
         slope = fit.slope if fit else float((x * y).sum() / (x * x).sum())
-        fits.append({"implementation": name, "exponent": slope, "error": fit.stderr if fit else float("nan"), "points": len(own),
+        fits.append({"implementation": name, "exponent": slope, "error": fit.stderr if fit else float("nan"),
+                     "points": len(own),
                      "from": int(own["sequence"].min()), "to": int(own["sequence"].max())})
     return pd.DataFrame(fits)
 
@@ -48,19 +49,22 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     square = at["batch_size"] * longest**2 * at["precision"].map(lambda p: item.get(p, 4))
     at = at.assign(squares=at["saved_bytes"] / square)
     fits = fits.set_index("implementation")
-    table = fits.assign(exponent=[f"{r.exponent:.3f} ± {r.error:.3f}" if r.error == r.error else f"{r.exponent:.3f}" for r in fits.itertuples()],
+    table = fits.assign(exponent=[f"{r.exponent:.3f} ± {r.error:.3f}" if r.error == r.error else f"{r.exponent:.3f}"
+                                  for r in fits.itertuples()],
                         points=fits["points"].astype(str))[["exponent", "points"]]
     for precision in precisions(at):
         own = at[at["precision"] == precision].set_index("implementation")
         table[f"{precision} (MiB)"] = (own["saved_bytes"] / 2**20).map(number)
-        table[f"{precision} (squares)"] = own["squares"].map(lambda value: number(value, 2) if value >= 0.05 else "under 0.05")
+        table[f"{precision} (squares)"] = own["squares"].map(lambda value: number(value, 2)
+                                                             if value >= 0.05 else "under 0.05")
     table = table.fillna("–").reset_index()
     table["implementation"] = table["implementation"].map(WORDS)
     grows = [name for name in fits.index if fits.exponent[name] > 1.5]
     linear = [name for name in fits.index if fits.exponent[name] <= 1.5]
     text = ["Saved is what forward makes and autograd keeps until backward, q, k, v and the output aside. As a power of the"
             " sequence it grows with "
-            + listing(f"{WORDS[name]} {fits.exponent[name]:.2f}" + (f" ± {fits.error[name]:.2f}" if fits.error[name] == fits.error[name] else "")
+            + listing(f"{WORDS[name]} {fits.exponent[name]:.2f}" + (f" ± {fits.error[name]:.2f}"
+                                                                    if fits.error[name] == fits.error[name] else "")
                       for name in fits.index) + " (standard error of a common slope in logarithms)."]
     if grows and linear:
         text.append(f"The square is kept by {listing(WORDS[name] for name in grows)}: T x T numbers for each batch element,"
@@ -125,12 +129,14 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                 tensors = fused_tensors(name, int(first["batch_size"]), 1, int(first["d_model"]), item)
                 coded = np.array([0.0, sum(size for size, _ in tensors.values()), 0.0]) if name not in QUADRATIC else None
             # Probes that fit are measured too: the fit of the end is from the timed cells alone, as a prediction has to be.
-            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"], "implementation": name, "device_bytes": first["device_bytes"],
+            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"],
+                         "d_model": first["d_model"], "implementation": name, "device_bytes": first["device_bytes"],
                          "by_code": longest_fitting(coded, available) if coded is not None else float("nan"),
                          "by_fit": longest_fitting(fitted, available), "overhead": overhead,
                          "fits": max([*probes.loc[probes["status"] == "ok", "sequence"], peaks["sequence"].max()]),
                          "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
-                        | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
+                        | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead)
+                           for card in CARDS_GIB}
                         | {"known": _known_share(predicted, peaks, run_id, name)})
     return pd.DataFrame(rows)
 
@@ -197,8 +203,10 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
                     f" there would take minutes.")
     shortest = measured.loc[measured["fails"].idxmin()] if len(measured) else None
     tables_out = []
-    shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS), "from the code": ends["by_code"].map(_tokens),
-                          "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens), "fails, measured": ends["fails"].map(_tokens)}
+    shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS),
+                          "from the code": ends["by_code"].map(_tokens),
+                          "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens),
+                          "fails, measured": ends["fails"].map(_tokens)}
                          | {f"{card} GB": ends[f"gib_{card}"].map(_tokens) for card in CARDS_GIB})
     tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}:"
                        f" predicted, measured, and by the fit on devices of other sizes ("
@@ -210,8 +218,8 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
         text.append(_accounted(tables["accounting"], cells, tables["ends"]))
         account = account_table(tables["accounting"])
         if len(account):
-            tables_out.append(("Every tensor of the smallest sequence that failed, at the point where the most is alive;"
-                               " what is under 1 GiB is summed.", account))
+            tables_out.append(("Every tensor of the shortest sequence that failed, at the point where the most is alive: the phase and"
+                               " operator that made it (the mask is ones; forward's last bmm is the output).", account))
         eager = measured[measured["implementation"] == "eager"].sort_values("fails")
         if len(eager):
             eager = eager.iloc[0]
@@ -223,14 +231,16 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
                        + (f"; {WORDS[linear.iloc[-1].implementation]} would by its memory hold"
                           f" {_tokens(linear.iloc[-1].by_fit)}." if len(linear) else "."))
     return Answer("attention-end", question, " ".join(filter(None, text)), finding,
-                  {"off_code": off_code.abs().max() if len(off_code) else float("nan"), "off_fit": off_fit.abs().max() if len(off_fit) else float("nan")},
+                  {"off_code": off_code.abs().max() if len(off_code) else float("nan"),
+                   "off_fit": off_fit.abs().max() if len(off_fit) else float("nan")},
                   tables_out, runs=runs_of(ends))
 
 
 def _idle(ends: pd.DataFrame, measured: pd.DataFrame) -> pd.Series:
     """Of the shortest failing pass of each search, the share of the device that was reserved and in no tensor, by the allocator's words."""
     keys = ["run_id", "implementation", "sequence"]
-    failed = ends[ends["status"] == "oom"].merge(measured[["run_id", "implementation", "fails", "device_bytes"]], on=["run_id", "implementation"], suffixes=("_run", ""))
+    failed = ends[ends["status"] == "oom"].merge(measured[["run_id", "implementation", "fails", "device_bytes"]],
+                                                 on=["run_id", "implementation"], suffixes=("_run", ""))
     failed = failed[failed["sequence"] == failed["fails"]].drop_duplicates(keys)
     shares = [_reserved_gib(words) * 2**30 / total for words, total in zip(failed["reason"], failed["device_bytes"])]
     return pd.Series(shares, dtype=float).dropna()
@@ -278,21 +288,15 @@ def smallest_failing(accounting: pd.DataFrame) -> pd.DataFrame:
 
 
 def account_table(accounting: pd.DataFrame) -> pd.DataFrame:
-    """Of the smallest failing sequence: tensor, shape, GiB; the small ones in one line, and the sum."""
+    """Of the shortest sequence that failed, every tensor: made in which phase by which operator, shape, bytes; and the sum."""
     own = smallest_failing(accounting)
     if own.empty:
         return own
     smallest = own.iloc[0]
-    large, small = own[own["bytes"] >= 2**30], own[own["bytes"] < 2**30]
-    rows = [{"tensor": row.tensor, "shape": row.shape, "bytes": f"{row.bytes:,}", "GiB": number(row.bytes / 2**30)} for row in large.itertuples()]
-    if len(small):
-        rows.append({"tensor": f"{count(len(small), 'smaller tensor')}"
-                               f" ({', '.join(dict.fromkeys(small['tensor']))})", "shape": "", "bytes": f"{small['bytes'].sum():,}",
-                     "GiB": number(small["bytes"].sum() / 2**30)})
-    rows.append({"tensor": f"all, {WORDS[smallest['implementation']]}, {smallest['precision']}, sequence"
-                           f" {smallest['sequence']}", "shape": "",
-                 "bytes": f"{own['bytes'].sum():,}", "GiB": number(own["bytes"].sum() / 2**30)})
-    return pd.DataFrame(rows)
+    whole = f"all, {WORDS[smallest['implementation']]}, {smallest['precision']}, sequence {smallest['sequence']}"
+    rows = [*zip(own["tensor"], own["shape"], own["bytes"]), (whole, "", own["bytes"].sum())]
+    return pd.DataFrame([{"tensor": tensor, "shape": shape, "bytes": f"{size:,}", "GiB": number(size / 2**30)}
+                         for tensor, shape, size in rows])
 
 
 def _accounted(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame) -> str:

@@ -22,14 +22,16 @@ def beside(times: pd.DataFrame) -> pd.DataFrame:
     if both.empty:
         return both
     both["speedup"] = both["median_ms"] / both["median_ms_compiled"]
-    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_compiled" for c in INTERVAL]].set_axis(INTERVAL)) for _, row in both.iterrows()]
+    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_compiled" for c in INTERVAL]].set_axis(INTERVAL))
+                    for _, row in both.iterrows()]
     return _ordered(both)
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
     """By size, precision, attention and mode, each in its own order."""
     order = {name: rank for names in (PRECISIONS, ATTENTION_WORDS, MODE_WORDS) for rank, name in enumerate(names)}
-    return by_size(rows).sort_values(["size", "precision", "attention", "mode"], key=lambda column: column if column.name == "size" else column.map(order),
+    return by_size(rows).sort_values(["size", "precision", "attention", "mode"],
+                                     key=lambda column: column if column.name == "size" else column.map(order),
                                      kind="stable", ignore_index=True)
 
 
@@ -116,7 +118,8 @@ def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
     first["compile_s"] = (first["first_ms"] - first["median_ms"]) / 1e3
     inference = whole[whole["mode"] == "forward"].assign(inference_s=(whole["first_ms"] - whole["median_ms"]) / 1e3)
     graphs = times[times["phase"] == WHOLE].groupby(keys, observed=True)[["graphs", "graph_breaks"]].sum().reset_index()
-    return first[[*keys, "compile_s", "study", "run_id"]].merge(inference[[*keys, "inference_s"]], on=keys, how="left").merge(graphs, on=keys)
+    return first[[*keys, "compile_s", "study", "run_id"]].merge(inference[[*keys, "inference_s"]], on=keys,
+                                                                how="left").merge(graphs, on=keys)
 
 
 def _compile_words(times: pd.DataFrame) -> str:
@@ -171,7 +174,8 @@ def sdpa(times: pd.DataFrame) -> Answer:
     if both.empty:
         return no_data("compile-sdpa", question, "compile")
     both["gain"] = both["median_ms"] / both["median_ms_sdpa"]
-    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_sdpa" for c in INTERVAL]].set_axis(INTERVAL)) for _, row in both.iterrows()]
+    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_sdpa" for c in INTERVAL]].set_axis(INTERVAL))
+                    for _, row in both.iterrows()]
     steps = by_size(both[both["mode"] == "step"])
     parts = []
     for variant, words in (("eager", "eager"), ("block", "compiled")):

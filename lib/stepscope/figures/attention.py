@@ -74,8 +74,10 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         for index, name in enumerate(names(failed) if len(failed) else ()):
             where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
             available = own["available_bytes"].iloc[0] / 2**30
-            bottom.plot(where_fails, available, "X", color=STYLES[name]["color"], markersize=9, markeredgecolor="white", zorder=5)
-            top.plot(where_fails, 0.03 + 0.055 * index, "X", color=STYLES[name]["color"], markersize=8, transform=top.get_xaxis_transform(),
+            bottom.plot(where_fails, available, "X", color=STYLES[name]["color"], markersize=9, markeredgecolor="white",
+                        zorder=5)
+            top.plot(where_fails, 0.03 + 0.055 * index, "X", color=STYLES[name]["color"], markersize=8,
+                     transform=top.get_xaxis_transform(),
                      zorder=5, clip_on=False)
         if "available_bytes" in own:
             bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.4", linestyle="--", linewidth=1)
@@ -125,7 +127,9 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     both["speedup"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     use_style()
     shown, heads, sequences = precisions(both), sorted(both["d_model"].unique()), sorted(both["sequence"].unique())
-    figure, axes = plt.subplots(len(shown), len(others), figsize=(WIDTH_IN * 0.85, 1 + 0.2 * len(shown) * (len(heads) + 1.2)), squeeze=False, sharex=True, sharey=True)
+    figure, axes = plt.subplots(len(shown), len(others),
+                                figsize=(WIDTH_IN * 0.85, 1 + 0.2 * len(shown) * (len(heads) + 1.2)), squeeze=False,
+                                sharex=True, sharey=True)
     limit, first = max(both["speedup"].max(), 1 / both["speedup"].min()), axes[0, 0]
     for line, precision in zip(axes, shown):
         for axis, name in zip(line, others):
@@ -136,7 +140,8 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
             for (y, x), value in np.ndenumerate(grid.to_numpy()):
                 text = "" if np.isnan(value) else f"{value:.1f}" if value < 10 else f"{value:.0f}"
-                axis.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
+                axis.text(x, y, text, ha="center", va="center", fontsize=7,
+                          color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
             axis.grid(visible=False)
             axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
@@ -164,7 +169,8 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
             x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
             drawn = axis.bar(x, own["median_ms"], 0.19, color=colors[attention, variant],
                              yerr=[own["median_ms"] - own["ci_low_ms"], own["ci_high_ms"] - own["median_ms"]])
-            axis.bar_label(drawn, [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in own["median_ms"]], fontsize=7, padding=1, rotation=90)
+            axis.bar_label(drawn, [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in own["median_ms"]],
+                           fontsize=7, padding=1, rotation=90)
             if "launch_bound_share" in own:
                 for bar, share in zip(drawn, own["launch_bound_share"]):
                     if share > 0.5:
