@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cached_property
+from math import inf, isfinite
 from timeit import default_timer
 
 import pandas as pd
@@ -31,6 +32,8 @@ TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 MASKED = ("eager", "compiled")  # given the mask as a tensor; the others are told that attention is causal
 QUANTITIES = ("output", "dq", "dk", "dv")
 LEAST_WARMUPS = 2
+SUMMARY = ["passes", "enqueue_ms", *(f"{phase}_{part}" for phase in ("forward", "backward", "pass")
+                                     for part in ("median_ms", "ci_low_ms", "ci_high_ms", "mean_ms", "std_ms", "flags"))]
 
 
 class Inputs:
@@ -125,9 +128,13 @@ def reference(inputs: Inputs) -> list[Tensor]:
 
 
 def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, float]:
-    """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the reference."""
+    """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the reference.
+
+    What is not a number counts as infinite, since NaN would be lost in a ``max``.
+    """
     found = (output.detach(), inputs.q.grad, inputs.k.grad, inputs.v.grad)
-    return {f"{name}_error": float((a.double() - b).norm() / b.norm()) for name, a, b in zip(QUANTITIES, found, expected)}
+    relative = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    return {f"{name}_error": error if isfinite(error) else inf for name, error in zip(QUANTITIES, relative)}
 
 
 class Compiles:
@@ -254,7 +261,8 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
                  config: AttentionConfig) -> tuple[dict, pd.DataFrame]:
     """One implementation at one sequence: a row of what it is (status ``ok``, ``oom``, ``unsupported`` or ``wrong``, and
     the reason), and the timed passes, none unless its status is ``ok``."""
-    row, compiles = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal}, Compiles()
+    row = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal, "error": float("nan")}
+    compiles = Compiles()
     samples = pd.DataFrame(columns=["forward_ms", "backward_ms", "enqueue_ms"])
     inputs.clear_gradients()
     try:
@@ -331,7 +339,7 @@ def summarized(cells: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
                     f"{phase}_mean_ms": times.mean(), f"{phase}_std_ms": times.std(ddof=1) if len(times) > 1 else float("nan"),
                     f"{phase}_flags": "; ".join(flags(times))}
         rows[cell] = row
-    return cells.join(pd.DataFrame.from_dict(rows, orient="index"))
+    return cells.join(pd.DataFrame(rows.values(), index=list(rows), columns=SUMMARY))
 
 
 def cell_flops(cells: pd.DataFrame) -> pd.Series:
