@@ -137,10 +137,11 @@ def how_long(cells: pd.DataFrame) -> Answer:
                                  f" passes"
                                  f" ({_whole(short['passes'])}), so that a cell takes about"
                                  f" {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
-    noisy = rows[rows["pass_flags"].fillna("") != ""]
-    text.append(f"{len(noisy) or 'None'} of these {len(rows)} cells {'has' if len(noisy) == 1 else 'have'} samples that"
-                f" drift, fall into two groups or"
-                " scatter by more than 5%; medians and their intervals are compared for that reason.")
+    noisy = rows["pass_flags"].fillna("") != ""
+    hosts = waits_for_host(rows)
+    text.append(f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"
+                f" fall into two groups or scatter by more than 5%, of the {int((~hosts).sum())} others"
+                f" {int((noisy & ~hosts).sum())}; medians and their intervals are compared for that reason.")
     tables = [(f"Written-out attention, {precision}, causal: medians in ms [95% interval], memory"
                f" in MiB.", handout_table(cells, precision))]
     if len(best):
@@ -351,6 +352,12 @@ def _pays_off(cells: pd.DataFrame) -> pd.DataFrame:
     return both
 
 
+def waits_for_host(rows: pd.DataFrame, suffix: str = "") -> pd.Series:
+    """Cells whose pass takes hardly longer than the host needs to enqueue it (on a CPU: none, as it does the work itself)."""
+    return ((rows[f"pass_median_ms{suffix}"] < HOST_BOUND * rows[f"enqueue_ms{suffix}"])
+            & (rows[f"device{suffix}"] == "cuda"))
+
+
 def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
     """Compiled attention with TF32 against without, a row a phase, d and sequence: ``change`` with its interval, and
     ``none``, why it counts as no change (empty where it is one).
@@ -367,9 +374,9 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
         before, before_low, before_high = (both[f"{phase}_{part}_ms_fp32"] for part in ("median", "ci_low", "ci_high"))
-        host = (both["pass_median_ms_fp32"] < HOST_BOUND * both["enqueue_ms_fp32"]) & (both["pass_median_ms_tf32"] < HOST_BOUND * both["enqueue_ms_tf32"])
+        host = waits_for_host(both, "_fp32") & waits_for_host(both, "_tf32")
         overlap = (low <= before_high) & (before_low <= high)
-        none = np.where(host & (both["device_fp32"] == "cuda"), "host", np.where(overlap, "noise", ""))
+        none = np.where(host, "host", np.where(overlap, "noise", ""))
         frames.append(both[keys].assign(phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1,
                                         low=low / before_high - 1,
                                         high=high / before_low - 1, none=none))

@@ -63,7 +63,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     use_style()
     d, columns = head(rows), precisions(rows)
     memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
-    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.8, 4.6), squeeze=False, sharey="row", sharex=True)
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.4), squeeze=False, sharey="row", sharex=True)
     for (top, bottom), precision in zip(axes.T, columns):
         own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
         _over_sequence(top, own, "pass_median_ms", interval=True)
@@ -76,7 +76,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
             available = own["available_bytes"].iloc[0] / 2**30
             bottom.plot(where_fails, available, "X", color=STYLES[name]["color"], markersize=9, markeredgecolor="white",
                         zorder=5)
-            top.plot(where_fails, 0.03 + 0.055 * index, "X", color=STYLES[name]["color"], markersize=8,
+            top.plot(where_fails, 0.97 - 0.08 * index, "X", color=STYLES[name]["color"], markersize=8,
                      transform=top.get_xaxis_transform(),
                      zorder=5, clip_on=False)
         if "available_bytes" in own:
@@ -146,8 +146,8 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
-    figure.colorbar(image, ax=axes, label="times as fast, forward + backward", shrink=0.6, format=PLAIN)
-    figure.suptitle(f"Against written-out attention, causal ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
+    figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
