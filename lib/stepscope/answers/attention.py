@@ -86,12 +86,12 @@ def same_result(cells: pd.DataFrame) -> Answer:
         lines["reason"] = lines["reason"].str.replace("|", "\\|", regex=False).str.slice(0, 200)
         tables.append(("Not supported here, in torch's own words.",
                        lines[["implementation", "precision", "d", "cells", "reason"]]))
-    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with"
-               f" float64**"
-               f" to {ok['error'].max():.1g} at worst"
+    worst = [f"{own['error'].max():.0e} in {precision}" for precision in precisions(ok)
+             for own in [ok[ok["precision"] == precision]]]
+    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with float64**"
+               f" (relative error at worst {listing(worst)})"
                + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and"
-                  f" not timed." if len(wrong)
-                  else ".") if len(ok) else "")
+                  f" not timed." if len(wrong) else ".") if len(ok) else "")
     return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables,
                   runs=runs_of(cells))
 
@@ -108,7 +108,7 @@ def how_long(cells: pd.DataFrame) -> Answer:
     rows = timed(cells)
     if rows.empty:
         return no_data("attention-time", question, "attention")
-    d, precision = head(rows), precisions(rows)[0]
+    d = head(rows)
     own = rows[(rows["d_model"] == d)]
     longest = own["sequence"].max()
     text = [f"With the causal mask, d {d}, sequence {longest}, forward and backward: " + "; ".join(
@@ -136,14 +136,14 @@ def how_long(cells: pd.DataFrame) -> Answer:
                 " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer"
                                  f" passes"
                                  f" ({_whole(short['passes'])}), so that a cell takes about"
-                                 f" {number(rows['cell_seconds'].max(), 2)} s." if len(short) else ""))
+                                 f" {span(rows['cell_seconds'], ' s', 2)}." if len(short) else ""))
     noisy = rows["pass_flags"].fillna("") != ""
     hosts = waits_for_host(rows)
     text.append(f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"
                 f" fall into two groups or scatter by more than 5%, of the {int((~hosts).sum())} others"
                 f" {int((noisy & ~hosts).sum())}; medians and their intervals are compared for that reason.")
-    tables = [(f"Written-out attention, {precision}, causal: medians in ms [95% interval], memory"
-               f" in MiB.", handout_table(cells, precision))]
+    tables = [("Written-out attention, causal: medians in ms [95% interval], memory"
+               " in MiB.", handout_table(cells))]
     if len(best):
         tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many"
                        " times as fast as written"
@@ -154,15 +154,17 @@ def how_long(cells: pd.DataFrame) -> Answer:
                    ("attention_speedup", "How many times as fast as written-out attention, over the grid")], runs_of(cells))
 
 
-def handout_table(cells: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """The handout's table: d and sequence down; forward, memory before backward, backward, peak; how it ended."""
-    rows = cells[(cells["implementation"] == "eager") & (cells["precision"] == precision) & cells["causal"]].sort_values(["d_model", "sequence"])
+def handout_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """The handout's table: precision, d and sequence down; forward, memory before backward, backward, peak; how it ended."""
+    rows = cells[(cells["implementation"] == "eager") & cells["causal"]]
+    rows = rows.sort_values(["precision", "d_model", "sequence"],
+                            key=lambda column: column.map(PRECISIONS.index) if column.name == "precision" else column)
 
     def cell(row, phase):
         if row["status"] != "ok":
             return STATUS_WORDS[row["status"]]
         return f"{number(row[f'{phase}_median_ms'])} [{number(row[f'{phase}_ci_low_ms'])}, {number(row[f'{phase}_ci_high_ms'])}]"
-    table = pd.DataFrame({"d": rows["d_model"], "sequence": rows["sequence"],
+    table = pd.DataFrame({"precision": rows["precision"], "d": rows["d_model"], "sequence": rows["sequence"],
                           "forward": [cell(r, "forward") for _, r in rows.iterrows()],
                           "in use before backward": _mib(rows, "in_use_bytes"),
                           "backward": [cell(r, "backward") for _, r in rows.iterrows()],
@@ -215,12 +217,13 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
                          + (f", {WORDS[last.implementation]} {percent(last.utilisation, 1)}" if len(at) > 1 else ""))
     text.append(f"The highest and lowest share at d {d}, sequence {sequence}: " + "; ".join(parts) + ".")
     top = longest.loc[longest["utilisation"].idxmax()]
-    wider = longest.groupby(["precision", "implementation"]).apply(lambda own: _grows(own.sort_values("d_model")),
-                                                                   include_groups=False)
-    if longest["d_model"].nunique() > 1:
-        text.append(f"The share grows with d in {int(wider.sum())} of {len(wider)} combinations of implementation and"
-                    f" precision: the squares are as large at"
-                    " any d, and the arithmetic on them is not.")
+    several = longest[longest.groupby(["precision", "implementation"])["d_model"].transform("nunique") > 1]
+    if len(several):
+        grows = [own.sort_values("d_model")["utilisation"].is_monotonic_increasing
+                 for _, own in several.groupby(["precision", "implementation"])]
+        text.append(f"Of the {len(grows)} combinations of implementation and precision that were measured at several d, the"
+                    f" share grows with d in {sum(grows)}: the squares are as large at any d, and the arithmetic on them is"
+                    f" not.")
     finding = (f"**Attention reaches at most {percent(top.utilisation)} of the {top.precision} matrix-product rate"
                f" ({WORDS[top.implementation]}, d {top.d_model}, sequence {top.sequence})**; written out, at most "
                + listing(f"{percent(own['utilisation'].max(), 1 if own['utilisation'].max() < 0.1 else 0)} in"
@@ -240,10 +243,6 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
                   [("Forward + backward without mask at the longest sequence: TFLOP/s (share of the precision's"
                     " ceiling).", shown)],
                   [("attention_ceiling", "Share of the measured ceiling over the sequence")], runs_of(cells))
-
-
-def _grows(own: pd.DataFrame) -> bool:
-    return bool(own["utilisation"].is_monotonic_increasing) and len(own) > 1
 
 
 def the_mask(cells: pd.DataFrame) -> Answer:

@@ -208,6 +208,8 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
                           "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens),
                           "fails, measured": ends["fails"].map(_tokens)}
                          | {f"{card} GB": ends[f"gib_{card}"].map(_tokens) for card in CARDS_GIB})
+    others = [column for column in shown if column != "precision"]  # fp32 and TF32 have the same bytes
+    shown = shown.groupby(others, sort=False)["precision"].agg(", ".join).reset_index()[["precision", *others]]
     tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}:"
                        f" predicted, measured, and by the fit on devices of other sizes ("
                        f"SDPA's fused kernels and FlexAttention from the list of their tensors; a card of N GB taken as N"

@@ -8,6 +8,7 @@ from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
+VARIANT_WORDS = {"eager": "eager", "block": "compiled"}
 KEYS = ["size", "context_length", "precision", "attention", "mode"]
 INTERVAL = ["ci_low_ms", "ci_high_ms"]
 
@@ -51,7 +52,7 @@ def whole_model(times: pd.DataFrame) -> Answer:
         if len(own):
             parts.append(f"{words} {span(own['speedup'])} times as fast")
             numbers |= {f"{mode}_low": own["speedup"].min(), f"{mode}_high": own["speedup"].max()}
-    text.append(f"At context {context}, over sizes, precisions and both kinds of attention: " + listing(parts) + ".")
+    text.append(f"At context {context}, over the rows of the table: " + listing(parts) + ".")
     slower = both[both["sure"] & (both["speedup"] < 1)]
     same = both[~both["sure"]]
     if len(slower):
@@ -106,7 +107,7 @@ def _launch_words(both: pd.DataFrame) -> str:
                  f" {int((after[mostly.index] < before[mostly.index] - NEARLY).sum())} of these {len(mostly)} less so when"
                  f" compiled.")
     if len(still):
-        text += f" Mostly launch-bound also or only when compiled: {listing(_name(row) for _, row in still.iterrows())}."
+        text += f" Mostly launch-bound when compiled: {listing(_name(row) for _, row in still.iterrows())}."
     return text
 
 
@@ -178,7 +179,7 @@ def sdpa(times: pd.DataFrame) -> Answer:
                     for _, row in both.iterrows()]
     steps = by_size(both[both["mode"] == "step"])
     parts = []
-    for variant, words in (("eager", "eager"), ("block", "compiled")):
+    for variant, words in VARIANT_WORDS.items():
         own = steps[steps["variant"] == variant]
         if len(own):
             parts.append(f"{words}, the full step is {span(own['gain'])} times as fast with SDPA")
@@ -193,7 +194,9 @@ def sdpa(times: pd.DataFrame) -> Answer:
                    f" {ms(best.median_ms)} to {ms(best.median_ms_both)}.")
     losses = both[both["sure"] & (both["gain"] < 1)]
     if len(losses):
-        text += f" In {len(losses)} of {count(len(both), 'pair')} SDPA is the slower one."
+        text += (f" In {len(losses)} of {count(len(both), 'pair')} SDPA is the slower one: " + listing(
+            f"{row['size']} in {row['precision']}, {MODE_WORDS[row['mode']]}, {VARIANT_WORDS[row['variant']]}"
+            for _, row in losses.iterrows()) + ".")
     shown = steps.assign(cell=[f"{number(r.median_ms)} to {number(r.median_ms_sdpa)}:"
                                f" {number(r.gain)}{'' if r.sure else ' *'}" for r in steps.itertuples()])
     shown = shown.pivot(index=["size", "precision"], columns="variant", values="cell").rename(columns={"block": "compiled"})
