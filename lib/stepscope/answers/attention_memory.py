@@ -137,7 +137,7 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                          "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
                         | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead)
                            for card in CARDS_GIB}
-                        | {"known": _known_share(predicted, peaks, run_id, name)})
+                        | {"known": _known_share(coded, peaks)})
     return pd.DataFrame(rows)
 
 
@@ -145,12 +145,10 @@ def _card_bytes(card: int, here: float) -> float:
     return here if abs(card * 2**30 / here - 1) < SAME_CARD else card * 2**30
 
 
-def _known_share(predicted: pd.DataFrame, peaks: pd.DataFrame, run_id: str, name: str) -> float:
-    """Measured peak over the one predicted from the code, at the longest sequence that was timed; nan where none was."""
+def _known_share(coded: np.ndarray | None, peaks: pd.DataFrame) -> float:
+    """Measured peak over the predicted one, at the longest sequence that was timed; nan where none was predicted."""
     last = peaks.loc[peaks["sequence"].idxmax()]
-    known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]
-                      & (predicted["sequence"] == last["sequence"])]
-    return last["peak_bytes"] / known["peak_bytes"].iloc[0] if len(known) else float("nan")
+    return float("nan") if coded is None else last["peak_bytes"] / np.polynomial.Polynomial(coded)(last["sequence"])
 
 
 def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
@@ -192,9 +190,9 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
                                                                        " have it." if large else "."))
     hidden = ends[ends["known"] > 1 + NEARLY].groupby("implementation", sort=False)["known"].max()
     if ends["known"].notna().any():
-        text.append(f"At the longest sequence timed the peak is {_times(ends)} as large as predicted from the code"
-                    + (f": {listing(WORDS[name] for name in hidden.index)} calls operators that allocate inside themselves,"
-                       f" where this does not look." if len(hidden) else "."))
+        text.append(f"At the longest sequence timed the peak is {_times(ends)} as large as predicted that way"
+                    + (f": {listing(WORDS[name] for name in hidden.index)} allocate{'s' if len(hidden) == 1 else ''} inside an"
+                       f" operator what the prediction does not know of." if len(hidden) else "."))
     unreached = ends[ends["fails"].isna()]
     if len(unreached):
         text.append(f"{listing(dict.fromkeys(WORDS[n] for n in unreached['implementation']))} still"
