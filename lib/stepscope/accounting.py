@@ -172,58 +172,68 @@ def require_formulas(config: RunConfig) -> Formulas:
     return FORMULAS["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
-def instants(config: RunConfig) -> list[Instant]:
+def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
     """Every instant of a steady step that can be its peak, in order, each with its bytes by category.
 
-    A block's instants are given for the first and the last layer: between them the bytes change linearly.
-    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries.
+    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries. With
+    ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward again (0: all is kept).
 
     Raises:
         AccountingError: the configuration has no formulas.
     """
-    f, found = require_formulas(config), []
-    mode, layers = config.mode, config.num_layers
+    f, found, layers = require_formulas(config), [], config.num_layers
+    training, k = config.mode != "forward", blocks_per_checkpoint or config.num_layers
     def of(formula: str) -> int:
         return value(formula, config)
     fixed = at_rest(config)
-    saved, copies, logits = of(f.saved), of(f.copies), of(f.logits)
+    saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
+    head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
 
     def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0, gradients: int = 0,
             held: int = 0) -> None:
         categories = fixed | {"activations": activations, "autocast copies": copied, "gradients": gradients,
                               "temporaries": total - held, "other": fixed["other"] + held}
         if config.device == "cuda":
-            categories["cuBLAS workspace"] = WORKSPACE * (1 if phase in ("forward", "loss") and mode == "forward" else 2)
+            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)  # backward has a thread, and it a workspace
             if gradients:
                 categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4 * parameter_count(config)))
         found.append(Instant(phase, layer, operation, categories))
 
-    ends = sorted({0, layers - 1})
-    training = mode != "forward"
-    for layer in ends:
-        for operation, formula in (f.forward if training else f.infer).items():
-            add("forward", layer, operation, of(formula), layer * saved * training, layer * copies)
+    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved  # beside the first block's input
+    for layer in range(layers):
+        within = layer * saved if not blocks_per_checkpoint else layer // k * stream
+        for operation, formula in (f.forward if training and not blocks_per_checkpoint else f.infer).items():
+            add("forward", layer, operation, of(formula), within * training, layer * copies)
     if not training:
         for operation, formula in f.infer_head.items():
             add("forward", None, operation, of(formula), copied=layers * copies)
         return found
+    cached = 0 if blocks_per_checkpoint else layers * copies  # what is run again makes its copies again
     for operation, formula in f.loss.items():
-        add("loss", None, operation, of(formula), layers * saved, layers * copies, held=logits)
+        add("loss", None, operation, of(formula), kept, cached, held=logits)
     for operation, formula in f.backward_head.items():
-        add("backward", None, operation, of(formula), layers * saved, layers * copies, held=logits)
-    head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
-    for layer in reversed(ends):
+        add("backward", None, operation, of(formula), kept, cached, held=logits)
+    for layer in reversed(range(layers)):
+        first = layer // k * k  # of the blocks that are run again together
+        below = (first // k) * stream
+        if blocks_per_checkpoint and (layer + 1 == min(first + k, layers)):
+            done = head + (layers - 1 - layer) * block
+            for again in range(first, layer + 1):
+                for operation, formula in f.forward.items():
+                    add("backward", again, f"again {operation}", of(formula) + stream + logits, below + (again - first) * saved,
+                        (again - first) * copies, done, held=logits)
         for operation, formula in f.backward.items():
-            add("backward", layer, operation, of(formula), layer * saved, layer * copies, head + (layers - 1 - layer) * block, held=logits)
-    for operation, formula in f.backward_end.items():  # embedding and head, and the final norm, stand in the formula
-        add("backward", None, operation, of(formula) - head, 0, 0, head + layers * block, held=logits)
-    if mode == "step":
+            add("backward", layer, operation, of(formula), below + (layer - first) * saved, (layer - first) * copies,
+                head + (layers - 1 - layer) * block, held=logits)
+    for operation, formula in f.backward_end.items():  # the gradients of embedding, head and final norm stand in the formula
+        add("backward", None, operation, of(formula) - head, gradients=head + layers * block, held=logits)
+    if config.mode == "step":
         everything = 4 * parameter_count(config)
         # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing beside the state.
         root = everything if config.optimizer == "foreach" else 0
-        rounding = parameter_rounding(config) if root and config.device == "cuda" else 0
         add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4, gradients=everything, held=logits + 4)
-        found[-1].categories["allocator rounding"] += rounding
+        if root and config.device == "cuda":
+            found[-1].categories["allocator rounding"] += parameter_rounding(config)
     return found
 
 
@@ -237,10 +247,33 @@ def at_rest(config: RunConfig) -> dict[str, int]:
                                            "allocator rounding": sets * parameter_rounding(config) * (config.device == "cuda")}
 
 
-def peak(config: RunConfig) -> Instant:
+def peak(config: RunConfig, blocks_per_checkpoint: int = 0) -> Instant:
     """The instant of a steady step at which most is allocated.
 
     Raises:
         AccountingError: the configuration has no formulas.
     """
-    return max(instants(config), key=lambda instant: instant.allocated)
+    return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
+
+
+def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
+    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much memory, in MiB.
+
+    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come on top.
+    """
+    def fits(number: int) -> bool:
+        return peak(config.model_copy(update={field: number})).allocated <= memory_mib * MIB
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def on_gpu(**fields) -> RunConfig:
+    """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
+    return configure("benchmark", **fields | {"device": "cpu"}).model_copy(update={"device": "cuda"})
