@@ -14,7 +14,7 @@ from stepscope import StepscopeError
 
 ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "function"]
 # The part of a path that says where in which project a file is, wherever that is installed.
-PLACE = re.compile(r"(?:^|/)(?:lib/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
+PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
 
 
 class SnapshotError(StepscopeError, ValueError):
