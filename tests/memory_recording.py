@@ -3,6 +3,8 @@ import pickle
 import weakref
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -60,3 +62,40 @@ def stand_in(monkeypatch) -> Storages:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", storages.dump)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return storages
+
+
+class CudaAutocast(TorchFunctionMode):
+    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other rules.
+
+    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse roots, sums and the
+    loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.copies = {}
+
+    def __exit__(self, *exception):
+        self.copies.clear()
+        return super().__exit__(*exception)
+
+    def cast(self, value, dtype):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if value.is_leaf and value.requires_grad and dtype == torch.bfloat16:
+            if id(value) not in self.copies:
+                self.copies[id(value)] = value.to(dtype)
+            return self.copies[id(value)]
+        return value.to(dtype)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul):
+            args = [self.cast(value, torch.bfloat16) for value in args]
+        elif func in (torch.exp, torch.Tensor.pow, torch.rsqrt):
+            args = [self.cast(value, torch.float32) for value in args]
+        elif func is torch.Tensor.sum and args[0].dtype == torch.bfloat16:
+            kwargs = kwargs | {"dtype": torch.float32}
+        elif func is functional.cross_entropy:
+            return functional.nll_loss(functional.log_softmax(args[0], -1, dtype=torch.float32), args[1])
+        return func(*args, **kwargs)

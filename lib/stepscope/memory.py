@@ -16,7 +16,7 @@ from stepscope.snapshot import allocations, load_snapshot
 from stepscope.step import Step, build_step, out_of_memory_names
 from stepscope.timing import measure
 
-MARK_COLUMNS = ["step", "phase", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
+MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
                 "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes"]
 BETWEEN = "between steps"
 SNAPSHOT = Path("snapshot.pickle")  # in the run folder, which is where its notebook runs
@@ -45,7 +45,7 @@ class Recorder:
         self.marks: list[dict] = []                      # the end of each phase
         self.owners: list[tuple[int, int, str, set[int]]] = []  # (allocations, frees, category, addresses alive then)
         self.annotation: annotate.Annotation | None = None
-        self.index, self.step = 0, None
+        self.index, self.step, self.begun_at = 0, None, 0
 
     def get_event_attributes(self, message: str) -> str:
         return message
@@ -62,6 +62,8 @@ class Recorder:
 
     def __enter__(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+        now = counters()
+        self.begun_at = now["allocations"] + now["frees"]
 
     def __exit__(self, *exception) -> None:
         self.mark(self.name)
@@ -77,7 +79,7 @@ class Recorder:
                                          if torch.is_tensor(t) and t.device.type == self.step.config.device])
 
     def mark(self, phase: str) -> None:
-        self.marks.append({"step": self.index, "phase": phase} | counters())
+        self.marks.append({"step": self.index, "phase": phase, "begun_at": self.begun_at} | counters())
 
     def own(self, category: str, tensors: list[torch.Tensor]) -> None:
         """Say whose the memory is that these tensors lie in, now."""
@@ -158,14 +160,14 @@ def classified(table: pd.DataFrame, marks: pd.DataFrame, regions: list[tuple[int
     table["region"], table["layer"] = _regions(order, regions, table["phase"], config.num_layers)
     freed = table["freed_at"].astype("float64").fillna(float("inf"))
     table["category"] = "temporaries"
-    table.loc[freed > places[-1], "category"] = "other"
+    table.loc[freed >= places[-1], "category"] = "other"
     ends = {(m.step, m.phase): m.event for m in marks.itertuples()}
     training = config.mode != "forward"
     if training:
         for index in marks.loc[marks["phase"] == "backward", "step"].unique():
-            own = (table["step"] == index) & table["phase"].isin(["forward", "loss"]) & (freed > ends[index, "loss"])
+            own = (table["step"] == index) & table["phase"].isin(["forward", "loss"]) & (freed >= ends[index, "loss"])
             table.loc[own, "category"] = "activations"
-            table.loc[own & (freed > ends[index, "backward"]), "category"] = "other"
+            table.loc[own & (freed >= ends[index, "backward"]), "category"] = "other"
     if config.precision in ("bf16", "fp16"):
         size_of = {"attention.qkv": 2 * config.d_model**2, "attention.output": 2 * config.d_model**2,
                    "ffn": 2 * config.d_model * config.d_ff, "head": 2 * config.d_model * config.vocab_size}
@@ -223,11 +225,11 @@ def levels(table: pd.DataFrame, marks: pd.DataFrame) -> pd.DataFrame:
         StepscopeError: a phase's peak in the history is not the allocator's own.
     """
     begun = int(marks["allocations"].iloc[0] + marks["frees"].iloc[0])
-    freed, rows, before = table["freed_at"].astype("float64").fillna(float("inf")), [], 0
+    freed, rows = table["freed_at"].astype("float64").fillna(float("inf")), []
     for mark in marks.itertuples():
         end = int(mark.allocations + mark.frees - begun)
         if mark.phase in ("forward", "loss", "backward", "optimizer"):
-            live = live_bytes(table, before, end)
+            live = live_bytes(table, int(mark.begun_at) - begun, end)
             peak_event = int(live.idxmax())
             if int(live.max()) + int(marks["requested_bytes"].iloc[0]) != mark.peak_requested_bytes:
                 raise StepscopeError(f"step {mark.step}, {mark.phase}: the history peaks at {int(live.max())} bytes, the allocator says"
@@ -241,7 +243,6 @@ def levels(table: pd.DataFrame, marks: pd.DataFrame) -> pd.DataFrame:
                 for category in CATEGORIES:
                     rows.append({"step": mark.step, "phase": mark.phase, "moment": moment, "category": category,
                                  "bytes": int(own.get(category, 0))} | (what if moment == "peak" else {}))
-        before = end
     return pd.DataFrame(rows)
 
 
