@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope import StepscopeError, annotate
 from stepscope.accounting import CATEGORIES, MIB, at_rest, instants, peak, require_formulas, value
-from stepscope.config import MemoryConfig
+from stepscope.config import MemoryConfig, configure
 from stepscope.snapshot import allocations, load_snapshot
 from stepscope.step import Step, build_step, out_of_memory_names
+from stepscope.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.timing import measure
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
@@ -340,3 +341,29 @@ def at_peak(table: pd.DataFrame) -> pd.DataFrame:
     first = own.drop_duplicates(keys).set_index(keys)
     return pd.DataFrame({"requested_mib": without, "allocated_mib": sums, "layer": first["layer"], "region": first["region"],
                          "line": first["line"], "size_mib": first["size"] / MIB}).reset_index()
+
+
+TABLES = ("allocations.parquet", "levels", "predicted", "saved", "checkpoints", "samples")
+
+
+def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
+    """The study's tables over all records, each row with its run's configuration; ``runs`` has a row a run, the ones that ended
+    out of memory too, with ``predicted_mib``, the accounting's peak of its configuration. Empty tables where nothing was run."""
+    records = [record for record in records if record.study == "memory" and record.done]
+    if not records:
+        return dict.fromkeys(("runs", *TABLES), pd.DataFrame())
+    runs = runs_frame(records)
+    configs = [configure(**record.config | {"device": "cpu"}).model_copy(update={"device": record.config["device"]}) for record in records]
+    runs["predicted_mib"] = [peak(config).allocated / MIB for config in configs]
+    runs["measured"] = ["checkpointing" if config.checkpoints else "history" for config in configs]
+    runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib") for record in records]
+    keys = ["run_id", "size", "context_length", "mode", "precision", "expandable_segments", "device", "num_layers"]
+    tables = {name: load_table(store, records, name) for name in TABLES}
+    return {"runs": by_size(runs)} | {name: table.merge(runs[keys], on="run_id") if len(table) else table for name, table in tables.items()}
+
+
+def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
+    """The largest allocations of one run's last forward pass by line of code and size: line, region, size (bytes), times, layers."""
+    own = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
+    grouped = own.groupby(["line", "region", "size"], sort=False).agg(times=("size", "size"), layers=("layer", "nunique")).reset_index()
+    return grouped.sort_values(["size", "times"], ascending=False, kind="stable", ignore_index=True).head(number)

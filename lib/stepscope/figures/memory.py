@@ -35,11 +35,15 @@ def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
     return {phase: (first, after) for phase, first, after in zip(starts.index, edges, edges[1:])}
 
 
+def steps_of(table: pd.DataFrame) -> list[int]:
+    return sorted(table.loc[table["phase"].isin(PHASES), "step"].unique().tolist())
+
+
 def timeline(table: pd.DataFrame, title: str) -> Figure:
     """Live memory by category over the allocator's events, the first step beside the last, phases marked, peaks labelled."""
     use_style()
     live, total = stacked(table)
-    steps = sorted(table.loc[table["phase"].isin(PHASES), "step"].unique())
+    steps = steps_of(table)
     steps = [steps[0], steps[-1]] if len(steps) > 1 else steps
     figure, axes = plt.subplots(1, len(steps), figsize=(WIDTH_IN, 4.4), sharey=True, squeeze=False)
     used = [row for row, category in enumerate(COLORS) if live[row].any()]
