@@ -10,8 +10,10 @@ What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), a
 import re
 from dataclasses import dataclass
 
+import pandas as pd
+
 from stepscope import StepscopeError
-from stepscope.config import RunConfig, configure
+from stepscope.config import PHASES, RunConfig, configure
 from stepscope.model import parameter_count
 
 MIB = 2**20
@@ -277,3 +279,21 @@ def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
 def on_gpu(**fields) -> RunConfig:
     """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
     return configure("benchmark", **fields | {"device": "cpu"}).model_copy(update={"device": "cuda"})
+
+
+def what_fits(config: RunConfig, memory_mib: float) -> pd.DataFrame:
+    """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
+
+    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits, largest_context (at the batch given), largest_batch (at the
+    context given).
+    """
+    rows = []
+    for mode in PHASES:
+        for precision in ("fp32", "bf16"):
+            own = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
+            top = peak(own)
+            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase, "operation": top.operation,
+                         "fits": top.allocated <= memory_mib * MIB,
+                         "largest_context": largest_that_fits(own, "context_length", memory_mib),
+                         "largest_batch": largest_that_fits(own, "batch_size", memory_mib)})
+    return pd.DataFrame(rows)

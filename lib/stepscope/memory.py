@@ -355,6 +355,7 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     runs = runs_frame(records)
     configs = [configure(**record.config | {"device": "cpu"}).model_copy(update={"device": record.config["device"]}) for record in records]
     runs["predicted_mib"] = [peak(config).allocated / MIB for config in configs]
+    runs["parameters_bytes"] = [at_rest(config)["parameters"] for config in configs]
     runs["measured"] = ["checkpointing" if config.checkpoints else "history" for config in configs]
     runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib") for record in records]
     keys = ["run_id", "size", "context_length", "mode", "precision", "expandable_segments", "device", "num_layers"]

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stepscope.figures import WIDTH_IN, use_style
+from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
 
 GIB = 2**30
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73", "cuBLAS workspace": "#000000",
@@ -69,4 +69,61 @@ def timeline(table: pd.DataFrame, title: str) -> Figure:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
+    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow, at its prediction."""
+    if runs.empty:
+        return None
+    use_style()
+    modes = [mode for mode in ("forward", "step") if (runs["mode"] == mode).any()]
+    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.8), squeeze=False)
+    for axis, mode in zip(axes[0], modes):
+        for (precision, own), color, marker in zip(runs[runs["mode"] == mode].groupby("precision", sort=False), PALETTE, MARKERS):
+            own = own.sort_values("context_length")
+            axis.plot(own["context_length"], own["predicted_mib"] / 1024, "-", color=color, linewidth=1, label=f"{precision}, predicted")
+            ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
+            axis.plot(ok["context_length"], ok.get("steady_peak_allocated_mib", ok["predicted_mib"]) / 1024, marker, color=color, label=f"{precision}, measured")
+            axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color, markerfacecolor="white",
+                      label=f"{precision}, out of memory" if len(oom) else None)
+        memory = runs["gpu_memory_mib"].dropna()
+        if len(memory) and runs.loc[runs["mode"] == mode, "predicted_mib"].max() > 0.7 * memory.iloc[0]:
+            axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
+            axis.text(axis.get_xlim()[0], memory.iloc[0] / 1024, " the GPU's memory", va="bottom", fontsize=9)
+        axis.set_xscale("log", base=2)
+        contexts = sorted(runs["context_length"].unique())
+        axis.set_xticks(contexts, contexts)
+        axis.set(xlabel="context", ylabel="peak allocated (GiB)", title="forward alone" if mode == "forward" else "full step")
+        axis.set_ylim(0)
+        axis.legend()
+    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def checkpoints(curve: pd.DataFrame, where: str) -> Figure | None:
+    """Peak, measured and predicted, and step time over blocks per checkpoint; dashed: without checkpoints."""
+    if curve.empty:
+        return None
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
+    own, none = curve[curve["blocks"] > 0], curve[curve["blocks"] == 0]
+    ok = own[own["status"] == "ok"]
+    axes[0].plot(own["blocks"], own["predicted_mib"] / 1024, "-", color=PALETTE[1], label="predicted")
+    if ok["peak_mib"].notna().any():
+        axes[0].plot(ok["blocks"], ok["peak_mib"] / 1024, "o", color=PALETTE[0], label="measured")
+    axes[1].plot(ok["blocks"], ok["time_ms"], "o-", color=PALETTE[0], label="measured")
+    for axis, column, scale in ((axes[0], "peak_mib" if ok["peak_mib"].notna().any() else "predicted_mib", 1024), (axes[1], "time_ms", 1)):
+        if len(none) and none["status"].iloc[0] == "ok":
+            axis.axhline(none[column].iloc[0] / scale, color="0.3", linestyle="--", label="no checkpoints")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(own["blocks"], own["blocks"])
+        axis.set_ylim(0)
+        axis.set_xlabel("blocks per checkpoint")
+        axis.legend(loc="lower right")
+        axis.minorticks_off()
+    axes[0].set(ylabel="peak allocated (GiB)", title="memory")
+    axes[1].set(ylabel="step (ms)", title="time")
+    row = curve.iloc[0]
+    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
