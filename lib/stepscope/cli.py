@@ -150,10 +150,10 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
     if memory is None:
         memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
     found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
-    table = Table("mode", "precision", Column("peak, GiB", justify="right"), "where", "fits", Column("largest context", justify="right"),
+    table = Table("mode", "precision", Column("peak, GiB", justify="right"), "peak in", "fits", Column("largest context", justify="right"),
                   Column("largest batch", justify="right"), title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
     for row in found.itertuples():
-        table.add_row(row.mode, row.precision, f"{row.peak_mib / 1024:.2f}", f"{row.phase}: {row.operation}", "yes" if row.fits else "no",
+        table.add_row(row.mode, row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
                       f"{row.largest_context:,}", f"{row.largest_batch:,}")
     Console().print(table)
 

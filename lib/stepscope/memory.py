@@ -146,7 +146,8 @@ def classified(table: pd.DataFrame, marks: pd.DataFrame, regions: list[tuple[int
     ``region``, ``layer`` (missing outside the blocks), ``category``. Parameters, gradients and optimizer state are the
     tensors of that name; a workspace of cuBLAS is what clearing those frees; an activation is made in forward or loss and
     freed in backward; what those phases leave behind without autograd's need (logits, which the step's frame holds) is
-    other; an autocast copy has a weight's shape, is made by that weight's region and outlives the product.
+    other; an autocast copy has a weight's bytes, is made by that weight's region and outlives the product. (Where batch times
+    context is one of the weight's sides, the copy of an input has the same bytes and is taken for one.)
 
     Raises:
         StepscopeError: the live bytes differ from the allocator's own number at some mark.
@@ -158,7 +159,7 @@ def classified(table: pd.DataFrame, marks: pd.DataFrame, regions: list[tuple[int
     marks = marks.assign(event=places)
     which = marks["allocations"].searchsorted(order, side="right").clip(max=len(marks) - 1)
     table["step"], table["phase"] = marks["step"].to_numpy()[which], marks["phase"].to_numpy()[which]
-    table["region"], table["layer"] = _regions(order, regions, table["phase"], config.num_layers)
+    table["region"], table["layer"] = _regions(order, regions, table["step"], table["phase"], config.num_layers)
     freed = table["freed_at"].astype("float64").fillna(float("inf"))
     table["category"] = "temporaries"
     table.loc[freed >= places[-1], "category"] = "other"
@@ -192,14 +193,14 @@ def classified(table: pd.DataFrame, marks: pd.DataFrame, regions: list[tuple[int
     return table.drop(columns="address")
 
 
-def _regions(order: pd.Series, regions: list[tuple[int, str | None]], phases: pd.Series, layers: int) -> tuple[list, pd.Series]:
+def _regions(order: pd.Series, regions: list[tuple[int, str | None]], steps: pd.Series, phases: pd.Series, layers: int) -> tuple[list, pd.Series]:
     """Region and layer of each allocation. Blocks are counted as they open, in backward by the two sums that each ends in."""
     names, numbers, stack, at = [], [], [], 0
     blocks = sums = -1
-    phase_of = phases.to_numpy()
-    for position, number in enumerate(order):
-        if position and phase_of[position] != phase_of[position - 1]:
-            blocks = sums = -1 if phase_of[position] in ("forward", "backward") else blocks
+    phase_of, last = phases.to_numpy(), None
+    for position, (number, now) in enumerate(zip(order, zip(steps, phases))):
+        if now != last:
+            blocks, sums, last = -1, -1, now
         while at < len(regions) and regions[at][0] <= number:
             name = regions[at][1]
             at += 1

@@ -88,8 +88,7 @@ def timeline(tables: Tables) -> Answer:
     text = (f"Full step of {run['size']} at context {run['context_length']}, {run['precision']}: memory rises through forward to"
             f" {gib(by_phase['forward'] * MIB)}, peaks in backward at {gib(by_phase['backward'] * MIB)} and in the optimizer at"
             f" {gib(by_phase['optimizer'] * MIB)}. The step's peak is in {where(top)}. "
-            + ("The phases' peaks differ by more than " if apart else "Two of the phases' peaks are within ")
-            + f"{percent(NEARLY)} of the highest: {'by height alone they can be told apart' if apart else 'by height alone not all can be told apart'};"
+            + f"{'All' if apart else 'Not all'} of the phases' peaks are more than {percent(NEARLY)} of the highest apart: {'by height alone they can be told apart' if apart else 'by height alone not all can be told apart'};"
             " by shape they can, since forward only adds, backward gives activations back while gradients grow, and the optimizer adds"
             " and frees all at once.")
     state = steady_ends["forward", "optimizer state"]
