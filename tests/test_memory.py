@@ -6,17 +6,16 @@ import pandas as pd
 import pytest
 import torch
 from memory_recording import CudaAutocast, stand_in
-
 from stepscope import StepscopeError, accounting, memory, saved, snapshot
 from stepscope.accounting import MIB
 from stepscope.config import configure
 from stepscope.step import Step, build_step
 from stepscope.store import Store
 
-SHAPES = [dict(d_model=24, d_ff=50, num_layers=3, num_heads=2, context_length=24, vocab_size=70, batch_size=3),
-          dict(d_model=12, d_ff=90, num_layers=2, num_heads=3, context_length=40, vocab_size=30, batch_size=2),
-          dict(d_model=40, d_ff=40, num_layers=4, num_heads=4, context_length=10, vocab_size=400, batch_size=1),
-          dict(d_model=32, d_ff=64, num_layers=1, num_heads=4, context_length=70, vocab_size=20, batch_size=2)]
+SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
+          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
+          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10, "vocab_size": 400, "batch_size": 1},
+          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20, "batch_size": 2}]
 
 
 def config_of(shape: dict, **fields):

@@ -2,7 +2,6 @@
 import pandas as pd
 import pytest
 from memory_recording import CudaAutocast, stand_in
-
 from stepscope import memory
 from stepscope.accounting import MIB, on_gpu, peak
 from stepscope.answers import memory as answers
@@ -11,7 +10,7 @@ from stepscope.config import configure
 from stepscope.figures import memory as figures
 from stepscope.step import Step
 
-SHAPE = dict(size="custom", d_model=16, d_ff=64, num_layers=3, num_heads=2, vocab_size=40, batch_size=3)
+SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40, "batch_size": 3}
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +61,15 @@ def test_timeline_says_when_and_how_the_first_step_differs(tables):
 
 
 def test_peaks_name_the_cause(tables):
-    answer = answers.peaks(tables)
+    runs = tables["runs"]
+    peaks, fp32 = runs["steady_peak_allocated_mib"], runs["precision"] == "fp32"
+    raised, lowered = (runs.assign(steady_peak_allocated_mib=peaks.where(fp32, peaks * factor)) for factor in (10, 0.1))
+    answer = answers.peaks(tables | {"runs": raised})
     assert "raises the peak of forward alone" in answer.text and answer.numbers["copies_mib"] > 0
+    assert "lowers the peak of forward alone" in answers.peaks(tables | {"runs": lowered}).text
     assert "Out of memory, as predicted: full step at context 512" in answer.text
     roomy = changed(tables, "runs", gpu_memory_mib=1e6)
     assert "as predicted" not in answers.peaks(roomy).text
-    runs = tables["runs"].copy()
-    runs.loc[runs["precision"] == "bf16", "steady_peak_allocated_mib"] /= 100
-    assert "lowers the peak of forward alone" in answers.peaks(tables | {"runs": runs}).text
 
 
 def test_accounting_says_how_far_off_it_is(tables):

@@ -16,6 +16,9 @@ ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "fu
 # The part of a path that says where in which project a file is, wherever that is installed.
 PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
 
+# What reading a pickle that is none, or a damaged one, ends in.
+DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+
 
 class SnapshotError(StepscopeError, ValueError):
     """A file that is no memory snapshot, or that holds more than plain data."""
@@ -42,7 +45,7 @@ def load_snapshot(path: Path) -> dict:
             snapshot = PlainUnpickler(file).load()
     except OSError as error:
         raise SnapshotError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # a damaged pickle ends in errors of any type
+    except DAMAGED as error:
         raise SnapshotError(f"{path}: not read as a memory snapshot: {error or type(error).__name__}") from None
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("device_traces"), list):
         raise SnapshotError(f"{path}: expected a snapshot's dictionary with a list device_traces, and it holds none")
