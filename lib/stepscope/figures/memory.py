@@ -80,7 +80,7 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
     modes = [mode for mode in ("forward", "step") if (runs["mode"] == mode).any()]
     figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.8), squeeze=False)
     for axis, mode in zip(axes[0], modes):
-        for (precision, own), color, marker in zip(runs[runs["mode"] == mode].groupby("precision", sort=False), PALETTE, MARKERS):
+        for (precision, own), color, marker in zip(runs[runs["mode"] == mode].sort_values("precision", ascending=False).groupby("precision", sort=False), PALETTE, MARKERS):
             own = own.sort_values("context_length")
             axis.plot(own["context_length"], own["predicted_mib"] / 1024, "-", color=color, linewidth=1, label=f"{precision}, predicted")
             ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
