@@ -12,23 +12,27 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, attention, benchmark, compiled, profiles, warmup
+from stepscope import StepscopeError, attention, benchmark, compiled, memory, profiles, warmup
 from stepscope.answers import Answer, listing
 from stepscope.answers import attention as attention_answers
 from stepscope.answers import attention_memory as attention_memory_answers
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
 from stepscope.answers import compiled as compiled_answers
+from stepscope.answers import memory as memory_answers
+from stepscope.answers import memory_options
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
 from stepscope.figures import attention as attention_figures
 from stepscope.figures import benchmark as benchmark_figures
+from stepscope.figures import memory as memory_figures
 from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
 from stepscope.published import load_published
 from stepscope.store import Record, RecordError, Store, load_table, read_record
+from stepscope.timeline import timeline_page
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
@@ -56,6 +60,7 @@ class Data:
     timeline: pd.DataFrame
     walls: pd.DataFrame
     statuses: pd.DataFrame
+    memory: dict[str, pd.DataFrame]  # see memory.all_runs
     attention: dict[str, pd.DataFrame]  # cells, ends, predicted, accounting
     compiled: pd.DataFrame  # a row a run, variant, mode and phase
 
@@ -87,8 +92,8 @@ def load_data(store: Store) -> Data:
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
                 *(profiles.all_runs(store, records, table) for table in
-                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
-                attention=attention.all_tables(store, records), compiled=compiled.all_times(store, records))
+                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")), memory.all_runs(store, records),
+                attention.all_tables(store, records), compiled.all_times(store, records))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -122,6 +127,16 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: claims_answers.claims_beside(d.operations, d.regions, _clocks(d)),
         lambda d: nsys_answers.conserved(d.operations, d.statuses),
     ],
+    "Memory": [
+        lambda d: memory_answers.timeline(d.memory),
+        lambda d: memory_answers.peaks(d.memory),
+        lambda d: memory_answers.accounting(d.memory),
+        lambda d: memory_answers.residual(d.memory),
+        lambda d: memory_answers.largest_of_forward(d.memory),
+        lambda d: memory_answers.block(d.memory),
+        lambda d: memory_options.checkpointing(d.memory),
+        lambda d: memory_options.fragmentation(d.memory),
+    ],
     "Attention": [
         lambda d: attention_answers.same_result(d.attention["cells"]),
         lambda d: attention_answers.how_long(d.attention["cells"]),
@@ -152,11 +167,35 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "nsys_attention": lambda d: nsys_figures.attention(d.operations, d.regions, d.where),
     "nsys_roofline": lambda d: _roofline(d),
     "nsys_timeline": lambda d: _timeline(d),
+    "memory_timeline": lambda d: _memory_timeline(d, "step"),
+    "memory_timeline_forward": lambda d: _memory_timeline(d, "forward"),
+    "memory_peaks": lambda d: memory_figures.peaks(memory_answers.matrix(d.memory), d.where),
+    "memory_checkpoints": lambda d: memory_figures.checkpoints(memory_options.curve(d.memory), d.where),
     "attention_time": lambda d: attention_figures.over_sequence(d.attention["cells"], d.attention["ends"], d.where),
     "attention_speedup": lambda d: attention_figures.speedup(d.attention["cells"], d.where),
     "attention_ceiling": lambda d: attention_figures.ceiling(d.attention["cells"], d.where),
     "compile_model": lambda d: attention_figures.whole_model(d.compiled, d.where),
 }
+
+
+def _memory_timeline(data: Data, mode: str) -> Figure | None:
+    run = memory_answers.reference(data.memory, mode)
+    if run is None:
+        return None
+    table = data.memory["allocations.parquet"]
+    words = memory_answers.MODE_WORDS[mode]
+    return memory_figures.timeline(table[table["run_id"] == run["run_id"]],
+                                   f"{run['size']}, context {run['context_length']}, {words}, {run['precision']}, {data.where}")
+
+
+def interactive_timeline(data: Data) -> str | None:
+    """The page with the allocations of the full step and of forward alone, fp32 and bf16; None where there are none."""
+    shown = {}
+    for mode, precision in (("step", "fp32"), ("forward", "fp32"), ("forward", "bf16")):
+        if (run := memory_answers.reference(data.memory, mode, precision)) is not None:
+            table = data.memory["allocations.parquet"]
+            shown[f"{memory_answers.MODE_WORDS[mode]}, {precision}, {run['size']}, context {run['context_length']}"] = table[table["run_id"] == run["run_id"]]
+    return timeline_page(f"Live memory by category, {data.where}", shown) if shown else None
 
 
 def _roofline(data: Data) -> Figure | None:
@@ -264,6 +303,8 @@ def render(store: Store, folder: Path) -> list[Path]:
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     text = writeup(data, figures, runs_link, "figures")
     (folder / "writeup.md").write_text(text, encoding="utf-8")
+    if page := interactive_timeline(data):
+        (folder / "figures" / memory_answers.TIMELINE).write_text(page, encoding="utf-8")
     (folder / "writeup.html").write_text(render_page(text, folder), encoding="utf-8")
     if (readme := folder / "README.md").exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), data), encoding="utf-8")
@@ -297,6 +338,8 @@ def check(store: Store, folder: Path) -> None:
     text = writeup(data, figures, os.path.relpath(store.root, folder).replace(os.sep, "/"), "figures")
     _same_text(folder / "writeup.md", text)
     _same_text(folder / "writeup.html", render_page(text, folder))
+    if page := interactive_timeline(data):
+        _same_text(folder / "figures" / memory_answers.TIMELINE, page)
     if (readme := folder / "README.md").exists():
         if TABLE_BEGIN not in readme.read_text(encoding="utf-8"):
             raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind it")
