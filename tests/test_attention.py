@@ -1,16 +1,21 @@
 """The attention study: what is checked, timed and counted, on a CPU; the answers on data made for the sentence."""
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from conftest import record_of
-from stepscope import attention, attention_memory, compiled
+from stepscope import attention, attention_memory, compiled, report
+from stepscope.answers import Answer
 from stepscope.answers import attention as answers
 from stepscope.answers import attention_memory as memory_answers
 from stepscope.answers import compiled as compiled_answers
 from stepscope.attention import Implementations, Inputs, errors, measure_attention, measure_cell, reference
 from stepscope.config import ATTENTIONS, configure
+from stepscope.execute import execute
 from stepscope.figures import attention as figures
+from stepscope.report import FIGURES, load_data, writeup
 from stepscope.store import write_table
 
 SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3, "warmup_steps": 1,
@@ -395,3 +400,35 @@ def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(tiny, mo
     monkeypatch.setattr(compiled, "build_step", build)
     rows = compiled.measure_variants(config)["variants"]
     assert rows["status"].tolist() == ["oom"] * 3 + ["ok"] * 3 and "too large" in rows["reason"][0]
+
+
+# -- from the notebook to the report -----------------------------------------------------------------------------------
+
+def test_a_notebooks_run_becomes_cells_with_rates_and_a_report_without_a_gpu(store):
+    config = configure("attention", **SMALL | {"causal": ["eager", "flash", "cudnn"], "unmasked": ["eager", "flash"], "unmasked_from": 16})
+    with store.writing():
+        record = execute(config, store)
+    assert record.status == "ok", record.cause
+    assert set(record.tables) == {"cells", "samples.parquet", "ceilings", "ends", "predicted", "accounting"}
+    data = load_data(store)
+    cells = data.attention["cells"]
+    assert len(cells) == 3 * 3 + 2 * 2 and cells["status"].value_counts().to_dict() == {"ok": 10, "unsupported": 3}
+    row = cells[cells["status"] == "ok"].iloc[-1]
+    assert row["pass_tflops"] == pytest.approx(3 * 4 * 2 * row["sequence"]**2 * 8 / row["pass_median_ms"] / 1e9)
+    text = writeup(data, list(FIGURES), ".", "figures")
+    assert "Which implementations run here" in text and "No viable backend" in text and " nan" not in text
+    assert all(draw(data) is not None for name, draw in FIGURES.items() if name.startswith("attention"))
+
+
+def test_the_same_runs_are_listed_once_as_evidence():
+    def answer(key, runs):
+        return Answer(key, key, "text", runs=runs)
+    runs = [f"attention/{i}" for i in range(4)]
+    records = [record_of(configure("attention", device="cpu", d_model=2 * i + 2)).model_copy(update={"run_id": str(i)}) for i in range(4)]
+    data = SimpleNamespace(records=records, errors=[], is_preset=False, where="here", device_name="a GPU")
+    sections = {"A section": [lambda d: answer("one", runs), lambda d: answer("two", runs), lambda d: answer("three", runs[:2])]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "SECTIONS", sections)
+        text = writeup(data, [], ".", "figures")
+    assert text.count("<details><summary>Evidence: 4 runs") == 1 and "Evidence: the 4 runs named [above](#one)." in text
+    assert text.count("[attention/0](") == 2
