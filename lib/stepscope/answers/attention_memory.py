@@ -137,12 +137,18 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                          "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
                         | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead)
                            for card in CARDS_GIB}
-                        | {"known": _known_share(coded, peaks)})
+                        | {"known": _known_share(coded, peaks), "end_s": _seconds_at(longest_fitting(fitted, available), peaks)})
     return pd.DataFrame(rows)
 
 
 def _card_bytes(card: int, here: float) -> float:
     return here if abs(card * 2**30 / here - 1) < SAME_CARD else card * 2**30
+
+
+def _seconds_at(sequence: float, peaks: pd.DataFrame) -> float:
+    """How long a pass at a sequence would take, by the square of it over the longest that was timed."""
+    last = peaks.loc[peaks["sequence"].idxmax()]
+    return last["pass_median_ms"] / 1e3 * (sequence / last["sequence"]) ** 2
 
 
 def _known_share(coded: np.ndarray | None, peaks: pd.DataFrame) -> float:
@@ -172,7 +178,7 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
     off_code = (measured["by_code"] / ((measured["fits"] + measured["fails"]) / 2) - 1).dropna()
     off_fit = measured["by_fit"] / ((measured["fits"] + measured["fails"]) / 2) - 1
     first = ends.iloc[0]
-    text.append(f"So the sequence was doubled beyond it at d {first.d_model}, causal, one forward and backward at a time,"
+    text.append(f"Beyond it the sequence was doubled at d {first.d_model}, causal, one forward and backward at a time,"
                 f" and halved back where it failed. Predicted is"
                 " the end twice: from the code alone, by running its operators on tensors without data and following each"
                 " storage from its making to its end; and"
@@ -197,8 +203,8 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
     if len(unreached):
         text.append(f"{listing(dict.fromkeys(WORDS[n] for n in unreached['implementation']))} still"
                     f" fit{'s' if unreached['implementation'].nunique() == 1 else ''} at the"
-                    f" longest sequence tried ({span(unreached['fits'])}); where they end is predicted only, since a pass"
-                    f" there would take minutes.")
+                    f" longest sequence tried ({span(unreached['fits'])}); where they end is predicted only, since"
+                    f" one pass there would take {span(unreached['end_s'] / 60, ' minutes', 2)} by the square of the sequence.")
     shortest = measured.loc[measured["fails"].idxmin()] if len(measured) else None
     tables_out = []
     shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS),
@@ -254,7 +260,7 @@ def _reserved_gib(words: str) -> float:
 
 def _times(ends: pd.DataFrame) -> str:
     """By implementation, how many times the predicted peak the measured one is."""
-    return listing(f"{number(own['known'].median())} times"
+    return listing(f"{own['known'].median():.2f} times"
                    f" ({WORDS[name]})" for name, own in ends[ends["known"].notna()].groupby("implementation", sort=False))
 
 
