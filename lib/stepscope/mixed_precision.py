@@ -11,6 +11,7 @@ from torch import Tensor
 from stepscope import profiles
 from stepscope.benchmark import with_launch_bound, with_rates
 from stepscope.config import PHASES, PRECISIONS, BenchmarkConfig, ConfigError, MixedPrecisionConfig, configure, require_device
+from stepscope.model import parameter_count
 from stepscope.step import Step, build_step
 from stepscope.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.summary import ratio_interval, summarize
@@ -195,7 +196,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
             own, ceilings = (table[table["run_id"] == record.run_id] for table in (samples, tables["ceilings"]))
             times.append(run_times(own, ceilings, configure(**record.config)).assign(run_id=record.run_id))
             ratios.append(speedups(own).assign(run_id=record.run_id, study="mixed_precision"))
-        cells = tables["cells"].merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
+        weights = {record.run_id: parameter_count(configure(**record.config)) for record in done}
+        cells = tables["cells"].assign(parameters=tables["cells"]["run_id"].map(weights)).merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
         tables |= {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)), "speedups": pd.concat(ratios, ignore_index=True)}
         runs = runs_frame(done)
         for name, table in tables.items():

@@ -90,7 +90,7 @@ def signed(value: float) -> str:
 
 def tiny(value: float, digits: int = 1) -> str:
     """Scientific where that is shorter."""
-    return "0" if value == 0 else f"{value:.3g}" if 0.001 <= abs(value) < 1e4 else f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
+    return "0" if value == 0 else f"{float(f'{value:.3g}'):g}" if 0.001 <= abs(value) < 1e4 else f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def toy(mixed: Tables) -> Answer:
@@ -159,9 +159,8 @@ def norms(mixed: Tables) -> Answer:
         text.append("So in fp16 a norm has to leave the type for its range, in bf16 only for its digits.")
     shown = rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "input")]
     shown = shown.assign(cell=[norm_cell(r) for r in shown.itertuples()]).pivot(index=["norm", "dtype", "quantity"], columns="scale", values="cell")
-    order = shown.index.drop_duplicates().to_list()
-    quantities = list(dict.fromkeys(rows["quantity"]))
-    shown = shown.reindex(sorted(order, key=lambda key: (key[0], LOW.index(key[1]), quantities.index(key[2])))).fillna("– ↑")
+    shown = shown.reindex([key for norm, own in rows[rows["quantity"] != "input"].groupby("norm", sort=False) for dtype in LOW
+                           for key in [(norm, dtype, quantity) for quantity in dict.fromkeys(own["quantity"])]]).fillna("– ↑")
     shown.columns = [tiny(value, 0) for value in shown.columns]
     return Answer("mixed-norms", question, " ".join(text), finding, off.to_dict(),
                   [("By scale of the inputs: median relative error against float64; ↑ overflowed (in the last column the input itself), ↓ became zero.",
@@ -188,8 +187,8 @@ def factor_words(row) -> str:
     return "unchanged" if row.change == "none" else f"{number(row.speedup)} times as fast" if row.change == "faster" else f"{number(1 / row.speedup)} times as long"
 
 
-def speed(mixed: Tables, times: pd.DataFrame) -> Answer:
-    """``times`` is the benchmark's, whose fp32 is measured here again."""
+def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answer:
+    """``times`` is the benchmark's, whose fp32 is measured here again; ``operations`` the nsys study's in fp32."""
     question = "How much faster is lower precision than fp32, by phase, and how does that change with the model's size?"
     rows = mixed["speedups"]
     if rows.empty:
@@ -213,8 +212,7 @@ def speed(mixed: Tables, times: pd.DataFrame) -> Answer:
     beyond = steps[steps["context_length"] == 2 * context].merge(steps[steps["context_length"] == context], on=["size", "precision"], suffixes=("", "_before"))
     if len(beyond):
         less = beyond[beyond["speedup"] < beyond["speedup_before"]]
-        text.append(f"From context {context} to {2 * context} the step's speed-up falls in {len(less)} of {len(beyond)} cases, as what grows with the square of the context"
-                    " is mostly not products." if len(less) > len(beyond) / 2 else f"From context {context} to {2 * context} the step's speed-up falls in {len(less)} of {len(beyond)} cases.")
+        text.append(f"From context {context} to {2 * context} the step's speed-up falls in {len(less)} of {len(beyond)} cells{_products_by_context(operations, context)}.")
     if {"bf16", "fp16"} <= set(precisions):
         pair = steps[steps["precision"] == "bf16"].merge(steps[steps["precision"] == "fp16"], on=["run_id"], suffixes=("", "_fp16"))
         text.append(f"fp16's step takes {span(pair['median_ms_fp16'] / pair['median_ms'])} times as long as bf16's.")
@@ -223,8 +221,11 @@ def speed(mixed: Tables, times: pd.DataFrame) -> Answer:
                 f" {counts.get('none', 0)} show no change (the interval holds 1, or the medians are within {percent(SAME)}).")
     again = _same_as_benchmark(mixed, times)
     if len(again):
-        text.append(f"fp32 is here measured again, in other processes than the benchmark's: the medians differ by {percent(again.median(), 1)} in the middle of"
-                    f" {len(again)} and by {percent(again.max(), 1)} at most.")
+        bound = again["launch_bound_share"] >= 0.5 if "launch_bound_share" in again else pd.Series(False, index=again.index)
+        text.append("fp32 is measured here again, in other processes than the benchmark's. Its medians differ by " + " and by ".join(
+            f"{percent(own.max(), 1)} at most {where} ({len(own)} cells)" for own, where in
+            ((again.loc[~bound, "off"], "where the GPU sets the pace" if bound.any() else "anywhere"), (again.loc[bound, "off"], "where the host's launches do")) if len(own))
+            + "; every ratio here is of two medians from one process.")
     missing = mixed["times"][mixed["times"]["status"] != "ok"]
     for (precision, cause), own in missing.groupby(["precision", "cause"]):
         where = "" if len(own) == len(pick(mixed["times"], precision=precision)) else " in " + listing(
@@ -253,15 +254,27 @@ def speed(mixed: Tables, times: pd.DataFrame) -> Answer:
                   [("mixed_speed", "How many times as fast as fp32, by size")], runs_of(rows))
 
 
-def _same_as_benchmark(mixed: Tables, times: pd.DataFrame) -> pd.Series:
-    """Relative difference of fp32's medians from the benchmark study's of the same size, context and mode."""
+def _products_by_context(operations: pd.DataFrame, context: int) -> str:
+    """How the products' share of fp32's step changes from a context to its double, as the end of a sentence; empty without profiles."""
+    rows = parts(operations)
+    if rows.empty:
+        return ""
+    share = (rows["matrix products"] / rows[list(PARTS)].sum(axis=1)).groupby(rows["context_length"]).median()
+    if not {context, 2 * context} <= set(share.index):
+        return ""
+    falls = "falls" if share[2 * context] < share[context] else "does not fall"
+    return f"; in fp32's profiles the products' share of the step {falls}, from {percent(share[context])} to {percent(share[2 * context])} (medians over sizes)"
+
+
+def _same_as_benchmark(mixed: Tables, times: pd.DataFrame) -> pd.DataFrame:
+    """fp32's cells that the benchmark study has too, with ``off``: how far the medians of wall time are apart, relatively."""
     other = matrix(times)
     if other.empty:
-        return pd.Series(dtype=float)
+        return other
     keys = ["size", "context_length", "mode"]
     here, there = (pick(table, phase=WHOLE, status="ok", precision="fp32").astype({"size": str}) for table in (mixed["times"], other))
     both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
-    return (both["median_ms"] / both["median_ms_benchmark"] - 1).abs()
+    return both.assign(off=(both["median_ms"] / both["median_ms_benchmark"] - 1).abs())
 
 
 def with_cause(mixed: Tables) -> pd.DataFrame:
@@ -283,7 +296,9 @@ def _cause(row) -> str:
         return "limited by the host's launches"
     if row.ahead_ms == row.ahead_ms and row.ahead_ms < row.median_ms - row.fp32_ms:
         return "the GPU had caught up and waits for the phase's first launches"
-    return "the logits are cast for the loss" if row.phase == "loss" else "the GPU's own work"
+    if row.phase == "loss":
+        return "the loss's cast to fp32" if row.precision in LOW else "not told apart by these clocks"
+    return "the GPU's own work"
 
 
 def slower(mixed: Tables, operations: pd.DataFrame) -> Answer:
@@ -315,9 +330,9 @@ def slower(mixed: Tables, operations: pd.DataFrame) -> Answer:
         optimizer = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
         idle = optimizer["ahead_ms"] < 0.1 * optimizer["median_ms"]
         if idle.any() and (~idle).any():
-            text.append(f"The optimizer's tensors are fp32 in every precision. Where the host is ahead of the GPU when it begins, its time is"
+            text.append(f"The optimizer's tensors are fp32 in every precision. Where the host is ahead of the GPU when it begins, its time in TF32 and bf16 is"
                         f" {span(1 / optimizer.loc[~idle, 'speedup'], digits=4)} times fp32's ({int((~idle).sum())} cells); where the GPU, faster now, has caught up,"
-                        f" {span(1 / optimizer.loc[idle, 'speedup'])} times ({int(idle.sum())}): it waits for the optimizer's first launches, and no kernel is slower.")
+                        f" {span(1 / optimizer.loc[idle, 'speedup'])} times ({int(idle.sum())}), since it first waits for launches.{_same_kernels(mixed, operations)}")
         scaler = rows[(rows["phase"] == "optimizer") & (rows["precision"] == "fp16")].merge(
             rows[(rows["phase"] == "optimizer") & (rows["precision"] == "bf16")][["run_id", "median_ms"]], on="run_id", suffixes=("", "_bf16"))
         if len(scaler):
@@ -336,6 +351,18 @@ def slower(mixed: Tables, operations: pd.DataFrame) -> Answer:
                   runs_of(worse if len(worse) else rows))
 
 
+def _same_kernels(mixed: Tables, operations: pd.DataFrame) -> str:
+    """Whether the optimizer's kernels themselves take the same time in both profiles, as a sentence; empty without them."""
+    low, base = parts(mixed["profiles"]), parts(operations)
+    if low.empty or base.empty:
+        return ""
+    both = low.merge(base, on=["size", "context_length"], suffixes=("", "_fp32"))
+    ratio = both["optimizer"] / both["optimizer_fp32"]
+    if ratio.empty or (ratio - 1).abs().max() > SAME:
+        return ""
+    return f" Its kernels themselves take the same time in both profiles ({span(ratio, digits=4)} times)."
+
+
 def phase_words(phase: str) -> str:
     return "whole pass or step" if phase == WHOLE else phase
 
@@ -348,6 +375,7 @@ def casts(mixed: Tables) -> Answer:
     text, tables, finding, numbers = [], [], "", {}
     if len(census):
         size, context = census["size"].iloc[0], census["context_length"].iloc[0]
+        census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
         named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
         for autocast, own in named.groupby("autocast", sort=False):
             n = own.groupby("kind")["count"].sum()
@@ -355,6 +383,10 @@ def casts(mixed: Tables) -> Answer:
         brain = pick(named, autocast="bf16")
         by_phase = brain[brain["kind"] == "cast"].groupby("phase", sort=False)["count"].sum()
         text.append(f"Its casts under bf16 by phase: {listing(f'{phase} {n}' for phase, n in by_phase.items())}.")
+        lossy = [autocast for autocast, own in named[named["operation"] == "_log_softmax"].groupby("autocast", sort=False) if (own["kind"] == "low").all()]
+        if lossy:
+            text.append(f"The loss's log-softmax itself runs in the low type ({listing(lossy)}): only its result is cast to fp32. Softmax's exponentials and sums inside"
+                        f" attention run {'in fp32' if (brain.loc[(brain['operation'] == 'exp'), 'kind'] == 'fp32').all() else 'in the low type'}.")
         numbers |= {"operations": int(brain["count"].sum()), "casts": int(by_phase.sum())}
         shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
         shown = shown.groupby(["phase", "kind", "operation"], sort=False)["count"].sum().reset_index()
@@ -372,7 +404,7 @@ def casts(mixed: Tables) -> Answer:
         shown = cost.assign(a=cost["casts_ms"].map(number), b=cost["step_ms"].map(number), c=[percent(v, 1) for v in cost["share"]])
         tables.append((f"Casts of one full step, context {listing(map(str, sorted(cost['context_length'].unique())))}.",
                        shown[["size", "precision", "casts", "a", "b", "c"]].set_axis(["size", "autocast", "casts", "casts (ms)", "all (ms)", "share"], axis=1)))
-    return Answer("mixed-casts", question, " ".join(text), finding, numbers, tables, [], runs_of(census if len(census) else cost))
+    return Answer("mixed-casts", question, " ".join(text), finding, numbers, tables, [], sorted({run for table in (census, cost) if len(table) for run in runs_of(table)}))
 
 
 KINDS = {"low": "in the low type", "fp32": "in fp32", "both": "that take or give both", "cast": "casts"}
@@ -476,6 +508,13 @@ def memory(mixed: Tables) -> Answer:
                 + (f" ({', '.join(f'{MODE_WORDS[mode]} {n}' for mode, n in more.groupby(level='mode', sort=False).size().items())})" if len(more) else "") + ".")
     weights = "The weights, their gradients and AdamW's moments stay in fp32. Autocast adds a low copy of each weight and keeps it until its context ends"
     text.append(weights + ("; forward alone saves no activations that could make up for it." if "forward" in ranges and ranges["forward"].min() > 1 else "."))
+    level = rows[(rows["mode"] == "step") & (rows["precision"] == "bf16")].merge(rows[(rows["mode"] == "step") & (rows["precision"] == "fp32")][["run_id", "peak_allocated_mib"]],
+                                                                                  on="run_id", suffixes=("", "_fp32"))
+    level = level[(level["peak_allocated_mib"] / level["peak_allocated_mib_fp32"] - 1).abs() < SAME / 2]
+    if len(level):
+        times_weights = level["peak_allocated_mib_fp32"] * 2**20 / (4 * level["parameters"])
+        text.append(f"Where the full step saves nothing ({len(level)} cells), its peak is {span(times_weights)} times the fp32 weights: weights, gradients, two moments and what"
+                    " AdamW needs beside them, all of it fp32, and not the activations.")
     same = [(peaks[p] / peaks[q] - 1).abs().max() < 0.001 for p, q in (("fp16", "bf16"), ("tf32", "fp32")) if {p, q} <= set(peaks.columns)]
     if same and all(same):
         text.append("fp16 takes what bf16 takes and TF32 what fp32 takes: types of the same width.")

@@ -5,6 +5,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 
+from stepscope.answers import ms
 from stepscope.answers.benchmark import MODE_WORDS, pick, reference
 from stepscope.answers.mixed_precision import LOST, PARTS, Tables, health_rows, parts
 from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
@@ -118,7 +119,7 @@ def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
             for index, name in enumerate(names):
                 axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4, label=name if not labels else None)
                 start += row[name] / whole
-            axis.text(start, y, f" {row['total']:.3g} ms", va="center", fontsize=9)
+            axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
             labels.append((y, f"{size}, {row['precision']}"))
             y += 1
         y += 0.5
@@ -170,7 +171,8 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         careful = "pairwise" in way or "Kahan" in way
         dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
         off = own["error"].abs()
-        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), "--" if dashed else "-", color=PRECISION_COLORS[way[:4]], label=way, linewidth=1.4)
+        style = ("x" if dashed else ".") if careful else "--" if dashed else "-"  # careful sums swing around the exact one: points, no line
+        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way, linewidth=1.4, markersize=4)
     for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
@@ -185,15 +187,16 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     table = pick(table, device=table["device"].iloc[-1])
+    table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))  # RMSNorm's counterpart
     quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
     names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
-    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 6.0), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 5.2), sharex=True, sharey=True, squeeze=False)
     for row, norm in zip(axes, names):
         for axis, dtype in zip(row, dtypes):
             own = pick(table, norm=norm, dtype=dtype)
             for index, quantity in enumerate(quantities):
                 values = pick(own, quantity=quantity)
-                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3, linewidth=1.2, label=quantity)
+                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3, linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
                 for column, marker in (("nonfinite", "x"), ("zero", "v")):
                     lost = values[values[column] > LOST]
                     axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index], markersize=5)
