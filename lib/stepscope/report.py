@@ -125,7 +125,7 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: mixed_answers.toy(d.mixed),
         lambda d: mixed_answers.norms(d.mixed),
         lambda d: mixed_answers.speed(d.mixed, d.times, d.operations),
-        lambda d: mixed_answers.slower(d.mixed, d.operations),
+        lambda d: mixed_answers.slower(d.mixed, d.times, d.operations),
         lambda d: mixed_answers.casts(d.mixed),
         lambda d: mixed_answers.left(d.mixed, d.operations),
         lambda d: mixed_answers.memory(d.mixed),

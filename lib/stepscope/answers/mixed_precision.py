@@ -13,7 +13,6 @@ from stepscope.numerics import ADDITIONS, DTYPES, EPS, TERM
 from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
-SWEEP = "mixed_precision nsys"
 # The handout's four loops, and what another report (E of data/published.yaml) prints for each.
 PUBLISHED_SUMS = {"fp32 into fp32": "10.0001", "fp16 into fp16": "9.9531", "fp16 into fp32": "10.0021", "fp16 cast to fp32, into fp32": "10.0021"}
 DEVICE_WORDS = {"cuda": "the GPU", "cpu": "the CPU"}
@@ -70,7 +69,7 @@ def accumulation(mixed: Tables) -> Answer:
     worst = plain["error"].abs().idxmax()
     mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst] and plain.sum_type[way] == "fp32" and way != worst), None)
     finding = (f"**A thousand times 0.01 is {plain.result[worst]:g} when summed in {plain.sum_type[worst]}**"
-               + (f", and {number(plain.result[mended], 5)} when the same terms are summed in fp32." if mended else "."))
+               + (f", and {plain.result[mended]:g} when the same terms are summed in fp32." if mended else "."))
     table = pd.DataFrame([{"way": way, "printed": f"{r.result:.4f}", "exactly": exactly(r.result), "bits": f"`{r.bits}`", "error": signed(r.error),
                            "from storing 0.01": signed(r.error_of_term), "from adding": signed(r.error_of_adding)} for way, r in own.iterrows()])
     return Answer("mixed-sums", question, " ".join(text), finding, own["result"].to_dict(),
@@ -219,13 +218,11 @@ def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answe
     counts = walls["change"].value_counts()
     text.append(f"Of {len(walls)} comparisons of a whole pass or step {counts.get('faster', 0)} are faster than fp32, {counts.get('slower', 0)} slower, and"
                 f" {counts.get('none', 0)} show no change (the interval holds 1, or the medians are within {percent(SAME)}).")
-    again = _same_as_benchmark(mixed, times)
+    again = same_as_benchmark(mixed, times)
     if len(again):
-        bound = again["launch_bound_share"] >= 0.5 if "launch_bound_share" in again else pd.Series(False, index=again.index)
-        text.append("fp32 is measured here again, in other processes than the benchmark's. Its medians differ by " + " and by ".join(
-            f"{percent(own.max(), 1)} at most {where} ({len(own)} cells)" for own, where in
-            ((again.loc[~bound, "off"], "where the GPU sets the pace" if bound.any() else "anywhere"), (again.loc[bound, "off"], "where the host's launches do")) if len(own))
-            + "; every ratio here is of two medians from one process.")
+        text.append("fp32 is measured here again, in other processes than the benchmark's. Its medians are apart by " + " and by ".join(
+            f"{percent(own['off'].max(), 1)} at most {'in cells with launch-bound phases' if bound else 'in the others'} ({len(own)})"
+            for bound, own in again.groupby("bound", sort=False)) + "; every ratio here is of two medians from one process.")
     missing = mixed["times"][mixed["times"]["status"] != "ok"]
     for (precision, cause), own in missing.groupby(["precision", "cause"]):
         where = "" if len(own) == len(pick(mixed["times"], precision=precision)) else " in " + listing(
@@ -235,8 +232,8 @@ def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answe
     finding = ""
     if len(low):
         name, least, most = low["precision"].iloc[0], low.loc[low["speedup"].idxmin()], low.loc[low["speedup"].idxmax()]
-        finding = (f"**A full step in {name} is {number(least.speedup)} ({least['size']}, context {least.context_length}) to {number(most.speedup)} times"
-                   f" ({most['size']}, context {most.context_length}) as fast as in fp32**"
+        ends = [f"{number(r.speedup)} times ({r['size']}, context {r.context_length})" for r in ((least, most) if len(low) > 1 else (most,))]
+        finding = (f"**A full step in {name} is {' to '.join(ends)} as fast as in fp32**"
                    + (f", and slower than fp32 in {count(int((low['change'] == 'slower').sum()), 'case')} of {len(low)}." if (low["change"] == "slower").any() else "."))
     tables = []
     for mode, words in MODE_WORDS.items():
@@ -266,15 +263,17 @@ def _products_by_context(operations: pd.DataFrame, context: int) -> str:
     return f"; in fp32's profiles the products' share of the step {falls}, from {percent(share[context])} to {percent(share[2 * context])} (medians over sizes)"
 
 
-def _same_as_benchmark(mixed: Tables, times: pd.DataFrame) -> pd.DataFrame:
-    """fp32's cells that the benchmark study has too, with ``off``: how far the medians of wall time are apart, relatively."""
+def same_as_benchmark(mixed: Tables, times: pd.DataFrame) -> pd.DataFrame:
+    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of wall time the larger is, less
+    one) and ``bound`` (whether a phase of it is launch-bound here)."""
     other = matrix(times)
     if other.empty:
         return other
     keys = ["size", "context_length", "mode"]
     here, there = (pick(table, phase=WHOLE, status="ok", precision="fp32").astype({"size": str}) for table in (mixed["times"], other))
     both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
-    return both.assign(off=(both["median_ms"] / both["median_ms_benchmark"] - 1).abs())
+    bound = both["launch_bound_share"] > 0 if "launch_bound_share" in both else False
+    return both.assign(off=both[["median_ms", "median_ms_benchmark"]].max(axis=1) / both[["median_ms", "median_ms_benchmark"]].min(axis=1) - 1, bound=bound)
 
 
 def with_cause(mixed: Tables) -> pd.DataFrame:
@@ -301,8 +300,8 @@ def _cause(row) -> str:
     return "the GPU's own work"
 
 
-def slower(mixed: Tables, operations: pd.DataFrame) -> Answer:
-    """``operations`` is the nsys study's table in fp32."""
+def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answer:
+    """``times`` is the benchmark's table, ``operations`` the nsys study's in fp32."""
     question = "Where is lower precision slower, and why?"
     if mixed["speedups"].empty:
         return no_data("mixed-slower", question, "mixed_precision")
@@ -316,6 +315,12 @@ def slower(mixed: Tables, operations: pd.DataFrame) -> Answer:
         text.append(f"{count(len(whole), 'whole pass').replace('passs', 'passes')} or steps of {int((rows['phase'] == WHOLE).sum())}"
                     + (f" ({listing(f'{size} at {context}: {p}' for (size, context), p in where.items())})" if len(whole) else "")
                     + f" and {count(len(worse) - len(whole), 'phase')} of {int((rows['phase'] != WHOLE).sum())} take longer than in fp32.")
+        again = same_as_benchmark(mixed, times)
+        if len(whole) and len(again) and again["bound"].any():
+            off = again.loc[again["bound"], "off"].max()
+            beyond = int((1 / whole["speedup"] - 1 > off).sum())
+            text.append(f"fp32's own launch-bound cells differ by up to {percent(off)} from one process to another, as the host is faster or slower;"
+                        f" {beyond or 'none'} of these {len(whole)} {'is' if beyond == 1 else 'are'} slower by more than that.")
         table = worse.assign(lost=worse["median_ms"] - worse["fp32_ms"], ratio=1 / worse["speedup"]).groupby(["cause", "phase", "precision"], sort=False).agg(
             cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))), low=("ratio", "min"), high=("ratio", "max"),
             lost=("lost", "max")).reset_index()
@@ -448,7 +453,7 @@ def left(mixed: Tables, operations: pd.DataFrame) -> Answer:
     low = parts(mixed["profiles"])
     low = low[low["precision"].isin(LOW)] if len(low) else low
     if low.empty:
-        return no_data("mixed-left", question, "nsys mixed_precision")
+        return no_data("mixed-left", question, "mixed_precision")
     names, precision = list(PARTS), low["precision"].iloc[0]
     total = low[names].sum(axis=1)
     products = low["matrix products"] / total
