@@ -63,7 +63,8 @@ def test_the_toys_types_are_found_on_the_running_model():
 
 def test_a_norm_in_fp16_overflows_and_in_bf16_only_rounds():
     norms = numerics.norm_errors("cpu").set_index(["norm", "dtype", "scale", "quantity"])
-    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0, "variance"] == 1 and norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
+    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0,
+                              "variance"] == 1 and norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
     bf16 = norms.xs("bf16", level="dtype")
     assert bf16["nonfinite"].max() == 0 and bf16["relative_error"].max() < 2**-7
 
@@ -72,7 +73,8 @@ def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     seen = {}
 
     def measure(step, read):
-        seen[step.config.precision, step.config.mode] = (step.autocast(), step.scaler.is_enabled(), torch.get_float32_matmul_precision())
+        seen[step.config.precision, step.config.mode] = (step.autocast(), step.scaler.is_enabled(),
+                                                         torch.get_float32_matmul_precision())
         if (step.config.precision, step.config.mode) == ("bf16", "step"):
             raise torch.OutOfMemoryError("while running step 0: no memory")
         return real(step, read)
@@ -84,7 +86,8 @@ def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     assert status["bf16", "step"] == "oom" and (status.drop(index=[("bf16", "step"), *[("tf32", mode) for mode in status["tf32"].index]]) == "ok").all()
     assert set(zip(samples["precision"], samples["mode"])) == set(status.index[status == "ok"])
     assert not {precision for precision, _ in seen} & {"tf32"}
-    assert all(context.fast_dtype == torch.float16 and scales for (precision, _), (context, scales, _) in seen.items() if precision == "fp16")
+    assert all(context.fast_dtype == torch.float16 and scales for (precision, _),
+               (context, scales, _) in seen.items() if precision == "fp16")
     assert all(matmul == "highest" for *_, matmul in seen.values())
 
 
@@ -137,8 +140,10 @@ def test_the_interval_of_a_ratio():
 
 
 def test_operations_by_the_types_they_touch():
-    kinds = [answers.kind_of(*row) for row in [("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"), ("add", "bf16, fp32", "fp32"),
-                                               ("nll_loss_forward", "fp32, int64", "fp32"), ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
+    kinds = [answers.kind_of(*row) for row in [("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"),
+                                               ("add", "bf16, fp32", "fp32"),
+                                               ("nll_loss_forward", "fp32, int64", "fp32"),
+                                               ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
     assert kinds == ["cast", "low", "fp32", "both", "fp32", "low", "fp32"]
 
 
@@ -152,7 +157,8 @@ def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep)
         assert made.key == "mixed-left" or "Not answered" not in made.text  # that one needs a profile
         assert "GPU" not in made.text or made.key == "mixed-memory", made.text  # a CPU's finding says nothing of a GPU
     assert "a CPU has no TF32" in answers.speed(data.mixed, data.times, data.operations).text
-    assert {"mixed_running", "mixed_norms", "mixed_speed", "mixed_health"} <= set(report.draw_figures(data, store.root / "figures"))
+    assert {"mixed_running", "mixed_norms", "mixed_speed",
+            "mixed_health"} <= set(report.draw_figures(data, store.root / "figures"))
 
 
 # Answers on the committed records, and on the same changed -----------------------------------------------------------
@@ -197,10 +203,12 @@ def test_speed_and_its_trend_follow_the_data(data):
 def test_why_low_precision_is_slower_is_told_by_the_clocks(data):
     answer = answers.slower(data.mixed, data.times, data.operations)
     assert "Limited by the host's launches" in answer.text and "none of these 12 are slower by more than that" in answer.text
+    assert "In each of the 12 of 180" in answer.finding
     never = data.mixed["speedups"].assign(change="faster")
     assert answers.slower(data.mixed | {"speedups": never}, data.times, data.operations).text.startswith("Nowhere")
     busy = data.mixed["times"].assign(launch_bound_share=0.0, trailing_ms=1e6)
-    assert "Limited by the host's launches" not in answers.slower(data.mixed | {"times": busy}, data.times, data.operations).text
+    changed = answers.slower(data.mixed | {"times": busy}, data.times, data.operations)
+    assert "Limited by the host's launches" not in changed.text and not changed.finding
 
 
 def test_the_parts_of_a_step_hold_all_its_operations(data):

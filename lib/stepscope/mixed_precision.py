@@ -22,7 +22,8 @@ LOW = ("fp16", "bf16")  # the precisions that autocast casts for
 SAME = 0.02             # a change in time no larger is called none, whatever its interval
 
 
-def measure_all(config: MixedPrecisionConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure_all(config: MixedPrecisionConfig,
+                read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Each precision in each mode: samples as ``timing.measure`` gives them, and how each cell ended.
 
     Returns:
@@ -177,7 +178,8 @@ def speedups(samples: pd.DataFrame) -> pd.DataFrame:
             ratio, (low, high) = np.median(base) / np.median(times), ratio_interval(base, times)
             change = "none" if low <= 1 <= high or abs(ratio - 1) <= SAME else "faster" if ratio > 1 else "slower"
             rows.append((mode, phase, precision, np.median(base), np.median(times), ratio, low, high, change))
-    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "change"])
+    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup", "speedup_low",
+                                       "speedup_high", "change"])
 
 
 RUN = ["size", "context_length", "batch_size", "timed_steps", "warmup_steps"]  # of a run, beside each row of its tables
@@ -197,8 +199,10 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
             times.append(run_times(own, ceilings, configure(**record.config)).assign(run_id=record.run_id))
             ratios.append(speedups(own).assign(run_id=record.run_id, study="mixed_precision"))
         weights = {record.run_id: parameter_count(configure(**record.config)) for record in done}
-        cells = tables["cells"].assign(parameters=tables["cells"]["run_id"].map(weights)).merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
-        tables |= {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)), "speedups": pd.concat(ratios, ignore_index=True)}
+        cells = tables["cells"].assign(parameters=tables["cells"]["run_id"].map(weights))
+        cells = cells.merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
+        tables |= {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)),
+                   "speedups": pd.concat(ratios, ignore_index=True)}
         runs = runs_frame(done)
         for name, table in tables.items():
             if len(table):

@@ -55,7 +55,8 @@ def speed(mixed: Tables, where: str) -> Figure | None:
             x = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float) + (index - (len(precisions) - 1) / 2) * 0.16
             main = own["context_length"] == context
             axis.plot(x[~main], own["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
-            axis.errorbar(x[main], own["speedup"][main], yerr=[(own["speedup"] - own["speedup_low"])[main], (own["speedup_high"] - own["speedup"])[main]],
+            axis.errorbar(x[main], own["speedup"][main],
+                          yerr=[(own["speedup"] - own["speedup_low"])[main], (own["speedup_high"] - own["speedup"])[main]],
                           color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
             same = main & (own["change"] == "none")
             axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white", markeredgewidth=1.6)
@@ -79,13 +80,15 @@ def memory(mixed: Tables, where: str) -> Figure | None:
     rows = mixed["times"]
     if rows.empty or rows["peak_allocated_mib"].isna().all():
         return None
-    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision", values="peak_allocated_mib", observed=True)
+    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
+                                                values="peak_allocated_mib", observed=True)
     use_style()
     figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
         for index, (size, own) in enumerate(share.groupby("size", observed=True)):
-            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index], marker=MARKERS[index], label=size, linewidth=1.6)
+            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index], marker=MARKERS[index],
+                      label=size, linewidth=1.6)
         contexts = sorted(share.index.get_level_values("context_length").unique())
         axis.set_xscale("log", base=2)
         axis.set_xticks(contexts, contexts)
@@ -113,11 +116,13 @@ def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
     labels, y = [], 0.0
     for size in sizes:
         own = pick(rows, size=size)
-        whole = own.loc[own["precision"] == "fp32", "total"].max() if (own["precision"] == "fp32").any() else own["total"].max()
+        whole = own.loc[own["precision"] == "fp32",
+                        "total"].max() if (own["precision"] == "fp32").any() else own["total"].max()
         for row in own.to_dict("records"):
             start = 0.0
             for index, name in enumerate(names):
-                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4, label=name if not labels else None)
+                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4,
+                          label=name if not labels else None)
                 start += row[name] / whole
             axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
             labels.append((y, f"{size}, {row['precision']}"))
@@ -172,7 +177,8 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
         off = own["error"].abs()
         style = ("x" if dashed else ".") if careful else "--" if dashed else "-"  # careful sums swing around the exact one: points, no line
-        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way, linewidth=1.4, markersize=4)
+        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way,
+                                linewidth=1.4, markersize=4)
     for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
@@ -196,10 +202,12 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
             own = pick(table, norm=norm, dtype=dtype)
             for index, quantity in enumerate(quantities):
                 values = pick(own, quantity=quantity)
-                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3, linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
+                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3,
+                          linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
                 for column, marker in (("nonfinite", "x"), ("zero", "v")):
                     lost = values[values[column] > LOST]
-                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index], markersize=5)
+                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index],
+                              markersize=5)
             beyond = own[(own["quantity"] == "input") & (own["nonfinite"] > 0)]["scale"]
             if len(beyond):
                 axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0, label="inputs overflow")
