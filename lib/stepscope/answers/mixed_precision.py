@@ -23,6 +23,7 @@ LOST = 0.01       # of a tensor's values: how many may overflow or become zero b
 NORM_OFF = 0.01   # relative error from which a norm's output counts as wrong
 FEW = 0.0001      # a share below which one speaks of hardly any
 CASTS = "copy and cast"
+PARAGRAPH = "\0"  # between sentences: here the next paragraph begins
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 Tables = dict[str, pd.DataFrame]
@@ -93,6 +94,11 @@ def exactly(value: float) -> str:
     return f"{Decimal(value):f}"
 
 
+def joined(sentences: list[str]) -> str:
+    """Sentences as paragraphs, which :data:`PARAGRAPH` parts."""
+    return "\n\n".join(filter(None, (part.strip() for part in " ".join(sentences).split(PARAGRAPH))))
+
+
 def signed(value: float) -> str:
     """An error with its sign, to three digits."""
     return "0" if abs(value) < EXACT else f"{value:+.3g}".replace("e-0", "e-")
@@ -142,6 +148,7 @@ def norms(mixed: Tables) -> Answer:
                       f" quantity counts as lost where more than {percent(LOST)} of its values overflow or wrongly become"
                       " zero."], []
     for dtype in LOW:
+        text.append(PARAGRAPH)
         own = pick(rows, dtype=dtype)
         over, gone = own[own["nonfinite"] > LOST], own[own["zero"] > LOST]
         if over.empty and gone.empty:
@@ -164,6 +171,7 @@ def norms(mixed: Tables) -> Answer:
     wide = pick(rows, quantity="output").pivot_table(index=["norm", "scale"], columns="dtype",
                                                      values="relative_error").dropna()
     off = wide[wide["fp16"] < NORM_OFF].median()
+    text.append(PARAGRAPH)
     text.append(f"Where all types give an output, its median relative error is"
                 f" {listing(f'{tiny(off[name])} in {name}' for name in DTYPES)}.")
     variances = rows[(rows["dtype"] == "fp16") & rows["quantity"].isin(["variance", "mean square"])]
@@ -191,7 +199,7 @@ def norms(mixed: Tables) -> Answer:
                            for dtype in LOW
                            for key in [(norm, dtype, quantity) for quantity in dict.fromkeys(own["quantity"])]]).fillna("– ↑")
     shown.columns = [tiny(value, 0) for value in shown.columns]
-    return Answer("mixed-norms", question, " ".join(text), finding, off.to_dict(),
+    return Answer("mixed-norms", question, joined(text), finding, off.to_dict(),
                   [("By scale of the inputs: median relative error against float64; ↑ overflowed (in the last column the"
                     " input itself), ↓ became zero.",
                     shown.reset_index())], [("mixed_norms", "Every quantity inside both norms over twelve decades of inputs")], runs_of(table))
@@ -258,6 +266,7 @@ def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answe
         pair = steps[steps["precision"] == "bf16"].merge(steps[steps["precision"] == "fp16"], on=["run_id"],
                                                          suffixes=("", "_fp16"))
         text.append(f"fp16's step takes {span(pair['median_ms_fp16'] / pair['median_ms'])} times as long as bf16's.")
+    text.append(PARAGRAPH)
     counts = walls["change"].value_counts()
     text.append(f"Of {len(walls)} comparisons of a whole pass or step {counts.get('faster', 0)} are faster than fp32,"
                 f" {counts.get('slower', 0)} slower, and"
@@ -299,7 +308,7 @@ def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answe
     wide = wide.pivot(index=["size", "precision"], columns="phase", values="cell")
     tables.append((f"The full step's phases at context {context}, likewise.",
                    wide[[phase for phase in PHASES if phase in wide]].reset_index()))
-    return Answer("mixed-speed", question, " ".join(text), finding, numbers, tables,
+    return Answer("mixed-speed", question, joined(text), finding, numbers, tables,
                   [("mixed_speed", "How many times as fast as fp32, by size")], runs_of(rows))
 
 
@@ -390,6 +399,7 @@ def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answ
         table = lost.groupby(["cause", "phase", "precision"], sort=False).agg(
             cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))),
             low=("ratio", "min"), high=("ratio", "max"), lost=("lost", "max")).reset_index()
+        text.append(PARAGRAPH)
         for cause, own in table.groupby("cause", sort=False):
             what = own.groupby("phase", sort=False)["cells"].sum()
             text.append(f"{cause[0].upper() + cause[1:]}:"
@@ -401,6 +411,7 @@ def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answ
              "cells": table["cells"], "sizes": table["sizes"],
              "times as long": [span([a, b]) for a, b in zip(table["low"], table["high"])],
              "longer by at most": table["lost"].map(ms)})))
+    text.append(PARAGRAPH)
     if "ahead_ms" in rows:
         optimizer = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
         idle = optimizer["ahead_ms"] < 0.1 * optimizer["median_ms"]
@@ -426,7 +437,7 @@ def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answ
             verb = "launches" if "cuda" in set(mixed["times"]["device"]) else "runs"
             text.append(f"A step in {precision} {verb} {span(more)} times as many operations as in fp32 (profiles):"
                         " autocast's casts.")
-    return Answer("mixed-slower", question, " ".join(text), finding,
+    return Answer("mixed-slower", question, joined(text), finding,
                   {"slower": len(worse), "slower_whole": int((worse["phase"] == WHOLE).sum())}, tables, [],
                   runs_of(worse if len(worse) else rows))
 
