@@ -196,7 +196,7 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
     table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))  # RMSNorm's counterpart
     quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
     names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
-    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 5.0), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True, squeeze=False)
     for row, norm in zip(axes, names):
         for axis, dtype in zip(row, dtypes):
             own = pick(table, norm=norm, dtype=dtype)
