@@ -1,13 +1,10 @@
 """The attention study: what is checked, timed and counted, on a CPU; the answers on data made for the sentence."""
-from types import SimpleNamespace
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from conftest import record_of
-from stepscope import attention, attention_memory, compiled, report
-from stepscope.answers import Answer
+from stepscope import attention, attention_memory, compiled
 from stepscope.answers import attention as answers
 from stepscope.answers import attention_memory as memory_answers
 from stepscope.answers import compiled as compiled_answers
@@ -418,17 +415,3 @@ def test_a_notebooks_run_becomes_cells_with_rates_and_a_report_without_a_gpu(sto
     text = writeup(data, list(FIGURES), ".", "figures")
     assert "Which implementations run here" in text and "No viable backend" in text and " nan" not in text
     assert all(draw(data) is not None for name, draw in FIGURES.items() if name.startswith("attention"))
-
-
-def test_the_same_runs_are_listed_once_as_evidence():
-    def answer(key, runs):
-        return Answer(key, key, "text", runs=runs)
-    runs = [f"attention/{i}" for i in range(4)]
-    records = [record_of(configure("attention", device="cpu", d_model=2 * i + 2)).model_copy(update={"run_id": str(i)}) for i in range(4)]
-    data = SimpleNamespace(records=records, errors=[], is_preset=False, where="here", device_name="a GPU")
-    sections = {"A section": [lambda d: answer("one", runs), lambda d: answer("two", runs), lambda d: answer("three", runs[:2])]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "SECTIONS", sections)
-        text = writeup(data, [], ".", "figures")
-    assert text.count("<details><summary>Evidence: 4 runs") == 1 and "Evidence: the 4 runs named [above](#one)." in text
-    assert text.count("[attention/0](") == 2
