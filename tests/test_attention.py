@@ -229,6 +229,13 @@ def test_the_fastest_and_its_gain_follow_the_data():
     assert after.numbers["best"] == pytest.approx(40) and "SDPA cuDNN" in after.finding and "SDPA cuDNN" not in before.finding
 
 
+def test_the_text_says_what_was_measured():
+    cells = gpu_cells()
+    assert "dimensions 64 in fp32, 64 in tf32 and 64 in bf16, sequences from 256 to 16384" in answers.how_long(cells).text
+    wider = pd.concat([cells, cells[cells["precision"] == "bf16"].assign(d_model=128)], ignore_index=True)
+    assert "64 in tf32 and 64 and 128 in bf16" in answers.how_long(wider).text
+
+
 def test_wrong_and_unsupported_cells_are_named():
     cells = gpu_cells()
     assert "None was wrong" in answers.same_result(cells).text

@@ -111,7 +111,10 @@ def how_long(cells: pd.DataFrame) -> Answer:
     d = head(rows)
     own = rows[(rows["d_model"] == d)]
     longest = own["sequence"].max()
-    text = [f"With the causal mask, d {d}, sequence {longest}, forward and backward: " + "; ".join(
+    measured = rows.groupby("precision", sort=False)["d_model"].unique()
+    heads = listing(f"{listing(map(str, sorted(measured[precision])))} in {precision}" for precision in precisions(rows))
+    text = [f"Measured are the head dimensions {heads}, sequences from {rows['sequence'].min()} to {rows['sequence'].max()}.",
+            f"With the causal mask, d {d}, sequence {longest}, forward and backward: " + "; ".join(
         f"{precision}: " + listing(f"{WORDS[row.implementation]} {ms(row.pass_median_ms)}" for row in
                                    own[(own["precision"] == precision) & (own["sequence"] == longest)].sort_values("pass_median_ms").itertuples())
         for precision in precisions(own)) + "."]
