@@ -66,7 +66,9 @@ class Recorder:
         now = counters()
         self.begun_at = now["allocations"] + now["frees"]
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, error, *rest) -> None:
+        if error:  # such as out of memory, which is to be told as it is
+            return
         self.mark(self.name)
         if self.name == "loss":
             self.annotation.link_backward()
