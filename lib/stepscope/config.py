@@ -149,21 +149,62 @@ class MixedPrecisionConfig(RunConfig):
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
+    count_casts: bool = False  # profile a step of fp16 and of bf16 for what changing types costs
+    experiments: bool = False  # the small experiments on number formats, too
 
     def of(self, precision: str, mode: str) -> "BenchmarkConfig":
         """The step of one precision and mode."""
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision"}), precision=precision, mode=mode)
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision", "count_casts", "experiments"}), precision=precision, mode=mode)
 
 
-class NumericsConfig(RunConfig):
-    """Small experiments on number formats, and on which operation of the model runs in which."""
+# Attention by itself: written out, the same compiled, what scaled_dot_product_attention offers, and FlexAttention.
+ATTENTIONS = ("eager", "compiled", "flash", "efficient", "cudnn", "math", "flex")
 
-    study: Literal["numerics"] = "numerics"
-    mode: Literal["step"] = "step"
-    precision: Literal["all"] = "all"
 
-    def of(self, precision: str) -> "BenchmarkConfig":
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "precision"}), precision=precision)
+class AttentionConfig(RunConfig):
+    """Attention alone, without projections and with one head of ``d_model`` dimensions: one precision, all implementations,
+    all sequences. ``timed_steps`` are passes, each a forward and its backward; ``context_length`` is the longest sequence."""
+
+    study: Literal["attention"] = "attention"
+    d_ff: Literal[1] = 1
+    num_layers: Literal[1] = 1
+    num_heads: Literal[1] = 1
+    mode: Literal["all"] = "all"
+    attention: Literal["all"] = "all"
+    batch_size: int = Field(8, ge=1)
+    timed_steps: int = Field(100, ge=1)
+    sequences: list[Annotated[int, Field(ge=1)]] = Field([64, 128, 256, 1024, 4096, 8192, 16384], min_length=1)
+    causal: list[Literal[ATTENTIONS]] = Field(list(ATTENTIONS))      # what is timed with the causal mask
+    unmasked: list[Literal[ATTENTIONS]] = Field(["eager", "flash", "efficient", "cudnn"])  # and without it
+    unmasked_from: int = Field(256, ge=1)      # the shortest sequence that is timed without the mask
+    cell_seconds: float = Field(0.5, gt=0)     # a cell that would take longer is timed fewer times,
+    least_passes: int = Field(10, ge=1)        # but so often at least
+    find_end: bool = False                     # beyond the sequences, look for the longest one that fits
+
+    @model_validator(mode="before")
+    @classmethod
+    def longest(cls, values: Any) -> Any:
+        sequences = values.get("sequences") or cls.model_fields["sequences"].default if isinstance(values, dict) else None
+        if isinstance(sequences, list) and all(isinstance(sequence, int) for sequence in sequences):
+            return values | {"context_length": max(sequences)}
+        return values
+
+    @property
+    def run_id(self) -> str:
+        return f"d{self.d_model}-{super().run_id.removeprefix('custom-')}"
+
+
+class CompileConfig(RunConfig):
+    """The whole model eager and compiled: every mode of both in one process."""
+
+    study: Literal["compile"] = "compile"
+    mode: Literal["all"] = "all"
+    # What torch.compile is given: nothing, each block (compiled once and used for all), or the whole model.
+    variants: list[Literal["eager", "block", "model"]] = Field(["eager", "block"], min_length=1)
+
+    def of_mode(self, mode: str) -> BenchmarkConfig:
+        """The step of one mode; uncompiled, it is a run of the benchmark study."""
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "variants"}), mode=mode)
 
 
 class MemoryConfig(RunConfig):
@@ -178,8 +219,8 @@ class MemoryConfig(RunConfig):
 
 
 STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
-                                       "mixed_precision": MixedPrecisionConfig, "numerics": NumericsConfig,
-                                       "memory": MemoryConfig}
+                                       "mixed_precision": MixedPrecisionConfig, "attention": AttentionConfig,
+                                       "compile": CompileConfig, "memory": MemoryConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:

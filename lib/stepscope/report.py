@@ -12,17 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, benchmark, memory, profiles, warmup
+from stepscope import StepscopeError, benchmark, memory, mixed_precision, profiles, warmup
 from stepscope.answers import Answer, listing
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
 from stepscope.answers import memory as memory_answers
 from stepscope.answers import memory_options
+from stepscope.answers import mixed_precision as mixed_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
 from stepscope.figures import benchmark as benchmark_figures
 from stepscope.figures import memory as memory_figures
+from stepscope.figures import mixed_precision as mixed_figures
 from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
@@ -50,12 +52,13 @@ class Data:
     warm_costs: pd.DataFrame
     warm_calls: pd.DataFrame
     published: pd.DataFrame
-    operations: pd.DataFrame  # nsys: a row a run, mode, phase, region and kernel
+    operations: pd.DataFrame  # nsys, in fp32: a row a run, mode, phase, region and kernel
     clocks: pd.DataFrame
     regions: pd.DataFrame
     timeline: pd.DataFrame
     walls: pd.DataFrame
     statuses: pd.DataFrame
+    mixed: dict[str, pd.DataFrame]  # mixed_precision.load's tables by name
     memory: dict[str, pd.DataFrame]  # see memory.all_runs
 
     @property
@@ -83,10 +86,12 @@ def load_data(store: Store) -> Data:
         raise RecordError(f"{store.root}: no such runs folder")
     records, errors = store.records()
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
+    in_fp32 = [record for record in records if record.config["precision"] == "fp32"]  # others' profiles are mixed precision's
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
-                *(profiles.all_runs(store, records, table) for table in
-                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")), memory.all_runs(store, records))
+                *(profiles.all_runs(store, in_fp32, table) for table in
+                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
+                mixed_precision.load(store, records), memory.all_runs(store, records))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -120,6 +125,18 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: claims_answers.claims_beside(d.operations, d.regions, _clocks(d)),
         lambda d: nsys_answers.conserved(d.operations, d.statuses),
     ],
+    "Mixed precision": [
+        lambda d: mixed_answers.accumulation(d.mixed),
+        lambda d: mixed_answers.toy(d.mixed),
+        lambda d: mixed_answers.norms(d.mixed),
+        lambda d: mixed_answers.speed(d.mixed, d.times, d.operations),
+        lambda d: mixed_answers.slower(d.mixed, d.times, d.operations),
+        lambda d: mixed_answers.casts(d.mixed),
+        lambda d: mixed_answers.left(d.mixed, d.operations),
+        lambda d: mixed_answers.memory(d.mixed),
+        lambda d: mixed_answers.health(d.mixed),
+        lambda d: mixed_answers.published_speedups(d.mixed, d.published),
+    ],
     "Memory": [
         lambda d: memory_answers.timeline(d.memory),
         lambda d: memory_answers.peaks(d.memory),
@@ -146,6 +163,12 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "nsys_attention": lambda d: nsys_figures.attention(d.operations, d.regions, d.where),
     "nsys_roofline": lambda d: _roofline(d),
     "nsys_timeline": lambda d: _timeline(d),
+    "mixed_running": lambda d: mixed_figures.running(d.mixed["running"], d.where),
+    "mixed_norms": lambda d: mixed_figures.norms(d.mixed["norms"], d.where),
+    "mixed_speed": lambda d: mixed_figures.speed(d.mixed, d.where),
+    "mixed_left": lambda d: mixed_figures.left(d.mixed, d.operations, d.where),
+    "mixed_memory": lambda d: mixed_figures.memory(d.mixed, d.where),
+    "mixed_health": lambda d: mixed_figures.health(d.mixed, d.where),
     "memory_timeline": lambda d: _memory_timeline(d, "step"),
     "memory_timeline_forward": lambda d: _memory_timeline(d, "forward"),
     "memory_peaks": lambda d: memory_figures.peaks(memory_answers.matrix(d.memory), d.where),

@@ -1,0 +1,171 @@
+"""Where attention runs out of memory: predicted, tensor by tensor, without memory; and measured.
+
+What torch's own operators allocate is found by running them on fake tensors, which have shapes and lifetimes but no data,
+and following each storage from its making to its end. What a fused kernel allocates inside is not seen by that and is
+written down as a list (:func:`fused_tensors`).
+"""
+import weakref
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stepscope.attention import Implementations, Inputs, memory_pass, reason, release
+from stepscope.config import AttentionConfig
+
+WRITTEN = ("eager", "math")               # made of torch's own operators
+QUADRATIC = ("eager", "compiled", "math")  # keep whole T x T squares
+PROBE_STEPS = 4                            # halvings of the octave in which an implementation ends
+
+
+class LiveStorages(TorchDispatchMode):
+    """Every storage that operators make inside, for as long as something holds it, and those alive at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[str, str, int]] = {}
+        self.bytes = self.peak_bytes = self.made = 0
+        self.at_peak: list[tuple[str, str, int]] = []
+        self.phase = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        known = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and id(x.untyped_storage()) not in known:
+                self.follow(x, func._schema.name.removeprefix("aten::"))
+        return result
+
+    def follow(self, x: Tensor, name: str) -> None:
+        storage = x.untyped_storage()
+        key = id(storage)
+        if key in self.live or not storage.nbytes():
+            return
+        self.made += 1
+        self.live[key] = (f"{self.phase}: {name}" if self.phase else name, f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
+                          storage.nbytes())
+        self.bytes += storage.nbytes()
+        weakref.finalize(storage, self._gone, key)
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.bytes, list(self.live.values())
+
+    def _gone(self, key: int) -> None:
+        self.bytes -= self.live.pop(key)[2]
+
+
+def follow_pass(name: str, config: AttentionConfig, sequence: int, causal: bool) -> dict:
+    """Forward and backward of one cell on fake tensors.
+
+    Returns ``saved_bytes`` (made by forward and kept for backward, without the output), ``forward_peak_bytes``,
+    ``peak_bytes`` (both with inputs and mask) and ``tensors``: what is alive at the peak, as (name, shape and type, bytes).
+    """
+    on_cpu = config.model_copy(update={"device": "cpu"})  # needs no GPU: the operators are the same
+    with FakeTensorMode(), LiveStorages() as storages:
+        inputs = Inputs(on_cpu, sequence, causal)
+        for label, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("gradient of the output", inputs.gradient)):
+            _, shape, size = storages.live[id(x.untyped_storage())]
+            storages.live[id(x.untyped_storage())] = (label, shape, size)
+        call = Implementations().prepare(name, inputs)
+        storages.phase, storages.peak_bytes = "forward", 0
+        before = storages.bytes
+        output = call()
+        saved, forward_peak = storages.bytes - before - output.untyped_storage().nbytes(), storages.peak_bytes
+        storages.phase = "backward"
+        output.backward(inputs.gradient)
+    return {"saved_bytes": saved, "forward_peak_bytes": forward_peak, "peak_bytes": storages.peak_bytes,
+            "tensors": storages.at_peak}
+
+
+def predicted(config: AttentionConfig, sequences: list[int]) -> pd.DataFrame:
+    """Bytes of the implementations made of torch's operators, a row for each sequence and causal."""
+    rows = []
+    for name in WRITTEN:
+        for causal in (True, False):
+            if name not in (config.causal if causal else config.unmasked):
+                continue
+            for sequence in sequences:
+                found = follow_pass(name, config, sequence, causal)
+                found.pop("tensors")
+                rows.append({"implementation": name, "causal": causal, "sequence": sequence} | found)
+    return pd.DataFrame(rows, columns=["implementation", "causal", "sequence", "saved_bytes", "forward_peak_bytes", "peak_bytes"])
+
+
+def accounting(name: str, config: AttentionConfig, sequence: int, causal: bool = True) -> pd.DataFrame:
+    """Every tensor alive at the peak of one cell: columns implementation, sequence, tensor, shape, bytes; largest first."""
+    tensors = follow_pass(name, config, sequence, causal)["tensors"]
+    table = pd.DataFrame(tensors, columns=["tensor", "shape", "bytes"]).sort_values("bytes", ascending=False, kind="stable")
+    table.insert(0, "sequence", sequence)
+    table.insert(0, "implementation", name)
+    return table.reset_index(drop=True)
+
+
+def probe(name: str, implementations: Implementations, config: AttentionConfig, sequence: int) -> dict:
+    """Whether a causal forward and backward pass of this sequence fits: ``status``, ``reason`` and, where it fits, its memory.
+
+    The pass is not timed, and its result not looked at: only its memory is.
+    """
+    release(config.device)
+    row = {"implementation": name, "sequence": sequence}
+    try:
+        inputs = Inputs(config, sequence, True)
+        call = implementations.prepare(name, inputs)
+        return row | memory_pass(call, inputs, inputs.held_bytes(name), config.device) | {"status": "ok", "reason": ""}
+    except torch.OutOfMemoryError as error:
+        return row | {"status": "oom", "reason": reason(error, [])}
+
+
+def find_ends(config: AttentionConfig, cells: pd.DataFrame) -> pd.DataFrame:
+    """Beyond the sequences timed: of the implementations that hold squares, the sequence where they stop fitting, found by
+    doubling and halving; of the others, twice and four times the longest. A row a probe; empty on a CPU, whose memory is
+    not the allocator's to give."""
+    if config.device == "cpu" or not config.find_end:
+        return pd.DataFrame(columns=["implementation", "sequence", "status", "reason"])
+    implementations, rows = Implementations(), []
+    ok = cells[(cells["status"] == "ok") & cells["causal"]]
+    for name, own in ok.groupby("implementation", sort=False):
+        fits, fails = int(own["sequence"].max()), None
+        while fails is None and fits < 4 * max(config.sequences):
+            rows.append(probe(name, implementations, config, 2 * fits))
+            fits, fails = (2 * fits, None) if rows[-1]["status"] == "ok" else (fits, 2 * fits)
+        for _ in range(PROBE_STEPS if fails and name in QUADRATIC else 0):
+            middle = (fits + fails) // 2
+            rows.append(probe(name, implementations, config, middle))
+            fits, fails = (middle, fails) if rows[-1]["status"] == "ok" else (fits, middle)
+    release(config.device)
+    return pd.DataFrame(rows)
+
+
+def fused_tensors(name: str, batch: int, sequence: int, d: int, item: int) -> dict[str, tuple[int, str]]:
+    """Bytes of what a fused kernel needs, as tensor: (bytes, ``held`` | ``saved`` | ``backward``); ``item`` bytes a number.
+
+    Held throughout: q, k, v, the output and its gradient. Saved by forward besides them: a row's log-sum-exp in fp32
+    (Dao et al. 2022, alg. 1). Made in backward: the three gradients, a row's sum of gradient times output in fp32 (Dao 2023,
+    alg. 2), and for flash an fp32 accumulator of dq.
+    """
+    hidden, rows = batch * sequence * d * item, batch * sequence * 4
+    tensors = {f"{x}": (hidden, "held") for x in ("q", "k", "v", "output", "gradient of the output")}
+    tensors |= {"log-sum-exp": (rows, "saved"), "rows' gradient times output": (rows, "backward")}
+    tensors |= {f"d{x}": (hidden, "backward") for x in "qkv"}
+    if name in ("flash", "efficient") and item < 4:
+        tensors["dq, accumulated in fp32"] = (batch * sequence * d * 4, "backward")
+    return tensors
+
+
+def available_bytes(device: str) -> dict[str, int]:
+    """What the device has for tensors: what is free now, and what this process holds of it already."""
+    if device == "cpu":
+        return {}
+    release(device)
+    free, total = torch.cuda.mem_get_info()
+    return {"available_bytes": free + torch.cuda.memory_reserved(), "device_bytes": total}
+
+
+def accountings(config: AttentionConfig, ends: pd.DataFrame) -> pd.DataFrame:
+    """:func:`accounting` of the smallest sequence that failed, of each implementation made of torch's operators."""
+    failed = ends[(ends["status"] == "oom") & ends["implementation"].isin(WRITTEN)]
+    tables = [accounting(name, config, int(own["sequence"].min())) for name, own in failed.groupby("implementation", sort=False)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(
+        columns=["implementation", "sequence", "tensor", "shape", "bytes"])

@@ -1,0 +1,105 @@
+"""The whole model eager and compiled, every mode of both in one process."""
+import dataclasses
+
+import pandas as pd
+import torch
+
+from stepscope.attention import Compiles, allow_recompiling, release
+from stepscope.benchmark import run_times
+from stepscope.config import PHASES, CompileConfig
+from stepscope.machine import sm_clock_mhz
+from stepscope.step import Step, build_step
+from stepscope.store import Record, Store, load_table, runs_frame
+from stepscope.timing import WHOLE, measure
+
+# Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.
+MODES = ("forward_backward", "step", "forward")
+
+
+def with_compiled(step: Step, variant: str) -> Step:
+    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share, ``model`` the
+    whole forward. Loss and optimizer stay as they are."""
+    if variant == "block":
+        for block in step.model.blocks:
+            block.compile(dynamic=False)
+    return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False)) if variant == "model" else step
+
+
+def measure_variants(config: CompileConfig) -> dict[str, pd.DataFrame]:
+    """Every variant and mode of one configuration.
+
+    Returns:
+        samples: the harness's, with columns variant and mode.
+        variants: a row for each variant and mode: status (``ok`` or ``oom``) and its reason, graphs compiled and graph
+            breaks, of them ``later_graphs`` in the timed steps, and the mode's peak memory.
+    """
+    allow_recompiling()
+    samples, rows = [], []
+    for variant in config.variants:
+        torch._dynamo.reset()
+        release(config.device)
+        step = None
+        for mode in MODES:
+            row, compiles = {"variant": variant, "mode": mode}, Compiles()
+            try:
+                step = step or with_compiled(build_step(config.of_mode("step")), variant)
+                step = dataclasses.replace(step, config=config.of_mode(mode))
+                if config.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                own = measure(step, sm_clock_mhz)
+                samples.append(own.assign(variant=variant, mode=mode))
+                graphs, breaks = compiles.read()
+                rows.append(row | {"status": "ok", "reason": "", "graphs": graphs, "graph_breaks": breaks} | _peaks(config.device))
+            except torch.OutOfMemoryError as error:
+                rows.append(row | {"status": "oom", "reason": " ".join(str(error).split())[:300]})
+            if step is not None:
+                step.clear_gradients()
+        del step
+    release(config.device)
+    samples = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame()
+    return {"samples": samples, "variants": pd.DataFrame(rows)}
+
+
+def _peaks(device: str) -> dict[str, float]:
+    return {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} if device == "cuda" else {}
+
+
+def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: CompileConfig) -> pd.DataFrame:
+    """A row for each variant, mode and phase: columns of ``benchmark.run_times``, and ``first_ms``, the first step's time,
+    in which torch.compile compiles."""
+    frames = []
+    for (variant, mode), own in samples.groupby(["variant", "mode"], sort=False):
+        times = run_times(own, ceilings, config.of_mode(mode))
+        first = own[own["step"] == 0].set_index("phase")["time_ms"]
+        frames.append(times.assign(variant=variant, mode=mode, first_ms=times["phase"].map(first)))
+    return pd.concat(frames, ignore_index=True)
+
+
+def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
+    """The tidy table of a whole store: a row for each run, variant, mode and phase, with what is known of the variant
+    (columns of the table ``variants``). A variant that ran out of memory has one row without times, phase ``step``."""
+    records = [record for record in records if record.study == "compile" and record.status == "ok"]
+    if not records:
+        return pd.DataFrame()
+    samples, ceilings, variants = (load_table(store, records, name) for name in ("samples", "ceilings", "variants"))
+    frames = []
+    for record in records:
+        config = CompileConfig(**record.config)
+        own = [table[table["run_id"] == record.run_id] for table in (samples, ceilings)]
+        frames.append(variant_times(*own, config).assign(run_id=record.run_id))
+    times = pd.concat(frames, ignore_index=True)
+    keys = ["run_id", "variant", "mode"]
+    times = variants.drop(columns="study").merge(times, on=keys, how="left")
+    times["phase"] = times["phase"].fillna(WHOLE)
+    runs = runs_frame(records).drop(columns=["mode", "status", "study"])
+    return times.merge(runs, on="run_id").assign(study="compile")
+
+
+def reading(times: pd.DataFrame) -> str:
+    """What one run says, in a sentence of markdown."""
+    whole = times[times["phase"] == WHOLE].set_index(["mode", "variant"])["median_ms"]
+    parts = []
+    for mode in PHASES:
+        if mode in whole.index.get_level_values("mode"):
+            parts.append(f"{mode}: " + ", ".join(f"{variant} **{ms:.4g} ms**" for variant, ms in whole[mode].items()))
+    return "; ".join(parts) + "."
