@@ -240,7 +240,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return environment.get_template("writeup.md.j2").render(
-        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records}), runs_link=runs_link, figures_link=figures_link, tables=tables)
+        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records} - {"custom"}), runs_link=runs_link, figures_link=figures_link, tables=tables)
 
 
 def _markdown_table(table: pd.DataFrame) -> str:
