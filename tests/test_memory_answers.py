@@ -16,7 +16,7 @@ SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_head
 @pytest.fixture(scope="module")
 def tables() -> dict[str, pd.DataFrame]:
     """As if recorded on a GPU: two contexts, both modes and precisions; one run out of memory; one of checkpointing."""
-    parts = {name: [] for name in ("runs", *memory.TABLES)}
+    parts = {name: [] for name in ("runs", "predicted", *memory.TABLES)}
     for context, mode, precision in ((4, m, p) for m in ("forward", "step") for p in ("fp32", "bf16")):
         for length in (context, 4 * context):
             config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision, **SHAPE)
@@ -108,7 +108,7 @@ def test_fragmentation_pairs_runs(tables):
 @pytest.mark.parametrize("answer", [answers.timeline, answers.peaks, answers.accounting, answers.residual, answers.largest_of_forward,
                                     answers.block, memory_options.checkpointing, memory_options.fragmentation])
 def test_question_without_data_says_so(answer):
-    empty = dict.fromkeys(("runs", *memory.TABLES), pd.DataFrame())
+    empty = dict.fromkeys(("runs", "predicted", *memory.TABLES), pd.DataFrame())
     assert "stepscope sweep memory" in answer(empty).text
 
 
