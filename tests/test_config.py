@@ -89,7 +89,7 @@ def others(field):
     if get_origin(field.annotation) is Literal:
         return [value for value in get_args(field.annotation) if value != field.default]
     if isinstance(field.default, list):
-        return [[*field.default, 1]]
+        return [field.default[:-1] or [1]]
     return [not field.default if isinstance(field.default, bool) else field.default + 1]
 
 
