@@ -64,7 +64,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None) -> None:
 
 
 @app.command()
-def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, cpu.")],
+def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
     """Run sweeps: everything asked for that has no valid record yet.
 
@@ -136,7 +136,7 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
     """
     from stepscope.config import device_here
     from stepscope.sweep import find_sweep
-    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory"] if device_here("auto") == "cuda" else ["cpu"]
+    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
         _sweep([find_sweep(name) for name in names], folder, time_budget)
