@@ -109,7 +109,7 @@ def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
 @pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention"}))
 def test_another_value_of_any_field_is_another_run_id(study, tiny):
     shape = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 3, "num_heads": 4}
-    given = {"vocab_size": 51, "context_length": 9, "batch_size": 2, "device": "cuda", "warmup_steps": 1, "timed_steps": 3}
+    given = {"vocab_size": 51, "context_length": 9, "batch_size": 2, "device": "cuda", "warmup_steps": 2, "timed_steps": 3}
     variants = [tiny(study=study), tiny(study=study, size="micro"), tiny(study=study, **shape),
                 *(tiny(study=study, **shape | {field: value}) for field, value in
                   {"d_model": 96, "d_ff": 97, "num_layers": 4, "num_heads": 2}.items()),

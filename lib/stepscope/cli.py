@@ -87,13 +87,20 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
 
 @app.command("list")
 def list_runs(runs: RunsOption = None) -> None:
-    """List the runs of a folder with how they ended, and name the records that cannot be used."""
+    """List the runs of a folder with how they ended, and name the records that cannot be used.
+
+    Beside what ran out of memory stands the peak that the accounting predicts for it.
+    """
+    from stepscope.accounting import predicted_peak_mib
     from stepscope.store import Store
     folder = _local_runs(runs)
     records, errors = Store(folder).records()
     table = Table("study", Column("run", overflow="fold"), "status", "seconds", "cause", title=str(folder))
     for record in records:
-        table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", escape((record.cause or "")[:100]))
+        cause = (record.cause or "")[:100]
+        if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
+            cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
+        table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", escape(cause))
     Console().print(table)
     for error in errors:
         console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)

@@ -13,14 +13,13 @@ from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError, attention, benchmark, compiled, memory, mixed_precision, profiles, warmup
-from stepscope.answers import Answer, listing
+from stepscope.answers import Answer, listing, memory_options
 from stepscope.answers import attention as attention_answers
 from stepscope.answers import attention_memory as attention_memory_answers
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
 from stepscope.answers import compiled as compiled_answers
 from stepscope.answers import memory as memory_answers
-from stepscope.answers import memory_options
 from stepscope.answers import mixed_precision as mixed_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
