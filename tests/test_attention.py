@@ -231,9 +231,12 @@ def test_the_fastest_and_its_gain_follow_the_data():
 
 def test_the_text_says_what_was_measured():
     cells = gpu_cells()
-    assert "dimensions 64 in fp32, 64 in tf32 and 64 in bf16, sequences from 256 to 16384" in answers.how_long(cells).text
+    assert "d 64 in fp32, tf32 and bf16, and sequences from 256 to 16384" in answers.how_long(cells).text
     wider = pd.concat([cells, cells[cells["precision"] == "bf16"].assign(d_model=128)], ignore_index=True)
-    assert "64 in tf32 and 64 and 128 in bf16" in answers.how_long(wider).text
+    assert "64 in fp32 and tf32 and 64 and 128 in bf16" in answers.how_long(wider).text
+    assert "fewer passes" not in answers.how_long(cells).text
+    few = cells.assign(passes=40, pass_ci_low_ms=cells["pass_median_ms"] * 0.97, pass_ci_high_ms=cells["pass_median_ms"] * 1.03)
+    assert "fewer passes (40)" in answers.how_long(few).text and "± 3.00%" in answers.how_long(few).text
 
 
 def test_wrong_and_unsupported_cells_are_named():

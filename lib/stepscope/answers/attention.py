@@ -111,9 +111,11 @@ def how_long(cells: pd.DataFrame) -> Answer:
     d = head(rows)
     own = rows[(rows["d_model"] == d)]
     longest = own["sequence"].max()
-    measured = rows.groupby("precision", sort=False)["d_model"].unique()
-    heads = listing(f"{listing(map(str, sorted(measured[precision])))} in {precision}" for precision in precisions(rows))
-    text = [f"Measured are the head dimensions {heads}, sequences from {rows['sequence'].min()} to {rows['sequence'].max()}.",
+    measured: dict[str, list[str]] = {}  # precisions by the head dimensions they were measured at
+    for precision in precisions(rows):
+        measured.setdefault(listing(map(str, sorted(rows.loc[rows["precision"] == precision, "d_model"].unique()))), []).append(precision)
+    heads = listing(f"{dimensions} in {listing(shown)}" for dimensions, shown in measured.items())
+    text = [f"The grid has d {heads}, and sequences from {rows['sequence'].min()} to {rows['sequence'].max()}.",
             f"With the causal mask, d {d}, sequence {longest}, forward and backward: " + "; ".join(
         f"{precision}: " + listing(f"{WORDS[row.implementation]} {ms(row.pass_median_ms)}" for row in
                                    own[(own["precision"] == precision) & (own["sequence"] == longest)].sort_values("pass_median_ms").itertuples())
@@ -133,13 +135,12 @@ def how_long(cells: pd.DataFrame) -> Answer:
                         + listing(f"{WORDS[name]} in {n}" 
                                   for name, n in best["implementation"].value_counts().items()) + ".")
     short = rows[rows["passes"] < rows["timed_steps"]]
-    text.append("Each point is the median of up to"
-                f" {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and backward by itself, from"
-                f" one process for each d and"
-                " precision." + (f" In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer"
-                                 f" passes"
-                                 f" ({_whole(short['passes'])}), so that a cell takes about"
-                                 f" {span(rows['cell_seconds'], ' s', 2)}." if len(short) else ""))
+    text.append(f"Each point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and"
+                " backward by itself, from one process for each d and precision.")
+    if len(short):
+        wide = ((short["pass_ci_high_ms"] - short["pass_ci_low_ms"]) / 2 / short["pass_median_ms"]).max()
+        text.append(f"In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes ({_whole(short['passes'])}),"
+                    f" so that a cell takes about {span(rows['cell_seconds'], ' s', 2)}; the widest 95% interval of those is ± {percent(wide, 2)}.")
     noisy = rows["pass_flags"].fillna("") != ""
     hosts = waits_for_host(rows)
     text.append(f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"

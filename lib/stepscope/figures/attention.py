@@ -143,10 +143,12 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
                 axis.text(x, y, text, ha="center", va="center", fontsize=7,
                           color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
             axis.grid(visible=False)
+            axis.set_facecolor("0.93")  # shows where there is no value
             axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
+    figure.supxlabel("sequence (grey: does not run so, or was not measured)", fontsize=10)
     figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
