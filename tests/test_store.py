@@ -14,7 +14,7 @@ from rich.console import Console
 from stepscope.machine import machine
 from stepscope.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
                              write_text_durably)
-from stepscope.sweep import SweepError, run_sweep
+from stepscope.sweep import How, SweepError, run_sweep
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
 
@@ -34,7 +34,7 @@ def check(store, write_sweep):
     def check(*configs):
         blocks = [{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs]
         said = io.StringIO()
-        end = run_sweep([write_sweep(blocks)], store, time_budget_s=0, console=Console(file=said, width=1000))
+        end = run_sweep([write_sweep(blocks)], store, How(time_budget_s=0), console=Console(file=said, width=1000))
         return end, said.getvalue()
     return check
 
