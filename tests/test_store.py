@@ -60,7 +60,7 @@ def test_what_is_committed_is_found_again(store, tiny):
 
 def test_a_run_that_is_begun_is_no_run_yet_and_is_cleared_away_by_the_next_sweep(store, tiny):
     with store.writing():
-        first, second = store.begin(tiny()), store.begin(tiny())
+        first, second = store.begin(tiny()), store.begin(tiny(seed=1))
         assert first != second
         (first / "record.json").write_text(record_of(tiny()).model_dump_json())  # even with a record
         assert store.find(tiny()) is None and store.records() == ([], [])

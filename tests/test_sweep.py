@@ -125,7 +125,7 @@ def test_failures_say_why(swept):
     for config in FAILING:
         record = swept[0].find(config)
         assert not record.done and record.tables == {} and record.machine["device_name"]
-        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "sockets.json"}
+        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "sockets.json", "kernel.log"}
 
 
 def outputs_of(folder):

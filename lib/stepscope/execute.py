@@ -64,7 +64,7 @@ def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None, more:
     if config.size != "custom":  # the size says these
         for field in ("d_model", "d_ff", "num_layers", "num_heads"):
             parameters.pop(field, None)
-    kernel = spare.take(folder) or start_kernel(folder)
+    kernel = (None if config.times_imports else spare.take(folder)) or start_kernel(folder)
     next_folder = folder.parent / f"spare-{os.urandom(4).hex()}"
     watch = Watch(kernel, timeout_s, MEASURED, lambda: spare.start(next_folder) if more else None)
     try:

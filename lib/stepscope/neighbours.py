@@ -5,6 +5,7 @@ kernels are made ready ahead. A run's figure is the median of its timed steps. T
 the median over their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
 interval has to be over runs.
 """
+import itertools
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,16 +46,18 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
         folder.mkdir(parents=True, exist_ok=True)
         busy = [count for count in (1, 2, 4, 8) if count <= len(places)]
         conditions = {f"{ALONE}, no kernel ahead": (1, False), ALONE: (1, True)} | {f"{count} busy": (count, True) for count in busy[1:]}
-        frames = []
-        for name, (count, prestart) in conditions.items():
-            sweep = folder / f"{name.replace(' ', '-').replace(',', '')}.yaml"
-            sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": list(range(repeat * count))}}
+        # Conditions take turns, so that what drifts meets all alike.
+        for turn, (name, (count, prestart)) in itertools.product(range(repeat), conditions.items()):
+            label = name.replace(" ", "-").replace(",", "")
+            sweep = folder / f"{label}-{turn}.yaml"
+            seeds = list(range(turn * count, (turn + 1) * count))
+            sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": seeds}}
                                              for values in CONFIGURATIONS[device_here("auto")]]))
-            store = Store(folder / sweep.stem)
-            end = run_sweep([sweep], store, How(cluster=(client, places), limit=count, prestart=prestart), console)
-            if end.left or end.failed:
-                console.print(f"[yellow]{name}: {len(end.left)} runs left, {len(end.failed)} failed[/]")
-            frames.append(run_medians(store).assign(condition=name))
+            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count, prestart=prestart),
+                            Console(quiet=True))
+            console.print(f"{name}, turn {turn + 1} of {repeat}: {end.counts['ok']} runs" + (f", {len(end.left)} left, {len(end.failed)} failed"
+                          if end.left or end.failed else ""), highlight=False)
+        frames = [run_medians(Store(folder / name.replace(" ", "-").replace(",", ""))).assign(condition=name) for name in conditions]
         table = compare(pd.concat(frames, ignore_index=True))
         table.to_csv(folder / "neighbours.csv", index=False)
     show(table, console)

@@ -257,7 +257,7 @@ class _Sweep:
 
     def run(self, todo: list[RunConfig]) -> None:
         # Side by side, the longest first: the last to end is then a short one. Those that must be alone come at the end.
-        if not isinstance(self.pool, Here):
+        if self.pool.parallel:
             todo = sorted(todo, key=work_estimate, reverse=True)
         self.todo = sorted(todo, key=self._alone)
         self.started = time.monotonic()
@@ -296,7 +296,7 @@ class _Sweep:
                 self.end.stopped_by = "time budget"
                 return
             config = self.todo.pop(0)
-            self.pool.submit(config, more=bool(self.todo))
+            self.pool.submit(config, more=bool(self.todo) and not self.todo[0].times_imports)
 
     def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
         if isinstance(result, OSError):
@@ -325,7 +325,7 @@ class _Sweep:
     def _beside(self, config: RunConfig, record: Record) -> list[str]:
         """Runs that went on at some moment of this one's time on its machine."""
         own = self.store.claim(config)
-        if own is None or isinstance(self.pool, Here):
+        if own is None or not self.pool.parallel:
             return []
         until = record.started_at.timestamp() + record.duration_s
         going = [claim for other in self.pool.running() if (claim := self.store.claim(other)) and other != config]
@@ -338,7 +338,7 @@ class _Sweep:
     def _show(self) -> None:
         running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
                    for config in self.pool.running()]
-        if isinstance(self.pool, Here):
+        if not self.pool.parallel:
             words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
         else:
             words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))

@@ -57,6 +57,7 @@ class Here:
     """One run after another, in this process."""
 
     size = 1
+    parallel = False
     where = "here"
 
     def __init__(self, store: Store, timeout_s: float | None = None, notebook: Callable | None = None, prestart: bool = True):
@@ -91,6 +92,8 @@ class Dask:
     The sweep hands a worker its next run when the last has come back, so that which run goes where is decided here and
     a run is never queued on a worker. Each also takes the worker's GPU (a resource), against other clients of the scheduler.
     """
+
+    parallel = True
 
     def __init__(self, client, store: Store, timeout_s: float | None = None, notebook: Callable | None = None,
                  places: dict[object, dict] | None = None, limit: int | None = None, prestart: bool = True):
@@ -188,7 +191,11 @@ class Dask:
         if self.tasks:  # stopped: each run's watch sees that its folder is gone, and ends it
             shutil.rmtree(self.store.partial, ignore_errors=True)
         with suppress(Exception):  # workers that are gone have no spare
-            self.client.run(spare.close)
+            self.client.run(_close_spare)
+
+
+def _close_spare() -> None:
+    spare.close()
 
 
 def work(task: Task) -> tuple[str, str]:
