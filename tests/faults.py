@@ -16,11 +16,11 @@ def child(name):  # of another session, and soon of no parent: the run's descend
     subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + str(faults / name)])
 mended = (faults / "mended").exists()
 if seed == {KILLS_WORKER} and not mended:
-    child("of the killed")
+    child("of_the_killed")
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 if seed == {HANGS} and not mended:
-    child("of the hanging")
+    child("of_the_hanging")
     time.sleep(1000)
 if seed == {KILLS_SCHEDULER} and not mended:
     os.kill(int((faults / "scheduler").read_text()), signal.SIGKILL)

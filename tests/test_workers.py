@@ -77,7 +77,7 @@ def test_a_killed_worker_a_hanging_run_and_a_second_sweep_cost_what_they_hit(sto
     assert store.find(config_of(KILLS_WORKER)).cause == "the worker that ran it died (killed, or its machine went down)"
     assert store.find(config_of(HANGS)).cause == f"no end after {LIMIT_S} s, the limit for a run; its processes were ended"
     assert store.records()[1] == [] and not store.partial.exists() and not (store.root / "set-aside").exists()
-    for name in ("of the killed", "of the hanging"):  # their GPU, if they had one, is free
+    for name in ("of_the_killed", "of_the_hanging"):  # their GPU, if they had one, is free
         assert ended(int((fault_folder / name).read_text())), name
     assert any(record.beside for record in store.records()[0])
     assert all(record.run_id not in str(record.beside) for record in store.records()[0])
