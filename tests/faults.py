@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepscope import execute
 
-KILLS_WORKER, HANGS, KILLS_SCHEDULER, FILLS, LOCKS = 11, 12, 13, 14, 15
+KILLS_WORKER, HANGS, KILLS_SCHEDULER, FILLS, LOCKS, MEETS = 11, 12, 13, 14, 15, (16, 17)
 FAULTS = f"""
 import json, os, signal, subprocess, time
 from pathlib import Path
@@ -25,6 +25,10 @@ if seed == {HANGS} and not mended:
 if seed == {KILLS_SCHEDULER} and not mended:
     os.kill(int((faults / "scheduler").read_text()), signal.SIGKILL)
     time.sleep(1000)
+if seed in {MEETS}:  # goes on until the other is there as well
+    (faults / str(seed)).touch()
+    while not all((faults / str(other)).exists() for other in {MEETS}):
+        time.sleep(0.05)
 runs = Path.cwd().parent.parent
 if seed == {FILLS} and not mended:
     with open(runs / "ballast", "wb", buffering=0) as ballast:

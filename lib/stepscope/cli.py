@@ -112,7 +112,7 @@ def list_runs(runs: RunsOption = None,
     table = Table("study", Column("run", overflow="fold"), "status", "seconds", "beside", "cause", title=str(folder))
     for run in frame.to_dict("records"):
         table.add_row(run["study"], run["run_id"], run["status"], f"{run['duration_s']:.1f}", str(run["beside"] or ""),
-                      escape((run["cause"] or "")[:100]))
+                      escape(run["cause"][:100] if isinstance(run["cause"], str) else ""))
     Console().print(table)
     for error in errors:
         console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)

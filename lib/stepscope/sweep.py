@@ -173,6 +173,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                 else:
                     todo.append(config)
             _Sweep(pool, store, how, console, end, len(configs)).run(todo)
+        store.frame()  # its index then has these runs, for whoever reads next
     return end
 
 
