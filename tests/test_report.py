@@ -35,7 +35,8 @@ def answers(data):
 
 def test_the_committed_records_are_whole(data):
     assert not data.errors
-    assert pd.Series([record.study for record in data.records]).value_counts().to_dict() == {"benchmark": 65, "warmup": 30, "nsys": 20}
+    counts = pd.Series([record.study for record in data.records]).value_counts().to_dict()
+    assert counts.items() >= {"benchmark": 65, "warmup": 30, "nsys": 25, "mixed_precision": 20}.items()
     assert all(record.status == "ok" for record in data.records)
 
 

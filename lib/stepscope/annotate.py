@@ -34,11 +34,16 @@ class ProfilerRanges:
         self.threads.open.pop().__exit__(None, None, None)
 
 
-def use_profiler_ranges() -> None:
-    """From now on, open torch.profiler's ranges and not NVTX's; for a process that torch.profiler watches."""
+def use_ranges(ranges) -> None:
+    """From now on, open these ranges and not NVTX's: an object with the calls of :class:`ProfilerRanges`."""
     global _domain
-    _domain = ProfilerRanges()
+    _domain = ranges
     _attributes.cache_clear()
+
+
+def use_profiler_ranges() -> None:
+    """Open torch.profiler's ranges; for a process that torch.profiler watches."""
+    use_ranges(ProfilerRanges())
 
 
 def region(name: str) -> Callable:

@@ -74,7 +74,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
 
 
 @app.command()
-def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, cpu.")],
+def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Run sweeps: everything asked for that has no valid record yet, one run after another or on Dask workers.
@@ -157,13 +157,33 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
     """
     from stepscope.config import device_here
     from stepscope.sweep import find_sweep
-    names = ["benchmark", "warmup", "nsys"] if device_here("auto") == "cuda" else ["cpu"]
+    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
         _sweep([find_sweep(name) for name in names], folder, time_budget, workers, scheduler, exclusive, timeout)
     finally:  # what was measured is shown, also when something failed or time ran out
         if folder.exists():
             render(folder)
+
+
+@app.command()
+def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B.")],
+        context: Annotated[int, typer.Option(help="Context length.")] = 512,
+        batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
+        memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
+    """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
+    from stepscope.accounting import on_gpu, what_fits
+    from stepscope.config import device_here
+    from stepscope.machine import machine
+    if memory is None:
+        memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
+    found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
+    table = Table("mode", "precision", Column("peak, GiB", justify="right"), "peak in", "fits", Column("largest context", justify="right"),
+                  Column("largest batch", justify="right"), title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
+    for row in found.itertuples():
+        table.add_row(row.mode, row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
+                      f"{row.largest_context:,}", f"{row.largest_batch:,}")
+    Console().print(table)
 
 
 @app.command()

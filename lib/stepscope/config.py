@@ -209,9 +209,20 @@ class CompileConfig(RunConfig):
         return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "variants"}), mode=mode)
 
 
+class MemoryConfig(RunConfig):
+    """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each setting."""
+
+    study: Literal["memory"] = "memory"
+    warmup_steps: int = Field(1, ge=0)
+    timed_steps: int = Field(1, ge=1)
+    checkpoints: list[Annotated[int, Field(ge=0)]] = []  # blocks per checkpoint, each measured in turn; 0: none are made
+    expandable_segments: bool = False  # the allocator's option of that name
+    keep_snapshot: bool = False        # keep the pickle that PyTorch's memory viewer opens
+
+
 STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
                                        "mixed_precision": MixedPrecisionConfig, "attention": AttentionConfig,
-                                       "compile": CompileConfig}
+                                       "compile": CompileConfig, "memory": MemoryConfig}
 
 
 def configure(study: str, **values: Any) -> RunConfig:

@@ -8,19 +8,22 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from stepscope import profiles
 from stepscope.benchmark import with_launch_bound, with_rates
 from stepscope.config import PHASES, PRECISIONS, BenchmarkConfig, ConfigError, MixedPrecisionConfig, configure, require_device
+from stepscope.model import parameter_count
 from stepscope.step import Step, build_step
 from stepscope.store import Record, Store, by_size, load_table, runs_frame
-from stepscope.summary import summarize
+from stepscope.summary import ratio_interval, summarize
 from stepscope.timing import WHOLE, measure
 
 BASE = "fp32"
 LOW = ("fp16", "bf16")  # the precisions that autocast casts for
-RESAMPLES = 2000
+SAME = 0.02             # a change in time no larger is called none, whatever its interval
 
 
-def measure_all(config: MixedPrecisionConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure_all(config: MixedPrecisionConfig,
+                read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Each precision in each mode: samples as ``timing.measure`` gives them, and how each cell ended.
 
     Returns:
@@ -162,46 +165,51 @@ def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: MixedPrecis
 
 
 def speedups(samples: pd.DataFrame) -> pd.DataFrame:
-    """How many times as fast as fp32: the ratio of medians, with its 95% bootstrap interval, by mode, phase and precision.
+    """How many times as fast as fp32: the ratio of median times, by mode, phase and precision.
 
-    Either side is resampled by itself (2,000 times, seeded). Where the interval holds 1, no difference was measured.
-
-    Returns columns mode, phase, precision, speedup, speedup_low, speedup_high.
+    Returns columns mode, phase, precision, fp32_ms, median_ms, speedup, speedup_low, speedup_high (95% bootstrap interval) and
+    change: ``faster``, ``slower``, or ``none`` where the interval holds 1 or the medians are within :data:`SAME` of each other.
     """
     timed, rows = samples[samples["timed"]], []
     groups = {key: own["time_ms"].to_numpy() for key, own in timed.groupby(["mode", "phase", "precision"], sort=False)}
     for (mode, phase, precision), times in groups.items():
         base = groups.get((mode, phase, BASE))
-        if precision == BASE or base is None:
-            continue
-        ratios = _resampled_medians(base) / _resampled_medians(times)
-        rows.append((mode, phase, precision, np.median(base) / np.median(times), *np.percentile(ratios, [2.5, 97.5])))
-    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "speedup", "speedup_low", "speedup_high"])
+        if precision != BASE and base is not None:
+            ratio, (low, high) = np.median(base) / np.median(times), ratio_interval(base, times)
+            change = "none" if low <= 1 <= high or abs(ratio - 1) <= SAME else "faster" if ratio > 1 else "slower"
+            rows.append((mode, phase, precision, np.median(base), np.median(times), ratio, low, high, change))
+    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup", "speedup_low",
+                                       "speedup_high", "change"])
 
 
-def _resampled_medians(times: np.ndarray) -> np.ndarray:
-    random = np.random.default_rng(len(times))
-    return np.median(random.choice(times, (RESAMPLES, len(times))), axis=1)
+RUN = ["size", "context_length", "batch_size", "timed_steps", "warmup_steps"]  # of a run, beside each row of its tables
+TABLES = ("cells", "health", "casts", "ceilings", "sums", "running", "steps", "norms", "toy", "census")
 
 
-def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """The study's tables over all records: times, speedups, cells, health, casts; each row with its run's size and context."""
+def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
+    """Everything that the study's answers stand on, by name: its tables over all runs, ``times`` (with status and peak memory; a cell
+    that was not measured has one row, phase ``step``), ``speedups``, and ``profiles``: the nsys study's operations in other
+    precisions than fp32."""
     done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
-    names = ("times", "speedups", "cells", "health", "casts")
-    if not done:
-        return dict.fromkeys(names, pd.DataFrame())
-    samples, ceilings = load_table(store, done, "samples"), load_table(store, done, "ceilings")
-    frames: dict[str, list[pd.DataFrame]] = {"times": [], "speedups": []}
-    for record in done:
-        own = samples[samples["run_id"] == record.run_id]
-        ceiling = ceilings[ceilings["run_id"] == record.run_id]
-        frames["times"].append(run_times(own, ceiling, configure(**record.config)).assign(run_id=record.run_id))
-        frames["speedups"].append(speedups(own).assign(run_id=record.run_id))
-    tables = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
-    tables |= {name: load_table(store, done, name) for name in names[2:]}
-    runs = runs_frame(done)[["run_id", "study", "size", "context_length", "batch_size", "timed_steps", "warmup_steps", "device"]]
-    return {name: by_size(table.drop(columns="study", errors="ignore").merge(runs, on="run_id")) if len(table) else table
-            for name, table in tables.items()}
+    tables = {name: load_table(store, done, name) for name in TABLES} | {"times": pd.DataFrame(), "speedups": pd.DataFrame()}
+    if done:
+        samples, times, ratios = load_table(store, done, "samples"), [], []
+        for record in done:
+            own, ceilings = (table[table["run_id"] == record.run_id] for table in (samples, tables["ceilings"]))
+            times.append(run_times(own, ceilings, configure(**record.config)).assign(run_id=record.run_id))
+            ratios.append(speedups(own).assign(run_id=record.run_id, study="mixed_precision"))
+        weights = {record.run_id: parameter_count(configure(**record.config)) for record in done}
+        cells = tables["cells"].assign(parameters=tables["cells"]["run_id"].map(weights))
+        cells = cells.merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
+        tables |= {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)),
+                   "speedups": pd.concat(ratios, ignore_index=True)}
+        runs = runs_frame(done)
+        for name, table in tables.items():
+            if len(table):
+                known = RUN if "device" in table else [*RUN, "device"]  # an experiment on numbers names its own device
+                tables[name] = by_size(table.merge(runs[["run_id", *known]], on="run_id"))
+    low = [record for record in records if record.config["precision"] != BASE]
+    return tables | {"profiles": profiles.all_runs(store, low, "operations.parquet")}
 
 
 def reading(table: pd.DataFrame) -> str:
@@ -209,7 +217,6 @@ def reading(table: pd.DataFrame) -> str:
     whole = table[table["phase"] == WHOLE]
     parts = []
     for row in whole[whole["mode"] == "step"].itertuples():
-        same = row.speedup_low <= 1 <= row.speedup_high
-        parts.append(f"{row.precision} {'not measurably different' if same else f'{row.speedup:.3g} times as fast'}"
+        parts.append(f"{row.precision} {'not measurably different' if row.change == 'none' else f'{row.speedup:.3g} times as fast'}"
                      f" [{row.speedup_low:.3g}, {row.speedup_high:.3g}]")
     return f"The full step against fp32: {'; '.join(parts)}." if parts else "Nothing was measured beside fp32."

@@ -12,19 +12,25 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, benchmark, profiles, warmup
+from stepscope import StepscopeError, benchmark, memory, mixed_precision, profiles, warmup
 from stepscope.answers import Answer, listing
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
+from stepscope.answers import memory as memory_answers
+from stepscope.answers import memory_options
+from stepscope.answers import mixed_precision as mixed_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
 from stepscope.figures import benchmark as benchmark_figures
+from stepscope.figures import memory as memory_figures
+from stepscope.figures import mixed_precision as mixed_figures
 from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
 from stepscope.published import load_published
 from stepscope.store import Record, RecordError, Store, load_table, read_record
+from stepscope.timeline import timeline_page
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
@@ -46,12 +52,14 @@ class Data:
     warm_costs: pd.DataFrame
     warm_calls: pd.DataFrame
     published: pd.DataFrame
-    operations: pd.DataFrame  # nsys: a row a run, mode, phase, region and kernel
+    operations: pd.DataFrame  # nsys, in fp32: a row a run, mode, phase, region and kernel
     clocks: pd.DataFrame
     regions: pd.DataFrame
     timeline: pd.DataFrame
     walls: pd.DataFrame
     statuses: pd.DataFrame
+    mixed: dict[str, pd.DataFrame]  # mixed_precision.load's tables by name
+    memory: dict[str, pd.DataFrame]  # see memory.all_runs
 
     @property
     def device_name(self) -> str:
@@ -78,10 +86,12 @@ def load_data(store: Store) -> Data:
         raise RecordError(f"{store.root}: no such runs folder")
     records, errors = store.records()
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
+    in_fp32 = [record for record in records if record.config["precision"] == "fp32"]  # others' profiles are mixed precision's
     return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
-                *(profiles.all_runs(store, records, table) for table in
-                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")))
+                *(profiles.all_runs(store, in_fp32, table) for table in
+                  ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
+                mixed_precision.load(store, records), memory.all_runs(store, records))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -115,6 +125,28 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: claims_answers.claims_beside(d.operations, d.regions, _clocks(d)),
         lambda d: nsys_answers.conserved(d.operations, d.statuses),
     ],
+    "Mixed precision": [
+        lambda d: mixed_answers.accumulation(d.mixed),
+        lambda d: mixed_answers.toy(d.mixed),
+        lambda d: mixed_answers.norms(d.mixed),
+        lambda d: mixed_answers.speed(d.mixed, d.times, d.operations),
+        lambda d: mixed_answers.slower(d.mixed, d.times, d.operations),
+        lambda d: mixed_answers.casts(d.mixed),
+        lambda d: mixed_answers.left(d.mixed, d.operations),
+        lambda d: mixed_answers.memory(d.mixed),
+        lambda d: mixed_answers.health(d.mixed),
+        lambda d: mixed_answers.published_speedups(d.mixed, d.published),
+    ],
+    "Memory": [
+        lambda d: memory_answers.timeline(d.memory),
+        lambda d: memory_answers.peaks(d.memory),
+        lambda d: memory_answers.accounting(d.memory),
+        lambda d: memory_answers.residual(d.memory),
+        lambda d: memory_answers.largest_of_forward(d.memory),
+        lambda d: memory_answers.block(d.memory),
+        lambda d: memory_options.checkpointing(d.memory),
+        lambda d: memory_options.fragmentation(d.memory),
+    ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
@@ -131,7 +163,37 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "nsys_attention": lambda d: nsys_figures.attention(d.operations, d.regions, d.where),
     "nsys_roofline": lambda d: _roofline(d),
     "nsys_timeline": lambda d: _timeline(d),
+    "mixed_running": lambda d: mixed_figures.running(d.mixed["running"], d.where),
+    "mixed_norms": lambda d: mixed_figures.norms(d.mixed["norms"], d.where),
+    "mixed_speed": lambda d: mixed_figures.speed(d.mixed, d.where),
+    "mixed_left": lambda d: mixed_figures.left(d.mixed, d.operations, d.where),
+    "mixed_memory": lambda d: mixed_figures.memory(d.mixed, d.where),
+    "mixed_health": lambda d: mixed_figures.health(d.mixed, d.where),
+    "memory_timeline": lambda d: _memory_timeline(d, "step"),
+    "memory_timeline_forward": lambda d: _memory_timeline(d, "forward"),
+    "memory_peaks": lambda d: memory_figures.peaks(memory_answers.matrix(d.memory), d.where),
+    "memory_checkpoints": lambda d: memory_figures.checkpoints(memory_options.curve(d.memory), d.where),
 }
+
+
+def _memory_timeline(data: Data, mode: str) -> Figure | None:
+    run = memory_answers.reference(data.memory, mode)
+    if run is None:
+        return None
+    table = data.memory["allocations.parquet"]
+    words = memory_answers.MODE_WORDS[mode]
+    return memory_figures.timeline(table[table["run_id"] == run["run_id"]],
+                                   f"{run['size']}, context {run['context_length']}, {words}, {run['precision']}, {data.where}")
+
+
+def interactive_timeline(data: Data) -> str | None:
+    """The page with the allocations of the full step and of forward alone, fp32 and bf16; None where there are none."""
+    shown = {}
+    for mode, precision in (("step", "fp32"), ("forward", "fp32"), ("forward", "bf16")):
+        if (run := memory_answers.reference(data.memory, mode, precision)) is not None:
+            table = data.memory["allocations.parquet"]
+            shown[f"{memory_answers.MODE_WORDS[mode]}, {precision}, {run['size']}, context {run['context_length']}"] = table[table["run_id"] == run["run_id"]]
+    return timeline_page(f"Live memory by category, {data.where}", shown) if shown else None
 
 
 def _roofline(data: Data) -> Figure | None:
@@ -178,7 +240,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return environment.get_template("writeup.md.j2").render(
-        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records}), runs_link=runs_link, figures_link=figures_link, tables=tables)
+        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records} - {"custom"}), runs_link=runs_link, figures_link=figures_link, tables=tables)
 
 
 def _markdown_table(table: pd.DataFrame) -> str:
@@ -241,6 +303,8 @@ def render(store: Store, folder: Path) -> list[Path]:
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     text = writeup(data, figures, runs_link, "figures")
     (folder / "writeup.md").write_text(text, encoding="utf-8")
+    if page := interactive_timeline(data):
+        (folder / "figures" / memory_answers.TIMELINE).write_text(page, encoding="utf-8")
     (folder / "writeup.html").write_text(render_page(text, folder), encoding="utf-8")
     if (readme := folder / "README.md").exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), data), encoding="utf-8")
@@ -274,6 +338,8 @@ def check(store: Store, folder: Path) -> None:
     text = writeup(data, figures, os.path.relpath(store.root, folder).replace(os.sep, "/"), "figures")
     _same_text(folder / "writeup.md", text)
     _same_text(folder / "writeup.html", render_page(text, folder))
+    if page := interactive_timeline(data):
+        _same_text(folder / "figures" / memory_answers.TIMELINE, page)
     if (readme := folder / "README.md").exists():
         if TABLE_BEGIN not in readme.read_text(encoding="utf-8"):
             raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind it")

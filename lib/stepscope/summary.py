@@ -52,6 +52,16 @@ def median_interval(times: np.ndarray, confidence: float = 0.95) -> tuple[float,
     return float(interval.low), float(interval.high)
 
 
+def ratio_interval(above: np.ndarray, below: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of the ratio of two medians, either side resampled on its own; seeded likewise."""
+    if min(len(above), len(below)) < 2:
+        return (np.nan, np.nan)
+    rng = np.random.default_rng(0)
+    medians = [np.median(rng.choice(times, (2000, len(times))), axis=1) for times in (above, below)]
+    low, high = np.quantile(medians[0] / medians[1], [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
 def flags(times: np.ndarray) -> list[str]:
     """Why these samples, in the order they were taken, do not stand for one steady state; empty when they do."""
     if len(times) < 4:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,11 @@ def core_slices(count: int) -> list[list[int]]:
     return [sorted(core for index in part for core in physical[index]) for part in np.array_split(range(len(physical)), count)]
 
 
+def is_encrypted() -> bool:
+    """Whether a local cluster speaks TLS."""
+    return find_spec("cryptography") is not None
+
+
 def local_cluster(workers: str):
     """A cluster of this machine, one worker for each GPU, and of each worker its environment and cores.
 
@@ -255,9 +261,10 @@ def local_cluster(workers: str):
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = gpus[index]
         places[index] = {"environment": own, "cores": cores}
-    # Whoever can speak to a scheduler runs code as its owner: TLS with a key of this moment keeps other users out.
+    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only; on a machine with other users,
+    # TLS with a key of this moment keeps those out as well, where Dask has the library it needs for that.
     with dask.config.set({"temporary-directory": tempfile.gettempdir()}):
-        cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=True, memory_limit=0, silence_logs="CRITICAL",
+        cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=is_encrypted() or None, memory_limit=0, silence_logs="CRITICAL",
                                dashboard_address="127.0.0.1:0", resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
     return Client(cluster, set_as_default=False), places
 

@@ -1,360 +1,789 @@
-"""The mixed-precision questions, answered from the tables of ``stepscope.mixed_precision`` and ``stepscope.numerics``."""
-from fractions import Fraction
+"""The mixed-precision questions, answered from the tables of ``stepscope.mixed_precision.load``."""
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
 
 from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, runs_of, span
-from stepscope.answers.benchmark import MODE_WORDS, pick, reference
+from stepscope.answers.benchmark import MODE_WORDS, matrix, pick, reference
 from stepscope.answers.nsys import MATMUL
+from stepscope.answers.published import source_name
+from stepscope.mixed_precision import LOW, SAME
+from stepscope.numerics import ADDITIONS, DTYPES, EPS, TERM
+from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
-LOW = ("bf16", "fp16")
-SWEEP = "mixed_precision"
-EXACT = 1e-12       # an error this small is of no type but of the float64 it is written in
-CAST = "copy and cast"
-FLOAT_FORMATS = {32: (23, 127, "fp32"), 16: (10, 15, "fp16")}  # of bits: mantissa bits, bias
+# The handout's four loops, and what another report (E of data/published.yaml) prints for each.
+PUBLISHED_SUMS = {"fp32 into fp32": "10.0001", "fp16 into fp16": "9.9531", "fp16 into fp32": "10.0021",
+                  "fp16 cast to fp32, into fp32": "10.0021"}
+DEVICE_WORDS = {"cuda": "the GPU", "cpu": "the CPU"}
+OTHERS = ("tf32", "bf16", "fp16")  # beside fp32
+EXACT = 1e-12     # an error that is none, but for the arithmetic that computes it
+LOST = 0.01       # of a tensor's values: how many may overflow or become zero before it counts as lost
+NORM_OFF = 0.01   # relative error from which a norm's output counts as wrong
+FEW = 0.0001      # a share below which one speaks of hardly any
+CASTS = "copy and cast"
+PARAGRAPH = "\0"  # between sentences: here the next paragraph begins
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+Tables = dict[str, pd.DataFrame]
 
 
-def exact_value(bits: str, dtype: str) -> Fraction:
-    """The number that these bits are in this type (IEEE 754; bf16 is the upper half of fp32)."""
-    word, mantissa_bits, bias = int(bits, 16), *{"fp32": (23, 127), "fp16": (10, 15), "bf16": (7, 127)}[dtype]
-    total = 32 if dtype == "fp32" else 16
-    sign = -1 if word >> (total - 1) else 1
-    exponent, mantissa = word >> mantissa_bits & (2 ** (total - 1 - mantissa_bits) - 1), word & (2**mantissa_bits - 1)
-    significand = Fraction(mantissa, 2**mantissa_bits) + (1 if exponent else 0)
-    return sign * significand * Fraction(2) ** (max(exponent, 1) - bias)
-
-
-def accumulation(sums: pd.DataFrame, steps: pd.DataFrame) -> Answer:
-    question = "0.01 added a thousand times: what comes out of each combination of types, and why?"
+def accumulation(mixed: Tables) -> Answer:
+    question = "What do a thousand additions of 0.01 make in each combination of types, and where does the error come from?"
+    sums, fine = mixed["sums"], mixed["steps"]
     if sums.empty:
-        return no_data("mp-sums", question, SWEEP)
+        return no_data("mixed-sums", question, "mixed_precision")
     devices = list(dict.fromkeys(sums["device"]))
-    own = sums[sums["device"] == devices[-1]]
-    exact = {(r.device, r.way): exact_value(r.bits, r.sum_type) for r in sums.itertuples()}
-    same = all(len({exact[(device, way)] for device in devices}) == 1 for way in own["way"])
-    handout = own[own["handout"]]
-    fine = steps[steps["device"] == devices[-1]].set_index("dtype")
-    text = ("The four loops give " + listing(f"{float(exact[(devices[-1], r.way)]):.4f} ({r.way})" for r in handout.itertuples()) + ".")
+    own, fine = pick(sums, device=devices[-1]).set_index("way"), pick(fine, device=devices[-1]).set_index("dtype")
+    loops = [way for way in PUBLISHED_SUMS if way in own.index]
+    other = [way for way in loops if any(f"{value:.4f}" != PUBLISHED_SUMS[way]
+                                         for value in sums.loc[sums["way"] == way, "result"])]
+    text = ["To four decimals: " + "; ".join(f"{way} {own.result[way]:.4f}" for way in loops) + "; "
+            + ("all as printed elsewhere." if not other else "printed elsewhere, and not what comes out here: " + "; ".join(
+                f"{way} {PUBLISHED_SUMS[way]}" for way in other) + ".")]
     if len(devices) > 1:
-        text += " CPU and GPU give the same bits in every way." if same else " CPU and GPU do not give the same bits in every way."
-    term = handout.set_index("way")
-    parts = []
-    for row in handout.itertuples():
-        blame = "storing 0.01" if abs(row.error_of_term) > abs(row.error_of_adding) else "adding"
-        parts.append(f"{row.way}: {row.error_of_term:+.2g} from storing 0.01 and {row.error_of_adding:+.2g} from adding, so it is {blame}"
-                     if row.error_of_adding else f"{row.way}: {row.error_of_term:+.2g}, all from storing 0.01, since every addition is exact enough")
-    text += " Their errors: " + "; ".join(parts) + "."
-    into32 = [exact[(devices[-1], way)] for way in term.index if term["term_type"][way] == "fp16" and term["sum_type"][way] == "fp32"]
-    if len(into32) == 2 and into32[0] == into32[1]:
-        text += (" Casting the term up first changes nothing, as adding fp16 to fp32 casts it up anyway: the type of the sum decides, and"
-                 " what the term lost when it was stored does not come back.")
-    text += (" At 10 the next number is " + listing(f"{number(r.step_at_10, 2) if r.step_at_10 > 1e-3 else f'{r.step_at_10:.1e}'} away in {d}"
-                                                    for d, r in fine.iterrows())
-             + "; adding 0.01 does nothing any more at " + listing(f"{r.stops_at:g} in {d}" for d, r in fine.iterrows()))
-    stopped = fine["stops_after"].dropna()
-    text += ((", which the running sum reaches after " + listing(f"{n:,.0f} additions in {d}" for d, n in stopped.items())) if len(stopped) else "") + "."
-    others = own[~own["handout"]]
-    right = [r.way for r in others.itertuples() if abs(exact[(devices[-1], r.way)] - 10) < EXACT]
-    if right:
-        text += f" Exactly 10 comes out of {listing(right)}."
-    worst = own.loc[own["error"].abs().idxmax()]
-    finding = (f"**A thousand times 0.01 is {float(exact[(devices[-1], worst.way)]):g} in {worst.way}** and"
-               f" {float(exact[(devices[-1], handout.iloc[1].way)]):.4f} in {handout.iloc[1].way}: the sum's type decides, not the term's.")
-    table = pd.DataFrame([{"way": r.way, "result": _digits(exact[(devices[-1], r.way)]), "bits": f"`{r.bits}`",
-                           "error": f"{float(exact[(devices[-1], r.way)] - 10):+.3g}" if exact[(devices[-1], r.way)] != 10 else "0",
-                           "from storing 0.01": f"{r.error_of_term:+.3g}", "from adding": f"{r.error_of_adding:+.3g}" if r.error_of_adding else "0"}
-                          for r in own.itertuples()])
-    fine_table = pd.DataFrame([{"type": d, "0.01 as stored": _digits(Fraction(str(r.term))) if d != "fp32" else f"{r.term:.10f}",
-                                "step at 10": f"{r.step_at_10:.3g}", "adding 0.01 does nothing from": f"{r.stops_at:g}"} for d, r in fine.iterrows()])
-    return Answer("mp-sums", question, text, finding, {r.way: float(exact[(devices[-1], r.way)]) for r in own.itertuples()},
-                  [("Results in full, on the " + ("GPU" if devices[-1] == "cuda" else "CPU") + "; errors against 10.", table),
-                   ("How fine each type is.", fine_table)],
-                  [("mp_running", "Error of the running sum over a thousand additions")], runs_of(own))
+        bits = sums.pivot_table(index="way", columns="device", values="bits", aggfunc="first")
+        differ = list(bits.index[bits.nunique(axis=1) > 1])
+        text.append("CPU and GPU " + (f"agree in every bit of all {len(bits)} sums." if not differ
+                                      else f"differ in {'; '.join(differ)}."))
+    terms = own.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
+    text.append(f"No binary type holds {TERM}: over {ADDITIONS:,} terms, storing it costs"
+                f" {listing(f'{signed(v)} in {name}' for name, v in terms.items())}."
+                " The rest of the error is lost in adding, since a sum keeps only its own type's numbers; at 10 these are"
+                f" {listing(f'{tiny(step)} apart in {name}' for name, step in fine['step_at_10'].items())}.")
+    by_adding = own["error_of_adding"].abs() > own["error_of_term"].abs()
+    for yes, words in ((True, "adding"), (False, "storing 0.01")):
+        if ways := [way for way in loops if by_adding[way] == yes]:
+            text.append(f"Mostly wrong by {words}: {'; '.join(ways)}.")
+    plain = own[~own.index.str.contains("pairwise|Kahan")]
+    if clean := [way for way in plain.index if abs(plain.error_of_adding[way]) < EXACT]:
+        text.append(f"Adding loses nothing at all in {'; '.join(clean)}.")
+    direct, cast = (own.result.get(way) for way in loops[2:4]) if len(loops) == 4 else (0, 1)
+    if direct == cast:
+        text.append("Casting the term up first changes nothing: adding fp16 to fp32 does that anyway, and what the term"
+                    " lost when it was stored does not come back.")
+    stops = fine["stops_after"]
+    text.append("Adding 0.01 changes nothing any more at " + listing(
+        f"{at:,.0f} in {name}" + (f" (the running sum is there after {stops[name]:,.0f} additions)"
+                                  if stops[name] == stops[name] else "")
+        for name, at in fine["stops_at"].items()) + ": from there the next number is more than twice the term away.")
+    careful = own[own.index.str.contains("pairwise|Kahan")]
+    if len(careful):
+        off = careful["error"].abs().max()
+        text.append("Pairwise and Kahan sums end " + ("at exactly 10 in every type, the terms' own error rounded away."
+                                                      if off < EXACT else
+                                                      f"within {tiny(off)} of 10 in every type."))
+    worst = plain["error"].abs().idxmax()
+    mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst]
+                   and plain.sum_type[way] == "fp32" and way != worst), None)
+    finding = (f"**A thousand times 0.01 is {plain.result[worst]:g} when summed in {plain.sum_type[worst]}**"
+               + (f", and {plain.result[mended]:g} when the same terms are summed in fp32." if mended else "."))
+    table = pd.DataFrame([{"way": way, "printed": f"{r.result:.4f}", "exactly": exactly(r.result), "bits": f"`{r.bits}`",
+                           "error": signed(r.error),
+                           "from storing 0.01": signed(r.error_of_term), "from adding": signed(r.error_of_adding)} for way,
+                          r in own.iterrows()])
+    return Answer("mixed-sums", question, " ".join(text), finding, own["result"].to_dict(),
+                  [(f"0.01 added {ADDITIONS:,} times on {DEVICE_WORDS[devices[-1]]}, in full; errors against exactly 10.",
+                    table)],
+                  [("mixed_running", "Error of the running sum over a thousand additions")], runs_of(sums))
 
 
-def _digits(value: Fraction) -> str:
-    """Every digit of a binary fraction."""
-    whole, digits = divmod(value.numerator, value.denominator)[0], ""
-    rest = value - whole
-    while rest and len(digits) < 30:
-        rest *= 10
-        digits += str(int(rest))
-        rest -= int(rest)
-    return f"{whole}.{digits}" if digits else str(whole)
+def exactly(value: float) -> str:
+    """All decimals of a binary number."""
+    return f"{Decimal(value):f}"
 
 
-def toy(toys: pd.DataFrame) -> Answer:
+def joined(sentences: list[str]) -> str:
+    """Sentences as paragraphs, which :data:`PARAGRAPH` parts."""
+    return "\n\n".join(filter(None, (part.strip() for part in " ".join(sentences).split(PARAGRAPH))))
+
+
+def signed(value: float) -> str:
+    """An error with its sign, to three digits."""
+    return "0" if abs(value) < EXACT else f"{value:+.3g}".replace("e-0", "e-")
+
+
+def tiny(value: float, digits: int = 1) -> str:
+    """Scientific where that is shorter."""
+    if value == 0 or 0.001 <= abs(value) < 1e4:
+        return f"{float(f'{value:.3g}'):g}"
+    return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def toy(mixed: Tables) -> Answer:
     question = "Which type has each tensor of the ToyModel under autocast?"
-    if toys.empty:
-        return no_data("mp-toy", question, SWEEP)
-    wide = toys.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first", sort=False)
-    devices = list(dict.fromkeys(toys["device"]))
-    own = wide[devices[-1]]
-    text = []
-    for autocast in own.columns:
-        groups = own[autocast].groupby(own[autocast], sort=False).groups
-        text.append(f"{autocast}: " + "; ".join(f"{dtype} for {listing(tensors)}" for dtype, tensors in groups.items()) + ".")
-    ln = own.loc["output of ln"]
-    text.append(f"LayerNorm's output is {listing(f'{ln[a]} under {a}' for a in own.columns)}"
-                + (" on the GPU" if devices[-1] == "cuda" else "") + ".")
-    if len(devices) > 1:
-        differ = [t for t in wide.index if any(wide[devices[0]][a][t] != wide[devices[1]][a][t] for a in own.columns)]
-        text.append("The CPU's autocast has the same types throughout." if not differ else
-                    f"The CPU's autocast differs: " + listing(f"{t} is {wide[devices[0]][own.columns[0]][t] if wide[devices[0]][own.columns[0]][t] != own[own.columns[0]][t] else wide[devices[0]][own.columns[-1]][t]}" for t in differ)
-                    + ", since its list of operations to keep in fp32 is another.")
-    table = wide.copy()
-    table.columns = [f"{autocast}, {'GPU' if device == 'cuda' else 'CPU'}" for device, autocast in table.columns]
-    return Answer("mp-toy", question, " ".join(text), "", {}, [("Types noted by hooks on the running model.", table.reset_index())], [], runs_of(toys))
+    rows = mixed["toy"]
+    if rows.empty:
+        return no_data("mixed-toy", question, "mixed_precision")
+    devices = list(dict.fromkeys(rows["device"]))
+    wide = rows.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first", sort=False)
+    own, text = wide[devices[-1]], []
+    kept = [tensor for tensor in wide.index if (own.loc[tensor] == "fp32").all()]
+    cast = [tensor for tensor in wide.index if (own.loc[tensor] == own.columns).all()]
+    text.append(f"On {DEVICE_WORDS[devices[-1]]}, under fp16 as under bf16, fp32 have {listing(kept)}; the low type have"
+                f" {listing(cast)}.")
+    if mixed_up := [tensor for tensor in wide.index if tensor not in kept + cast]:
+        text.append(f"Not the same under both: {listing(mixed_up)}.")
+    for device in devices[:-1]:
+        differ = [tensor for tensor in wide.index if wide[device].loc[tensor].tolist() != own.loc[tensor].tolist()]
+        text.append(f"On {DEVICE_WORDS[device]} another type has"
+                    f" {listing(f'{t} ({listing(dict.fromkeys(wide[device].loc[t]))})' for t in differ)}: each device has"
+                    " its own"
+                    " list of operations that stay in fp32." if differ else f"On {DEVICE_WORDS[device]} the types are the"
+                                                                            " same.")
+    table = wide.set_axis([f"{autocast} on {DEVICE_WORDS[device]}" for device, autocast in wide.columns], axis=1)
+    return Answer("mixed-toy", question, " ".join(text), "", {"kept": len(kept), "cast": len(cast)},
+                  [("Types noted by hooks on the running model.", table.reset_index())], [], runs_of(rows))
 
 
-def model_types(census: pd.DataFrame, casts: pd.DataFrame) -> Answer:
-    question = "Which operations of the Transformer run in which type, and what do the casts cost?"
-    if census.empty:
-        return no_data("mp-census", question, SWEEP)
-    own = census[(census["autocast"] == "bf16")]
-    is_cast = own["operation"] == "_to_copy"
-    work = own[~is_cast]
-    touches = work["reads"].fillna("").astype(str) + ", " + work["writes"].fillna("").astype(str)
-    kind = np.select([touches.str.contains("bf16") & touches.str.contains("fp32"), touches.str.contains("bf16")], ["both", "bf16"], "fp32")
-    by = work.assign(kind=kind).groupby("kind")["count"].sum()
-    names = {k: listing(sorted(set(work.loc[(kind == k) & (work["phase"] == "forward"), "operation"]))) for k in ("bf16", "fp32", "both") if (kind == k).any()}
-    total, cast_count = int(work["count"].sum()), int(own.loc[is_cast, "count"].sum())
-    text = (f"One full step under bf16 autocast calls {total + cast_count:,} operations: {by.get('bf16', 0):,} in bf16, {by.get('fp32', 0):,} in fp32"
-            f" (the optimizer's handle all parameters in one call), {by.get('both', 0):,} that read or write both, and {cast_count:,} casts"
-            f" ({percent(cast_count / (total + cast_count))}). In forward, bf16: {names.get('bf16', 'none')}; fp32: {names.get('fp32', 'none')}.")
-    tables = []
-    if len(casts):
-        share = casts["casts_ms"] / casts["step_ms"]
-        bf = casts[casts["precision"] == "bf16"]
-        text += (f" The casts take {percent((bf['casts_ms'] / bf['step_ms']).min(), 1)} to {percent((bf['casts_ms'] / bf['step_ms']).max(), 1)} of a bf16"
-                 f" step's operation time, most for {bf.loc[(bf['casts_ms'] / bf['step_ms']).idxmax(), 'size']}.")
-        shown = casts.assign(a=casts["casts_ms"].map(number), b=casts["step_ms"].map(number), c=share.map(lambda s: percent(s, 1)))
-        tables.append((f"Casts of one full step under the profiler, context {casts['context_length'].iloc[0]}; ms of operations.",
-                       shown[["size", "precision", "casts", "a", "b", "c"]].set_axis(["size", "autocast", "casts", "casts (ms)", "all (ms)", "share"], axis=1)))
-    by_phase = own.assign(type=np.where(is_cast, "cast", pd.Series(kind, work.index).reindex(own.index).fillna("cast")))
-    wide = by_phase.pivot_table(index="phase", columns="type", values="count", aggfunc="sum", fill_value=0, sort=False)
-    tables.insert(0, ("Operations of one bf16 step by the types they read and write.", wide.reset_index()))
-    return Answer("mp-census", question, text, "", {"casts": cast_count, "operations": total}, tables, [], runs_of(own))
-
-
-def norm_sensitivity(norms: pd.DataFrame) -> Answer:
+def norms(mixed: Tables) -> Answer:
     question = "Which parts of LayerNorm and RMSNorm are sensitive, and is that still so in bf16?"
-    if norms.empty:
-        return no_data("mp-norms", question, SWEEP)
-    device = norms["device"].iloc[-1]
-    own = norms[(norms["device"] == device) & (norms["quantity"] != "input")]
+    table = mixed["norms"]
+    if table.empty:
+        return no_data("mixed-norms", question, "mixed_precision")
+    rows = pick(table, device=table["device"].iloc[-1])
+    text, harmless = [f"Normal numbers times a scale from {tiny(rows['scale'].min(), 0)} to {tiny(rows['scale'].max(), 0)},"
+                      " each step of the norm in one type; a"
+                      f" quantity counts as lost where more than {percent(LOST)} of its values overflow or wrongly become"
+                      " zero."], []
+    for dtype in LOW:
+        text.append(PARAGRAPH)
+        own = pick(rows, dtype=dtype)
+        over, gone = own[own["nonfinite"] > LOST], own[own["zero"] > LOST]
+        if over.empty and gone.empty:
+            harmless.append(dtype)
+            text.append(f"{dtype} loses nothing at any scale: it only rounds.")
+        else:
+            for norm in own["norm"].unique():
+                high, low = pick(over, norm=norm), pick(gone, norm=norm)
+                kinds = [("overflow", high, "min", "from"), ("become zero", low[low["scale"] < 1], "max", "up to"),
+                         ("become zero at large scales, being divided by an overflow", low[low["scale"] >= 1], "min",
+                          "from")]
+                text.append(f"{norm} in {dtype}: " + "; ".join(f"{words}: {by_scale(found, which, word)}" for words, found,
+                                                               which, word in kinds if len(found)) + ".")
+        output = pick(own, quantity="output")
+        good = output[(output["relative_error"] < NORM_OFF) & (output["nonfinite"] <= LOST) & (output["zero"] <= LOST)]
+        ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
+        text.append(f"The output in {dtype} is right to {percent(NORM_OFF)} at scales " + listing(
+            f"{tiny(r['min'], 0)} to {tiny(r['max'], 0)} ({norm})" for norm, r in ranges.iterrows()) + "." if len(ranges)
+                    else f"The output in {dtype} is right nowhere.")
+    wide = pick(rows, quantity="output").pivot_table(index=["norm", "scale"], columns="dtype",
+                                                     values="relative_error").dropna()
+    off = wide[wide["fp16"] < NORM_OFF].median()
+    text.append(PARAGRAPH)
+    text.append(f"Where all types give an output, its median relative error is"
+                f" {listing(f'{tiny(off[name])} in {name}' for name in DTYPES)}.")
+    variances = rows[(rows["dtype"] == "fp16") & rows["quantity"].isin(["variance", "mean square"])]
+    under = variances[(variances["zero"] > LOST) & (variances["scale"] < 1)]
+    under = under.merge(pick(rows, dtype="fp16", quantity="output"), on=["norm", "scale"], suffixes=("", "_output"))
+    kept = under[under["relative_error_output"] < NORM_OFF]
+    if len(kept):
+        text.append(f"At scale {tiny(kept['scale'].max(), 0)} fp16's variance is zero and its output still right: so far"
+                    " below the square root of epsilon"
+                    f" ({tiny(EPS**0.5)}) epsilon alone decides.")
+    coarse = pick(rows, dtype="bf16").groupby(["norm", "quantity"], sort=False)["relative_error"].median()
+    text.append(f"What bf16 rounds most is {coarse.idxmax()[0]}'s {coarse.idxmax()[1]}: {percent(coarse.max(), 1)} off in"
+                " the median"
+                + (", a sum whose terms cancel." if coarse.idxmax()[1] == "mean" else "."))
+    finding, over = "", variances[variances["nonfinite"] > LOST]
+    if len(over) and "bf16" in harmless:
+        finding = (f"**A norm in fp16 loses its variance to overflow from inputs of scale {tiny(over['scale'].min(), 0)}"
+                   " on; in bf16 nothing is lost, only rounded**:"
+                   f" to {tiny(off['bf16'])} of the output, where fp32 rounds to {tiny(off['fp32'])}.")
+        text.append("So in fp16 a norm has to leave the type for its range, in bf16 only for its digits.")
+    shown = rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "input")]
+    shown = shown.assign(cell=[norm_cell(r) for r in shown.itertuples()])
+    shown = shown.pivot(index=["norm", "dtype", "quantity"], columns="scale", values="cell")
+    shown = shown.reindex([key for norm, own in rows[rows["quantity"] != "input"].groupby("norm", sort=False)
+                           for dtype in LOW
+                           for key in [(norm, dtype, quantity) for quantity in dict.fromkeys(own["quantity"])]]).fillna("– ↑")
+    shown.columns = [tiny(value, 0) for value in shown.columns]
+    return Answer("mixed-norms", question, joined(text), finding, off.to_dict(),
+                  [("By scale of the inputs: median relative error against float64; ↑ overflowed (in the last column the"
+                    " input itself), ↓ became zero.",
+                    shown.reset_index())], [("mixed_norms", "Every quantity inside both norms over twelve decades of inputs")], runs_of(table))
 
-    def scales(rows: pd.DataFrame) -> str:
-        return ("inputs of " + ("scale " if rows["scale"].nunique() == 1 else "scales ") + span(rows["scale"], digits=1)) if len(rows) else "no inputs"
-    half = own[own["dtype"] == "fp16"]
-    text = []
-    over, under = half[half["nonfinite"] > 0], half[(half["zero"] > 0.5)]
-    first = {q: r["scale"].min() for q, r in over.groupby("quantity", sort=False)}
-    if first:
-        text.append("In fp16 what overflows is " + listing(f"the {q} (from scale {s:g})" for q, s in sorted(first.items(), key=lambda i: i[1]))
-                    + ": squares pass 65,504 when an input passes 256, and a sum of them sooner.")
-    lost = {q: r["scale"].max() for q, r in under.groupby("quantity", sort=False) if q in ("squares", "variance", "mean square")}
-    if lost:
-        text.append("Underflow to 0 takes more than half of " + listing(f"the {q} (up to scale {s:g})" for q, s in lost.items())
-                    + "; then only the ε in the root is left.")
-    wrong = half[(half["quantity"] == "output") & ((half["zero"] > 0.5) | (half["nonfinite"] > 0))]
-    if len(wrong):
-        text.append(f"The outputs are lost with {scales(wrong)}: the root of an infinite mean is infinite, and its reciprocal 0.")
-    brain = own[own["dtype"] == "bf16"]
-    broken = brain[(brain["nonfinite"] > 0) | (brain["zero"] > 0.01)]
-    text.append(("In bf16 nothing overflows and nothing vanishes at any scale: it has fp32's exponent. " if broken.empty else
-                 f"In bf16, too, {listing(sorted(set(broken['quantity'])))} leave the range. ")
-                + f"It only rounds: outputs are off by {span(brain.loc[brain['quantity'] == 'output', 'relative_error'] * 100, '%', 2)} in the median"
-                f" (fp32: {span(own.loc[(own['dtype'] == 'fp32') & (own['quantity'] == 'output'), 'relative_error'] * 1e6, ' millionths', 2)}).")
-    mean = brain[(brain["norm"] == "LayerNorm") & (brain["quantity"] == "mean")]
-    if len(mean):
-        text.append(f"Most sensitive in bf16 is LayerNorm's mean, a sum in which large terms cancel: {percent(mean['relative_error'].median())} off in the median.")
-    text.append("So fp16 needs the norm in fp32 for its range; bf16 needs it only for its digits.")
-    rows = []
-    for (norm, quantity), r in own.groupby(["norm", "quantity"], sort=False):
-        cells = {"norm": norm, "quantity": quantity}
-        for dtype in ("fp32", "fp16", "bf16"):
-            t = r[r["dtype"] == dtype]
-            good = t[(t["nonfinite"] == 0) & (t["zero"] < 0.01)]
-            cells[f"{dtype}: good scales"] = f"{good['scale'].min():.0e} to {good['scale'].max():.0e}" if len(good) else "none"
-            cells[f"{dtype}: error there"] = f"{good['relative_error'].median():.1e}" if len(good) else "–"
-        rows.append(cells)
-    return Answer("mp-norms", question, " ".join(text), "", {"bf16_output": brain.loc[brain["quantity"] == "output", "relative_error"].max()},
-                  [("Where each quantity is neither infinite nor (in more than 1% of elements) wrongly 0, and its median relative error there.", pd.DataFrame(rows))],
-                  [("mp_norms", "Error of each quantity inside RMSNorm over the inputs' scale")], runs_of(own))
+
+def by_scale(rows: pd.DataFrame, which: str, word: str) -> str:
+    """Quantities by the scale from (or up to) which they are lost: "squares and variance from 100"."""
+    at = rows.groupby("quantity", sort=False)["scale"].agg(which)
+    return ", ".join(f"{listing(names)} {word} {tiny(value, 0)}" for value,
+                     names in at.groupby(at, sort=True).groups.items())
 
 
-def speedup(speedups: pd.DataFrame, times: pd.DataFrame) -> Answer:
-    question = "How much faster is each precision than fp32, by phase and size?"
-    if speedups.empty:
-        return no_data("mp-speedup", question, SWEEP)
-    whole = speedups[speedups["phase"] == WHOLE]
-    size, context = reference(whole)
-    own = pick(whole, size=size, context_length=context)
-    text = (f"For {size} at context {context} against fp32: " + listing(
-        f"{MODE_WORDS[mode]} " + ", ".join(f"{r.precision} {_times(r)}" for r in rows.itertuples())
-        for mode, rows in own.groupby("mode", sort=False)) + ". ")
-    steps = pick(whole, mode="step")
-    parts = []
-    for precision, rows in steps.groupby("precision", sort=False):
-        low, high = rows.loc[rows["speedup"].idxmin()], rows.loc[rows["speedup"].idxmax()]
-        parts.append(f"{precision} {number(low.speedup)} ({low['size']}, context {low.context_length}) to {number(high.speedup)}"
-                     f" ({high['size']}, context {high.context_length})")
-    text += f"Over all sizes and contexts, times as fast for the full step: {listing(parts)}."
-    best = steps[steps["precision"] == "bf16"]
+def norm_cell(row) -> str:
+    text = "–" if pd.isna(row.relative_error) else f"{row.relative_error:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{text} {'↑' if row.nonfinite > LOST else ''}{'↓' if row.zero > LOST else ''}".strip()
+
+
+def factor(row) -> str:
+    """A speed-up with its interval; "none" where there is no change."""
+    if row.change == "none":
+        return "– none"
+    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]"
+
+
+def factor_words(row) -> str:
+    if row.change == "none":
+        return "unchanged"
+    return f"{number(row.speedup)} times as fast" if row.change == "faster" else f"{number(1 / row.speedup)} times as long"
+
+
+def speed(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answer:
+    """``times`` is the benchmark's, whose fp32 is measured here again; ``operations`` the nsys study's in fp32."""
+    question = "How much faster is lower precision than fp32, by phase, and how does that change with the model's size?"
+    rows = mixed["speedups"]
+    if rows.empty:
+        return no_data("mixed-speed", question, "mixed_precision")
+    walls, (_, context) = rows[rows["phase"] == WHOLE], reference(rows)
+    precisions = [precision for precision in OTHERS if precision in set(walls["precision"])]
+    parts, numbers = [], {}
+    for precision in precisions:
+        own = pick(walls, precision=precision, mode="step", context_length=context)
+        first, last = own.iloc[0], own.iloc[-1]
+        numbers |= {f"{precision}_first": first.speedup, f"{precision}_last": last.speedup}
+        trend = (", more with every size" if own["speedup"].is_monotonic_increasing
+                 else ", not more with every size") if len(own) > 1 else ""
+        parts.append(f"{precision} {number(first.speedup)} ({first['size']})" + (f" to {number(last.speedup)}"
+                                                                                 f" ({last['size']}){trend}" if len(own) > 1 else ""))
+    text = [f"A full step at context {context}, fp32's median time over the other's: {'; '.join(parts)}."]
+    best, largest = walls.loc[walls["speedup"].idxmax()], walls["size"].iloc[-1]
+    text.append(f"The most of all is {number(best.speedup)}: {best.precision} in {MODE_WORDS[best['mode']]} of"
+                f" {best['size']} at context {best.context_length}.")
+    for precision in precisions if len(precisions) == 1 else [p for p in ("bf16",) if p in precisions]:
+        own = pick(rows, size=largest, context_length=context, mode="step", precision=precision).set_index("phase")
+        text.append(f"By phase of {largest}'s step in {precision}:"
+                    f" {listing(f'{phase} {factor_words(own.loc[phase])}' for phase in PHASES if phase in own.index)}.")
+    steps = pick(walls, mode="step")
+    beyond = steps[steps["context_length"] == 2 * context].merge(steps[steps["context_length"] == context],
+                                                                 on=["size", "precision"], suffixes=("", "_before"))
+    if len(beyond):
+        less = beyond[beyond["speedup"] < beyond["speedup_before"]]
+        text.append(f"From context {context} to {2 * context} the step's speed-up falls in {len(less)} of {len(beyond)}"
+                    f" cells{_products_by_context(operations, context)}.")
+    if {"bf16", "fp16"} <= set(precisions):
+        pair = steps[steps["precision"] == "bf16"].merge(steps[steps["precision"] == "fp16"], on=["run_id"],
+                                                         suffixes=("", "_fp16"))
+        text.append(f"fp16's step takes {span(pair['median_ms_fp16'] / pair['median_ms'])} times as long as bf16's.")
+    text.append(PARAGRAPH)
+    counts = walls["change"].value_counts()
+    text.append(f"Of {len(walls)} comparisons of a whole pass or step {counts.get('faster', 0)} are faster than fp32,"
+                f" {counts.get('slower', 0)} slower, and"
+                f" {counts.get('none', 0)} show no change (the interval holds 1, or the medians are within {percent(SAME)}).")
+    again = same_as_benchmark(mixed, times)
+    if len(again):
+        text.append("fp32 is measured here again, in other processes than the benchmark's. Its medians are apart by " + " and by ".join(
+            f"{percent(own['off'].max(), 1)} at most {'in cells with launch-bound phases' if bound else 'in the others'}"
+            f" ({len(own)})"
+            for bound, own in again.groupby("bound", sort=False)) + "; every ratio here is of two medians from one process.")
+    missing = mixed["times"][mixed["times"]["status"] != "ok"]
+    for (precision, cause), own in missing.groupby(["precision", "cause"]):
+        where = "" if len(own) == len(pick(mixed["times"], precision=precision)) else " in " + listing(
+            f"{MODE_WORDS[r['mode']]} of {r['size']} at {r.context_length}" for _, r in own.iterrows())
+        text.append(f"Not measured: {precision}{where} ({cause}).")
+    low = pick(steps, precision="bf16") if "bf16" in precisions else pick(steps, precision=precisions[0]) if precisions else steps
     finding = ""
-    if len(best):
-        growing = best.groupby("size", observed=True)["speedup"].median()
-        low, high = best.loc[best["speedup"].idxmin()], best.loc[best["speedup"].idxmax()]
-        finding = (f"**In bf16 autocast a full step is {number(low.speedup)} ({low['size']}, context {low.context_length}) to {number(high.speedup)}"
-                   f" ({high['size']}, context {high.context_length}) times as fast as in fp32**")
-        finding += ", more so the larger the model." if growing.is_monotonic_increasing and len(growing) > 2 else "."
-    slower = speedups[(speedups["speedup_high"] < 1) & (speedups["phase"] != WHOLE)]
-    text += " " + _why_slower(slower, times)
-    none = speedups[(speedups["speedup_low"] <= 1) & (speedups["speedup_high"] >= 1)]
-    text += f" No difference was measured in {len(none)} of {len(speedups)} cells: their interval holds 1."
+    if len(low):
+        name, least, most = low["precision"].iloc[0], low.loc[low["speedup"].idxmin()], low.loc[low["speedup"].idxmax()]
+        ends = [f"{number(r.speedup)} times ({r['size']}, context {r.context_length})"
+                for r in ((least, most) if len(low) > 1 else (most,))]
+        finding = (f"**A full step in {name} is {' to '.join(ends)} as fast as in fp32**"
+                   + (f", and slower than fp32 in {count(int((low['change'] == 'slower').sum()), 'case')} of {len(low)}."
+                      if (low["change"] == "slower").any() else "."))
     tables = []
     for mode, words in MODE_WORDS.items():
-        rows = whole[whole["mode"] == mode].assign(cell=lambda t: [_times(r) for r in t.itertuples()])
-        table = rows.pivot(index=["size", "context_length"], columns="precision", values="cell").reindex(
-            columns=[p for p in ("tf32", "bf16", "fp16") if p in set(rows["precision"])])
-        base = pick(times, mode=mode, phase=WHOLE, precision="fp32").set_index(["size", "context_length"])["median_ms"].map(number)
-        table.insert(0, "fp32 (ms)", base.reindex(table.index))
-        tables.append((f"{words.capitalize()}: median in fp32, and how many times as fast the others are [95% interval].",
-                       table.rename_axis(["size", "context"]).fillna("–").reset_index()))
-    phases = speedups[(speedups["mode"] == "step") & (speedups["phase"] != WHOLE) & (speedups["precision"] == "bf16")]
-    if len(phases):
-        table = phases.assign(cell=[_times(r) for r in phases.itertuples()]).pivot(index=["size", "context_length"], columns="phase", values="cell")
-        tables.append(("The full step's phases in bf16, times as fast as in fp32 [95% interval].",
-                       table[[p for p in ("forward", "loss", "backward", "optimizer") if p in table]].rename_axis(["size", "context"]).reset_index()))
-    return Answer("mp-speedup", question, text, finding, {"step_low": steps["speedup"].min(), "step_high": steps["speedup"].max()}, tables,
-                  [("mp_speedup", "Speed-up over fp32 by model size, mode and precision")], runs_of(whole))
+        own = pick(walls, mode=mode)
+        if len(own):
+            wide = own.assign(cell=[factor(r) for r in own.itertuples()])
+            wide = wide.pivot(index=["size", "context_length"], columns="precision", values="cell")
+            wide = wide.reindex(columns=precisions).fillna("–")
+            wide.insert(0, "fp32 (ms)", own.groupby(["size", "context_length"],
+                                                    observed=True)["fp32_ms"].first().map(number))
+            tables.append((f"{words.capitalize()}: fp32's median wall time over the other's [95% bootstrap interval of the"
+                           " ratio].",
+                           wide.rename_axis(["size", "context"]).reset_index()))
+    phases = rows[(rows["mode"] == "step") & (rows["phase"] != WHOLE) & (rows["context_length"] == context)]
+    wide = phases.assign(cell=[factor(r) for r in phases.itertuples()])
+    wide = wide.pivot(index=["size", "precision"], columns="phase", values="cell")
+    tables.append((f"The full step's phases at context {context}, likewise.",
+                   wide[[phase for phase in PHASES if phase in wide]].reset_index()))
+    return Answer("mixed-speed", question, joined(text), finding, numbers, tables,
+                  [("mixed_speed", "How many times as fast as fp32, by size")], runs_of(rows))
 
 
-def _times(row) -> str:
-    mark = " (none)" if row.speedup_low <= 1 <= row.speedup_high else ""
-    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]{mark}"
+def _products_by_context(operations: pd.DataFrame, context: int) -> str:
+    """How the products' share of fp32's step changes from a context to its double, as the end of a sentence; empty without profiles."""
+    rows = parts(operations)
+    if rows.empty:
+        return ""
+    share = (rows["matrix products"] / rows[list(PARTS)].sum(axis=1)).groupby(rows["context_length"]).median()
+    if not {context, 2 * context} <= set(share.index):
+        return ""
+    falls = "falls" if share[2 * context] < share[context] else "does not fall"
+    return (f"; in fp32's profiles the products' share of the step {falls}, from {percent(share[context])} to"
+            f" {percent(share[2 * context])} (medians over sizes)")
 
 
-def _why_slower(slower: pd.DataFrame, times: pd.DataFrame) -> str:
-    """Where a low precision is measurably slower, and whether the launches were the limit there."""
-    if slower.empty:
-        return "No phase is measurably slower in any precision."
-    text = f"{count(len(slower), 'phase').capitalize()} of all runs are measurably slower: " + listing(
-        f"{phase} in {precision} ({len(rows)}, down to {number(rows['speedup'].min())})" for (phase, precision), rows in
-        slower.groupby(["phase", "precision"], sort=False)) + "."
-    if "launch_bound_share" in times:
-        keys = ["run_id", "precision", "mode", "phase"]
-        bound = slower[keys].merge(times[[*keys, "launch_bound_share"]], on=keys)["launch_bound_share"] == 1
-        if bound.any():
-            text += (f" {int(bound.sum())} of them are launch-bound: the GPU waits for the host, which under autocast has more to launch (the"
-                     " casts), and its arithmetic being faster does not show.")
-        optimizer = int((slower["phase"] == "optimizer").sum())
-        if optimizer:
-            text += f" {count(optimizer, 'is' if False else 'phase')} {'is' if optimizer == 1 else 'are'} the optimizer, which runs in fp32 in every precision."
-    return text
+def same_as_benchmark(mixed: Tables, times: pd.DataFrame) -> pd.DataFrame:
+    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of wall time the larger is, less
+    one) and ``bound`` (whether a phase of it is launch-bound here)."""
+    other = matrix(times)
+    if other.empty:
+        return other
+    keys = ["size", "context_length", "mode"]
+    here, there = (pick(table, phase=WHOLE, status="ok", precision="fp32").astype({"size": str})
+                   for table in (mixed["times"], other))
+    both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
+    bound = both["launch_bound_share"] > 0 if "launch_bound_share" in both else False
+    medians = both[["median_ms", "median_ms_benchmark"]]
+    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=bound)
 
 
-def what_is_left(operations: pd.DataFrame, fp32_operations: pd.DataFrame) -> Answer:
-    question = "What of the step can low precision not speed up, and how much could faster matrix products still give?"
-    if operations.empty:
-        return no_data("mp-left", question, SWEEP)
-    steps = operations[operations["mode"] == "step"]
-    share = steps.pivot_table(index=["size", "context_length"], columns="family", values="total_ns", aggfunc="sum", observed=True, fill_value=0)
-    total = share.sum(axis=1)
-    ms_step = total / steps.groupby(["size", "context_length"], observed=True)["steps"].first() / 1e6
-    parts = share.div(total, axis=0)
-    limit = 1 / (1 - parts[MATMUL])
-    size, context = reference(steps)
-    families = parts.loc[(size, context)].drop(MATMUL).sort_values(ascending=False)
-    text = (f"Of a bf16 step's operation time, {size} at context {context}, matrix products are {percent(parts[MATMUL][(size, context)])}; the rest is "
-            + listing(f"{family} {percent(value)}" for family, value in families.items() if value >= 0.02) + ". "
-            f"Were the products to cost nothing, the operations would take 1/(1 − {parts[MATMUL][(size, context)]:.2f}) ="
-            f" {number(limit[(size, context)])} times less (Amdahl's law); over the sizes {span(limit)}.")
-    base = fp32_operations[fp32_operations["mode"] == "step"] if len(fp32_operations) else fp32_operations
-    tables = []
-    if len(base):
-        other = base.pivot_table(index=["size", "context_length"], columns="family", values="total_ns", aggfunc="sum", observed=True, fill_value=0)
-        other_steps = base.groupby(["size", "context_length"], observed=True)["steps"].first()
-        low_steps = steps.groupby(["size", "context_length"], observed=True)["steps"].first()
-        both = [key for key in share.index if key in other.index]
-        ratio = pd.DataFrame({family: [(other.loc[k].get(family, 0) / other_steps[k]) / (share.loc[k].get(family, 0) / low_steps[k])
-                                       if share.loc[k].get(family, 0) else np.nan for k in both]
-                              for family in share.columns if parts[family].max() >= 0.02}, index=pd.MultiIndex.from_tuples(both, names=share.index.names))
-        gain = ratio.loc[(size, context)] if (size, context) in ratio.index else None
-        if gain is not None:
-            text += (" Against the fp32 profile of the same step: " + listing(
-                f"{family} {number(value)} times as fast" for family, value in gain.sort_values(ascending=False).items() if np.isfinite(value)) + ".")
-        tables.append(("Device time of each kernel family in fp32 over that in bf16, full step.",
-                       ratio.map(number).rename_axis(["size", "context"]).reset_index()))
-    table = parts[[f for f in parts if parts[f].max() >= 0.02]].map(lambda s: percent(s, 1))
-    table.insert(0, "operations (ms)", ms_step.map(number))
-    table["most that products could give"] = limit.map(lambda v: f"{number(v)}×")
-    tables.insert(0, ("Share of a bf16 full step's operation time by kernel family, and Amdahl's limit.", table.rename_axis(["size", "context"]).reset_index()))
-    return Answer("mp-left", question, text,
-                  f"**In bf16 {percent(1 - parts[MATMUL].max())} to {percent(1 - parts[MATMUL].min())} of a step's operation time is no matrix product**: products that"
-                  f" cost nothing would make it at most {span(limit)} times as fast.",
-                  {"limit": limit[(size, context)]}, tables, [("mp_left", "What a bf16 step's device time goes into, beside fp32's")], runs_of(steps))
+def with_cause(mixed: Tables) -> pd.DataFrame:
+    """``speedups`` with ``cause``: why that phase or step would be slower than in fp32, by its clocks."""
+    times, keys = pick(mixed["times"], status="ok"), ["run_id", "precision", "mode", "phase"]
+    if "launch_bound_share" not in times:
+        return mixed["speedups"].assign(cause="the processor's own work")
+    # How far the host is ahead of the GPU when a phase begins: at the end of the one before.
+    following = dict(zip(PHASES, PHASES[1:]))
+    ahead = times.assign(phase=times["phase"].map(following), ahead_ms=times["trailing_ms"]).dropna(subset=["phase"])
+    ahead = ahead[[*keys, "ahead_ms"]]
+    rows = mixed["speedups"].merge(times[[*keys, "launch_bound_share"]], on=keys).merge(ahead, on=keys, how="left")
+    return rows.assign(cause=[_cause(row) for row in rows.itertuples()])
 
 
-def memory(cells: pd.DataFrame) -> Answer:
-    question = "What does each precision do to peak memory?"
-    measured = cells[cells["peak_allocated_mib"].notna()] if len(cells) else cells
-    if cells.empty:
-        return no_data("mp-memory", question, SWEEP)
-    if measured.empty:
-        return Answer("mp-memory", question, "Not measurable here: PyTorch counts allocations on a GPU only.", runs=runs_of(cells))
-    wide = measured[measured["status"] == "ok"].pivot_table(index=["size", "context_length", "mode"], columns="precision", values="peak_allocated_mib", observed=True)
-    ratio = (wide["bf16"] / wide["fp32"]).dropna()
-    more = ratio[ratio > 1.01]
-    text = (f"In bf16 autocast the peak is {percent(ratio.min())} to {percent(ratio.max())} of fp32's: autocast keeps the parameters, gradients and"
-            f" optimizer state in fp32 and halves what is saved of the products' and attention's tensors. "
-            + (f"It is higher in {count(len(more), 'cell')} of {len(ratio)}, by up to {percent(more.max() - 1)} ({more.idxmax()[0]}, context {more.idxmax()[1]},"
-               f" {MODE_WORDS[more.idxmax()[2]]}): beside the fp32 weights stand their bf16 copies, which autocast keeps until it ends, and where little"
-               " else is in memory they show." if len(more) else "It is nowhere higher."))
-    table = wide.map(lambda v: number(v / 1024) if np.isfinite(v) else "–").reindex(columns=[p for p in ("fp32", "tf32", "bf16", "fp16") if p in wide])
-    table["bf16 / fp32"] = ratio.map(percent)
-    table = table.reset_index()
-    table["mode"] = table["mode"].map(MODE_WORDS)
-    return Answer("mp-memory", question, text, "", {"low": ratio.min(), "high": ratio.max()},
-                  [("Peak of allocated memory in GiB.", table.rename(columns={"context_length": "context"}).fillna("–"))],
-                  [("mp_memory", "Peak memory in bf16 against fp32, by size, context and mode")], runs_of(measured))
+def _cause(row) -> str:
+    if row.phase == "optimizer" and row.precision == "fp16":
+        return "the gradient scaler's work"
+    if row.launch_bound_share >= 0.5:
+        return "limited by the host's launches"
+    if row.ahead_ms < row.median_ms - row.fp32_ms:
+        return "the GPU had caught up and waits for the phase's first launches"
+    if row.phase == "loss":
+        return "the loss's cast to fp32" if row.precision in LOW else "not told apart by these clocks"
+    return "the GPU's own work"
 
 
-def health(table: pd.DataFrame) -> Answer:
+def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answer:
+    """``times`` is the benchmark's table, ``operations`` the nsys study's in fp32."""
+    question = "Where is lower precision slower, and why?"
+    if mixed["speedups"].empty:
+        return no_data("mixed-slower", question, "mixed_precision")
+    rows = with_cause(mixed)
+    worse, text, tables, finding = rows[rows["change"] == "slower"], [], [], ""
+    if worse.empty:
+        text.append(f"Nowhere: of {len(rows)} comparisons of a phase, pass or step none is slower than fp32.")
+    else:
+        whole = worse[worse["phase"] == WHOLE]
+        where = whole.groupby(["size", "context_length"],
+                              observed=True)["precision"].agg(lambda p: "/".join(dict.fromkeys(p)))
+        text.append(f"{count(len(whole), 'whole pass').replace('passs', 'passes')} or steps of"
+                    f" {int((rows['phase'] == WHOLE).sum())}"
+                    + (f" ({listing(f'{size} at {context}: {p}' for (size, context), p in where.items())})" if len(whole)
+                       else "")
+                    + f" and {count(len(worse) - len(whole), 'phase')} of {int((rows['phase'] != WHOLE).sum())} take longer"
+                      " than in fp32.")
+        if len(whole) and (whole["cause"] == "limited by the host's launches").all():
+            finding = (f"**In each of the {len(whole)} of {int((rows['phase'] == WHOLE).sum())} passes and steps where lower precision is"
+                       " slower, the host's launches set the time**, not the GPU.")
+        again = same_as_benchmark(mixed, times)
+        if len(whole) and len(again) and again["bound"].any():
+            off = again.loc[again["bound"], "off"].max()
+            beyond = int((1 / whole["speedup"] - 1 > off).sum())
+            text.append(f"fp32's own launch-bound cells differ by up to {percent(off)} from one process to another, as the"
+                        " host is faster or slower;"
+                        f" {beyond or 'none'} of these {len(whole)} {'is' if beyond == 1 else 'are'} slower by more than"
+                        " that.")
+        lost = worse.assign(lost=worse["median_ms"] - worse["fp32_ms"], ratio=1 / worse["speedup"])
+        table = lost.groupby(["cause", "phase", "precision"], sort=False).agg(
+            cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))),
+            low=("ratio", "min"), high=("ratio", "max"), lost=("lost", "max")).reset_index()
+        text.append(PARAGRAPH)
+        for cause, own in table.groupby("cause", sort=False):
+            what = own.groupby("phase", sort=False)["cells"].sum()
+            text.append(f"{cause[0].upper() + cause[1:]}:"
+                        f" {listing(f'{phase_words(phase)} in {n}' for phase, n in what.items())},"
+                        f" {span([own['low'].min(), own['high'].max()])} times"
+                        f" fp32's time, {ms(own['lost'].max())} more at most.")
+        tables.append(("Slower than fp32, by cause, phase and precision; cells are sizes, contexts and modes.", pd.DataFrame(
+            {"cause": table["cause"], "phase": table["phase"].map(phase_words), "precision": table["precision"],
+             "cells": table["cells"], "sizes": table["sizes"],
+             "times as long": [span([a, b]) for a, b in zip(table["low"], table["high"])],
+             "longer by at most": table["lost"].map(ms)})))
+    text.append(PARAGRAPH)
+    if "ahead_ms" in rows:
+        optimizer = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
+        idle = optimizer["ahead_ms"] < 0.1 * optimizer["median_ms"]
+        if idle.any() and (~idle).any():
+            text.append("The optimizer's tensors are fp32 in every precision. Where the host is ahead of the GPU when it"
+                        " begins, its time in TF32 and bf16 is"
+                        f" {span(1 / optimizer.loc[~idle, 'speedup'], digits=4)} times fp32's ({int((~idle).sum())} cells);"
+                        " where the GPU, faster now, has caught up,"
+                        f" {span(1 / optimizer.loc[idle, 'speedup'])} times ({int(idle.sum())}), since it first waits for"
+                        f" launches.{_same_kernels(mixed, operations)}")
+        scaler = rows[(rows["phase"] == "optimizer") & (rows["precision"] == "fp16")].merge(
+            rows[(rows["phase"] == "optimizer") & (rows["precision"] == "bf16")][["run_id", "median_ms"]], on="run_id", suffixes=("", "_bf16"))
+        if len(scaler):
+            extra = scaler["median_ms"] / scaler["median_ms_bf16"] - 1
+            text.append("fp16's scaler (unscaling all gradients, looking for infinities, asking the GPU for the result)"
+                        " makes the optimizer phase"
+                        f" {shares(extra)} longer than bf16's.")
+    low = mixed["profiles"]
+    if len(low) and len(operations):
+        more = (launches(low) / launches(operations)).dropna()
+        if len(more):
+            precision = low["precision"].iloc[0]
+            verb = "launches" if "cuda" in set(mixed["times"]["device"]) else "runs"
+            text.append(f"A step in {precision} {verb} {span(more)} times as many operations as in fp32 (profiles):"
+                        " autocast's casts.")
+    return Answer("mixed-slower", question, joined(text), finding,
+                  {"slower": len(worse), "slower_whole": int((worse["phase"] == WHOLE).sum())}, tables, [],
+                  runs_of(worse if len(worse) else rows))
+
+
+def _same_kernels(mixed: Tables, operations: pd.DataFrame) -> str:
+    """Whether the optimizer's kernels themselves take the same time in both profiles, as a sentence; empty without them."""
+    low, base = parts(mixed["profiles"]), parts(operations)
+    if low.empty or base.empty:
+        return ""
+    both = low.merge(base, on=["size", "context_length"], suffixes=("", "_fp32"))
+    ratio = both["optimizer"] / both["optimizer_fp32"]
+    if ratio.empty or (ratio - 1).abs().max() > SAME:
+        return ""
+    return f" Its kernels themselves take the same time in both profiles ({span(ratio, digits=4)} times)."
+
+
+def launches(operations: pd.DataFrame) -> pd.Series:
+    """Operations that one full step launches, by size and context."""
+    steps = pick(operations, mode="step")
+    return steps.assign(n=steps["count"] / steps["steps"]).groupby(["size", "context_length"], observed=True)["n"].sum()
+
+
+def phase_words(phase: str) -> str:
+    return "whole pass or step" if phase == WHOLE else phase
+
+
+def casts(mixed: Tables) -> Answer:
+    question = "Which operations of the Transformer run in which type, and what do the casts cost?"
+    census, cost = mixed["census"], mixed["casts"]
+    if census.empty and cost.empty:
+        return no_data("mixed-casts", question, "mixed_precision")
+    text, tables, finding, numbers = [], [], "", {}
+    if len(census):
+        size, context = census["size"].iloc[0], census["context_length"].iloc[0]
+        census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
+        named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
+        for autocast, own in named.groupby("autocast", sort=False):
+            n = own.groupby("kind")["count"].sum()
+            counted = listing(f"{n[kind]:,} {words}" for kind, words in KINDS.items() if kind in n)
+            text.append(f"One step of {size} at context {context}, under {autocast}: {counted}.")
+        brain = pick(named, autocast="bf16")
+        by_phase = brain[brain["kind"] == "cast"].groupby("phase", sort=False)["count"].sum()
+        text.append(f"Its casts under bf16 by phase: {listing(f'{phase} {n}' for phase, n in by_phase.items())}.")
+        lossy = [autocast for autocast, own in named[named["operation"] == "_log_softmax"].groupby("autocast", sort=False)
+                 if (own["kind"] == "low").all()]
+        if lossy:
+            text.append(f"The loss's log-softmax itself runs in the low type ({listing(lossy)}): only its result is cast to"
+                        " fp32. Softmax's exponentials and sums inside"
+                        f" attention run {'in fp32' if (brain.loc[(brain['operation'] == 'exp'), 'kind'] == 'fp32').all() else 'in the low type'}.")
+        numbers |= {"operations": int(brain["count"].sum()), "casts": int(by_phase.sum())}
+        shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
+        shown = shown.groupby(["phase", "kind", "operation"], sort=False)["count"].sum().reset_index()
+        rows = [{"phase": phase, "types": KINDS[kind],
+                 "operations (times)": ", ".join(f"`{r.operation}` {r.count_}" for r in own.rename(
+            columns={"count": "count_"}).itertuples())} for (phase, kind),
+                own in shown.groupby(["phase", "kind"], sort=False)]
+        tables.append((f"Operations below autocast and autograd under bf16, {size} at context {context}, views and"
+                       " allocations left out.", pd.DataFrame(rows)))
+    if len(cost):
+        cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
+        clock = "operations' time on the GPU" if "cuda" in set(cost["device"]) else "operators' time"
+        for precision, own in cost.groupby("precision", sort=False):
+            text.append(f"In {precision} casts take {shares(own['share'])} of a step's {clock} (torch.profiler),"
+                        f" {span(own['casts_ms'], ' ms')}.")
+        worst = cost.loc[cost["share"].idxmax()]
+        finding = (f"**Changing types takes {shares(cost['share'])} of a full step's {clock} under autocast**, most for"
+                   f" {worst['size']} in {worst.precision}.")
+        numbers["worst"] = worst.share
+        shown = cost.assign(a=cost["casts_ms"].map(number), b=cost["step_ms"].map(number),
+                            c=[percent(v, 1) for v in cost["share"]])
+        tables.append((f"Casts of one full step, context {listing(map(str, sorted(cost['context_length'].unique())))}.",
+                       shown[["size", "precision", "casts", "a", "b",
+                              "c"]].set_axis(["size", "autocast", "casts", "casts (ms)", "all (ms)", "share"], axis=1)))
+    return Answer("mixed-casts", question, " ".join(text), finding, numbers, tables, [],
+                  sorted({run for table in (census, cost) if len(table) for run in runs_of(table)}))
+
+
+KINDS = {"low": "in the low type", "fp32": "in fp32", "both": "that take or give both", "cast": "casts"}
+
+
+def kind_of(operation: str, reads: str, writes: str) -> str:
+    """cast, low, both or fp32 (or wider, or no float at all), by the types that go in and come out."""
+    if operation == "_to_copy":
+        return "cast"
+    given = set(f"{reads}, {writes}".split(", "))
+    low, wide = given & set(LOW), given & {"fp32", "float64"}
+    return "both" if low and wide else "low" if low else "fp32"
+
+
+# What a step's device time goes into, of operations by phase, region and family: the first that fits.
+PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
+         "optimizer": lambda o: o["phase"] == "optimizer",
+         "casts and copies": lambda o: o["family"] == CASTS,
+         "softmax, mask, scale": lambda o: o["region"].isin(["attention.softmax", "attention.mask", "attention.scores"]),
+         "norms": lambda o: o["region"] == "norm",
+         "summing gradients": lambda o: o["region"] == "gradient accumulation",
+         "the rest": lambda o: o["family"].notna()}
+
+
+def parts(operations: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds of a full step, for each size, context and precision, by :data:`PARTS`."""
+    rows = pick(operations, mode="step") if len(operations) else operations
+    if rows.empty:
+        return pd.DataFrame()
+    part = pd.Series("", index=rows.index)
+    for name, fits in PARTS.items():
+        part = part.where((part != "") | ~fits(rows), name)
+    rows = rows.assign(part=pd.Categorical(part, list(PARTS)), ms=rows["total_ns"] / rows["steps"] / 1e6)
+    table = rows.groupby(["size", "context_length", "precision", "part"], observed=True)["ms"].sum().unstack(fill_value=0.0)
+    return table.reindex(columns=list(PARTS), fill_value=0.0).reset_index()
+
+
+def left(mixed: Tables, operations: pd.DataFrame) -> Answer:
+    """``operations`` is the nsys study's table in fp32."""
+    question = "What of the step does low precision not speed up, and how much could faster products still give?"
+    low = parts(mixed["profiles"])
+    low = low[low["precision"].isin(LOW)] if len(low) else low
+    if low.empty:
+        return no_data("mixed-left", question, "mixed_precision")
+    names, precision = list(PARTS), low["precision"].iloc[0]
+    total = low[names].sum(axis=1)
+    products = low["matrix products"] / total
+    limit = 1 / (1 - products)
+    clock = "operations' time on the GPU" if "cuda" in set(mixed["profiles"]["device"]) else "operators' time"
+    rest = low[names[1:]].div(total, axis=0)
+    order = rest.mean().sort_values(ascending=False).index
+    text = [f"In a full step in {precision} at context {low['context_length'].iloc[0]}, matrix products are"
+            f" {listing(f'{percent(p)} ({size})' for p, size in zip(products, low['size']))} of the {clock}. If they cost"
+            " nothing at all, the step's operations"
+            f" would be 1 / (1 − share) = {span(limit)} times as fast (Amdahl), and no faster product can give more.",
+            f"What is left: {listing(f'{name} {shares(rest[name])}' for name in order if rest[name].max() >= 0.01)}."]
+    before, tables = parts(operations), []
+    both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
+    if len(both):
+        gains = pd.DataFrame({name: both[f"{name}_fp32"] / both[name] for name in names})
+        text.append(f"fp32's time over {precision}'s, by part: {listing(f'{name} {span(gains[name])}' for name in names)}.")
+        was = both["matrix products_fp32"] / both[[f"{name}_fp32" for name in names]].sum(axis=1)
+        text.append(f"In fp32 the products were {shares(was)} of it.")
+        none = [name for name in names[1:] if (gains[name] < 1 + SAME).all()]
+        text.append(f"Low precision makes {listing(none)} no faster at any size." if none else "")
+    waits = pick(mixed["times"], status="ok", phase=WHOLE, mode="step",
+                 precision=precision) if len(mixed["times"]) else mixed["times"]
+    if "launch_bound_share" in waits:
+        waits = waits[waits["context_length"].isin(low["context_length"]) & (waits["launch_bound_share"] > 0)]
+        text.append("It is less of the wall time where the host sets the pace: "
+                    + listing(f"{percent(w['launch_bound_share'])} of {w['size']}'s step is in launch-bound phases" for _,
+                              w in waits.iterrows()) + "." if len(waits) else
+                    "At this context no phase of any size is launch-bound, so the wall time is the GPU's.")
+    finding = (f"**However fast matrix products become, a {precision} step's operations get at most {span(limit)} times as"
+               " fast**:"
+               f" {shares(1 - products)} of their time is something else, {order[0]} most.")
+    shown = low[["size", "context_length"]].assign(**{name: [f"{number(v)} ({percent(v / t)})" for v,
+                                                             t in zip(low[name], total)] for name in names},
+                                                   limit=[f"{number(v)} times" for v in limit])
+    tables.append((f"A full step in {precision} by part: ms of {clock} (share), and the most that faster products could"
+                   " give.",
+                   shown.rename(columns={"context_length": "context", "limit": "at most"})))
+    return Answer("mixed-left", question, " ".join(filter(None, text)), finding,
+                  {"limit_low": limit.min(), "limit_high": limit.max()}, tables,
+                  [("mixed_left", "A step by part, fp32 beside low precision")], runs_of(mixed["profiles"]))
+
+
+def memory(mixed: Tables) -> Answer:
+    question = "What does lower precision do to peak memory?"
+    rows = mixed["times"]
+    if rows.empty:
+        return no_data("mixed-memory", question, "mixed_precision")
+    rows = rows[(rows["phase"] == WHOLE) & rows["peak_allocated_mib"].notna()]
+    if rows.empty:
+        return Answer("mixed-memory", question, "Not measurable here: PyTorch counts allocations on a GPU only.",
+                      runs=runs_of(mixed["times"]))
+    keys = ["size", "context_length", "mode"]
+    peaks, times = (rows.pivot_table(index=keys, columns="precision", values=column, observed=True)
+                    for column in ("peak_allocated_mib", "median_ms"))
+    ratio, text, ranges = (peaks["bf16"] / peaks["fp32"]).dropna(), [], {}
+    for mode, words in MODE_WORDS.items():
+        own = ratio[ratio.index.get_level_values("mode") == mode]
+        if len(own):
+            ranges[mode] = own
+            text.append(f"{words} {change_words(own.min())} ({own.idxmin()[0]}, context {own.idxmin()[1]}) to"
+                        f" {change_words(own.max())}"
+                        f" ({own.idxmax()[0]}, context {own.idxmax()[1]})")
+    text = [f"bf16's peak against fp32's: {'; '.join(text)}."]
+    more, less = ratio[ratio > 1 + SAME], ratio[ratio < 1 - SAME]
+    text.append(f"It takes less in {len(less)} of {len(ratio)} cells and more in {len(more)}"
+                + (f" ({', '.join(f'{MODE_WORDS[mode]} {n}' for mode, n in more.groupby(level='mode', sort=False).size().items())})" if len(more) else "") + ".")
+    weights = "The weights, their gradients and AdamW's moments stay in fp32. Autocast adds a low copy of each weight and keeps it until its context ends"
+    text.append(weights + ("; forward alone saves no activations that could make up for it." if "forward" in ranges
+                           and ranges["forward"].min() > 1 else "."))
+    steps = pick(rows, mode="step")
+    level = pick(steps, precision="bf16").merge(pick(steps, precision="fp32")[["run_id", "peak_allocated_mib"]],
+                                                                                  on="run_id", suffixes=("", "_fp32"))
+    level = level[(level["peak_allocated_mib"] / level["peak_allocated_mib_fp32"] - 1).abs() < SAME / 2]
+    if len(level):
+        times_weights = level["peak_allocated_mib_fp32"] * 2**20 / (4 * level["parameters"])
+        text.append(f"Where the full step saves nothing ({len(level)} cells), its peak is {span(times_weights)} times the"
+                    " fp32 weights: weights, gradients, two moments and what"
+                    " AdamW needs beside them, all of it fp32, and not the activations.")
+    same = [(peaks[p] / peaks[q] - 1).abs().max() < 0.001 for p,
+            q in (("fp16", "bf16"), ("tf32", "fp32")) if {p, q} <= set(peaks.columns)]
+    if same and all(same):
+        text.append("fp16 takes what bf16 takes and TF32 what fp32 takes: types of the same width.")
+    step = ranges.get("step", ratio)
+    finding = (f"**bf16's full step takes {change_words(step.min())} ({step.idxmin()[0]}, context {step.idxmin()[1]}) to"
+               f" {change_words(step.max())} memory than fp32's**"
+               if step.max() < 1 - SAME else f"**bf16's full step saves at most {percent(1 - step.min())} of fp32's"
+                                             f" memory** ({step.idxmin()[0]}, context {step.idxmin()[1]})")
+    if "forward" in ranges and ranges["forward"].min() > 1 + SAME:
+        finding += f", and its forward alone takes {span([100 * (r - 1) for r in ranges['forward']], '%', 2)} more."
+    else:
+        finding += "."
+    table = pd.DataFrame({"size": [key[0] for key in peaks.index], "context": [key[1] for key in peaks.index],
+                          "mode": [MODE_WORDS[key[2]] for key in peaks.index]})
+    for precision in ("fp32", "bf16", "fp16"):
+        if precision in peaks:
+            table[precision] = [f"{number(mib / 1024)} GiB, {ms(time)}" if mib == mib else "–" for mib,
+                                time in zip(peaks[precision], times[precision])]
+    table["bf16 / fp32"] = [percent(value) if value == value else "–" for value in ratio.reindex(peaks.index)]
+    return Answer("mixed-memory", question, " ".join(text), finding, {"low": ratio.min(), "high": ratio.max()},
+                  [("Peak of allocated memory and median wall time.", table)],
+                  [("mixed_memory", "bf16's peak memory against fp32's")], runs_of(rows))
+
+
+def change_words(ratio: float) -> str:
+    return "as much" if abs(ratio - 1) < SAME / 2 else f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
+
+
+def health(mixed: Tables) -> Answer:
     question = "Are loss and gradients still right?"
-    if table.empty:
-        return no_data("mp-health", question, SWEEP)
-    keys = ["run_id"]
-    base = table[table["precision"] == "fp32"].set_index(keys)[["loss", "gradient_norm"]]
-    rows = table[table["precision"] != "fp32"].join(base, on=keys, rsuffix="_fp32")
-    rows = rows.assign(loss_off=(rows["loss"] / rows["loss_fp32"] - 1).abs(), norm_off=(rows["gradient_norm"] / rows["gradient_norm_fp32"] - 1).abs(),
-                       way=[f"fp16, scaled by {r.scale:,.0f}" if r.scale > 1 else ("fp16, not scaled" if r.precision == "fp16" else r.precision)
-                            for r in rows.itertuples()])
-    text = []
-    for way, own in rows.groupby("way", sort=False):
-        text.append(f"{way}: loss within {_tiny(own['loss_off'].max())}, gradient norm within {_tiny(own['norm_off'].max())} of fp32's, "
-                    f"{_share(own['zero'])} of the gradient's elements underflow to 0" + (f", {_share(own['nonfinite'])} are not finite" if own["nonfinite"].max() else ""))
-    bare, scaled = (rows[(rows["precision"] == "fp16") & ((rows["scale"] > 1) == s)]["zero"].median() for s in (False, True))
-    finding = (f"**Without loss scaling {percent(bare, 1)} of fp16's gradient elements underflow to 0 in the median run, with it {percent(scaled, 2)}.**"
-               if np.isfinite(bare) and bare > 0.001 else "")
-    shown = rows.assign(a=rows["loss_off"].map(_tiny), b=rows["norm_off"].map(_tiny), c=rows["zero"].map(lambda s: percent(s, 3)),
-                        d=rows["nonfinite"].map(lambda s: percent(s, 3)))
-    size_context = shown[["size", "context_length"]].drop_duplicates()
-    context = 512 if (size_context["context_length"] == 512).any() else size_context["context_length"].max()
-    table_ = shown[shown["context_length"] == context][["size", "way", "a", "b", "c", "d"]].set_axis(
-        ["size", "precision", "loss off", "gradient norm off", "underflow", "not finite"], axis=1)
-    return Answer("mp-health", question, "On the same fresh weights and batch, over all sizes and contexts: " + "; ".join(text) + ".", finding,
-                  {"fp16_unscaled_zero": bare, "fp16_scaled_zero": scaled},
-                  [(f"Against fp32, context {context}. Underflow: 0 in this precision, not 0 in fp32.", table_)], [], runs_of(rows))
+    rows = health_rows(mixed)
+    if rows.empty:
+        return no_data("mixed-health", question, "mixed_precision")
+    by_way = dict(list(rows.groupby("way", sort=False)))
+    text = ["On the same fresh weights and batch, over all sizes and contexts, against fp32: the loss is off by at most "
+            + listing(f"{tiny(own['loss_off'].max())} ({way})" for way, own in by_way.items()) + "; the gradient's norm by"
+                                                                                                 " at most "
+            + listing(f"{tiny(own['norm_off'].max())} ({way})" for way, own in by_way.items()) + "."]
+    finding, numbers = "", {way: own["zero"].max() for way, own in by_way.items()}
+    bare, scaled = by_way.get("fp16 unscaled"), by_way.get("fp16 scaled")
+    if bare is not None and scaled is not None:
+        text.append(f"Of the gradient's elements that are not zero in fp32, fp16 makes zero {lost_words(bare['zero'])}"
+                    f" without scaling and {lost_words(scaled['zero'])} with the"
+                    f" loss scaled by {scaled['scale'].iloc[0]:,.0f};"
+                    f" {'none overflows' if scaled['nonfinite'].max() == 0 else lost_words(scaled['nonfinite']) + ' overflow'} at that scale.")
+        longer = bare.groupby("context_length")["zero"].median()
+        if len(longer) > 1 and longer.is_monotonic_increasing:
+            text.append(f"The longer the context, the more is lost without scaling ({percent(longer.iloc[0], 3)} at"
+                        f" {longer.index[0]}, {percent(longer.iloc[-1], 3)} at"
+                        f" {longer.index[-1]}, medians over sizes): the loss is a mean over tokens, so each token's"
+                        " gradient shrinks.")
+        if bare["zero"].max() > FEW:
+            finding = (f"**Without a gradient scaler fp16 loses up to {percent(bare['zero'].max(), 2)} of the gradient's"
+                       " elements to zero, with it"
+                       f" {lost_words(scaled['zero'])}**; the norm is off by up to {tiny(bare['norm_off'].max())} and"
+                       f" {tiny(scaled['norm_off'].max())}.")
+    if "bf16" in by_way:
+        text.append(f"In bf16, with fp32's range and no scaler, {lost_words(by_way['bf16']['zero'])}"
+                    f" {'become' if by_way['bf16']['zero'].max() else 'becomes'} zero.")
+    _, context = reference(rows)
+    shown = pick(rows, context_length=context)
+    table = pd.DataFrame({"size": shown["size"], "precision": shown["way"], "loss": shown["loss"].map(lambda v: f"{v:.6f}"),
+                          "loss off": shown["loss_off"].map(tiny),
+                          "gradient norm off": shown["norm_off"].map(tiny), "became zero": shown["zero"].map(tiny),
+                          "overflowed": shown["nonfinite"].map(tiny)})
+    return Answer("mixed-health", question, " ".join(text), finding, numbers,
+                  [(f"Against fp32 at context {context}; shares of the elements that are not zero in fp32.", table)],
+                  [("mixed_health", "How far each precision's gradient norm is from fp32's, and what fp16 loses")],
+                  runs_of(rows))
 
 
-def _tiny(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}" if value < 1e-4 else percent(value, 2)
+def health_rows(mixed: Tables) -> pd.DataFrame:
+    """``health`` of the other precisions with loss_off and norm_off (relative, without sign) and way (``fp16 scaled``)."""
+    rows = mixed["health"]
+    if rows.empty:
+        return rows
+    base = rows.loc[rows["precision"] == "fp32", ["run_id", "loss", "gradient_norm"]]
+    rows = rows[rows["precision"] != "fp32"].merge(base, on="run_id", suffixes=("", "_fp32"))
+    ways = [f"fp16 {'scaled' if scale > 1 else 'unscaled'}" if precision == "fp16" else precision for precision,
+            scale in zip(rows["precision"], rows["scale"])]
+    return rows.assign(way=ways, loss_off=(rows["loss"] / rows["loss_fp32"] - 1).abs(),
+                       norm_off=(rows["gradient_norm"] / rows["gradient_norm_fp32"] - 1).abs())
 
 
-def _share(values: pd.Series) -> str:
-    low, high = percent(values.min(), 2), percent(values.max(), 2)
+def lost_words(values: pd.Series) -> str:
+    if values.max() == 0:
+        return "none"
+    if values.max() < FEW:
+        return f"fewer than 1 in {10 ** int(-np.log10(values.max())):,}"
+    return f"{percent(values.min(), 2)} to {percent(values.max(), 2)}"
+
+
+def shares(values: pd.Series) -> str:
+    low, high = percent(values.min()), percent(values.max())
     return low if low == high else f"{low} to {high}"
+
+
+def published_pairs(published: pd.DataFrame) -> pd.DataFrame:
+    """Printed times in lower precision with the fp32 time of the same report, size, context, pass and clock: a row a pair."""
+    keys = ["source", "size", "context_length", "phase", "clock"]
+    theirs = published.dropna(subset=["size", "phase", "precision"])
+    theirs = theirs[~theirs["estimated"] & (theirs["warmup_steps"].isna() | (theirs["warmup_steps"] > 0))]
+    known = theirs.assign(context_length=theirs["context_length"].fillna(-1), clock=theirs["clock"].fillna(""))
+    return known[known["precision"].isin(OTHERS)].merge(pick(known, precision="fp32")[[*keys, "mean_ms", "as_printed"]],
+                                                        on=keys, suffixes=("", "_fp32"))
+
+
+def published_speedups(mixed: Tables, published: pd.DataFrame) -> Answer:
+    question = "How do these speed-ups compare with published ones?"
+    rows = mixed["speedups"]
+    if rows.empty:
+        return no_data("mixed-published", question, "mixed_precision")
+    here_all = pd.concat([pick(rows, phase=WHOLE), pick(rows, mode="forward_backward",
+                                                        phase="backward").assign(mode="backward")])
+    found, used = [], set()
+    for pair in published_pairs(published).to_dict("records"):
+        here = pick(here_all, precision=pair["precision"], mode=pair["phase"])
+        here = here[(here["size"].astype(str) == pair["size"])
+                    & ((pair["context_length"] < 0) | (here["context_length"] == pair["context_length"]))]
+        if len(here):
+            used |= set(runs_of(here))
+            theirs = pair["mean_ms_fp32"] / pair["mean_ms"]
+            found.append({"report": source_name(pd.Series(pair)), "size": pair["size"],
+                          "context_length": int(pair["context_length"]), "pass": pair["phase"].replace("_", " + "),
+                          "precision": pair["precision"], "as printed, fp32 and low": f"{pair['as_printed_fp32']} and"
+                                                                                      f" {pair['as_printed']}", "theirs": theirs,
+                          "low": here["speedup"].min(), "high": here["speedup"].max()})
+    if not found:
+        return Answer("mixed-published", question, "None of the published pairs of times is of a size and pass measured"
+                                                   " here.")
+    table = by_size(pd.DataFrame(found))
+    inside = ((table["theirs"] >= table["low"] * (1 - SAME)) & (table["theirs"] <= table["high"] * (1 + SAME))).sum()
+    lower = (table["theirs"] < table["low"]).sum()
+    text = (f"{count(len(table), 'pair')} of times printed elsewhere in fp32 and in bf16 or fp16, of a size and pass"
+            f" measured here. Their speed-up is {span(table['theirs'])}; at the"
+            " same size and context (at any, where none is stated) it lies between the least and the most measured here in"
+            f" {inside or 'none'}, below it in {lower or 'none'}.")
+    slow = table[table["theirs"] < 1]
+    if len(slow):
+        text += (f" Slower than fp32 {'is' if len(slow) == 1 else 'are'} {count(len(slow), 'pair')} of theirs"
+                 f" ({listing(dict.fromkeys(slow['size'].astype(str)))}).")
+    shown = table.assign(context=[str(c) if c > 0 else "not stated" for c in table["context_length"]],
+                         a=table["theirs"].map(number),
+                         b=[span([x, y]) for x, y in zip(table["low"], table["high"])])
+    return Answer("mixed-published", question, text, "", {"inside": int(inside), "pairs": len(table)},
+                  [("Published times in fp32 and lower precision, their speed-up, and this machine's (least to most over"
+                    " contexts where none is stated).",
+                    shown[["size", "context", "pass", "precision", "report", "as printed, fp32 and low", "a",
+                           "b"]].rename(columns={"a": "their speed-up", "b": "here"}))],
+                  [], sorted(used))

@@ -3,13 +3,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 
+from stepscope.answers import ms
+from stepscope.answers.benchmark import MODE_WORDS, pick, reference
+from stepscope.answers.mixed_precision import LOST, PARTS, Tables, health_rows, parts
 from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.timing import WHOLE
 
 PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
+WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}
+QUANTITY_COLORS = [*PALETTE[:6], "#000000"]
 
 
 def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
@@ -32,104 +36,189 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def speedup_by_size(speedups: pd.DataFrame, where: str) -> Figure | None:
-    """Speed-up over fp32 by model size: a panel a mode, a line a precision, a marker a context."""
-    if speedups.empty:
+def speed(mixed: Tables, where: str) -> Figure | None:
+    """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with intervals, the other
+    contexts as small points; a hollow point is no change."""
+    rows = mixed["speedups"]
+    if rows.empty:
         return None
     use_style()
-    rows = speedups[speedups["phase"] == WHOLE]
-    modes = {"forward": "Forward", "forward_backward": "Forward + backward", "step": "Full step"}
-    contexts = sorted(rows["context_length"].unique())
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH_IN, 3.9), sharey=True)
-    for axis, (mode, words) in zip(axes, modes.items()):
-        own = rows[rows["mode"] == mode]
-        sizes = list(own["size"].cat.remove_unused_categories().cat.categories)
-        for precision, color in PRECISION_COLORS.items():
-            lines = own[own["precision"] == precision]
-            for i, context in enumerate(contexts):
-                line = lines[lines["context_length"] == context].set_index("size").reindex(sizes)
-                axis.plot(range(len(sizes)), line["speedup"], marker=MARKERS[i], color=color, markersize=5, linewidth=1.2,
-                          alpha=0.45 + 0.55 * i / max(1, len(contexts) - 1))
-        axis.axhline(1, color="0.3", linewidth=1, linestyle="--")
+    rows = pick(rows, phase=WHOLE)
+    _, context = reference(rows)
+    sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
+    precisions = [precision for precision in PRECISION_COLORS if precision in set(rows["precision"])]
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.9), sharey=True)
+    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
+        for index, precision in enumerate(precisions):
+            own = pick(rows, mode=mode, precision=precision)
+            color, marker = PRECISION_COLORS[precision], MARKERS[index]
+            x = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float) + (index - (len(precisions) - 1) / 2) * 0.16
+            main = own["context_length"] == context
+            axis.plot(x[~main], own["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
+            axis.errorbar(x[main], own["speedup"][main],
+                          yerr=[(own["speedup"] - own["speedup_low"])[main], (own["speedup_high"] - own["speedup"])[main]],
+                          color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
+            same = main & (own["change"] == "none")
+            axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white", markeredgewidth=1.6)
+        axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(sizes)), sizes)
-        axis.set(title=words, yscale="log")
+        axis.set(title=words.capitalize(), yscale="log", xlim=(-0.5, len(sizes) - 0.5))
+        axis.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 20]))
+        axis.yaxis.set_minor_locator(FixedLocator([]))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if str(value)[0] in "235" else ""))
+        axis.grid(axis="x", visible=False)
     axes[0].set_ylabel("times as fast as fp32")
-    handles = [Line2D([], [], color=PRECISION_COLORS[p], label=p) for p in PRECISION_COLORS if p in set(rows["precision"])]
-    handles += [Line2D([], [], color="0.4", marker=MARKERS[i], linewidth=0, label=f"context {c}") for i, c in enumerate(contexts)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=7)
-    figure.suptitle(f"Speed-up by model size ({where})", x=0.01, ha="left", fontweight="bold")
+    if rows["context_length"].nunique() > 1:
+        axes[-1].plot([], [], ".", color="0.4", label=f"contexts {', '.join(str(c) for c in sorted(rows['context_length'].unique()) if c != context)}")
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(f"Speed-up over fp32, lines at context {context} ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
-def memory(cells: pd.DataFrame, where: str) -> Figure | None:
-    """Peak of allocated memory against fp32's, by size, at each context: a panel a mode."""
-    if cells.empty or cells["peak_allocated_mib"].isna().all():
+def memory(mixed: Tables, where: str) -> Figure | None:
+    """Peak memory of each mode in bf16 against fp32's over the context, a line a size."""
+    rows = mixed["times"]
+    if rows.empty or rows["peak_allocated_mib"].isna().all():
+        return None
+    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
+                                                values="peak_allocated_mib", observed=True)
+    use_style()
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
+    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
+        share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
+        for index, (size, own) in enumerate(share.groupby("size", observed=True)):
+            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index], marker=MARKERS[index],
+                      label=size, linewidth=1.6)
+        contexts = sorted(share.index.get_level_values("context_length").unique())
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, contexts)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=words.capitalize(), xlabel="context")
+    axes[0].set_ylabel("peak memory, bf16 over fp32")
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.suptitle(f"What bf16 does to memory ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
+    """A full step's device time by part, of fp32's at the same size: fp32 (where profiled) beside low precision."""
+    rows = pd.concat([table for table in (parts(operations), parts(mixed["profiles"])) if len(table)] or [pd.DataFrame()])
+    if rows.empty or mixed["profiles"].empty:
         return None
     use_style()
-    base = cells[cells["precision"] == "fp32"].set_index(["run_id", "mode"])["peak_allocated_mib"]
-    rows = cells[cells["precision"].isin(["bf16", "fp16"]) & (cells["status"] == "ok")]
-    rows = rows.assign(ratio=rows["peak_allocated_mib"] / base.reindex(pd.MultiIndex.from_frame(rows[["run_id", "mode"]])).to_numpy())
-    rows = rows[rows["precision"] == "bf16"]
-    modes = {"forward": "Forward", "forward_backward": "Forward + backward", "step": "Full step"}
+    rows = rows.merge(parts(mixed["profiles"])[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
+    names = [name for name in PARTS if name in rows]
+    rows = rows.assign(total=rows[names].sum(axis=1), size=rows["size"].astype(str))
+    sizes, (_, context) = list(dict.fromkeys(parts(mixed["profiles"])["size"].astype(str))), reference(parts(mixed["profiles"]))
+    rows = pick(rows, context_length=context).fillna(0)
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.5 * len(rows)))
+    labels, y = [], 0.0
+    for size in sizes:
+        own = pick(rows, size=size)
+        whole = own.loc[own["precision"] == "fp32",
+                        "total"].max() if (own["precision"] == "fp32").any() else own["total"].max()
+        for row in own.to_dict("records"):
+            start = 0.0
+            for index, name in enumerate(names):
+                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4,
+                          label=name if not labels else None)
+                start += row[name] / whole
+            axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
+            labels.append((y, f"{size}, {row['precision']}"))
+            y += 1
+        y += 0.5
+    axis.set_yticks([place for place, _ in labels], [words for _, words in labels])
+    axis.invert_yaxis()
+    axis.set(xlabel="of fp32's time", title=f"A full step by part, context {context} ({where})")
+    axis.xaxis.set_major_formatter(PercentFormatter(1))
+    axis.margins(x=0.1)
+    axis.grid(axis="y", visible=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+def health(mixed: Tables, where: str) -> Figure | None:
+    """Left, how far each precision's gradient norm is from fp32's; right, the share of gradients that fp16 makes zero; over the
+    context, a point a size, lines through the medians."""
+    rows = health_rows(mixed)
+    if rows.empty:
+        return None
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.9))
+    for index, (way, own) in enumerate(rows.groupby("way", sort=False)):
+        for axis, column in ((axes[0], "norm_off"), *([(axes[1], "zero")] if way.startswith("fp16") else [])):
+            own = own.assign(shown=own[column].where(own[column] > 0))  # a logarithmic axis has no zero
+            axis.plot(own["context_length"] * 1.05**(index - 1.5), own["shown"], ".", color=WAY_COLORS[way], alpha=0.6)
+            middle = own.groupby("context_length")["shown"].median()
+            axis.plot(middle.index * 1.05**(index - 1.5), middle, color=WAY_COLORS[way], marker=MARKERS[index], label=way)
     contexts = sorted(rows["context_length"].unique())
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH_IN, 3.4), sharey=True)
-    for axis, (mode, words) in zip(axes, modes.items()):
-        own = rows[rows["mode"] == mode]
-        sizes = list(own["size"].cat.remove_unused_categories().cat.categories)
-        for i, context in enumerate(contexts):
-            line = own[own["context_length"] == context].set_index("size").reindex(sizes)
-            axis.plot(range(len(sizes)), line["ratio"], marker=MARKERS[i], color=PALETTE[i], label=f"context {context}")
-        axis.axhline(1, color="0.3", linewidth=1, linestyle="--")
-        axis.set_xticks(range(len(sizes)), sizes)
-        axis.set(title=words)
-        axis.yaxis.set_major_formatter(PercentFormatter(1))
-    axes[0].set_ylabel("peak memory, of fp32's")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"Peak memory in bf16 autocast ({where})", x=0.01, ha="left", fontweight="bold")
+    for axis, title in zip(axes, ("Gradient norm's distance from fp32's", "Gradients that fp16 makes zero")):
+        axis.set(xscale="log", yscale="log", title=title, xlabel="context")
+        axis.xaxis.set_minor_locator(FixedLocator([]))
+        axis.set_xticks(contexts, contexts)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=9)
+    axes[0].set_ylabel("relative")
+    axes[1].set_ylabel("share of fp32's non-zero ones")
+    figure.suptitle(f"Numerical health: a dot a size ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
-def running(table: pd.DataFrame, device: str) -> Figure | None:
-    """The running error of a sum of 0.01s over 1,000 additions, by way of summing."""
+def running(table: pd.DataFrame, where: str) -> Figure | None:
+    """The size of each running sum's error over 1,000 additions: plain sums at the left, pairwise and Kahan's at the right."""
     if table.empty:
         return None
     use_style()
-    rows = table[table["device"] == device]
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
-    dashes = {"Kahan": ":", "pairwise": "-.", "into fp32": "--"}
-    colors = {"fp32": "#000000", "fp16": "#009E73", "bf16": "#0072B2"}
-    for way, own in rows.groupby("way", sort=False):
-        if way == "fp16 cast to fp32, into fp32":  # the same numbers as without the cast
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2), sharey=True)
+    for way, own in pick(table, device=table["device"].iloc[-1]).groupby("way", sort=False):
+        if "cast" in way:  # the same numbers as without the cast
             continue
-        style = next((dash for word, dash in dashes.items() if word in way and way != "fp32 into fp32"), "-")
-        axis.plot(own["additions"], own["error"].abs().clip(lower=1e-9), style, color=colors[way[:4]], label=way, linewidth=1.6)
-    axis.set(yscale="log", ylim=(1e-8, 20), xlabel="additions of 0.01", ylabel="error of the sum so far",
-             title=f"What is wrong with the sum ({device.upper() if device == 'cpu' else 'GPU'}; errors under 1e-8 are below the edge)")
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        careful = "pairwise" in way or "Kahan" in way
+        dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
+        off = own["error"].abs()
+        style = ("x" if dashed else ".") if careful else "--" if dashed else "-"  # careful sums swing around the exact one: points, no line
+        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way,
+                                linewidth=1.4, markersize=4)
+    for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
+        axis.set(yscale="log", xlabel="additions of 0.01", title=title)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
+    axes[0].set_ylabel("distance from the exact sum")
+    figure.suptitle(f"What adding loses ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
-def norms(table: pd.DataFrame, device: str) -> Figure | None:
-    """Relative error of each quantity inside RMSNorm and LayerNorm over the inputs' scale; crosses where it is no number."""
+def norms(table: pd.DataFrame, where: str) -> Figure | None:
+    """Median relative error of each quantity over the inputs' scale, a panel a norm and type; above, where values are lost."""
     if table.empty:
         return None
     use_style()
-    rows = table[(table["device"] == device) & (table["quantity"] != "input")]
-    colors = {"fp32": "#000000", "fp16": "#009E73", "bf16": "#0072B2"}
-    wanted = ["squares", "mean square", "reciprocal root", "output"]
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH_IN, 3.5), sharey=True)
-    for axis, quantity in zip(axes, wanted):
-        for i, (dtype, color) in enumerate(colors.items()):
-            own = rows[(rows["norm"] == "RMSNorm") & (rows["dtype"] == dtype) & (rows["quantity"] == quantity)]
-            axis.plot(own["scale"], own["relative_error"].clip(lower=1e-9), marker=MARKERS[i], color=color, label=dtype, markersize=4)
-            broken = own[own["nonfinite"] > 0]
-            axis.plot(broken["scale"], [3] * len(broken), "x", color=color, markersize=7, markeredgewidth=2)
-        axis.set(xscale="log", yscale="log", title=quantity, ylim=(1e-9, 10), xlabel="scale of the inputs")
-    axes[0].set_ylabel("median relative error")
-    handles, labels = axes[0].get_legend_handles_labels()
-    handles.append(Line2D([], [], color="0.4", marker="x", linewidth=0, markeredgewidth=2))
-    figure.legend(handles, [*labels, "some are inf or NaN"], loc="outside lower center", ncols=4)
-    figure.suptitle("Inside RMSNorm, each step in one type, against float64", x=0.01, ha="left", fontweight="bold")
+    table = pick(table, device=table["device"].iloc[-1])
+    table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))  # RMSNorm's counterpart
+    quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
+    names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True, squeeze=False)
+    for row, norm in zip(axes, names):
+        for axis, dtype in zip(row, dtypes):
+            own = pick(table, norm=norm, dtype=dtype)
+            for index, quantity in enumerate(quantities):
+                values = pick(own, quantity=quantity)
+                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3,
+                          linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
+                for column, marker in (("nonfinite", "x"), ("zero", "v")):
+                    lost = values[values[column] > LOST]
+                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index],
+                              markersize=5)
+            beyond = own[(own["quantity"] == "input") & (own["nonfinite"] > 0)]["scale"]
+            if len(beyond):
+                axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0, label="inputs overflow")
+            axis.set(xscale="log", yscale="log", title=f"{norm} in {dtype}")
+    for axis in axes[-1]:
+        axis.set_xlabel("scale of the inputs")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative error")
+    axes[0, 0].plot([], [], "kx", linestyle="none", label="overflowed")
+    axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
+    found = {label: handle for row in axes for axis in row for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(found.values(), found, loc="outside lower center", ncols=5)
+    figure.suptitle(f"What a norm loses in low precision ({where})", x=0.01, ha="left", fontweight="bold")
     return figure

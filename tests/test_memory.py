@@ -1,0 +1,178 @@
+"""Memory: formulas against what storages live, snapshots that would run code, allocations that have to add up."""
+import pickle
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from memory_recording import CudaAutocast, stand_in
+from stepscope import StepscopeError, accounting, memory, saved, snapshot
+from stepscope.accounting import MIB
+from stepscope.config import configure
+from stepscope.step import Step, build_step
+from stepscope.store import Store
+
+SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
+          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
+          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10, "vocab_size": 400, "batch_size": 1},
+          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20, "batch_size": 2}]
+
+
+def config_of(shape: dict, **fields):
+    return configure("memory", device="cpu", **shape, **fields)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_saves_what_the_formula_says(shape):
+    config = config_of(shape, mode="forward_backward")
+    table, found = saved.block_saved(build_step(config))
+    assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config), "block_copies_bytes": 0,
+                     "block_gradient_bytes": accounting.value(accounting.BLOCK_GRADIENTS, config)}
+    assert saved.largest(table)["share"].is_monotonic_decreasing and len(saved.largest(table)) == 5
+    assert saved.largest(table, 100)["share"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_saves_what_the_formula_says_under_cudas_autocast(shape, monkeypatch):
+    monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    config = config_of(shape, mode="forward_backward", precision="bf16")
+    _, found = saved.block_saved(build_step(config))
+    formulas = accounting.FORMULAS["bf16"]
+    assert found["block_copies_bytes"] == accounting.value(formulas.copies, config)
+    assert found["block_saved_bytes"] == accounting.value(formulas.saved, config) + accounting.value(formulas.copies, config)
+
+
+def recorded(config, monkeypatch):
+    if config.precision == "bf16":
+        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    storages = stand_in(monkeypatch)
+    with storages:
+        return memory.record(config)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+def test_predicted_peak_and_categories_are_what_lives(shape, precision, mode, monkeypatch):
+    config = config_of(shape, mode=mode, precision=precision)
+    _, tables, found = recorded(config, monkeypatch)
+    expected = accounting.peak(config)
+    assert found["steady_peak_requested_mib"] * MIB == expected.bytes
+    if mode != "forward":
+        predicted = memory.predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
+        levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'").set_index("category")["bytes"]
+        assert predicted.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_predicted_peak_with_checkpoints(blocks, monkeypatch):
+    config = config_of(SHAPES[0] | {"num_layers": 5}, mode="forward_backward")
+    storages = stand_in(monkeypatch)
+    with storages:
+        step = build_step(config)
+        with memory.checkpointed(step.model, blocks):
+            for _ in range(2):
+                step.clear_gradients()
+                storages.reset_peak()
+                step()
+    assert storages.bytes["requested_bytes"]["peak"] == accounting.peak(config, blocks).bytes
+
+
+def test_checkpoints_change_no_gradient():
+    config = config_of(SHAPES[0], mode="forward_backward")
+    step, gradients = build_step(config), []
+    for blocks in (0, 2):
+        step.clear_gradients()
+        with memory.checkpointed(step.model, blocks):
+            step()
+        gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_a_full_steps_allocations_have_their_place(monkeypatch):
+    config = config_of(SHAPES[0], mode="step")
+    _, tables, _ = recorded(config, monkeypatch)
+    table, levels = tables["allocations.parquet"], tables["levels"]
+    ends = levels[levels["moment"] == "end"].set_index(["step", "phase", "category"])["bytes"]
+    weights = 4 * accounting.parameter_count(config)
+    assert ends[1, "optimizer", "parameters"] == ends[0, "backward", "gradients"] == weights
+    assert ends[0, "backward", "optimizer state"] == 0 and ends[1, "forward", "optimizer state"] >= 2 * weights
+    steady = table[table["step"] == 1]
+    scores = steady[(steady["region"] == "attention.softmax") & (steady["phase"] == "forward")]
+    assert scores.groupby("layer").size().tolist() == [5, 5, 5]
+    back = steady[(steady["phase"] == "backward") & (steady["region"] == "attention.softmax")]
+    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]  # backward meets the last layer first
+    assert steady.loc[steady["phase"] == "backward", "category"].isin(["gradients", "temporaries"]).all()
+
+
+def test_history_that_does_not_add_up_is_refused(monkeypatch):
+    storages = stand_in(monkeypatch)
+    storages.dump_all = storages.dump
+
+    def dump(path):
+        del storages.trace[len(storages.trace) // 2]
+        storages.dump_all(path)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    with storages, pytest.raises(StepscopeError, match="bytes"):
+        memory.record(config_of(SHAPES[0], mode="forward"))
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_snapshot_that_would_run_code_is_refused(tmp_path):
+    mark, file = tmp_path / "was-here", tmp_path / "snapshot.pickle"
+    file.write_bytes(pickle.dumps({"device_traces": [[]], "segments": [Hostile(mark)]}))
+    with pytest.raises(snapshot.SnapshotError, match="plain data only"):
+        snapshot.load_snapshot(file)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]), pickle.dumps({"device_traces": 3}),
+                                     pickle.dumps({"segments": []}), pickle.dumps({"device_traces": []})[:-5]])
+def test_file_that_is_no_snapshot_is_named(tmp_path, content):
+    file = tmp_path / "snapshot.pickle"
+    file.write_bytes(content)
+    with pytest.raises(snapshot.SnapshotError, match=r"snapshot\.pickle"):
+        snapshot.load_snapshot(file)
+
+
+def test_places_are_the_projects():
+    frames = [{"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
+              {"filename": "/somewhere/lib/stepscope/annotate.py", "line": 2, "name": "call"},
+              {"filename": "/somewhere/lib/stepscope/model.py", "line": 103, "name": "forward"}]
+    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
+                                  {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
+                                  {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 1, "size": 8}]]}
+    table = snapshot.allocations(history)
+    assert table["line"].tolist() == ["stepscope/model.py:103", "torch/nn/modules/linear.py:1"]
+    assert table["freed_at"].tolist() == [2, pd.NA] and table["allocated_at"].tolist() == [0, 1]
+
+
+def test_h200_peaks_are_predicted():
+    """Sixty fp32 peaks that were measured before the formulas were written."""
+    records, _ = Store(Path(__file__).parents[1] / "runs/h200").records()
+    off = {}
+    for record in records:
+        if record.study == "benchmark" and record.status == "ok":
+            config = accounting.on_gpu(**{k: v for k, v in record.config.items() if k not in ("study", "device")})
+            off[record.run_id] = accounting.peak(config).allocated / MIB / record.results["peak_allocated_mib"] - 1
+    assert len(off) >= 60
+    assert max(abs(e) for run, e in off.items() if run.startswith("2.7B")) < 0.01
+    assert sum(abs(e) < 0.01 for e in off.values()) >= len(off) - 3 and max(map(abs, off.values())) < 0.025
+
+
+def test_what_fits():
+    config = accounting.on_gpu(size="2.7B", context_length=512)
+    largest = accounting.largest_that_fits(config, "context_length", 143_156)
+    at = config.model_copy(update={"context_length": largest})
+    beyond = config.model_copy(update={"context_length": largest + 1})
+    assert accounting.peak(at).allocated <= 143_156 * MIB < accounting.peak(beyond).allocated
+    assert accounting.largest_that_fits(config, "batch_size", 1_000) == 0
+    with pytest.raises(accounting.AccountingError, match="sdpa"):
+        accounting.peak(config.model_copy(update={"attention": "sdpa"}))
