@@ -97,5 +97,6 @@ class CudaAutocast(TorchFunctionMode):
         elif func is torch.Tensor.sum and args[0].dtype == torch.bfloat16:
             kwargs = kwargs | {"dtype": torch.float32}
         elif func is functional.cross_entropy:
-            return functional.nll_loss(functional.log_softmax(args[0], -1, dtype=torch.float32), args[1])
+            # Its log-softmax is asked for in the logits' type; only nll_loss is autocast's to change.
+            return functional.nll_loss(functional.log_softmax(args[0], -1).float(), args[1])
         return func(*args, **kwargs)

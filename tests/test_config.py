@@ -88,13 +88,28 @@ def others(field):
     """Valid values of a field that are not its default."""
     if get_origin(field.annotation) is Literal:
         return [value for value in get_args(field.annotation) if value != field.default]
+    if isinstance(field.default, list):
+        return [field.default[:-1] or [1]]
     return [not field.default if isinstance(field.default, bool) else field.default + 1]
 
 
-@pytest.mark.parametrize("study", STUDIES)
+def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
+    """Its shape is a head dimension and sequences; a model's dimensions are not its to choose."""
+    fields = STUDIES["attention"].model_fields
+    left = fields.keys() - {"study", "size", "d_model", "context_length", "device"}
+    given = {"device": "cpu", "d_model": 16}
+    variants = [configure("attention", **given | more) for more in
+                ({}, {"d_model": 32}, {"device": "cuda"}, *({field: value} for field in left for value in others(fields[field])))]
+    assert len({config.run_id for config in variants}) == len(variants)
+    assert all(config.context_length == max(config.sequences) for config in variants)
+    with pytest.raises(ConfigError, match="num_heads"):
+        configure("attention", **given, num_heads=2)
+
+
+@pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention"}))
 def test_another_value_of_any_field_is_another_run_id(study, tiny):
     shape = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 3, "num_heads": 4}
-    given = {"vocab_size": 51, "context_length": 9, "batch_size": 2, "device": "cuda", "warmup_steps": 1, "timed_steps": 3}
+    given = {"vocab_size": 51, "context_length": 9, "batch_size": 2, "device": "cuda", "warmup_steps": 2, "timed_steps": 3}
     variants = [tiny(study=study), tiny(study=study, size="micro"), tiny(study=study, **shape),
                 *(tiny(study=study, **shape | {field: value}) for field, value in
                   {"d_model": 96, "d_ff": 97, "num_layers": 4, "num_heads": 2}.items()),

@@ -117,6 +117,14 @@ def test_history_that_does_not_add_up_is_refused(monkeypatch):
         memory.record(config_of(SHAPES[0], mode="forward"))
 
 
+def test_out_of_memory_is_told_as_it_is(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("full")
+    monkeypatch.setattr(torch.Tensor, "backward", full)
+    with stand_in(monkeypatch), pytest.raises(torch.OutOfMemoryError, match="running step 0"):
+        memory.record(config_of(SHAPES[0], mode="step"))
+
+
 class Hostile:
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,10 @@
 """What is said of memory: sentences follow from the tables, and say so where there are none."""
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import pandas as pd
 import pytest
 from memory_recording import CudaAutocast, stand_in
@@ -9,6 +15,7 @@ from stepscope.answers import memory_options
 from stepscope.config import configure
 from stepscope.figures import memory as figures
 from stepscope.step import Step
+from stepscope.timeline import timeline_page
 
 SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40, "batch_size": 3}
 
@@ -16,7 +23,7 @@ SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_head
 @pytest.fixture(scope="module")
 def tables() -> dict[str, pd.DataFrame]:
     """As if recorded on a GPU: two contexts, both modes and precisions; one run out of memory; one of checkpointing."""
-    parts = {name: [] for name in ("runs", *memory.TABLES)}
+    parts = {name: [] for name in ("runs", "predicted", *memory.TABLES)}
     for context, mode, precision in ((4, m, p) for m in ("forward", "step") for p in ("fp32", "bf16")):
         for length in (context, 4 * context):
             config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision, **SHAPE)
@@ -108,7 +115,7 @@ def test_fragmentation_pairs_runs(tables):
 @pytest.mark.parametrize("answer", [answers.timeline, answers.peaks, answers.accounting, answers.residual, answers.largest_of_forward,
                                     answers.block, memory_options.checkpointing, memory_options.fragmentation])
 def test_question_without_data_says_so(answer):
-    empty = dict.fromkeys(("runs", *memory.TABLES), pd.DataFrame())
+    empty = dict.fromkeys(("runs", "predicted", *memory.TABLES), pd.DataFrame())
     assert "stepscope sweep memory" in answer(empty).text
 
 
@@ -131,3 +138,48 @@ def test_what_the_figure_stacks_is_what_lives(tables):
 def test_a_prediction_for_each_out_of_memory():
     config = on_gpu(size="2.7B", context_length=2048)
     assert peak(config).allocated > 143_156 * MIB
+
+
+@pytest.fixture(scope="module")
+def small() -> pd.DataFrame:
+    """Two steps of the small model at context 128, fp32, as recorded on an H200; the allocator counted 2,536.95 MiB at its peak."""
+    return pd.read_parquet(Path(__file__).parent / "data/memory/small-ctx128-step-fp32.parquet")
+
+
+def test_timeline_of_a_recorded_step(small):
+    _, total = figures.stacked(small)
+    assert total.max() / MIB == pytest.approx(2536.95, abs=0.01)
+    for step in figures.steps_of(small):
+        phases = figures.bounds(small, step)
+        assert list(phases) == ["forward", "loss", "backward", "optimizer"]
+        assert all(before[1] == after[0] for before, after in zip(phases.values(), list(phases.values())[1:]))
+    figure = figures.timeline(small, "title")
+    labels = [text.get_text() for axis in figure.axes for text in axis.texts]
+    assert "2.48 GiB" in labels and len(figure.axes) == 2
+    marked = labels.index("2.48 GiB")
+    assert labels[marked - 1].strip() == "optimizer"  # the steady step's label comes after its phases'
+
+
+def test_interactive_timeline_is_whole_and_loads_nothing(small):
+    evil = small.assign(line=small["line"].where(small.index != 5, "</script><img src=x>"))
+    page = timeline_page("A title", {"one": evil, "two": small.head(600)})
+    assert page.count("</script>") == 1 and "<img" not in page
+    assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", timeline_page("A title", {"one": small}))
+    data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
+    run = data["runs"][0]
+    assert [r["title"] for r in data["runs"]] == ["one", "two"]
+    assert sum(run["size"]) == small["size"].sum() and pd.Series(run["at"]).cumsum().tolist() == small["allocated_at"].tolist()
+    at = small.index[(small["region"] == "attention.softmax") & (small["layer"] == 3)][0]
+    assert data["places"][run["place"][at]].startswith("forward, layer 3, attention.softmax, stepscope/model.py:")
+
+
+def test_interactive_timeline_runs_in_a_browser(small, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no browser here")
+    file = tmp_path / "timeline.html"
+    point = "find_(); function find_() { const i = find(canvas.clientWidth / 2, canvas.clientHeight - 2); document.title = 'found ' + DATA.places[run.raw.place[i]]; }"
+    file.write_text(timeline_page("A title", {"one": small}).replace("open_(0);\n</script>", f"open_(0); {point}\n</script>"))
+    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()], capture_output=True, text=True,
+                           timeout=60, check=True).stdout
+    assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from stepscope import StepscopeError
-from stepscope.config import PHASES, RunConfig, configure
+from stepscope.config import PHASES, ConfigError, RunConfig, configure
 from stepscope.model import parameter_count
 
 MIB = 2**20
@@ -46,6 +46,7 @@ class Formulas:
     backward_end: dict[str, str]   # after the first block
     head_copies: str
     logits: str
+    loss_saved: str                # by the loss for its own backward
 
 
 BLOCK_GRADIENTS = "16A + 12M + 8C"
@@ -70,7 +71,7 @@ FORMULAS = {
                   "attention.qkv: mm": "32X + 4r + 4V + 12A + 12M + 4C + 8",
                   "attention.qkv: last mm": "28X + 4r + 4V + 16A + 12M + 4C + 8"},
         backward_end={"embedding: dense_backward": "4X + 4V + 8E + 4C + 8"},
-        head_copies="0X", logits="4V"),
+        head_copies="0X", logits="4V", loss_saved="4V + 4"),
     "bf16": Formulas(
         saved="34X + 10G + 6S + 4n + 8r + 4t", copies="8A + 6M",
         infer={"attention.rope: mul": "22X + 6A + 4t", "attention.softmax: exp": "14X + 12S + 6A",
@@ -80,9 +81,8 @@ FORMULAS = {
         forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t", "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
                  "ffn: down_proj": "40X + 10G + 6S + 4n + 8r + 8A + 6M + 4t"},
         end="10X + 4r + 2V + 2E",
-        loss={"cross_entropy: log_softmax": "10X + 4r + 10V + 2E + 8"},
-        backward_head={"cross_entropy: nll_loss": "10X + 4r + 10V + 2E + 12", "cross_entropy: log_softmax": "10X + 4r + 14V + 2E + 8",
-                       "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
+        loss={"cross_entropy: to fp32": "10X + 4r + 8V + 2E + 8"},
+        backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12", "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
                        "norm: mul": "24X + 2V + 4E + 4C + 8"},
         backward={"ffn: down_proj": "40X + 12G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
                   "ffn: mul": "38X + 14G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
@@ -96,7 +96,7 @@ FORMULAS = {
                   "attention.qkv: mm": "28X + 4r + 2V + 14A + 12M + 4C + 8",
                   "attention.qkv: last to fp32": "18X + 4r + 2V + 18A + 12M + 4C + 8"},
         backward_end={"embedding: dense_backward": "4X + 2V + 8E + 4C + 8"},
-        head_copies="2E", logits="2V"),
+        head_copies="2E", logits="2V", loss_saved="6V + 4"),
 }
 
 
@@ -279,6 +279,16 @@ def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
 def on_gpu(**fields) -> RunConfig:
     """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
     return configure("benchmark", **fields | {"device": "cpu"}).model_copy(update={"device": "cuda"})
+
+
+def predicted_peak_mib(fields: dict) -> float | None:
+    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as of several modes)."""
+    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
+                                                 "mode", "precision", "attention", "compile", "optimizer")}
+    try:
+        return peak(on_gpu(**shape).model_copy(update={"device": fields["device"]})).allocated / MIB
+    except (AccountingError, ConfigError):
+        return None
 
 
 def what_fits(config: RunConfig, memory_mib: float) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cached_property
+from math import inf, isfinite
 from timeit import default_timer
 
 import pandas as pd
@@ -31,6 +32,8 @@ TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 MASKED = ("eager", "compiled")  # given the mask as a tensor; the others are told that attention is causal
 QUANTITIES = ("output", "dq", "dk", "dv")
 LEAST_WARMUPS = 2
+SUMMARY = ["passes", "enqueue_ms", *(f"{phase}_{part}" for phase in ("forward", "backward", "pass")
+                                     for part in ("median_ms", "ci_low_ms", "ci_high_ms", "mean_ms", "std_ms", "flags"))]
 
 
 class Inputs:
@@ -125,9 +128,13 @@ def reference(inputs: Inputs) -> list[Tensor]:
 
 
 def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, float]:
-    """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the reference."""
+    """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the reference.
+
+    What is not a number counts as infinite, since NaN would be lost in a ``max``.
+    """
     found = (output.detach(), inputs.q.grad, inputs.k.grad, inputs.v.grad)
-    return {f"{name}_error": float((a.double() - b).norm() / b.norm()) for name, a, b in zip(QUANTITIES, found, expected)}
+    relative = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    return {f"{name}_error": error if isfinite(error) else inf for name, error in zip(QUANTITIES, relative)}
 
 
 class Compiles:
@@ -152,9 +159,13 @@ def allow_recompiling(times: int = 256) -> None:
     dynamo.fail_on_recompile_limit_hit = True
 
 
-def release(device: str) -> None:
-    """Give freed memory back to the driver, so that one cell's blocks do not shape the next one's."""
-    gc.collect()
+def release(device: str, after_error: bool = False) -> None:
+    """Give freed memory back to the driver, so that one cell's blocks do not shape the next one's.
+
+    After an error tensors may hang in cycles, which only the collector frees; it takes a third of a second, so not otherwise.
+    """
+    if after_error:
+        gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -241,7 +252,8 @@ def reason(error: Exception, warned: list) -> str:
     words = str(error) or type(error).__name__
     if "No available kernel" in words:
         said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
-        words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime disabled", text))) or words
+        words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime"
+                                                                              " disabled", text))) or words
     return re.sub(r"/\S*/", "", " ".join(words.split()))[:300]  # no paths of this machine
 
 
@@ -249,29 +261,36 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
                  config: AttentionConfig) -> tuple[dict, pd.DataFrame]:
     """One implementation at one sequence: a row of what it is (status ``ok``, ``oom``, ``unsupported`` or ``wrong``, and
     the reason), and the timed passes, none unless its status is ``ok``."""
-    row, compiles = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal}, Compiles()
+    row = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal, "error": float("nan")}
+    compiles = Compiles()
     samples = pd.DataFrame(columns=["forward_ms", "backward_ms", "enqueue_ms"])
+    inputs.clear_gradients()
     try:
         with warnings.catch_warnings(record=True) as warned, out_of_memory_names(f"running {name}"):
             warnings.simplefilter("always")
             call = implementations.prepare(name, inputs)
-            inputs.clear_gradients()
             output, first = first_pass(call, inputs, config.device)
+    except torch.OutOfMemoryError as error:
+        return row | {"status": "oom", "reason": reason(error, [])}, samples
+    except Exception as error:  # torch says in many types of error what it cannot do; the reason is kept
+        if "CUDA error" in str(error):
+            raise  # the process is spoilt: nothing after it would be a measurement
+        return row | {"status": "unsupported", "reason": reason(error, warned)}, samples
+    if any(x.grad is None for x in (inputs.q, inputs.k, inputs.v)):
+        return row | {"status": "wrong", "reason": "no gradient of q, k or v"}, samples
+    try:
         row |= first | dict(zip(("graphs", "graph_breaks"), compiles.read())) | errors(output, inputs, expected)
         del output
         row["error"] = max(row[f"{quantity}_error"] for quantity in QUANTITIES)
         if not row["error"] < TOLERANCE[config.precision]:
-            return row | {"status": "wrong", "reason": f"relative error {row['error']:.2g}, and {config.precision} is allowed"
+            return row | {"status": "wrong", "reason": f"relative error {row['error']:.2g}, and {config.precision} is"
+                                                       f" allowed"
                                                        f" {TOLERANCE[config.precision]:.2g}"}, samples
         row |= memory_pass(call, inputs, inputs.held_bytes(name), config.device)
         samples = timed_passes(call, inputs, config)
         row |= {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}
     except torch.OutOfMemoryError as error:
         row |= {"status": "oom", "reason": reason(error, [])}
-    except Exception as error:  # torch says in many types of error what it cannot do; the reason is kept
-        if "CUDA error" in str(error):
-            raise  # the process is spoilt: nothing after it would be a measurement
-        row |= {"status": "unsupported", "reason": reason(error, warned)}
     return row, samples
 
 
@@ -296,8 +315,8 @@ def measure_attention(config: AttentionConfig) -> dict[str, pd.DataFrame]:
             for name in ATTENTIONS:
                 if name not in names:
                     continue
-                release(config.device)
                 row, passes = measure_cell(name, implementations, inputs, expected, config)
+                release(config.device, after_error=row["status"] == "oom")
                 inputs.clear_gradients()
                 samples.append(passes.assign(cell=len(rows)))
                 rows.append(row)
@@ -320,7 +339,7 @@ def summarized(cells: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
                     f"{phase}_mean_ms": times.mean(), f"{phase}_std_ms": times.std(ddof=1) if len(times) > 1 else float("nan"),
                     f"{phase}_flags": "; ".join(flags(times))}
         rows[cell] = row
-    return cells.join(pd.DataFrame.from_dict(rows, orient="index"))
+    return cells.join(pd.DataFrame(rows.values(), index=list(rows), columns=SUMMARY))
 
 
 def cell_flops(cells: pd.DataFrame) -> pd.Series:
@@ -331,6 +350,11 @@ def cell_flops(cells: pd.DataFrame) -> pd.Series:
     return 4 * cells["batch_size"] * cells["sequence"].astype(float) ** 2 * cells["d_model"]
 
 
+def _runs(records: list[Record]) -> pd.DataFrame:
+    """What a run's rows share. A row has its own causal and status; the run's fields of these names are what was asked for."""
+    return runs_frame(records).drop(columns=["study", "causal", "status", "unmasked", "sequences"])
+
+
 def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     """Every cell of every run with the run's configuration, its ``flops``, ``forward_tflops``, ``backward_tflops``,
     ``pass_tflops`` and ``utilisation``: the pass's share of the matrix-product rate measured in the same run."""
@@ -338,16 +362,13 @@ def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     cells = load_table(store, records, "cells")
     if cells.empty:
         return cells
-    # A cell has its own causal and status; the run's fields of these names say what was asked for.
-    runs = runs_frame(records).drop(columns=["study", "causal", "status", "unmasked"])
-    cells = cells.merge(runs, on="run_id")
+    cells = cells.merge(_runs(records), on="run_id")
     ceilings = load_table(store, records, "ceilings").set_index(["run_id", "ceiling"])["value"]
     cells["flops"] = cell_flops(cells)
     for phase, factor in (("forward", 1), ("backward", 2), ("pass", 3)):
         cells[f"{phase}_tflops"] = factor * cells["flops"] / cells[f"{phase}_median_ms"] / 1e9
     ceiling = [ceilings.get((run, f"matmul_{precision}")) for run, precision in zip(cells["run_id"], cells["precision"])]
-    cells["utilisation"] = cells["pass_tflops"] / pd.Series(ceiling, index=cells.index, dtype=float)
-    return cells
+    return cells.assign(utilisation=cells["pass_tflops"] / pd.Series(ceiling, index=cells.index, dtype=float)).copy()  # in one block
 
 
 def reading(cells: pd.DataFrame) -> str:
@@ -359,5 +380,16 @@ def reading(cells: pd.DataFrame) -> str:
     text = (f"At sequence {last['sequence'].iloc[0]}, causal, a forward and backward pass takes "
             + ", ".join(f"{row.pass_median_ms:.4g} ms ({row.implementation})" for row in last.itertuples()) + ".")
     left_out = cells[cells["status"] != "ok"].groupby(["implementation", "status"], sort=False).size()
-    return text + (" Not timed: " + ", ".join(f"{name}: {count} {status}" for (name, status), count in left_out.items()) + "."
+    return text + (" Not timed: " + ", ".join(f"{name}: {count}"
+                                              f" {status}" for (name, status), count in left_out.items()) + "."
                    if len(left_out) else "")
+
+
+def all_tables(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
+    """:func:`all_cells`, and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its configuration."""
+    records = [record for record in records if record.study == "attention" and record.status == "ok"]
+    tables = {"cells": all_cells(store, records)}
+    for name in ("ends", "predicted", "accounting"):
+        rows = load_table(store, records, name)
+        tables[name] = rows.merge(_runs(records), on="run_id") if len(rows) else rows
+    return tables

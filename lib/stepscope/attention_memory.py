@@ -1,8 +1,8 @@
 """Where attention runs out of memory: predicted, tensor by tensor, without memory; and measured.
 
-What torch's own operators allocate is found by running them on fake tensors, which have shapes and lifetimes but no data,
-and following each storage from its making to its end. What a fused kernel allocates inside is not seen by that and is
-written down as a list (:func:`fused_tensors`).
+What torch's own operators return is found by running them on fake tensors, which have shapes and lifetimes but no data,
+and following each storage from its making to its end. What an operator allocates inside itself is not seen by that; for
+the fused kernels it is written down as a list (:func:`fused_tensors`).
 """
 import weakref
 
@@ -45,7 +45,8 @@ class LiveStorages(TorchDispatchMode):
         if key in self.live or not storage.nbytes():
             return
         self.made += 1
-        self.live[key] = (f"{self.phase}: {name}" if self.phase else name, f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
+        self.live[key] = (f"{self.phase}: {name}" if self.phase else name, f"{tuple(x.shape)}"
+                                                                           f" {str(x.dtype).removeprefix('torch.')}",
                           storage.nbytes())
         self.bytes += storage.nbytes()
         weakref.finalize(storage, self._gone, key)
@@ -107,7 +108,7 @@ def probe(name: str, implementations: Implementations, config: AttentionConfig, 
 
     The pass is not timed, and its result not looked at: only its memory is.
     """
-    release(config.device)
+    release(config.device, after_error=True)
     row = {"implementation": name, "sequence": sequence}
     try:
         inputs = Inputs(config, sequence, True)
@@ -115,6 +116,10 @@ def probe(name: str, implementations: Implementations, config: AttentionConfig, 
         return row | memory_pass(call, inputs, inputs.held_bytes(name), config.device) | {"status": "ok", "reason": ""}
     except torch.OutOfMemoryError as error:
         return row | {"status": "oom", "reason": reason(error, [])}
+    except Exception as error:  # what was timed before is not to be lost by a kernel's own limit at this length
+        if "CUDA error" in str(error):
+            raise
+        return row | {"status": "failed", "reason": reason(error, [])}
 
 
 def find_ends(config: AttentionConfig, cells: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +135,9 @@ def find_ends(config: AttentionConfig, cells: pd.DataFrame) -> pd.DataFrame:
         while fails is None and fits < 4 * max(config.sequences):
             rows.append(probe(name, implementations, config, 2 * fits))
             fits, fails = (2 * fits, None) if rows[-1]["status"] == "ok" else (fits, 2 * fits)
-        for _ in range(PROBE_STEPS if fails and name in QUADRATIC else 0):
+            if rows[-1]["status"] == "failed":
+                break
+        for _ in range(PROBE_STEPS if name in QUADRATIC and rows[-1]["status"] == "oom" else 0):
             middle = (fits + fails) // 2
             rows.append(probe(name, implementations, config, middle))
             fits, fails = (middle, fails) if rows[-1]["status"] == "ok" else (fits, middle)

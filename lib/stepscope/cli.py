@@ -74,7 +74,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
 
 
 @app.command()
-def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, cpu.")],
+def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Run sweeps: everything asked for that has no valid record yet, one run after another or on Dask workers.
@@ -100,8 +100,12 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 @app.command("list")
 def list_runs(runs: RunsOption = None,
               where: Annotated[str | None, typer.Option(help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
-    """List the runs of a folder with how they ended, and name the records that cannot be used."""
-    from stepscope.store import Store
+    """List the runs of a folder with how they ended, and name the records that cannot be used.
+
+    Beside what ran out of memory stands the peak that the accounting predicts for it.
+    """
+    from stepscope.accounting import predicted_peak_mib
+    from stepscope.store import Store, read_record
     folder = _local_runs(runs)
     frame, errors = Store(folder).frame()
     if where and not frame.empty:
@@ -111,8 +115,11 @@ def list_runs(runs: RunsOption = None,
             raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
     table = Table("study", Column("run", overflow="fold"), "status", "seconds", "beside", "cause", title=str(folder))
     for run in frame.to_dict("records"):
+        cause = run["cause"][:100] if isinstance(run["cause"], str) else ""
+        if run["status"] == "oom" and (predicted := predicted_peak_mib(read_record(folder / run["study"] / run["run_id"]).config)):
+            cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
         table.add_row(run["study"], run["run_id"], run["status"], f"{run['duration_s']:.1f}", str(run["beside"] or ""),
-                      escape(run["cause"][:100] if isinstance(run["cause"], str) else ""))
+                      escape(cause))
     Console().print(table)
     for error in errors:
         console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
@@ -157,7 +164,7 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
     """
     from stepscope.config import device_here
     from stepscope.sweep import find_sweep
-    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory"] if device_here("auto") == "cuda" else ["cpu"]
+    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
         _sweep([find_sweep(name) for name in names], folder, time_budget, workers, scheduler, exclusive, timeout)

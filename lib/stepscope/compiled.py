@@ -4,16 +4,17 @@ import dataclasses
 import pandas as pd
 import torch
 
-from stepscope.attention import Compiles, allow_recompiling, release
+from stepscope.attention import Compiles, allow_recompiling, reason, release
 from stepscope.benchmark import run_times
 from stepscope.config import PHASES, CompileConfig
 from stepscope.machine import sm_clock_mhz
 from stepscope.step import Step, build_step
 from stepscope.store import Record, Store, load_table, runs_frame
-from stepscope.timing import WHOLE, measure
+from stepscope.timing import SAMPLE_COLUMNS, WHOLE, measure
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.
 MODES = ("forward_backward", "step", "forward")
+EMPTY_TIMES = ["variant", "mode", "phase", "median_ms", "ci_low_ms", "ci_high_ms", "first_ms"]  # of a run in which nothing fits
 
 
 def with_compiled(step: Step, variant: str) -> Step:
@@ -30,14 +31,14 @@ def measure_variants(config: CompileConfig) -> dict[str, pd.DataFrame]:
 
     Returns:
         samples: the harness's, with columns variant and mode.
-        variants: a row for each variant and mode: status (``ok`` or ``oom``) and its reason, graphs compiled and graph
-            breaks, of them ``later_graphs`` in the timed steps, and the mode's peak memory.
+        variants: a row for each variant and mode: status (``ok``, ``oom``, or ``unsupported`` where torch.compile finds no
+            compiler that works) and its reason, graphs compiled and graph breaks, and the mode's peak memory.
     """
     allow_recompiling()
     samples, rows = [], []
     for variant in config.variants:
         torch._dynamo.reset()
-        release(config.device)
+        release(config.device, after_error=True)  # a model's parameters and their gradients hang in cycles
         step = None
         for mode in MODES:
             row, compiles = {"variant": variant, "mode": mode}, Compiles()
@@ -51,12 +52,14 @@ def measure_variants(config: CompileConfig) -> dict[str, pd.DataFrame]:
                 graphs, breaks = compiles.read()
                 rows.append(row | {"status": "ok", "reason": "", "graphs": graphs, "graph_breaks": breaks} | _peaks(config.device))
             except torch.OutOfMemoryError as error:
-                rows.append(row | {"status": "oom", "reason": " ".join(str(error).split())[:300]})
+                rows.append(row | {"status": "oom", "reason": reason(error, [])})
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                rows.append(row | {"status": "unsupported", "reason": reason(error, [])})
             if step is not None:
                 step.clear_gradients()
         del step
     release(config.device)
-    samples = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame()
+    samples = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame(columns=[*SAMPLE_COLUMNS, "variant", "mode"])
     return {"samples": samples, "variants": pd.DataFrame(rows)}
 
 
@@ -72,7 +75,7 @@ def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Compile
         times = run_times(own, ceilings, config.of_mode(mode))
         first = own[own["step"] == 0].set_index("phase")["time_ms"]
         frames.append(times.assign(variant=variant, mode=mode, first_ms=times["phase"].map(first)))
-    return pd.concat(frames, ignore_index=True)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
@@ -102,4 +105,4 @@ def reading(times: pd.DataFrame) -> str:
     for mode in PHASES:
         if mode in whole.index.get_level_values("mode"):
             parts.append(f"{mode}: " + ", ".join(f"{variant} **{ms:.4g} ms**" for variant, ms in whole[mode].items()))
-    return "; ".join(parts) + "."
+    return "; ".join(parts) + "." if parts else "Nothing could be timed."

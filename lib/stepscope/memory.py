@@ -66,7 +66,9 @@ class Recorder:
         now = counters()
         self.begun_at = now["allocations"] + now["frees"]
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, error, *rest) -> None:
+        if error:  # such as out of memory, which is to be told as it is
+            return
         self.mark(self.name)
         if self.name == "loss":
             self.annotation.link_backward()
@@ -270,8 +272,8 @@ def predicted(config: MemoryConfig) -> pd.DataFrame:
         copies = config.num_layers * value(f.copies, config) + value(f.head_copies, config)
         saved = config.num_layers * value(f.saved, config) + value(f.end, config) - value(f.head_copies, config) - logits
         workspace = next(i for i in instants(config) if i.phase == "loss").categories["cuBLAS workspace"]
-        # log-softmax's result and the loss's weight are saved; logits and loss are held by the step.
-        moments["after loss"] = at | {"activations": saved + value("4V4", config), "autocast copies": copies,
+        # Logits and loss are held by the step.
+        moments["after loss"] = at | {"activations": saved + value(f.loss_saved, config), "autocast copies": copies,
                                       "other": at["other"] + logits + 4, "cuBLAS workspace": workspace}
     return pd.DataFrame([(moment, category, size) for moment, sizes in moments.items() for category, size in sizes.items()],
                         columns=["moment", "category", "bytes"])
@@ -344,7 +346,7 @@ def at_peak(table: pd.DataFrame) -> pd.DataFrame:
                          "line": first["line"], "size_mib": first["size"] / MIB}).reset_index()
 
 
-TABLES = ("allocations.parquet", "levels", "predicted", "saved", "checkpoints", "samples")
+TABLES = ("allocations.parquet", "levels", "saved", "checkpoints", "samples")
 
 
 def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
@@ -352,16 +354,19 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     out of memory too, with ``predicted_mib``, the accounting's peak of its configuration. Empty tables where nothing was run."""
     records = [record for record in records if record.study == "memory" and record.done]
     if not records:
-        return dict.fromkeys(("runs", *TABLES), pd.DataFrame())
+        return dict.fromkeys(("runs", "predicted", *TABLES), pd.DataFrame())
     runs = runs_frame(records)
     configs = [configure(**record.config | {"device": "cpu"}).model_copy(update={"device": record.config["device"]}) for record in records]
     runs["predicted_mib"] = [peak(config).allocated / MIB for config in configs]
     runs["parameters_bytes"] = [at_rest(config)["parameters"] for config in configs]
     runs["measured"] = ["checkpointing" if config.checkpoints else "history" for config in configs]
     runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib") for record in records]
-    keys = ["run_id", "size", "context_length", "mode", "precision", "expandable_segments", "device", "num_layers"]
     tables = {name: load_table(store, records, name) for name in TABLES}
-    return {"runs": by_size(runs)} | {name: table.merge(runs[keys], on="run_id") if len(table) else table for name, table in tables.items()}
+    # What a record says was predicted is what the formulas said then.
+    tables["predicted"] = pd.concat([predicted(config).assign(run_id=config.run_id) for config in configs], ignore_index=True)
+    if len(tables["checkpoints"]):
+        tables["checkpoints"] = tables["checkpoints"].merge(runs[["run_id", "size", "context_length"]], on="run_id")
+    return {"runs": by_size(runs)} | tables
 
 
 def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:

@@ -12,16 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, benchmark, memory, mixed_precision, profiles, warmup
-from stepscope.answers import Answer, listing
+from stepscope import StepscopeError, attention, benchmark, compiled, memory, mixed_precision, profiles, warmup
+from stepscope.answers import Answer, listing, memory_options
+from stepscope.answers import attention as attention_answers
+from stepscope.answers import attention_memory as attention_memory_answers
 from stepscope.answers import benchmark as benchmark_answers
 from stepscope.answers import claims as claims_answers
+from stepscope.answers import compiled as compiled_answers
 from stepscope.answers import memory as memory_answers
-from stepscope.answers import memory_options
 from stepscope.answers import mixed_precision as mixed_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
+from stepscope.figures import attention as attention_figures
 from stepscope.figures import benchmark as benchmark_figures
 from stepscope.figures import memory as memory_figures
 from stepscope.figures import mixed_precision as mixed_figures
@@ -60,6 +63,8 @@ class Data:
     statuses: pd.DataFrame
     mixed: dict[str, pd.DataFrame]  # mixed_precision.load's tables by name
     memory: dict[str, pd.DataFrame]  # see memory.all_runs
+    attention: dict[str, pd.DataFrame]  # cells, ends, predicted, accounting
+    compiled: pd.DataFrame  # a row a run, variant, mode and phase
 
     @property
     def device_name(self) -> str:
@@ -91,7 +96,8 @@ def load_data(store: Store) -> Data:
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
                 *(profiles.all_runs(store, in_fp32, table) for table in
                   ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
-                mixed_precision.load(store, records), memory.all_runs(store, records))
+                mixed_precision.load(store, records), memory.all_runs(store, records), attention.all_tables(store, records),
+                compiled.all_times(store, records))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -147,6 +153,20 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: memory_options.checkpointing(d.memory),
         lambda d: memory_options.fragmentation(d.memory),
     ],
+    "Attention": [
+        lambda d: attention_answers.same_result(d.attention["cells"]),
+        lambda d: attention_answers.how_long(d.attention["cells"]),
+        lambda d: attention_answers.against_ceiling(d.attention["cells"]),
+        lambda d: attention_answers.the_mask(d.attention["cells"]),
+        lambda d: attention_answers.compile_cost(d.attention["cells"]),
+        lambda d: attention_answers.tf32(d.attention["cells"]),
+        lambda d: attention_memory_answers.saved_for_backward(d.attention["cells"]),
+        lambda d: attention_memory_answers.where_it_ends(d.attention),
+    ],
+    "The compiled model": [
+        lambda d: compiled_answers.whole_model(d.compiled),
+        lambda d: compiled_answers.sdpa(d.compiled),
+    ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
@@ -173,6 +193,10 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "memory_timeline_forward": lambda d: _memory_timeline(d, "forward"),
     "memory_peaks": lambda d: memory_figures.peaks(memory_answers.matrix(d.memory), d.where),
     "memory_checkpoints": lambda d: memory_figures.checkpoints(memory_options.curve(d.memory), d.where),
+    "attention_time": lambda d: attention_figures.over_sequence(d.attention["cells"], d.attention["ends"], d.where),
+    "attention_speedup": lambda d: attention_figures.speedup(d.attention["cells"], d.where),
+    "attention_ceiling": lambda d: attention_figures.ceiling(d.attention["cells"], d.where),
+    "compile_model": lambda d: attention_figures.whole_model(d.compiled, d.where),
 }
 
 

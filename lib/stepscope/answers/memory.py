@@ -11,6 +11,7 @@ from stepscope.saved import largest
 Tables = dict[str, pd.DataFrame]
 TIMELINE = "memory_timeline.html"  # beside the figures
 WITHIN = 0.01       # a prediction this close to the measured peak holds
+ABOUT_NONE = 0.005  # a change of a peak this small is not given as a lower bound
 FLAT = 0.03         # a peak that changes by less than this hardly moves
 NO_HISTORY = ("Not measurable here: PyTorch keeps an allocation history of CUDA memory only. What follows from the model alone, the"
               " accounting and the tensors that a block saves, is measured and predicted here all the same.")
@@ -59,9 +60,11 @@ def mib(size_mib: float) -> str:
 
 def where(row: pd.Series) -> str:
     """Phase, layer and operation of a peak."""
-    layer = "" if pd.isna(row["layer"]) else f", layer {int(row['layer'])}"
     line = f" ({row['line']})" if isinstance(row["line"], str) and row["line"] else ""
-    region = row["region"] if isinstance(row["region"], str) and row["region"] else "the optimizer" if row["phase"] == "optimizer" else "between operations"
+    if row["phase"] == "optimizer":
+        return f"optimizer{line}"
+    layer = "" if pd.isna(row["layer"]) else f", layer {int(row['layer'])}"
+    region = row["region"] if isinstance(row["region"], str) and row["region"] else "between operations"
     return f"{row['phase']}{layer}, {region}{line}"
 
 
@@ -95,8 +98,8 @@ def timeline(tables: Tables) -> Answer:
     top_first = first.loc[first["allocated_mib"].idxmax()]
     text += (f" The first step differs: AdamW's {gib(state)} of state do not exist before its optimizer phase, so its forward peaks"
              f" {gib((by_phase['forward'] - first.set_index('phase')['allocated_mib']['forward']) * MIB)} lower; its own peak, {gib(top_first['allocated_mib'] * MIB)},"
-             f" is in {top_first['phase']}.")
-    figures = [("memory_timeline", "Live memory by category, first and steady step")]
+             f" is in {'the ' if top_first['phase'] == 'optimizer' else ''}{top_first['phase']}.")
+    figures = [("memory_timeline", "Live memory by category as asked for, without the allocator's rounding; first and steady step")]
     runs = [run]
     if (forward := reference(tables, "forward")) is not None:
         figures.append(("memory_timeline_forward", "Live memory of forward alone, without gradients"))
@@ -110,7 +113,8 @@ def timeline(tables: Tables) -> Answer:
     shown = last.assign(peak=last["allocated_mib"].map(mib), at=[where(row) for _, row in last.iterrows()],
                         first=[mib(v) for v in first.set_index("phase")["allocated_mib"].reindex(last["phase"])])
     finding = (f"**A full step of {run['size']} at context {run['context_length']} peaks at {gib(top['allocated_mib'] * MIB)}, in {top['phase']}**"
-               f"{'' if pd.isna(top['layer']) else ' of layer ' + str(int(top['layer']))}.")
+               f"{'' if pd.isna(top['layer']) else ' of layer ' + str(int(top['layer']))}; the first step peaks at {gib(top_first['allocated_mib'] * MIB)}, in"
+               f" {'the ' if top_first['phase'] == 'optimizer' else ''}{top_first['phase']}.")
     return Answer("memory-timeline", question, text, finding, {"peak_mib": top["allocated_mib"]},
                   [("Peak of each phase, allocated.", shown[["phase", "first", "peak", "at"]].rename(columns={
                       "first": "first step", "peak": "steady step", "at": "where the steady step's peak is"}))],
@@ -133,8 +137,8 @@ def peaks(tables: Tables) -> Answer:
     oom = runs[runs["status"] == "oom"]
     if len(oom):
         text.append("Out of memory, as predicted: " if (oom["predicted_mib"] > oom["gpu_memory_mib"]).all() else "Out of memory: ")
-        text[-1] += listing(f"{MODE_WORDS[r['mode']]} at context {r['context_length']} in {r['precision']} (predicted peak"
-                            f" {gib(r['predicted_mib'] * MIB)} of {gib(r['gpu_memory_mib'] * MIB)})" for _, r in oom.iterrows()) + "."
+        text[-1] += listing(f"{MODE_WORDS[r['mode']]} at context {r['context_length']} in {r['precision']} (predicted:"
+                            f" {gib(r['predicted_mib'] * MIB)}, on a GPU of {gib(r['gpu_memory_mib'] * MIB)})" for _, r in oom.iterrows()) + "."
     cells = runs.assign(cell=[f"{r.steady_peak_allocated_mib:,.0f} / {r.steady_peak_reserved_mib:,.0f}" if r.status == "ok" else
                               f"out of memory (predicted {r.predicted_mib:,.0f})" for r in runs.itertuples()],
                         column=[f"{MODE_WORDS[r.mode]}, {r.precision}" for r in runs.itertuples()])
@@ -156,6 +160,7 @@ def _full_step(full: pd.DataFrame, top: pd.DataFrame) -> str:
         return ""
     values, contexts = full["steady_peak_allocated_mib"].to_numpy(), full["context_length"].to_numpy()
     phases = top.loc[full["run_id"], "phase"].to_numpy()
+    asked = full["steady_peak_requested_mib"].to_numpy()
     in_optimizer = contexts[phases == "optimizer"]
     text = f"The full step in fp32 peaks at {mib(values[0])} at context {contexts[0]} and {mib(values[-1])} at context {contexts[-1]}."
     flat = [c for c, v in zip(contexts, values) if abs(v / values[0] - 1) < FLAT]
@@ -166,6 +171,11 @@ def _full_step(full: pd.DataFrame, top: pd.DataFrame) -> str:
         text += (f" At context{'s' if len(in_optimizer) > 1 else ''} {listing(map(str, in_optimizer))} the peak is the optimizer's: parameters,"
                  f" gradients, two moments, and the square root that AdamW (foreach) takes of all second moments at once, five times"
                  f" {gib(parameters)}, none of which depends on the context.")
+    falls = [i for i in range(1, len(values)) if values[i] < values[i - 1] and asked[i] > asked[i - 1]]
+    if falls:
+        i = falls[0]
+        text += (f" (From context {contexts[i - 1]} to {contexts[i]} it even falls by {mib(values[i - 1] - values[i])} while {mib(asked[i] - asked[i - 1])} more are asked"
+                 " for: the allocator rounds less up.)")
     if (phases == "backward").any():
         text += f" From context {contexts[phases == 'backward'][0]} on it is backward's, where what forward saved is still there."
     return text
@@ -179,17 +189,19 @@ def _autocast(tables: Tables, ok: pd.DataFrame, top: pd.DataFrame, numbers: dict
     change = (wide["bf16"] / wide["fp32"] - 1).dropna()
     text = []
     for mode, own in change.groupby(level="mode"):
+        low, high = own.abs().min(), own.abs().max()
+        amount = (f"{own.min():+.1%} to {own.max():+.1%}" if own.min() * own.max() < 0 else
+                  f"up to {high:.1%}" if low < ABOUT_NONE else f"{low:.1%} to {high:.1%}")
         verb = "raises" if own.min() > 0 else "lowers" if own.max() < 0 else "changes"
-        text.append(f"Autocast {verb} the peak of {'forward alone' if mode == 'forward' else 'the full step'} by"
-                    f" {span(own.abs() * 100, '%') if own.min() * own.max() > 0 else f'{own.min():+.1%} to {own.max():+.1%}'}.")
+        text.append(f"Autocast {verb} the peak of {'forward alone' if mode == 'forward' else 'the full step'} by {amount}.")
         if mode == "forward" and own.min() > 0:
             run = ok[(ok["mode"] == "forward") & (ok["precision"] == "bf16")].iloc[0]
             levels = tables["levels"][(tables["levels"]["run_id"] == run["run_id"]) & (tables["levels"]["moment"] == "peak")]
             copies = levels[levels["step"] == levels["step"].max()].set_index("category")["bytes"]["autocast copies"]
             numbers["copies_mib"] = copies / MIB
-            numbers["finding"] = (f"**bf16 autocast raises forward's peak by {span(own * 100, '%')}**: it keeps a bf16 copy of every weight"
+            numbers["finding"] = (f"**bf16 autocast raises forward's peak by {amount}** ({ok['size'].iloc[0]}): it keeps a bf16 copy of each weight that multiplies"
                                   f" ({gib(copies)}) until forward ends.")
-            text.append(f"There autocast keeps a bf16 copy of each weight that it meets until forward ends, {gib(copies)} at the peak, and"
+            text.append(f"There autocast keeps a bf16 copy of each weight that multiplies until forward ends, {gib(copies)} at the peak, and"
                         f" without gradients there are hardly any activations to become smaller.")
     return " ".join(text)
 
@@ -215,14 +227,16 @@ def accounting(tables: Tables) -> Answer:
                  f" Of what the program asked for, without the allocator's rounding, {exact} of {len(ok)} are right to within 1 KiB.")
         rounding = ok["steady_peak_allocated_mib"] - ok["steady_peak_requested_mib"]
         text += (f" The remainder is the allocator's: at the peak it counts {span(rounding, ' MiB')} more than was asked for, since it rounds sizes up"
-                 " and gives a tensor the rest of a segment where that is at most 1 MiB; how much depends on which free segments a tensor meets.")
-        finding = (f"**The peak is predicted by closed formula within {percent(max(off.abs().max(), 0.0001), 2)} in all {len(ok)} memory runs**, to within 1 KiB"
-                   f" of what the program asks for in {exact}.")
+                 " and gives a tensor the rest of a segment where that is at most 1 MiB. The formula counts this for parameters, gradients and optimizer state, as"
+                 " if each were made in fresh memory; activations, and tensors that meet a free segment instead, make the rest (the table's last column).")
+        finding = (f"**A closed formula predicts the peak within {percent(WITHIN)} in {int((off.abs() < WITHIN).sum())} of {len(ok)} runs**, and what the program"
+                   f" asks for, without the allocator's rounding, to within 1 KiB in {exact}.")
         numbers = {"worst": off.abs().max(), "exact": exact}
-        shown = ok.assign(predicted=ok["predicted_mib"].map(lambda v: f"{v:,.1f}"), measured=ok["steady_peak_allocated_mib"].map(lambda v: f"{v:,.1f}"),
-                          off=off.map(lambda v: f"{v:+.2%}"), asked=bytes_off.map(lambda v: f"{v:+,.2f}"), mode=ok["mode"].map(MODE_WORDS))
+        by_formula = pd.Series([peak(config_of(run)).categories["allocator rounding"] / MIB for _, run in ok.iterrows()], ok.index)
+        shown = ok.assign(rounding=[f"{p:,.1f} / {m:,.1f}" for p, m in zip(by_formula, rounding)], predicted=ok["predicted_mib"].map(lambda v: f"{v:,.1f}"), measured=ok["steady_peak_allocated_mib"].map(lambda v: f"{v:,.1f}"),
+                          off=off.map(lambda v: f"{v:+.2%}"), asked=(bytes_off * MIB).map(lambda v: f"{v:+,.0f}"), mode=ok["mode"].map(MODE_WORDS))
         columns = {"size": "size", "context_length": "context", "mode": "mode", "precision": "precision", "predicted": "predicted", "measured": "measured",
-                   "off": "difference", "asked": "difference of what was asked for"}
+                   "off": "difference", "asked": "asked for: difference, bytes", "rounding": "rounding, predicted / measured"}
         tables_.append(("Peak of a steady step, MiB.", shown.astype({"size": str})[list(columns)].rename(columns=columns)))
         tables_.append(_by_category(tables))
     tables_.append(_what_fits(tables))
@@ -260,7 +274,7 @@ def _what_fits(tables: Tables) -> tuple[str, pd.DataFrame] | None:
     run = run[run["size"] == run["size"].max()].iloc[0] if len(run) else runs.iloc[0]
     config = config_of(run).model_copy(update={"context_length": 512})
     table = what_fits(config, memory_mib)
-    return (f"What fits {run['size']} into {memory_mib / 1024:,.1f} GiB, by prediction (`stepscope fit` answers it for others).", pd.DataFrame({
+    return (f"What fits {run['size']} into {memory_mib / 1024:,.1f} GiB, by the predicted peak of what is allocated; what is reserved beyond it comes on top (`stepscope fit` answers it for others).", pd.DataFrame({
         "mode": table["mode"].map(MODE_WORDS), "precision": table["precision"],
         f"largest context at batch {run['batch_size']}": table["largest_context"].map(lambda n: f"{n:,}"),
         "largest batch at context 512": table["largest_batch"].map(lambda n: f"{n:,}")}))
@@ -316,15 +330,16 @@ def block(tables: Tables) -> Answer:
     total = int(run["block_saved_bytes"])
     text = (f"One block of {run['size']} at context {run['context_length']}, {run['precision']}, keeps {number(total / MIB, 5)} MiB in {len(own)} tensors (saved-tensor hooks); the formula says"
             f" {number(formula / MIB, 5)} MiB. The five largest contributors make {percent(five['share'].sum())}. Its gradients are {number(gradients / MIB, 5)} MiB"
-            f" ({BLOCK_GRADIENTS.replace('A', 'C²').replace('M', 'C·F')} bytes, the same at every context), {number(total / gradients)} times less than it saves."
+            f" ({BLOCK_GRADIENTS.replace('A', 'C²').replace('M', 'C·F')} bytes, the same at every context), and what it saves is {number(total / gradients)} times that."
             if total > gradients else
             f"One block of {run['size']} at context {run['context_length']}, {run['precision']}, keeps {number(total / MIB, 5)} MiB in {len(own)} tensors (saved-tensor hooks); the formula says"
             f" {number(formula / MIB, 5)} MiB. The five largest contributors make {percent(five['share'].sum())}. Its gradients, {number(gradients / MIB, 5)} MiB, are larger than that.")
     shown = five.assign(MiB=(five["bytes"] / MIB).map(lambda v: number(v, 4)), share=five["share"].map(percent), source="`" + five["source"] + "`", tensors=five["tensors"].astype(str))
     tables_ = [(f"The five largest of what a block saves, {run['size']} at context {run['context_length']}.", shown[["region", "tensor", "source", "line", "tensors", "MiB", "share"]])]
-    by_run = tables["runs"].loc[lambda r: r["run_id"].isin(ids) & (r["mode"] == run["mode"])].sort_values(["precision", "context_length"])
+    by_run = tables["runs"].loc[lambda r: r["run_id"].isin(ids) & (r["size"] == run["size"])]
+    by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(["precision", "context_length"], ascending=[False, True])
     if len(by_run) > 1:
-        tables_.append(("What one block saves, MiB.", pd.DataFrame({
+        tables_.append((f"What one block of {run['size']} saves, MiB; gradients stay fp32.", pd.DataFrame({
             "precision": by_run["precision"], "context": by_run["context_length"], "saved": (by_run["block_saved_bytes"] / MIB).map(lambda v: f"{v:,.1f}"),
             "of it copies of weights": (by_run["block_copies_bytes"] / MIB).map(lambda v: f"{v:,.1f}"),
             "gradients": (by_run["block_gradient_bytes"] / MIB).map(lambda v: f"{v:,.1f}")})))

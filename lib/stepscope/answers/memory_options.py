@@ -7,6 +7,7 @@ from stepscope.answers.benchmark import MODE_WORDS
 from stepscope.answers.memory import NO_HISTORY, Tables, config_of, gib, mib
 from stepscope.timing import WHOLE
 
+QUICKER = 0.02  # of a step: a smaller difference of times is not explained
 UNMOVED = 0.01  # a share of reserved memory that counts as no change
 
 
@@ -49,10 +50,11 @@ def checkpointing(tables: Tables) -> Answer:
     none = table[table["blocks"] == 0]
     if measured:
         best = with_.loc[with_["peak_mib"].idxmin()]
-        neighbours = with_[(with_["blocks"] - best["blocks"]).abs().rank(method="first").between(2, 3)]
+        order = with_["blocks"].tolist().index(best["blocks"])
+        neighbours = with_.iloc[[place for place in (order - 1, order + 1) if 0 <= place < len(with_)]]
         agree = int(best["blocks"]) == optimum
         text += (f" Measured, the lowest is {mib(best['peak_mib'])} at {count(int(best['blocks']), 'block')}: {'the predicted one' if agree else 'not the predicted one'};"
-                 f" its neighbours take {listing(f'{mib(r.peak_mib)} ({int(r.blocks)})' for r in neighbours.itertuples())}.")
+                 f" {'its neighbours take' if len(neighbours) > 1 else 'its neighbour takes'} {listing(f'{mib(r.peak_mib)} (at {int(r.blocks)})' for r in neighbours.itertuples())}.")
         off = (with_["predicted_mib"] / with_["peak_mib"] - 1).abs().max()
         text += f" The predicted peaks are within {percent(off, 2)} of the measured ones."
         numbers |= {"measured_optimum": int(best["blocks"]), "off": off}
@@ -62,6 +64,7 @@ def checkpointing(tables: Tables) -> Answer:
                      f" {percent(best['time_ms'] / base['time_ms'] - 1)} more time.")
             finding = (f"**Checkpointing every {'block' if best['blocks'] == 1 else count(int(best['blocks']), 'block')} takes {percent(1 - best['peak_mib'] / base['peak_mib'])} off the peak"
                        f" of {MODE_WORDS[run['mode']]} for {percent(best['time_ms'] / base['time_ms'] - 1)} more time** ({run['size']}, context {run['context_length']}).")
+        text += _stops_early(with_)
     else:
         text += " " + NO_HISTORY.split(".")[0] + ": times are measured, peaks are predicted."
     text += _why(config, optimum)
@@ -72,6 +75,18 @@ def checkpointing(tables: Tables) -> Answer:
     cells["step, ms"] = table["time_ms"].map(number)
     return Answer("memory-checkpointing", question, text, finding, numbers, [("Peak and time by blocks per checkpoint.", cells)],
                   [("memory_checkpoints", "Peak and step time by blocks per checkpoint")], runs_of(table))
+
+
+def _stops_early(with_: pd.DataFrame) -> str:
+    """More checkpoints may be quicker: PyTorch stops running a part again at the last tensor that backward needs of it."""
+    few, many = with_.iloc[-1], with_.iloc[0]
+    parts = {row.blocks: -(-int(with_["blocks"].max()) // row.blocks) for row in with_.itertuples()}  # as many parts as there are checkpoints
+    spared = parts[many["blocks"]] - parts[few["blocks"]]
+    if spared <= 0 or many["time_ms"] > few["time_ms"] * (1 - QUICKER):
+        return ""
+    each = (few["time_ms"] - many["time_ms"]) / spared
+    return (f" {count(int(many['blocks']), 'block')} per checkpoint is also quicker than {int(few['blocks'])} ({ms(many['time_ms'])} against {ms(few['time_ms'])}):"
+            f" running a part again stops at the last tensor that backward needs of it, which spares the part's last product, {ms(each)} for each part more.")
 
 
 def _why(config, optimum: int) -> str:
@@ -111,5 +126,5 @@ def fragmentation(tables: Tables) -> Answer:
             pairs[[column, f"{column}_expandable"]] = pairs[[column, f"{column}_expandable"]].map(lambda v: f"{v:,.1f}")
         columns = {"size": "size", "context_length": "context", "mode": "mode", "steady_peak_allocated_mib": "allocated",
                    "reserved": "reserved", "steady_peak_allocated_mib_expandable": "allocated, expandable", "reserved_expandable": "reserved, expandable"}
-        tables_ = [("Peaks in MiB with and without expandable segments.", pairs.astype({"size": str})[list(columns)].rename(columns=columns))]
+        tables_ = [("Peaks in MiB with and without expandable segments.", pairs.astype({"size": str}).assign(mode=pairs["mode"].map(MODE_WORDS))[list(columns)].rename(columns=columns))]
     return Answer("memory-fragmentation", question, text, "", {"most_idle": most["idle"]}, tables_, [], runs_of(shown))

@@ -1,13 +1,23 @@
-"""Figures of the attention study; None where there is nothing to draw."""
+"""Figures of the attention and compile studies; None where there is nothing to draw."""
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
+from stepscope.answers.attention import WORDS, head, names, precisions, timed
+from stepscope.answers.compiled import ATTENTION_WORDS
 from stepscope.config import ATTENTIONS
 from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.store import by_size
+from stepscope.timing import WHOLE
 
-STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, PALETTE, MARKERS)}
+COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
+STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
+SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 def one_run(cells: pd.DataFrame, title: str) -> Figure:
@@ -19,15 +29,165 @@ def one_run(cells: pd.DataFrame, title: str) -> Figure:
                                        (axes[1], "in_use_bytes", 2**20, "in use before backward (MiB)")):
         _over_sequence(axis, ok, column, scale)
         axis.set(ylabel=label, title=title if axis is axes[0] else "")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def _over_sequence(axis, cells: pd.DataFrame, column: str, scale: float = 1.0) -> None:
-    """A line an implementation over the sequence, both axes logarithmic."""
-    for name, own in cells.groupby("implementation", sort=False):
-        own = own.sort_values("sequence")
-        axis.plot(own["sequence"], own[column] / scale, label=name, linewidth=1.5, markersize=5, **STYLES[name])
+def _over_sequence(axis, cells: pd.DataFrame, column: str, scale: float = 1.0, interval: bool = False) -> None:
+    """A line an implementation over the sequence, both axes logarithmic; whiskers are the median's 95% interval."""
+    for name in names(cells):
+        own = cells[cells["implementation"] == name].sort_values("sequence")
+        if interval:
+            axis.errorbar(own["sequence"], own[column] / scale, fmt="none", ecolor=STYLES[name]["color"],
+                          yerr=[own[column] - own["pass_ci_low_ms"], own["pass_ci_high_ms"] - own[column]])
+        axis.plot(own["sequence"], own[column] / scale, label=WORDS[name], linewidth=1.5, markersize=4.5, **STYLES[name])
     axis.set(xscale="log", yscale="log", xlabel="sequence")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_major_locator(LogLocator(base=4))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axis.yaxis.set_major_formatter(PLAIN)
+
+
+def _short(sequence: float) -> str:
+    return f"{sequence / 1024:g}k" if sequence >= 1024 else f"{sequence:g}"
+
+
+def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
+    """Causal: time of a pass above and its peak memory below over the sequence, a panel a precision.
+
+    A cross is where an implementation stopped fitting; memory that was probed beyond the timed sequences is drawn too.
+    """
+    rows = timed(cells)
+    if rows.empty:
+        return None
+    use_style()
+    d, columns = head(rows), precisions(rows)
+    memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.4), squeeze=False, sharey="row", sharex=True)
+    for (top, bottom), precision in zip(axes.T, columns):
+        own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
+        _over_sequence(top, own, "pass_median_ms", interval=True)
+        probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d)] if len(ends) else ends
+        fits = probes[probes["status"] == "ok"] if len(probes) else probes
+        _over_sequence(bottom, pd.concat([own, fits]) if len(fits) else own, memory, 2**30)
+        failed = probes[probes["status"] == "oom"] if len(probes) else probes
+        for index, name in enumerate(names(failed) if len(failed) else ()):
+            where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
+            available = own["available_bytes"].iloc[0] / 2**30
+            bottom.plot(where_fails, available, "X", color=STYLES[name]["color"], markersize=9, markeredgecolor="white",
+                        zorder=5)
+            top.plot(where_fails, 0.97 - 0.08 * index, "X", color=STYLES[name]["color"], markersize=8,
+                     transform=top.get_xaxis_transform(),
+                     zorder=5, clip_on=False)
+        if "available_bytes" in own:
+            bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.4", linestyle="--", linewidth=1)
+        top.set(title=precision, xlabel="")
+    axes[0, 0].set_ylabel("time (ms)")
+    axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    if len(ends) and (ends["status"] == "oom").any():
+        handles["out of memory"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal"
+                    f" ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
+    """Without mask: share of the precision's measured matrix-product rate over the sequence, a panel a precision."""
+    rows = timed(cells, causal=False)
+    if rows.empty or rows["utilisation"].isna().all():
+        return None
+    use_style()
+    d, columns = head(rows), precisions(rows)
+    figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH_IN, 3.9), squeeze=False, sharey=True)
+    for axis, precision in zip(axes[0], columns):
+        _over_sequence(axis, rows[(rows["d_model"] == d) & (rows["precision"] == precision)], "utilisation")
+        axis.set(title=precision, yscale="linear")
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[0, 0].set_ylim(0, 1.08 * rows.loc[rows["d_model"] == d, "utilisation"].max())
+    axes[0, 0].set_ylabel("share of the measured\nmatrix-product rate")
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"Forward + backward without mask, d {d} ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
+    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a panel an
+    implementation (all but SDPA's math, which is torch's own writing out)."""
+    rows = timed(cells)
+    rows = rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())] if len(rows) else rows
+    others = [name for name in names(rows) if name not in ("eager", "math")] if len(rows) else []
+    if not others:
+        return None
+    keys = ["precision", "d_model", "sequence"]
+    eager = rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms"]]
+    both = rows.merge(eager, on=keys, suffixes=("", "_eager"))
+    both["speedup"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
+    use_style()
+    shown, heads, sequences = precisions(both), sorted(both["d_model"].unique()), sorted(both["sequence"].unique())
+    figure, axes = plt.subplots(len(shown), len(others),
+                                figsize=(WIDTH_IN * 0.85, 1 + 0.2 * len(shown) * (len(heads) + 1.2)), squeeze=False,
+                                sharex=True, sharey=True)
+    limit, first = max(both["speedup"].max(), 1 / both["speedup"].min()), axes[0, 0]
+    for line, precision in zip(axes, shown):
+        for axis, name in zip(line, others):
+            if line[0] is first:
+                axis.set_title(WORDS[name].replace("SDPA ", "").replace("memory-", ""), fontsize=10)
+            own = both[(both["precision"] == precision) & (both["implementation"] == name)]
+            grid = own.pivot(index="d_model", columns="sequence", values="speedup").reindex(index=heads, columns=sequences)
+            image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
+            for (y, x), value in np.ndenumerate(grid.to_numpy()):
+                text = "" if np.isnan(value) else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+                axis.text(x, y, text, ha="center", va="center", fontsize=7,
+                          color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
+            axis.grid(visible=False)
+            axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
+            axis.set_yticks(range(len(heads)), heads, fontsize=8)
+        line[0].set_ylabel(f"{precision}\nd", fontsize=10)
+    figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
+    figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
+    """A full step's time by size, eager and compiled, with written-out attention and SDPA: a panel a precision."""
+    rows = times[(times["phase"] == WHOLE) & (times["status"] == "ok") & (times["mode"] == "step") & times["variant"].isin(["eager", "block"])] if len(times) else times
+    if rows.empty:
+        return None
+    rows = by_size(rows)
+    use_style()
+    shown = precisions(rows)
+    sizes = [str(size) for size in rows["size"].cat.remove_unused_categories().cat.categories]
+    figure, axes = plt.subplots(1, len(shown), figsize=(WIDTH_IN, 4), squeeze=False)
+    bars = [(attention, variant) for attention in ATTENTION_WORDS for variant in ("eager", "block")]
+    colors = dict(zip(bars, ["#0072B2", "#56B4E9", "#D55E00", "#E69F00"]))
+    for axis, precision in zip(axes[0], shown):
+        for index, (attention, variant) in enumerate(bars):
+            own = rows[(rows["precision"] == precision) & (rows["attention"] == attention) & (rows["variant"] == variant)]
+            x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
+            drawn = axis.bar(x, own["median_ms"], 0.19, color=colors[attention, variant],
+                             yerr=[own["median_ms"] - own["ci_low_ms"], own["ci_high_ms"] - own["median_ms"]])
+            axis.bar_label(drawn, [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in own["median_ms"]],
+                           fontsize=7, padding=1, rotation=90)
+            if "launch_bound_share" in own:
+                for bar, share in zip(drawn, own["launch_bound_share"]):
+                    if share > 0.5:
+                        bar.set_hatch("////")
+                        bar.set_edgecolor("white")
+        axis.set_xticks(range(len(sizes)), sizes)
+        axis.set(title=precision, yscale="log")
+        axis.yaxis.set_major_formatter(PLAIN)
+        axis.margins(y=0.15)
+        axis.grid(axis="x", visible=False)
+    axes[0, 0].set_ylabel("full step (ms)")
+    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]},"
+                                                             f" {'each block compiled' if variant == 'block' else 'eager'}")
+               for attention, variant in bars if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
+    if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
+        handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="////", label="mostly launch-bound"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(f"A full step, eager and with each block compiled, context {rows['context_length'].iloc[0]}"
+                    f" ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure

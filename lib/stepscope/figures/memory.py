@@ -9,6 +9,7 @@ from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
 GIB = 2**30
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73", "cuBLAS workspace": "#000000",
           "other": "#999999", "autocast copies": "#F0E442", "activations": "#56B4E9", "temporaries": "#D55E00"}
+MOSTLY = 0.8  # of the peak: where parameters alone are more, the axis begins near them
 PHASES = ["forward", "loss", "backward", "optimizer"]
 
 
@@ -59,13 +60,16 @@ def timeline(table: pd.DataFrame, title: str) -> Figure:
             if after - begin > 0.04 * (end - first):
                 axis.axvline(begin - first, color="0.3", linewidth=0.8, linestyle=":")
                 axis.text(begin - first, 1.005, f" {phase}", transform=axis.get_xaxis_transform(), fontsize=9, va="bottom")
-        axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10, ha="center", fontweight="bold")
+        side = "left" if at < 0.15 * (end - first) else "right" if at > 0.85 * (end - first) else "center"
+        axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10, ha=side, fontweight="bold")
         axis.plot([at], [top], "v", color="black", markersize=5)
         axis.set_xlabel(f"allocations and frees of {'the first step' if step == steps[0] and len(steps) > 1 else 'a steady step'}")
         axis.margins(x=0)
         axis.grid(axis="x", visible=False)
-    axes[0][0].set_ylabel("live memory (GiB)")
-    axes[0][0].set_ylim(0, total.max() / GIB * 1.1)
+    top, floor = total.max() / GIB, live[0].max() / GIB
+    bottom = floor - 0.2 * (top - floor) if floor > MOSTLY * top else 0
+    axes[0][0].set_ylabel("live memory asked for (GiB)" if not bottom else f"live memory asked for (GiB; begins at {bottom:.1f})")
+    axes[0][0].set_ylim(bottom, top + 0.1 * (top - bottom))
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -90,13 +94,14 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
         memory = runs["gpu_memory_mib"].dropna()
         if len(memory) and runs.loc[runs["mode"] == mode, "predicted_mib"].max() > 0.7 * memory.iloc[0]:
             axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
-            axis.text(axis.get_xlim()[0], memory.iloc[0] / 1024, " the GPU's memory", va="bottom", fontsize=9)
+            axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(), va="bottom", fontsize=9)
         axis.set_xscale("log", base=2)
         contexts = sorted(runs["context_length"].unique())
         axis.set_xticks(contexts, contexts)
         axis.set(xlabel="context", ylabel="peak allocated (GiB)", title="forward alone" if mode == "forward" else "full step")
         axis.set_ylim(0)
-        axis.legend()
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center")
     figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 
@@ -118,7 +123,7 @@ def checkpoints(curve: pd.DataFrame, where: str) -> Figure | None:
             axis.axhline(none[column].iloc[0] / scale, color="0.3", linestyle="--", label="no checkpoints")
         axis.set_xscale("log", base=2)
         axis.set_xticks(own["blocks"], own["blocks"])
-        axis.set_ylim(0)
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
         axis.set_xlabel("blocks per checkpoint")
         axis.legend(loc="lower right")
         axis.minorticks_off()
