@@ -88,8 +88,9 @@ def start_kernel(folder: Path, imports: bool = False) -> Kernel:
     # IPC: nobody else on the machine can speak to a kernel, and no port can be taken. A socket's path is limited to
     # 107 bytes, hence a folder of its own in the system's temporary folder and not one beside the runs.
     sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))
-    owner = (sockets / "owner").open("w")
+    owner = (sockets / ".owner").open("w")
     fcntl.flock(owner, fcntl.LOCK_EX)
+    os.rename(sockets / ".owner", sockets / "owner")  # seen by clear_dead from now on, and never unlocked
     traits = Traits({"ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
     manager = Manager(kernel_name="python3", config=traits, connection_file=str(sockets / "connection.json"))
     lines = [ORPHANED, *([IMPORTS] if imports else [])]
