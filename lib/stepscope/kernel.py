@@ -71,9 +71,10 @@ class Kernel:
     def close(self) -> None:
         """End it and clear away what it had outside of its folder."""
         self.kill()
-        with suppress(Exception):  # it is dead already; this is only the manager's own tidying up
+        with suppress(Exception):  # it is dead already; this is only the client's and the manager's own tidying up
             if self.manager.made:
                 self.manager.made.stop_channels()
+        with suppress(Exception):
             asyncio.run(self.manager.shutdown_kernel(now=True))
         self.owner.close()
         shutil.rmtree(self.sockets, ignore_errors=True)

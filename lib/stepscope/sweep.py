@@ -254,6 +254,7 @@ class _Sweep:
     def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int):
         self.pool, self.store, self.how, self.console, self.end, self.total = pool, store, how, console, end, total
         self.durations: list[float] = []
+        self.done: set[tuple[str, str]] = set()
         self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
 
     def run(self, todo: list[RunConfig]) -> None:
@@ -274,7 +275,9 @@ class _Sweep:
                         if self.end.stopped_by or not self.todo:
                             break
                         time.sleep(0.5)  # no worker is there at the moment
-                    for config, result in self.pool.wait() if self.pool.running() else ():
+                        self.pool.refresh()
+                        continue
+                    for config, result in sorted(self.pool.wait(), key=lambda item: isinstance(item[1], OSError)):
                         self._take(config, result)
             except KeyboardInterrupt as stop:
                 self.end.stopped_by = str(stop) or "SIGINT"
@@ -282,7 +285,7 @@ class _Sweep:
                 self.end.stopped_by = str(error)
             except OSError as error:
                 self.end.stopped_by = f"the runs folder, which cannot be written to ({error.strerror or error})"
-            self.end.left = [*self.pool.running(), *self.todo]
+            self.end.left = [config for config in todo if (config.study, config.run_id) not in self.done]
 
     def _alone(self, config: RunConfig) -> bool:
         return bool({"all", config.study} & set(self.how.exclusive))
@@ -301,12 +304,12 @@ class _Sweep:
 
     def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
         if isinstance(result, OSError):
-            self.todo.insert(0, config)
             raise result
         if isinstance(result, Exception):
             result = self._lost(config, str(result))
         folder, record = result
         self.store.commit(folder, record.model_copy(update={"beside": self._beside(config, record)}))
+        self.done.add((config.study, config.run_id))
         self.store.unclaim(config)
         self.durations.append(record.duration_s)
         self.end.counts[record.status] += 1

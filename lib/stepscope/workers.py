@@ -277,7 +277,7 @@ def join_cluster(address: str, store: Store):
     """
     from distributed import Client
     try:
-        client = Client(address, set_as_default=False, timeout="20s")
+        client = Client(address, set_as_default=False, timeout="10s")
     except (OSError, ValueError, TimeoutError) as error:
         raise WorkersError(f"--scheduler: nothing answers at {address!r} ({str(error) or type(error).__name__})") from None
     try:
