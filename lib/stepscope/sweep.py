@@ -21,7 +21,7 @@ from stepscope.flops import forward_flops
 from stepscope.kernel import clear_dead
 from stepscope.machine import machine
 from stepscope.store import Record, RecordError, Store, StoreError, write_text_durably
-from stepscope.workers import Dask, Here, SchedulerGone, join_cluster, local_cluster
+from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, join_cluster, local_cluster
 
 SHIPPED = Path(__file__).parent / "sweeps"
 BLOCK_KEYS = ("study", "fixed", "axes")
@@ -305,6 +305,9 @@ class _Sweep:
     def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
         if isinstance(result, OSError):
             raise result
+        if isinstance(result, NotBegun):
+            self.todo.insert(0, config)
+            return
         if isinstance(result, Exception):
             result = self._lost(config, str(result))
         folder, record = result

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +24,9 @@ from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
 from stepscope.execute import PROJECT, make_run
 from stepscope.kernel import THREADS, clear_dead, set_environment, spare
-from stepscope.store import Record, Store
+from stepscope.store import AlreadyBegun, Record, Store
 
+DIED = "the worker that ran it died (killed, or its machine went down)"
 RESOURCE = {"cuda": "GPU", "cpu": "CPU"}  # by a configuration's device, what a worker must offer and a run takes one of
 
 
@@ -34,6 +36,10 @@ class WorkersError(StepscopeError, RuntimeError):
 
 class WorkerDied(StepscopeError, RuntimeError):
     """The worker that had a run is gone."""
+
+
+class NotBegun(StepscopeError, RuntimeError):
+    """A worker is gone that had been given a run and had not begun it."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
@@ -144,28 +150,21 @@ class Dask:
     def wait(self) -> list[tuple[RunConfig, tuple[Path, Record] | Exception]]:
         """What has come back within half a second: results, or why there is none."""
         from distributed import wait
-        futures = [future for _, future, _ in self.tasks.values()]
         try:
             with self.client.as_current():
-                wait(futures, timeout=0.5, return_when="FIRST_COMPLETED")
+                wait([future for _, future, _ in self.tasks.values()], timeout=0.5, return_when="FIRST_COMPLETED")
         except TimeoutError:
             self.refresh()
-        except Exception as error:  # a future that was cancelled: the scheduler that knew it is gone
-            raise SchedulerGone(f"the scheduler is gone ({type(error).__name__})") from None
+        except Exception:  # Dask's several errors for a future that was cancelled: by its scheduler's end, or its worker's
+            time.sleep(1)
+            self.refresh()
         results = []
-        for address, (config, future, more) in list(self.tasks.items()):
-            if future.done():
-                result = self._result(config, future)
-            elif address not in self.workers:
+        for address, (config, future, _) in list(self.tasks.items()):
+            if future.status in ("finished", "error"):
+                result = self._result(future)
+            elif future.status in ("cancelled", "lost") or address not in self.workers:
                 future.cancel(force=True)
-                if self.store.claim(config) is None:  # it had not begun: another worker does it
-                    del self.tasks[address]
-                    if self.free(config):
-                        self.submit(config, more)
-                    else:
-                        self.tasks[address] = (config, future, more)
-                    continue
-                result = WorkerDied("the worker that ran it died (killed, or its machine went down)")
+                result = WorkerDied(DIED) if self.store.claim(config) else NotBegun()
             else:
                 continue
             del self.tasks[address]
@@ -174,14 +173,13 @@ class Dask:
             self.refresh()
         return results
 
-    def _result(self, config: RunConfig, future) -> tuple[Path, Record] | Exception:
+    @staticmethod
+    def _result(future) -> tuple[Path, Record] | Exception:
         from distributed.scheduler import KilledWorker
-        if future.status in ("cancelled", "lost"):
-            raise SchedulerGone("the scheduler is gone (its tasks were cancelled)")
         try:
             folder, record = future.result()
-        except KilledWorker:
-            return WorkerDied("the worker that ran it died (killed, or its machine went down)")
+        except (KilledWorker, AlreadyBegun):
+            return WorkerDied(DIED)
         except OSError as error:
             return error
         except Exception as error:  # a bug, or another version of this package over there: this run's end, not the sweep's
