@@ -90,6 +90,16 @@ def test_a_picture_alone_in_its_paragraph_is_a_captioned_figure(folder):
     assert main.p.get_text() == "An  in text."
 
 
+def test_a_figure_that_comes_twice_has_its_data_once(folder):
+    main = body_of("![First](figures/phases.png)\n\n![Second](figures/phases.png)", folder)
+    first, second = main.find_all("figure")
+    width, height = (int.from_bytes(PNG[at:at + 4]) for at in (16, 20))
+    assert first.svg["viewbox"] == second.svg["viewbox"] == f"0 0 {width} {height}"
+    assert base64.b64decode(first.svg.image["href"].removeprefix("data:image/png;base64,")) == PNG
+    assert second.svg.use["href"] == f"#{first.svg.image['id']}" and str(main).count("data:image/png") == 1
+    assert [f.svg["aria-label"] for f in (first, second)] == [f.figcaption.get_text() for f in (first, second)] == ["First", "Second"]
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

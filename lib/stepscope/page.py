@@ -2,11 +2,14 @@
 
 import base64
 import re
+import struct
 import unicodedata
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup, Comment
+from bs4.element import Tag
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -93,16 +96,38 @@ def _name_headings(soup: BeautifulSoup) -> list[dict]:
 
 
 def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
-    """Put each picture into the page as a data: URI; make one alone in its paragraph a figure."""
-    for img in soup.find_all("img"):
-        img["src"] = _data_uri(img.get("src", ""), base_folder)
-        paragraph = img.find_parent("p")
-        if paragraph and not paragraph.get_text(strip=True) and len(paragraph.find_all("img")) == 1:
-            paragraph.name = "figure"
-            if img.get("alt"):
+    """Put each picture into the page as a data: URI, once; make one alone in its paragraph a figure."""
+    pictures = soup.find_all("img")
+    figures = [img for img in pictures if (p := img.find_parent("p")) and not p.get_text(strip=True) and len(p.find_all("img")) == 1]
+    times, places = Counter(img.get("src", "") for img in figures), {}
+    for img in pictures:
+        source = img.get("src", "")
+        img["src"] = uri = _data_uri(source, base_folder)
+        if any(img is figure for figure in figures):
+            figure, words = img.find_parent("p"), img.get("alt", "")
+            figure.name = "figure"
+            if words:
                 caption = soup.new_tag("figcaption")
-                caption.string = img["alt"]
-                paragraph.append(caption)
+                caption.string = words
+                figure.append(caption)
+            if times[source] > 1 and uri.startswith("data:image/png"):
+                img.replace_with(_shared_picture(soup, uri, words, places))
+
+
+def _shared_picture(soup: BeautifulSoup, uri: str, words: str, places: dict[str, str]) -> Tag:
+    """A PNG that stands in the page more than once: its data where it comes first, a reference to them afterwards.
+
+    Args:
+        places: the ids of those that are there already, by their data.
+    """
+    width, height = struct.unpack(">II", base64.b64decode(uri.split(",")[1][:32])[16:24])  # of the PNG's first chunk
+    svg = soup.new_tag("svg", attrs={"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": words})
+    if uri in places:
+        svg.append(soup.new_tag("use", attrs={"href": f"#{places[uri]}"}))
+    else:
+        places[uri] = f"picture-{len(places) + 1}"
+        svg.append(soup.new_tag("image", attrs={"id": places[uri], "width": width, "height": height, "href": uri}))
+    return svg
 
 
 def _data_uri(source: str, base_folder: Path) -> str:
