@@ -166,7 +166,8 @@ def test_core_slices_share_no_core():
     (How(workers="2", scheduler="tcp://127.0.0.1:1"), "one or the other"), (How(exclusive=("speed",)), "expected all or a study"),
     (How(scheduler="tcp://127.0.0.1:1"), "nothing answers at 'tcp://127.0.0.1:1'"),
 ])
-def test_what_cannot_be_done_is_said_in_a_sentence(how, told, store, sweep_of):
+def test_what_cannot_be_done_is_said_in_a_sentence(how, told, store, sweep_of, monkeypatch):
+    monkeypatch.setattr(workers, "ANSWER_S", 1)
     with pytest.raises((SweepError, workers.WorkersError), match=re.escape(told)):
         run_sweep([sweep_of(0)], store, how, Console(quiet=True))
     assert content(store) == {}

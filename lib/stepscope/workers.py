@@ -26,6 +26,7 @@ from stepscope.execute import PROJECT, make_run
 from stepscope.kernel import THREADS, clear_dead, set_environment, spare
 from stepscope.store import AlreadyBegun, Record, Store
 
+ANSWER_S = 10  # a scheduler that is there answers within this time
 DIED = "the worker that ran it died (killed, or its machine went down)"
 RESOURCE = {"cuda": "GPU", "cpu": "CPU"}  # by a configuration's device, what a worker must offer and a run takes one of
 
@@ -118,7 +119,7 @@ class Dask:
         try:
             if self.client.status != "running":  # also while it tries again: what it had asked for is cancelled then
                 raise OSError(f"the connection is {self.client.status}")
-            self.workers = dict(self.client.scheduler_info()["workers"])
+            self.workers = workers_of(self.client)
         except Exception as error:  # Dask's own errors for a lost scheduler are of many types
             raise SchedulerGone(f"the scheduler is gone ({error})") from None
 
@@ -189,8 +190,14 @@ class Dask:
     def close(self) -> None:
         if self.tasks:  # stopped: each run's watch sees that its folder is gone, and ends it
             shutil.rmtree(self.store.partial, ignore_errors=True)
-        with suppress(Exception):  # workers that are gone have no spare
-            self.client.run(_close_spare)
+        if self.client.status == "running":
+            with suppress(Exception):  # workers that are gone have no spare
+                self.client.run(_close_spare)
+
+
+def workers_of(client) -> dict[str, dict]:
+    """The scheduler's workers by address. Asked for directly: the client's own copy is at times one without workers."""
+    return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
 def _close_spare() -> None:
@@ -275,7 +282,7 @@ def join_cluster(address: str, store: Store):
     """
     from distributed import Client
     try:
-        client = Client(address, set_as_default=False, timeout="10s")
+        client = Client(address, set_as_default=False, timeout=ANSWER_S)
     except (OSError, ValueError, TimeoutError) as error:
         raise WorkersError(f"--scheduler: nothing answers at {address!r} ({str(error) or type(error).__name__})") from None
     try:
@@ -288,7 +295,7 @@ def join_cluster(address: str, store: Store):
     token.touch()
     facts = client.run(_facts, str(token.resolve()))
     token.unlink()
-    offered = {name for worker in client.scheduler_info()["workers"].values() for name in worker["resources"]}
+    offered = {name for worker in workers_of(client).values() for name in worker["resources"]}
     wrong = None
     if blind := [worker for worker, fact in facts.items() if not fact["sees"]]:
         wrong = f"the worker {blind[0]} does not see {store.root.resolve()}; the runs folder has to be on a file system that all share"
