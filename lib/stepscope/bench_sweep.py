@@ -61,7 +61,8 @@ def bench_engine(console: Console, runs: int = 10_000, workers: str | None = Non
 def make_store(root: Path, records: int) -> None:
     """Write so many run folders with nothing but a record."""
     for seed in range(records):
-        config = configure("benchmark", size="small", context_length=512, device="cpu", seed=seed)
+        # Ids of 8 digits: among 100,000 that differ in nothing but a hash, two would be the same.
+        config = configure("benchmark", size="small", context_length=8 + seed % 100, device="cpu", seed=seed)
         record = Record(run_id=config.run_id, study="benchmark", status="ok", config=config.model_dump(mode="json"), machine=MACHINE,
                         results={"parameters": seed, "peak_allocated_mib": seed / 7}, software={"torch": "simulated"},
                         started_at=datetime.now(timezone.utc), duration_s=seed % 60)

@@ -51,7 +51,8 @@ def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
     for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
         try:
             for config in _expand(block, device):
-                configs.setdefault((config.study, config.run_id), config)
+                if configs.setdefault((config.study, config.run_id), config) != config:
+                    raise SweepError(f"two of its configurations have the run id {config.run_id}; put them into different runs folders")
         except (ConfigError, SweepError) as error:
             raise SweepError(f"{path}, block {number}: {error}") from None
     if not configs:

@@ -3,6 +3,7 @@
 Both take a configuration with ``submit`` and give back, from ``wait``, what :func:`stepscope.execute.make_run` made of it.
 A worker makes a run in the runs folder's ``.partial/``, which it has to see as well; only the sweep puts it in its place.
 """
+import asyncio
 import json
 import os
 import shutil
@@ -200,8 +201,8 @@ def workers_of(client) -> dict[str, dict]:
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
-def _close_spare() -> None:
-    spare.close()
+async def _close_spare() -> None:
+    await asyncio.to_thread(spare.close)  # it runs an event loop of its own, which a worker's own loop does not let it
 
 
 def work(task: Task) -> tuple[str, str]:
