@@ -102,7 +102,7 @@ def test_torchs_warnings_say_why_no_kernel_fits():
                                                                          " disabled.")]
     assert attention.reason(RuntimeError("No available kernel. Aborting"
                                          " execution."), warned) == "Head dim is 512, at most 256."
-    assert attention.reason(RuntimeError("failed in /root/somewhere/file.py badly"), warned) == "failed in file.py badly"
+    assert attention.reason(RuntimeError("failed in /usr/somewhere/file.py badly"), warned) == "failed in file.py badly"
 
 
 def test_compiling_is_counted_and_is_not_in_the_times(measured):
