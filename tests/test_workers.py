@@ -17,7 +17,7 @@ from rich.console import Console
 from stepscope import workers
 from stepscope.config import configure
 from stepscope.logs import run_log
-from stepscope.store import RecordError, Store
+from stepscope.store import RecordError
 from stepscope.sweep import How, SweepError, run_sweep, work_estimate
 
 LIMIT_S = 20  # a kernel's start has room in it on a busy machine

@@ -1,5 +1,6 @@
 """The command line: a thin layer over the functions a notebook would call."""
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -242,6 +243,9 @@ def bench() -> None:
 
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
+    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may be swallowed there.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         app()
     except StepscopeError as error:

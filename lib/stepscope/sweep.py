@@ -138,12 +138,16 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def _signals_stop() -> Iterator[None]:
+def _signals_stop() -> Iterator[list[str]]:
+    """SIGINT and SIGTERM raise :class:`Stopped`, and are noted: code that it passes through may swallow it (imports do)."""
+    asked: list[str] = []
+
     def stop(number, frame):
-        raise Stopped(signal.Signals(number).name)
+        asked.append(signal.Signals(number).name)
+        raise Stopped(asked[0])
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -159,7 +163,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
     how.check()
     if not how.scheduler:
         _load(paths, "auto")  # what is wrong with a file is said before a folder is made
-    with store.writing(), _signals_stop():
+    with store.writing(), _signals_stop() as asked:
         clear_dead()
         with _pool(how, store, console) as (pool, there):
             configs = _load(paths, there.get("device", "auto"), check=not there)
@@ -173,7 +177,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                     end.counts[record.status] += 1
                 else:
                     todo.append(config)
-            _Sweep(pool, store, how, console, end, len(configs)).run(todo)
+            _Sweep(pool, store, how, console, end, len(configs), asked).run(todo)
         store.frame()  # its index then has these runs, for whoever reads next
     return end
 
@@ -252,8 +256,8 @@ def work_estimate(config: RunConfig) -> int:
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
-    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int):
-        self.pool, self.store, self.how, self.console, self.end, self.total = pool, store, how, console, end, total
+    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int, asked: list[str]):
+        self.pool, self.store, self.how, self.console, self.end, self.total, self.asked = pool, store, how, console, end, total, asked
         self.durations: list[float] = []
         self.done: set[tuple[str, str]] = set()
         self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
@@ -270,6 +274,8 @@ class _Sweep:
             self.task = self.progress.add_task("", total=self.total, completed=self.total - len(todo), left="")
             try:
                 while self.todo or self.pool.running():
+                    if self.asked:
+                        raise Stopped(self.asked[0])
                     self._give()
                     self._show()
                     if not self.pool.running():
