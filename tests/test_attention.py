@@ -10,7 +10,7 @@ from stepscope.answers import attention_memory as memory_answers
 from stepscope.answers import compiled as compiled_answers
 from stepscope.attention import Implementations, Inputs, errors, measure_attention, measure_cell, reference
 from stepscope.config import ATTENTIONS, configure
-from stepscope.execute import execute
+from stepscope.execute import make_run
 from stepscope.figures import attention as figures
 from stepscope.report import FIGURES, load_data, writeup
 from stepscope.store import write_table
@@ -414,7 +414,8 @@ def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(tiny, mo
 def test_a_notebooks_run_becomes_cells_with_rates_and_a_report_without_a_gpu(store):
     config = configure("attention", **SMALL | {"causal": ["eager", "flash", "cudnn"], "unmasked": ["eager", "flash"], "unmasked_from": 16})
     with store.writing():
-        record = execute(config, store)
+        store.commit(*make_run(config, store))
+        record = store.find(config)
     assert record.status == "ok", record.cause
     assert set(record.tables) == {"cells", "samples.parquet", "ceilings", "ends", "predicted", "accounting"}
     data = load_data(store)

@@ -14,7 +14,7 @@ from rich.console import Console
 from stepscope.machine import machine
 from stepscope.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
                              write_text_durably)
-from stepscope.sweep import SweepError, run_sweep
+from stepscope.sweep import How, SweepError, run_sweep
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
 
@@ -34,7 +34,7 @@ def check(store, write_sweep):
     def check(*configs):
         blocks = [{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs]
         said = io.StringIO()
-        end = run_sweep([write_sweep(blocks)], store, time_budget_s=0, console=Console(file=said, width=1000))
+        end = run_sweep([write_sweep(blocks)], store, How(time_budget_s=0), console=Console(file=said, width=1000))
         return end, said.getvalue()
     return check
 
@@ -60,7 +60,7 @@ def test_what_is_committed_is_found_again(store, tiny):
 
 def test_a_run_that_is_begun_is_no_run_yet_and_is_cleared_away_by_the_next_sweep(store, tiny):
     with store.writing():
-        first, second = store.begin(tiny()), store.begin(tiny())
+        first, second = store.begin(tiny()), store.begin(tiny(seed=1))
         assert first != second
         (first / "record.json").write_text(record_of(tiny()).model_dump_json())  # even with a record
         assert store.find(tiny()) is None and store.records() == ([], [])
@@ -333,3 +333,47 @@ def test_a_record_is_not_read_for_the_tables_of_another(store, tiny):
     read_record(place)  # the list of runs does not read every table
     with pytest.raises(RecordError, match="differs"):
         read_record(place, check_tables=True)
+
+
+# The index
+
+def frame_of(store):
+    frame, errors = store.frame()
+    return frame.set_index("run_id")["results_of"].to_dict() if len(frame) else {}, errors
+
+
+def test_the_index_saves_reading_and_never_says_anything_else_than_the_records(store, tiny, monkeypatch):
+    for seed, value in enumerate([1, "text", 2.5]):  # one result, of three types
+        put(store, tiny(seed=seed), results={"results_of": value})
+    ids = [tiny(seed=seed).run_id for seed in range(3)]
+    assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
+    pd.testing.assert_frame_equal(store.frame()[0], runs_frame(store.records()[0]), check_dtype=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("stepscope.store.read_record", lambda *arguments: pytest.fail("read although the index has it"))
+        assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
+    edit(results={"results_of": 7})(store.folder(tiny()))                     # altered in place
+    shutil.rmtree(store.folder(tiny(seed=1)))                                 # taken away
+    os.truncate(store.folder(tiny(seed=2)) / "record.json", 50)               # broken
+    put(store, tiny(seed=3), results={"results_of": "new"})
+    values, errors = frame_of(store)
+    assert values == {ids[0]: 7, tiny(seed=3).run_id: "new"} and len(errors) == 1 and ids[2] in str(errors[0])
+    assert frame_of(store)[0] == values and str(frame_of(store)[1]) == str(errors)  # still named
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"PAR1 no table"), lambda path: path.unlink(),
+                                    lambda path: (path.unlink(), path.mkdir()),
+                                    lambda path: pd.DataFrame({"run_id": ["other"], "study": ["x"]}).to_parquet(path)])
+def test_an_index_that_cannot_be_used_is_made_anew_or_done_without(damage, store, tiny):
+    put(store, tiny(), results={"results_of": 1})
+    store.frame()
+    damage(store.root / ".index.parquet")
+    assert frame_of(store) == ({tiny().run_id: 1}, []) and frame_of(store) == ({tiny().run_id: 1}, [])
+
+
+def test_two_sweeps_of_one_name_are_both_kept(store, tiny, write_sweep):
+    for seed in (0, 1, 0):
+        sweep = write_sweep([{"study": "benchmark", "fixed": tiny(seed=seed).model_dump(mode="json", exclude={"study", "size"})}], "same.yaml")
+        run_sweep([sweep], store, How(time_budget_s=0), Console(quiet=True))
+    kept = sorted((store.root / "sweeps").iterdir())
+    assert len(kept) == 2 and kept[1].name == "same.yaml" and kept[0].name.startswith("same-")
+    assert len(run_sweep(kept, store, How(time_budget_s=0), Console(quiet=True)).left) == 2

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepscope.annotate import annotated
+from stepscope.bench_sweep import bench_engine, bench_store
 from stepscope.bench_trace import add_short_names, make_capture, write_chrome_trace
 from stepscope.config import configure
 from stepscope.conservation import check_conservation, kernel_summary, phase_clocks
@@ -97,6 +98,9 @@ def bench(console: Console) -> None:
     _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
              {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
     _bench_sweep(console, device)
+    bench_engine(console)
+    bench_engine(console, runs=1_000, workers="1")
+    bench_store(console)
     _bench_accounting(console, device)
 
 

@@ -1,5 +1,6 @@
 """The command line: a thin layer over the functions a notebook would call."""
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -24,14 +25,22 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexi
 RunsOption = Annotated[Path, typer.Option("--runs", help="Runs folder.", show_default="runs/local-<this machine's device>")]
 BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|20m|1h",
                          help="Start no run that would end after this time, and say what is left.")]
+WorkersOption = Annotated[str | None, typer.Option("--workers", metavar="gpus|N",
+                          help="Runs side by side on a local Dask cluster: a worker for each GPU, or N workers.")]
+SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT",
+                            help="Runs side by side on the workers of this Dask scheduler.")]
+ExclusiveOption = Annotated[list[str] | None, typer.Option("--exclusive", metavar="STUDY|all",
+                            help="Nothing runs beside runs of this study; may be given more than once.")]
+TimeoutOption = Annotated[str | None, typer.Option("--timeout", metavar="90s|20m|1h",
+                          help="End a run's processes after this time; it has then failed.")]
 
 
-def _seconds(text: str | None) -> float | None:
+def _seconds(text: str | None, option: str) -> float | None:
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
     if not found:
-        raise typer.BadParameter(f"--time-budget: got {text!r}, but expected a number with s, m or h, such as 20m")
+        raise typer.BadParameter(f"{option}: got {text!r}, but expected a number with s, m or h, such as 20m")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
@@ -47,14 +56,16 @@ def _local_runs(runs: Path | None) -> Path:
     return PROJECT / "runs" / f"local-{name}"
 
 
-def _sweep(paths: list[Path], runs: Path, time_budget: str | None) -> None:
+def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str | None, scheduler: str | None,
+           exclusive: list[str] | None, timeout: str | None) -> None:
     from stepscope.store import Store
-    from stepscope.sweep import run_sweep
-    end = run_sweep(paths, Store(runs), _seconds(time_budget), console)
+    from stepscope.sweep import How, run_sweep
+    how = How(workers, scheduler, None, tuple(exclusive or ()), _seconds(timeout, "--timeout"), _seconds(time_budget, "--time-budget"))
+    end = run_sweep(paths, Store(runs), how, console)
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
     console.print(f"{done}; records are in {runs}", markup=False)
     for name, _ in end.failed:
-        console.print(f"  failed: {name} (its notebook: {runs / name / 'notebook.ipynb'})", markup=False, soft_wrap=True)
+        console.print(f"  failed: {name} (stepscope logs {name} --runs {runs})", markup=False, soft_wrap=True)
     if end.left:
         console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with {end.left[0].run_id}."
                       f" Go on with: stepscope resume --runs {runs}", soft_wrap=True, markup=False)
@@ -65,45 +76,62 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None) -> None:
 
 @app.command()
 def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
-          runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
-    """Run sweeps: everything asked for that has no valid record yet.
+          runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
+          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
+    """Run sweeps: everything asked for that has no valid record yet, one run after another or on Dask workers.
 
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs left.
     """
     from stepscope.sweep import find_sweep
-    _sweep([find_sweep(name) for name in sweeps], _local_runs(runs), time_budget)
+    _sweep([find_sweep(name) for name in sweeps], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
 
 
 @app.command()
-def resume(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
+def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
+          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Go on with the sweeps that a runs folder was begun with (it keeps their files)."""
     from stepscope.sweep import SweepError
     folder = _local_runs(runs)
     paths = sorted((folder / "sweeps").glob("*.yaml"))
     if not paths:
         raise SweepError(f"{folder}: no sweep was begun here (there is no sweeps/*.yaml in it)")
-    _sweep(paths, folder, time_budget)
+    _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
 
 
 @app.command("list")
-def list_runs(runs: RunsOption = None) -> None:
+def list_runs(runs: RunsOption = None,
+              where: Annotated[str | None, typer.Option(help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
     Beside what ran out of memory stands the peak that the accounting predicts for it.
     """
     from stepscope.accounting import predicted_peak_mib
-    from stepscope.store import Store
+    from stepscope.store import Store, read_record
     folder = _local_runs(runs)
-    records, errors = Store(folder).records()
-    table = Table("study", Column("run", overflow="fold"), "status", "seconds", "cause", title=str(folder))
-    for record in records:
-        cause = (record.cause or "")[:100]
-        if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
+    frame, errors = Store(folder).frame()
+    if where and not frame.empty:
+        try:
+            frame = frame.query(where)
+        except Exception as error:  # whatever Python says to an expression that is somebody's
+            raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
+    table = Table("study", Column("run", overflow="fold"), "status", "seconds", "beside", "cause", title=str(folder))
+    for run in frame.to_dict("records"):
+        cause = run["cause"][:100] if isinstance(run["cause"], str) else ""
+        if run["status"] == "oom" and (predicted := predicted_peak_mib(read_record(folder / run["study"] / run["run_id"]).config)):
             cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
-        table.add_row(record.study, record.run_id, record.status, f"{record.duration_s:.1f}", escape(cause))
+        table.add_row(run["study"], run["run_id"], run["status"], f"{run['duration_s']:.1f}", str(run["beside"] or ""),
+                      escape(cause))
     Console().print(table)
     for error in errors:
         console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
+
+
+@app.command()
+def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")], runs: RunsOption = None) -> None:
+    """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
+    from stepscope.logs import run_log
+    from stepscope.store import Store
+    print(run_log(Store(_local_runs(runs)), run), end="")
 
 
 @app.command()
@@ -129,7 +157,8 @@ def check(runs: RunsOption = None,
 
 
 @app.command()
-def report(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
+def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
+          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Measure this machine and render its report: the full matrix on a GPU, tiny models on a CPU.
 
     Everything goes into the runs folder; the committed reference results stay as they are.
@@ -139,7 +168,7 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None) -> None:
     names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
-        _sweep([find_sweep(name) for name in names], folder, time_budget)
+        _sweep([find_sweep(name) for name in names], folder, time_budget, workers, scheduler, exclusive, timeout)
     finally:  # what was measured is shown, also when something failed or time ran out
         if folder.exists():
             render(folder)
@@ -197,6 +226,15 @@ def _nsys_words() -> str:
 
 
 @app.command()
+def neighbours(workers: WorkersOption = None,
+               repeat: Annotated[int, typer.Option(help="Runs of each configuration on each busy worker.")] = 3,
+               runs: Annotated[Path | None, typer.Option(help="Keep the runs here.", show_default="a temporary folder")] = None) -> None:
+    """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
+    from stepscope.neighbours import experiment
+    experiment(workers or "gpus", repeat, runs, Console())
+
+
+@app.command()
 def bench() -> None:
     """Print what measuring costs, as ratios measured side by side in this process."""
     from stepscope.bench import bench
@@ -205,6 +243,9 @@ def bench() -> None:
 
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
+    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may be swallowed there.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         app()
     except StepscopeError as error:

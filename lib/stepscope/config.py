@@ -5,7 +5,7 @@
 """
 import hashlib
 import json
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -56,6 +56,7 @@ class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    times_imports: ClassVar[bool] = False  # whether the notebook clocks its own imports, so that none may be done ahead
 
     study: str
     size: str = "custom"
@@ -125,6 +126,7 @@ class BenchmarkConfig(RunConfig):
 class WarmupConfig(RunConfig):
     """The first steps of a fresh process, and what the first of them pays for."""
 
+    times_imports: ClassVar[bool] = True
     study: Literal["warmup"] = "warmup"
     profile: bool = False  # run the first step under torch.profiler, to see which calls it waits in
     one_layer_first: bool = False  # run a one-layer model of the same shapes first: it uses the same kernels

@@ -3,10 +3,10 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,64 +14,81 @@ from typing import Any
 import papermill
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
-from traitlets.config import Config as Traits
 
 from stepscope.config import RunConfig
-from stepscope.run import OUTCOME
+from stepscope.kernel import LOG, Watch, spare, start_kernel
+from stepscope.run import MEASURED, OUTCOME
 from stepscope.store import Record, Store
 
 PROJECT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = PROJECT / "notebooks"
-# A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.
-ORPHANED = "__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID']) or __import__('os')._exit(1)"
 logging.getLogger("papermill").setLevel(logging.ERROR)
 
 
-def execute(config: RunConfig, store: Store) -> Record:
-    """Run one configuration and commit its record, whatever its end: ok, oom (a result) or failed (with its cause)."""
-    folder = store.begin(config)
+def make_run(config: RunConfig, store: Store, timeout_s: float | None = None, more: bool = False,
+             notebook: Callable[..., tuple[str, str | None]] | None = None, where: str = "") -> tuple[Path, Record]:
+    """Run one configuration in a folder of ``.partial/``; that folder, and the record that is to be committed with it.
+
+    Whatever the run's end, it has a record: ok, oom (a result) or failed (with its cause). What is raised is the store's
+    trouble: no space, no right to write.
+
+    Args:
+        timeout_s: the run's processes are ended after so long, and it has failed.
+        more: another run of this process follows, so its kernel may be made ready when this one has measured.
+        notebook: stands in for :func:`run_notebook`, in a simulated sweep.
+        where: the worker's name, for whoever looks at what is going on.
+
+    Raises:
+        OSError: a file cannot be written. AlreadyBegun: this run was begun before in this sweep.
+    """
+    folder = store.begin(config, where)
     started_at, started = datetime.now(timezone.utc), time.perf_counter()
-    status, cause = _run_notebook(config, folder)
+    status, cause = (notebook or run_notebook)(config, folder, timeout_s, more)
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}
     if status == "ok" and not outcome.get("finished"):
         status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
-    for leftover in (OUTCOME, f".{OUTCOME}.tmp"):
+    for leftover in (OUTCOME, f".{OUTCOME}.tmp", MEASURED):
         (folder / leftover).unlink(missing_ok=True)
     _strip_machine(folder / "notebook.ipynb")
+    _keep_log(folder / LOG, status)
     fields = json.loads(config.model_dump_json())
     record = Record(run_id=config.run_id, study=config.study, status=status, cause=cause, config=fields,
                     started_at=started_at, duration_s=round(time.perf_counter() - started, 3),
                     **{key: value for key, value in outcome.items() if key != "finished"})
-    store.commit(folder, record)
-    return record
+    return folder, record
 
 
-def _run_notebook(config: RunConfig, folder: Path) -> tuple[str, str | None]:
-    """Execute the notebook in ``folder``; its status and, where that is not ok, the cause."""
+def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None, more: bool) -> tuple[str, str | None]:
+    """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
     parameters = json.loads(config.model_dump_json(exclude={"study"})) | {"run_folder": "."}
     if config.size != "custom":  # the size says these
         for field in ("d_model", "d_ff", "num_layers", "num_heads"):
-            del parameters[field]
-    # IPC: nobody else on the machine can speak to a kernel, and no port can be taken. A socket's path is limited to
-    # 107 bytes, hence a folder of its own in the system's temporary folder and not one beside the runs.
-    sockets = tempfile.mkdtemp(prefix="stepscope-")
-    traits = Traits({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"},
-                     "ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"},
-                     "NotebookClient": {"shutdown_kernel": "immediate",
-                                        "extra_arguments": [f"--IPKernelApp.exec_lines={ORPHANED}"]}})
+            parameters.pop(field, None)
+    kernel = (None if config.times_imports else spare.take(folder)) or start_kernel(folder)
+    next_folder = folder.parent / f"spare-{os.urandom(4).hex()}"
+    watch = Watch(kernel, timeout_s, MEASURED, lambda: spare.start(next_folder) if more else None)
     try:
-        papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
-                                   kernel_name="python3", cwd=folder, progress_bar=False, config=traits)
+        with watch:
+            papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
+                                       kernel_name="python3", cwd=folder, progress_bar=False, km=kernel.manager)
     except PapermillExecutionError as error:
-        cause = f"{error.ename}: {error.evalue}"
+        cause = watch.cause or f"{error.ename}: {error.evalue}"
         return ("oom" if error.ename == "OutOfMemoryError" else "failed"), _without_machine(cause)
     except DeadKernelError:
-        return "failed", "the notebook's kernel died (killed, or crashed below Python)"
+        return "failed", watch.cause or "the notebook's kernel died (killed, or crashed below Python)"
     except RuntimeError as error:
-        return "failed", _without_machine(f"the notebook's kernel did not start: {error}")
+        return "failed", watch.cause or _without_machine(f"the notebook's kernel did not start: {error}")
     finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+        kernel.close()
     return "ok", None
+
+
+def _keep_log(log: Path, status: str) -> None:
+    """What the kernel's process wrote beside the notebook is kept where a run failed and there is something."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    log.unlink(missing_ok=True)
+    if status == "failed" and text.strip():
+        log.write_text(_without_machine(text), encoding="utf-8")
 
 
 def _strip_machine(notebook: Path) -> None:

@@ -299,6 +299,8 @@ def _machine(data: Data) -> dict[str, str]:
         rows |= {"GPU after the run": f"clocks held back in {throttled} of {len(records)} runs"
                  + (f" ({distinct(reason for r in records for reason in r.gpu_after.get('throttle_reasons') or [])})" if throttled else ""),
                  "other processes on the GPU": f"in {busy} of {len(records)} runs"}
+    if beside := sum(bool(r.beside) for r in records):  # a timing is only as good as its neighbours are quiet
+        rows |= {"runs with others beside them": f"{beside} of {len(records)}"}
     return rows
 
 

@@ -6,25 +6,38 @@ whenever and however a sweep ended. What is in place and still not valid is move
 """
 import fcntl
 import hashlib
+import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stepscope import StepscopeError
-from stepscope.config import SIZES, ConfigError, RunConfig, configure
+from stepscope.config import SIZES, STUDIES, ConfigError, RunConfig, configure
 
 SCHEMA_VERSION = 1
+INDEX = ".index.parquet"
 
 
 class RecordError(StepscopeError, ValueError):
     """A record that cannot be used; the text names the file and what is wrong with it."""
+
+
+class AlreadyBegun(StepscopeError, RuntimeError):
+    """A run that was begun before in this sweep, by a worker that then died."""
+
+
+class StoreError(StepscopeError, OSError):
+    """A runs folder that cannot be written to."""
 
 
 class StoreBusy(StepscopeError, RuntimeError):
@@ -59,6 +72,7 @@ class Record(BaseModel):
     started_at: datetime
     duration_s: float
     measuring_s: float = 0.0
+    beside: list[str] = []  # runs that went on at the same time on the same machine, as study/run id
 
     @property
     def done(self) -> bool:
@@ -108,7 +122,8 @@ def read_record(folder: Path, check_tables: bool = False) -> Record:
     """
     path = folder / "record.json"
     try:
-        record = Record.model_validate_json(path.read_bytes())
+        with open(path, "rb") as file:
+            record = Record.model_validate_json(file.read())
     except FileNotFoundError:
         raise RecordError(f"{path}: no record in this run folder") from None
     except OSError as error:
@@ -145,28 +160,60 @@ class Store:
         Raises:
             StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however that dies.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("a+") as lock:
+        holder = self.root / ".lock-holder"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            (self.root / ".lock").touch()
+            lock = (self.root / ".lock").open("r")  # locked through a reading descriptor: it keeps no file system busy
+        except OSError as error:
+            raise StoreError(f"{self.root}: cannot be written to ({error.strerror}); nothing was started") from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                lock.seek(0)
-                raise StoreBusy(f"{self.root}: another sweep is writing here ({lock.read().strip() or 'just started'});"
+                who = holder.read_text() if holder.exists() else ""
+                raise StoreBusy(f"{self.root}: another sweep is writing here ({who.strip() or 'just started'});"
                                 " wait for it, stop it, or choose another --runs folder") from None
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()}, since {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC\n")
-            lock.flush()
+            with suppress(OSError):  # a full disk is named when a run is to be written
+                holder.write_text(f"process {os.getpid()}, since {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC\n")
             shutil.rmtree(self.partial, ignore_errors=True)
             try:
                 yield
             finally:
                 shutil.rmtree(self.partial, ignore_errors=True)
+                with suppress(OSError):
+                    holder.unlink()
 
-    def begin(self, config: RunConfig) -> Path:
-        """A fresh folder to make a run in."""
+    def begin(self, config: RunConfig, where: str = "") -> Path:
+        """A fresh folder to make a run in. A *claim* beside it says where and when, for as long as the sweep goes on.
+
+        Raises:
+            AlreadyBegun: there is a claim on this run; a worker that died had it, or still has it.
+        """
+        claims = self.partial / "claims"
+        claims.mkdir(parents=True, exist_ok=True)
+        try:
+            with (claims / f"{config.study}-{config.run_id}").open("x", encoding="utf-8") as claim:
+                json.dump({"run": f"{config.study}/{config.run_id}", "where": where, "host": os.uname().nodename,
+                           "since": time.time()}, claim)
+        except FileExistsError:
+            raise AlreadyBegun(f"{config.study}/{config.run_id} was begun before in this sweep") from None
+        return self.folder_in_making(config)
+
+    def folder_in_making(self, config: RunConfig) -> Path:
         folder = self.partial / f"{config.study}-{config.run_id}-{os.urandom(4).hex()}"
         folder.mkdir(parents=True)
         return folder
+
+    def claim(self, config: RunConfig) -> dict | None:
+        """Where and since when a run goes on (``run``, ``where``, ``host``, ``since`` in s); None before it has begun."""
+        try:
+            return json.loads((self.partial / "claims" / f"{config.study}-{config.run_id}").read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):  # not begun, or in this very moment
+            return None
+
+    def unclaim(self, config: RunConfig) -> None:
+        (self.partial / "claims" / f"{config.study}-{config.run_id}").unlink(missing_ok=True)
 
     def commit(self, folder: Path, record: Record) -> Path:
         """Write the record, last, and put the run in its place. A failed run that stood there is replaced."""
@@ -222,14 +269,103 @@ class Store:
                 errors.append(error)
         return records, errors
 
+    def frame(self) -> tuple[pd.DataFrame, list[RecordError]]:
+        """All valid records as :func:`runs_frame`'s rows, by study and run id, and what is wrong with the others.
+
+        Rows are kept in an index (``.index.parquet``) with the time and size of each record's file; only what differs from
+        that is read. The index is nothing but a saving of time: it may be deleted, be old, or not be writable.
+        """
+        stamps = {}
+        for study in self._entries(self.root):
+            if study.is_dir() and not study.name.startswith(".") and study.name not in ("set-aside", "figures", "sweeps"):
+                for run in self._entries(study.path):
+                    try:
+                        stat = os.stat(f"{run.path}/record.json")
+                        stamps[study.name, run.name] = (stat.st_mtime_ns, stat.st_size)
+                    except OSError:  # read_record says what is wrong with it
+                        if run.is_dir():
+                            stamps[study.name, run.name] = (0, 0)
+        index = _read_index(self.root / INDEX)
+        known = {} if index.empty else {(study, run): (number, (mtime, size)) for number, (study, run, mtime, size) in enumerate(
+            zip(index["study"], index["run_id"], index["mtime_ns"], index["size_bytes"]))}
+        kept = [known[key][0] for key, stamp in stamps.items() if key in known and known[key][1] == stamp]
+        rows, errors = [], []
+        for key in [key for key, stamp in stamps.items() if key not in known or known[key][1] != stamp]:
+            try:
+                record = read_record(self.root / key[0] / key[1])
+                rows.append(_row(record) | dict(zip(("mtime_ns", "size_bytes"), stamps[key])))
+            except ConfigError as error:
+                errors.append(RecordError(f"{self.root / key[0] / key[1] / 'record.json'}: holds a configuration that is not valid ({error})"))
+            except RecordError as error:
+                errors.append(error)
+        frame = index.iloc[kept] if len(kept) < len(index) else index
+        if rows:
+            frame = pd.concat([frame, pd.DataFrame(rows)], ignore_index=True) if len(frame) else pd.DataFrame(rows)
+        if not frame.empty and (rows or len(frame) < len(index)):
+            frame = frame.sort_values(["study", "run_id"], ignore_index=True)
+            _write_index(self.root / INDEX, frame)
+        return frame.drop(columns=["mtime_ns", "size_bytes"], errors="ignore"), errors
+
+    @staticmethod
+    def _entries(folder: str | Path) -> list[os.DirEntry]:
+        try:
+            with os.scandir(folder) as entries:
+                return list(entries)
+        except OSError:
+            return []
+
 
 def runs_frame(records: list[Record]) -> pd.DataFrame:
     """One row a run: run_id, study, status, cause, every field of its configuration, and its results."""
-    return pd.DataFrame([{**configure(**record.config).model_dump(), **record.results, "run_id": record.run_id, "study": record.study,
-                          "status": record.status, "cause": record.cause, "started_at": record.started_at,
-                          "duration_s": record.duration_s, "measuring_s": record.measuring_s,
-                          "device_name": record.machine.get("device_name")}
-                         for record in records])
+    return pd.DataFrame([_row(record) for record in records])
+
+
+def _row(record: Record) -> dict:
+    return {**configure(**record.config).model_dump(), **record.results, "run_id": record.run_id, "study": record.study,
+            "status": record.status, "cause": record.cause, "started_at": record.started_at,
+            "duration_s": record.duration_s, "measuring_s": record.measuring_s,
+            "device_name": record.machine.get("device_name"), "beside": len(record.beside)}
+
+
+def _schema_digest() -> str:
+    """Of all that makes a row from a record: rows of an index written with another are not used."""
+    fields = {name: {field: [str(info.annotation), repr(info.default)] for field, info in study.model_fields.items()}
+              for name, study in STUDIES.items()}
+    return hashlib.sha256(json.dumps([SCHEMA_VERSION, Path(__file__).read_text(encoding="utf-8"), fields]).encode()).hexdigest()
+
+
+def _read_index(path: Path) -> pd.DataFrame:
+    """The index as it was written; empty where there is none that can be used."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid):
+        return pd.DataFrame()
+    metadata = table.schema.metadata or {}
+    if metadata.get(b"stepscope") != _schema_digest().encode():
+        return pd.DataFrame()
+    frame = table.to_pandas()
+    for name in json.loads(metadata[b"as_json"]):
+        frame[name] = [None if text is None else json.loads(text) for text in frame[name]]
+    return frame
+
+
+def _write_index(path: Path, frame: pd.DataFrame) -> None:
+    """Columns of one type as they are, the others (a result that is a number here and a text there) as JSON."""
+    arrays, as_json = {}, []
+    for name, column in frame.items():
+        try:
+            arrays[name] = pa.array(column, from_pandas=True)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            arrays[name] = pa.array([None if value is None or value != value else json.dumps(value) for value in column])
+            as_json.append(name)
+    table = pa.table(arrays).replace_schema_metadata({"stepscope": _schema_digest(), "as_json": json.dumps(as_json)})
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    except OSError:  # no right, no space: the index only saves time
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:

@@ -1,11 +1,13 @@
-"""A sweep: a YAML file becomes configurations, and what has no valid record yet is run, one after another."""
+"""A sweep: a YAML file becomes configurations, and what has no valid record yet is run, here or on workers."""
+import hashlib
 import itertools
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 import yaml
@@ -14,10 +16,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, require_device
-from stepscope.execute import execute
+from stepscope.config import STUDIES, ConfigError, RunConfig, configure, require_device
+from stepscope.flops import forward_flops
+from stepscope.kernel import clear_dead
 from stepscope.machine import machine
-from stepscope.store import RecordError, Store, write_text_durably
+from stepscope.store import Record, RecordError, Store, StoreError, write_text_durably
+from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, join_cluster, local_cluster
 
 SHIPPED = Path(__file__).parent / "sweeps"
 BLOCK_KEYS = ("study", "fixed", "axes")
@@ -27,8 +31,8 @@ class SweepError(StepscopeError, ValueError):
     """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
 
 
-def load_sweep(path: Path) -> list[RunConfig]:
-    """All configurations of a sweep file, in its order, each once.
+def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
+    """All configurations of a sweep file, in its order, each once; ``device`` is what ``auto`` means where they will run.
 
     The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and ``axes``
     (field: list of values); the block stands for the product of its axes, the last axis varying fastest.
@@ -46,8 +50,9 @@ def load_sweep(path: Path) -> list[RunConfig]:
     configs = {}
     for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
         try:
-            for config in _expand(block):
-                configs.setdefault((config.study, config.run_id), config)
+            for config in _expand(block, device):
+                if configs.setdefault((config.study, config.run_id), config) != config:
+                    raise SweepError(f"two of its configurations have the run id {config.run_id}; put them into different runs folders")
         except (ConfigError, SweepError) as error:
             raise SweepError(f"{path}, block {number}: {error}") from None
     if not configs:
@@ -55,7 +60,7 @@ def load_sweep(path: Path) -> list[RunConfig]:
     return list(configs.values())
 
 
-def _expand(block: object) -> Iterator[RunConfig]:
+def _expand(block: object, device: str) -> Iterator[RunConfig]:
     if not isinstance(block, dict) or not isinstance(block.get("study"), str):
         raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes (field: list)")
     for key in block:
@@ -74,13 +79,48 @@ def _expand(block: object) -> Iterator[RunConfig]:
         if name in fixed:
             raise SweepError(f"{name}: given both in fixed and in axes; leave one of them out")
     for values in itertools.product(*axes.values()):
-        yield configure(block["study"], **fixed, **dict(zip(axes, values)))
+        fields = fixed | dict(zip(axes, values))
+        yield configure(block["study"], **fields | ({"device": device} if fields.get("device", "auto") == "auto" else {}))
 
 
 def find_sweep(name: str) -> Path:
     """A sweep by path, or by the name of one that ships with the project."""
     shipped = SHIPPED / f"{name}.yaml"
     return shipped if shipped.exists() and not Path(name).exists() else Path(name)
+
+
+@dataclass
+class How:
+    """How a sweep's runs are executed; the default is one after another, in this process.
+
+    Args:
+        workers: ``gpus`` or a number: a local Dask cluster of one worker for each GPU, or of so many workers.
+        scheduler: address of a Dask scheduler that exists.
+        cluster: a local cluster that exists (of :func:`stepscope.workers.local_cluster`), which stays.
+        exclusive: studies whose runs have nothing beside them (``all``: every study's).
+        timeout_s: a run's processes are ended after so long, and it has failed.
+        time_budget_s: no run is started that would, if it took as long as the longest so far, end after this time.
+        limit: give runs to so many workers at most.
+        prestart: make the next run's kernel ready while this one no longer measures.
+        notebook: stands in for the execution of a notebook, in a simulated sweep.
+    """
+
+    workers: str | None = None
+    scheduler: str | None = None
+    cluster: tuple | None = None
+    exclusive: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    time_budget_s: float | None = None
+    limit: int | None = None
+    prestart: bool = True
+    notebook: Callable | None = None
+
+    def check(self) -> None:
+        if self.workers and self.scheduler:
+            raise SweepError("--workers and --scheduler: one or the other; a scheduler has its own workers")
+        for name in self.exclusive:
+            if name not in (*STUDIES, "all"):
+                raise SweepError(f"--exclusive: got {name!r}, but expected all or a study: {', '.join(STUDIES)}")
 
 
 @dataclass
@@ -98,48 +138,91 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def _signals_stop() -> Iterator[None]:
+def _signals_stop() -> Iterator[list[str]]:
+    """SIGINT and SIGTERM raise :class:`Stopped`, and are noted: code that it passes through may swallow it (imports do)."""
+    asked: list[str] = []
+
     def stop(number, frame):
-        raise Stopped(signal.Signals(number).name)
+        asked.append(signal.Signals(number).name)
+        raise Stopped(asked[0])
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def run_sweep(paths: list[Path], store: Store, time_budget_s: float | None = None,
-              console: Console | None = None) -> SweepEnd:
+def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: Console | None = None) -> SweepEnd:
     """Run what the sweep files ask for and the store does not hold yet.
 
-    Args:
-        time_budget_s: no run is started that would, if it took as long as the longest so far, end after this time.
-
     Raises:
-        SweepError, ConfigError: before anything starts. StoreBusy: another sweep is writing into the folder.
+        SweepError, ConfigError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
     """
-    console = console or Console(stderr=True)
-    configs = list({(c.study, c.run_id): c for path in paths for c in load_sweep(path)}.values())
-    for config in configs:
-        require_device(config)
-    with store.writing():
-        _same_machine(store, configs)
-        # The sweep stays with its runs, so that a folder alone can say what is still missing and be resumed.
-        for path in paths:
-            kept = store.root / "sweeps" / f"{path.stem}.yaml"
-            kept.parent.mkdir(exist_ok=True)
-            if kept.resolve() != Path(path).resolve():
-                write_text_durably(kept, Path(path).read_text(encoding="utf-8"))
-        end, todo = SweepEnd(), []
-        for config in configs:
-            record = _valid_record(config, store, console)
-            if record and record.done:
-                end.counts[record.status] += 1
-            else:
-                todo.append(config)
-        _run_all(todo, store, time_budget_s, console, end, total=len(configs))
+    console, how = console or Console(stderr=True), how or How()
+    how.check()
+    if not how.scheduler:
+        _load(paths, "auto")  # what is wrong with a file is said before a folder is made
+    with store.writing(), _signals_stop() as asked:
+        clear_dead()
+        with _pool(how, store, console) as (pool, there):
+            configs = _load(paths, there.get("device", "auto"), check=not there)
+            _same_machine(store, configs, there)
+            for path in paths:
+                _keep(path, store)
+            end, todo = SweepEnd(), []
+            for config in configs:
+                record = _valid_record(config, store, console)
+                if record and record.done:
+                    end.counts[record.status] += 1
+                else:
+                    todo.append(config)
+            _Sweep(pool, store, how, console, end, len(configs), asked).run(todo)
+        store.frame()  # its index then has these runs, for whoever reads next
     return end
+
+
+def _load(paths: list[Path], device: str, check: bool = True) -> list[RunConfig]:
+    configs = list({(c.study, c.run_id): c for path in paths for c in load_sweep(path, device)}.values())
+    for config in configs if check else ():
+        require_device(config)
+    return configs
+
+
+@contextmanager
+def _pool(how: How, store: Store, console: Console) -> Iterator[tuple[Here | Dask, dict]]:
+    """Where runs go on; and of a joined cluster, what its workers are."""
+    there: dict = {}
+    client, places = how.cluster or (None, {})
+    if how.workers:
+        client, places = local_cluster(how.workers)
+    elif how.scheduler:
+        client, there = join_cluster(how.scheduler, store)
+    if client is None:
+        pool = Here(store, how.timeout_s, how.notebook, how.prestart)
+    else:
+        pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit, how.prestart)
+        console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
+    try:
+        yield pool, there
+    finally:
+        pool.close()
+        if client and not how.cluster:
+            with suppress(Exception):  # the scheduler may be gone, and what was done is on disk
+                client.close(timeout=5)
+            if client.cluster:
+                client.cluster.close(timeout=10)
+
+
+def _keep(path: Path, store: Store) -> None:
+    """The sweep stays with its runs, so that a folder alone can say what is still missing and be resumed."""
+    text = Path(path).read_text(encoding="utf-8")
+    kept = store.root / "sweeps" / f"{path.stem}.yaml"
+    kept.parent.mkdir(exist_ok=True)
+    if kept.exists() and kept.read_text(encoding="utf-8") != text:  # another sweep of that name: both are to be resumed
+        kept = kept.with_stem(f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    if kept.resolve() != Path(path).resolve():
+        write_text_durably(kept, text)
 
 
 def _valid_record(config: RunConfig, store: Store, console: Console):
@@ -152,43 +235,131 @@ def _valid_record(config: RunConfig, store: Store, console: Console):
         return None
 
 
-def _same_machine(store: Store, configs: list[RunConfig]) -> None:
+def _same_machine(store: Store, configs: list[RunConfig], there: dict) -> None:
     """Figures of two kinds of machine in one folder would be compared as if they were one's."""
-    records, _ = store.records()
-    here = {config.device: machine(config.device)["device_name"] for config in configs}
-    for record in records:
-        device = record.config.get("device")
-        there = record.machine.get("device_name")
-        if device in here and there and there != here[device]:
-            raise SweepError(f"{store.root}: holds runs of {there!r}, and this machine is {here[device]!r};"
+    runs, _ = store.frame()
+    if runs.empty:
+        return
+    for device in {config.device for config in configs}:
+        here = there.get("device_name") or machine(device)["device_name"]
+        others = set(runs.loc[runs["device"] == device, "device_name"].dropna()) - {here}
+        if others:
+            raise SweepError(f"{store.root}: holds runs of {min(others)!r}, and this machine is {here!r};"
                              " choose another --runs folder")
 
 
-def _run_all(todo: list[RunConfig], store: Store, budget_s: float | None, console: Console, end: SweepEnd,
-             total: int) -> None:
-    started, durations = time.monotonic(), []
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                        TextColumn("{task.fields[left]}"), console=console)
-    with progress, _signals_stop():
-        task = progress.add_task("", total=total, completed=total - len(todo), left="")
-        try:
-            for index, config in enumerate(todo):
-                elapsed = time.monotonic() - started
-                if budget_s is not None and elapsed + max(durations, default=0) > budget_s:
-                    end.left, end.stopped_by = todo[index:], "time budget"
-                    break
-                mean = sum(durations) / len(durations) if durations else 0
-                progress.update(task, description=f"{_counts(end.counts)} | {config.study} {config.run_id}",
-                                left=f"about {_minutes(mean * (len(todo) - index))} left" if durations else "")
-                record = execute(config, store)
-                durations.append(record.duration_s)
-                end.counts[record.status] += 1
-                if record.status == "failed":
-                    end.failed.append((f"{record.study}/{record.run_id}", record.cause))
-                    console.print(f"[red]failed[/] {record.study}/{record.run_id}: {escape(record.cause)}", soft_wrap=True)
-                progress.update(task, advance=1, description=_counts(end.counts))
-        except KeyboardInterrupt as stop:
-            end.left, end.stopped_by = todo[len(durations):], str(stop) or "SIGINT"
+def work_estimate(config: RunConfig) -> int:
+    """FLOPs that grow as a run's time does: all its steps' forward passes. Only the order of runs depends on it."""
+    return sum(forward_flops(config).values()) * (config.warmup_steps + config.timed_steps)
+
+
+class _Sweep:
+    """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
+
+    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int, asked: list[str]):
+        self.pool, self.store, self.how, self.console, self.end, self.total, self.asked = pool, store, how, console, end, total, asked
+        self.durations: list[float] = []
+        self.done: set[tuple[str, str]] = set()
+        self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
+
+    def run(self, todo: list[RunConfig]) -> None:
+        # Side by side, the longest first: the last to end is then a short one. Those that must be alone come at the end.
+        if self.pool.parallel:
+            todo = sorted(todo, key=work_estimate, reverse=True)
+        self.todo = sorted(todo, key=self._alone)
+        self.started = time.monotonic()
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                                 TextColumn("{task.fields[left]}"), console=self.console)
+        with self.progress:
+            self.task = self.progress.add_task("", total=self.total, completed=self.total - len(todo), left="")
+            try:
+                while self.todo or self.pool.running():
+                    if self.asked:
+                        raise Stopped(self.asked[0])
+                    self._give()
+                    self._show()
+                    if not self.pool.running():
+                        if self.end.stopped_by or not self.todo:
+                            break
+                        time.sleep(0.5)  # no worker is there at the moment
+                        self.pool.refresh()
+                        continue
+                    for config, result in sorted(self.pool.wait(), key=lambda item: isinstance(item[1], OSError)):
+                        self._take(config, result)
+            except KeyboardInterrupt as stop:
+                self.end.stopped_by = str(stop) or "SIGINT"
+            except (SchedulerGone, StoreError) as error:
+                self.end.stopped_by = str(error)
+            except OSError as error:
+                self.end.stopped_by = f"the runs folder, which cannot be written to ({error.strerror or error})"
+            self.end.left = [config for config in todo if (config.study, config.run_id) not in self.done]
+
+    def _alone(self, config: RunConfig) -> bool:
+        return bool({"all", config.study} & set(self.how.exclusive))
+
+    def _give(self) -> None:
+        while self.todo and not self.end.stopped_by and self.pool.free(self.todo[0]):
+            running = self.pool.running()
+            if running and (self._alone(self.todo[0]) or self._alone(running[0])):
+                return
+            budget_s, elapsed = self.how.time_budget_s, time.monotonic() - self.started
+            if budget_s is not None and elapsed + max(self.durations, default=0) > budget_s:
+                self.end.stopped_by = "time budget"
+                return
+            config = self.todo.pop(0)
+            self.pool.submit(config, more=bool(self.todo) and not self.todo[0].times_imports)
+
+    def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
+        if isinstance(result, OSError):
+            raise result
+        if isinstance(result, NotBegun):
+            self.todo.insert(0, config)
+            return
+        if isinstance(result, Exception):
+            result = self._lost(config, str(result))
+        folder, record = result
+        self.store.commit(folder, record.model_copy(update={"beside": self._beside(config, record)}))
+        self.done.add((config.study, config.run_id))
+        self.store.unclaim(config)
+        self.durations.append(record.duration_s)
+        self.end.counts[record.status] += 1
+        if record.status == "failed":
+            name = f"{record.study}/{record.run_id}"
+            self.end.failed.append((name, record.cause))
+            self.console.print(f"[red]failed[/] {name}: {escape(record.cause)}", soft_wrap=True)
+        self.progress.update(self.task, advance=1)
+
+    def _lost(self, config: RunConfig, cause: str) -> tuple[Path, Record]:
+        """The end of a run whose worker can no longer tell it."""
+        since = (self.store.claim(config) or {"since": time.time()})["since"]
+        folder = self.store.folder_in_making(config)
+        return folder, Record(run_id=config.run_id, study=config.study, status="failed", cause=cause, config=config.model_dump(mode="json"),
+                              started_at=datetime.fromtimestamp(since, timezone.utc), duration_s=round(time.time() - since, 3))
+
+    def _beside(self, config: RunConfig, record: Record) -> list[str]:
+        """Runs that went on at some moment of this one's time on its machine."""
+        own = self.store.claim(config)
+        if own is None or not self.pool.parallel:
+            return []
+        until = record.started_at.timestamp() + record.duration_s
+        going = [claim for other in self.pool.running() if (claim := self.store.claim(other)) and other != config]
+        found = [name for name, host, start, end in self.over if host == own["host"] and start < until and end > own["since"]]
+        found += [claim["run"] for claim in going if claim["host"] == own["host"] and claim["since"] < until]
+        oldest = min((claim["since"] for claim in going), default=until)
+        self.over = [item for item in self.over if item[3] > oldest] + [(own["run"], own["host"], own["since"], until)]
+        return sorted(set(found))
+
+    def _show(self) -> None:
+        running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
+                   for config in self.pool.running()]
+        if not self.pool.parallel:
+            words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
+        else:
+            words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))
+        mean_s = sum(self.durations) / len(self.durations) if self.durations else 0
+        left = mean_s * (len(self.todo) + len(running)) / max(self.pool.size, 1)
+        self.progress.update(self.task, description=_counts(self.end.counts) + words,
+                             left=f"about {_minutes(left)} left" if self.durations else "")
 
 
 def _counts(counts: Counter) -> str:

@@ -1,0 +1,119 @@
+"""An A/A experiment: the same runs with one worker busy, with two, with four; do their medians agree?
+
+Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and, in one, whether
+kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
+the median over their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
+interval has to be over runs.
+"""
+import itertools
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from stepscope.config import device_here
+from stepscope.store import Store, load_table, runs_frame
+from stepscope.summary import median_interval
+from stepscope.sweep import How, run_sweep
+from stepscope.timing import WHOLE
+from stepscope.workers import local_cluster
+
+# Of each device, a step that waits for the host and one that does not.
+CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "forward"}, {"size": "medium", "context_length": 512, "mode": "step"}],
+                  "cpu": [{"size": "nano", "context_length": 32, "vocab_size": 1000, "mode": "forward"},
+                          {"size": "tiny", "context_length": 128, "vocab_size": 1000, "mode": "step"}]}
+STEPS = {"warmup_steps": 10, "timed_steps": 40}
+ALONE = "1 busy"
+
+
+def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -> pd.DataFrame:
+    """Run the experiment; print and return :func:`compare`'s table.
+
+    Args:
+        repeat: runs of each configuration on each busy worker.
+        runs: folder for the runs, one folder a condition; None: a temporary one.
+    """
+    with ExitStack() as stack:
+        client, places = local_cluster(workers)
+        stack.callback(client.cluster.close)
+        stack.callback(client.close)
+        folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        busy = [count for count in (1, 2, 4, 8) if count <= len(places)]
+        conditions = {f"{ALONE}, no kernel ahead": (1, False), ALONE: (1, True)} | {f"{count} busy": (count, True) for count in busy[1:]}
+        # Conditions take turns, so that what drifts meets all alike.
+        for turn, (name, (count, prestart)) in itertools.product(range(repeat), conditions.items()):
+            label = name.replace(" ", "-").replace(",", "")
+            sweep = folder / f"{label}-{turn}.yaml"
+            seeds = list(range(turn * count, (turn + 1) * count))
+            sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": seeds}}
+                                             for values in CONFIGURATIONS[device_here("auto")]]))
+            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count, prestart=prestart),
+                            Console(quiet=True))
+            console.print(f"{name}, turn {turn + 1} of {repeat}: {end.counts['ok']} runs" + (f", {len(end.left)} left, {len(end.failed)} failed"
+                          if end.left or end.failed else ""), highlight=False)
+        frames = [run_medians(Store(folder / name.replace(" ", "-").replace(",", ""))).assign(condition=name) for name in conditions]
+        table = compare(pd.concat(frames, ignore_index=True))
+        table.to_csv(folder / "neighbours.csv", index=False)
+    show(table, console)
+    return table
+
+
+def run_medians(store: Store) -> pd.DataFrame:
+    """One row a run: what it is, median_ms of its timed steps, beside (how many runs it had beside it)."""
+    records, _ = store.records()
+    samples = load_table(store, records, "samples")
+    steps = samples[samples["timed"] & (samples["phase"] == WHOLE)]
+    medians = steps.groupby("run_id")["time_ms"].median().rename("median_ms").reset_index()
+    runs = runs_frame(records)[["run_id", "size", "context_length", "mode", "beside"]]
+    return runs.merge(medians, on="run_id")
+
+
+def compare(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row for each configuration and condition, against the configuration's runs alone.
+
+    Args:
+        runs: :func:`run_medians` of every condition, with a column ``condition``.
+
+    Returns columns: size, context_length, mode, condition, runs, median_ms, ci_low_ms, ci_high_ms (over the runs), ratio
+    (to alone), agrees (whether the interval meets that of the runs alone).
+    """
+    rows = []
+    for key, own in runs.groupby(["size", "context_length", "mode"], sort=False):
+        intervals = {}
+        for condition, group in own.groupby("condition", sort=False):
+            if not condition.startswith(ALONE):
+                group = group[group["beside"] > 0]
+            medians = group["median_ms"].to_numpy()
+            intervals[condition] = (len(medians), np.median(medians) if len(medians) else np.nan, *median_interval(medians))
+        _, alone, alone_low, alone_high = intervals[ALONE]
+        for condition, (count, median, low, high) in intervals.items():
+            rows.append({**dict(zip(("size", "context_length", "mode"), key)), "condition": condition, "runs": count, "median_ms": median,
+                         "ci_low_ms": low, "ci_high_ms": high, "ratio": median / alone, "agrees": bool(low <= alone_high and high >= alone_low)})
+    return pd.DataFrame(rows)
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """What the comparison says, in a sentence or two."""
+    differ = table[~table["agrees"]]
+    if differ.empty:
+        return "Every median agrees with that of the runs alone: their 95% intervals over runs overlap."
+    words = "; ".join(f"{row['size']} at context {row['context_length']}, {row['mode']}, {row['condition']}: {row['ratio'] - 1:+.1%}"
+                      for row in differ.to_dict("records"))
+    return f"Medians that do not agree with those of the runs alone: {words}. Run such measurements with --exclusive."
+
+
+def show(table: pd.DataFrame, console: Console) -> None:
+    printed = Table("configuration", "condition", "runs", "median, ms", "95% interval over runs", "ratio to alone", "agrees",
+                    title="The same runs with more or fewer workers busy", title_justify="left")
+    for row in table.to_dict("records"):
+        printed.add_row(f"{row['size']}, context {row['context_length']}, {row['mode']}", row["condition"], str(row["runs"]),
+                        f"{row['median_ms']:.4g}", f"{row['ci_low_ms']:.4g} to {row['ci_high_ms']:.4g}", f"{row['ratio']:.4f}",
+                        "yes" if row["agrees"] else "no")
+    console.print(printed)
+    console.print(verdict(table), soft_wrap=True)

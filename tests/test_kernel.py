@@ -1,0 +1,87 @@
+"""Kernels: one ahead of its run and harmless, and nothing left of those whose owner was killed."""
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pandas as pd
+import psutil
+import pytest
+import yaml
+from conftest import TINY
+from rich.console import Console
+from stepscope import execute, kernel, neighbours
+from stepscope.config import configure
+from stepscope.store import Store
+from stepscope.sweep import How, run_sweep
+
+TELLS = """
+import json, pathlib, sys, time
+ready = "torch" in sys.modules
+import torch
+json.dump({"finished": True, "results": {"ready": ready, "cuda": torch.cuda.is_initialized()}}, open("outcome.json", "w"))
+pathlib.Path(".measured").touch()
+time.sleep(1.5)
+"""
+
+
+@pytest.fixture
+def telling(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    for study in ("benchmark", "warmup"):
+        content = json.loads((execute.PROJECT / "notebooks" / f"{study}.ipynb").read_text(encoding="utf-8"))
+        parameters = next(cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", []))
+        content["cells"] = [parameters, parameters | {"metadata": {}, "id": "tells", "source": TELLS}]
+        (tmp_path / "notebooks" / f"{study}.ipynb").write_text(json.dumps(content))
+    monkeypatch.setattr(execute, "NOTEBOOKS", tmp_path / "notebooks")
+
+
+@pytest.mark.parametrize("prestart", [True, False])
+def test_the_next_runs_kernel_is_ready_has_touched_no_gpu_and_is_no_kernel_of_one_that_times_its_imports(prestart, telling, tmp_path):
+    sweep, store = tmp_path / "some.yaml", Store(tmp_path / "runs")
+    sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}}, {"study": "warmup", "fixed": TINY}]))
+    run_sweep([sweep], store, How(prestart=prestart), Console(quiet=True))
+    told = {(record.study, record.config["seed"]): record.results for record in store.records()[0]}
+    assert {run: results["ready"] for run, results in told.items()} == {
+        ("benchmark", 0): False, ("benchmark", 1): prestart, ("warmup", 0): False}
+    assert not any(results["cuda"] for results in told.values())
+    assert kernel.spare.kernel is None and not store.partial.exists()
+    assert {path.name for path in store.folder(configure("benchmark", **TINY, seed=1)).iterdir()} == {"record.json", "notebook.ipynb"}
+
+
+def test_what_a_killed_owner_left_is_ended_and_removed_and_what_a_living_one_has_is_let_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    processes = {}
+    for name in ("dead", "living"):
+        folder = tmp_path / f"{kernel.SOCKETS}{name}"
+        folder.mkdir()
+        (folder / "owner").touch()
+        processes[name] = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True,
+                                           env=os.environ | {kernel.MARK: str(folder)})
+    (tmp_path / f"{kernel.SOCKETS}without-owner").mkdir()
+    with (tmp_path / f"{kernel.SOCKETS}living" / "owner").open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        kernel.clear_dead()
+        assert processes["dead"].wait(30) < 0 and psutil.pid_exists(processes["living"].pid) and processes["living"].poll() is None
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"{kernel.SOCKETS}living", f"{kernel.SOCKETS}without-owner"]
+    processes["living"].kill()
+    processes["living"].wait()
+
+
+def runs(**medians):
+    return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition, "median_ms": value,
+                          "beside": 0 if condition.startswith("1") else 1} for condition, values in medians.items() for value in values])
+
+
+def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sentence_names_what_moved():
+    alone = [1.0, 1.01, 1.02]
+    same = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.005, 1.015, 1.03]}))
+    assert same["agrees"].all() and "Every median agrees" in neighbours.verdict(same)
+    moved = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.2, 1.21, 1.22], "4 busy": alone}))
+    assert moved["agrees"].tolist() == [True, False, True]
+    assert "small at context 128, forward, 2 busy: +19.8%" in neighbours.verdict(moved) and "--exclusive" in neighbours.verdict(moved)
+    # Runs that happened to have nobody beside them do not count for a busy condition.
+    quiet = runs(**{"1 busy": alone, "2 busy": [1.2, 1.21]}).assign(beside=0)
+    assert neighbours.compare(quiet)["runs"].tolist() == [3, 0]
