@@ -7,7 +7,6 @@ import hashlib
 import json
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from stepscope import StepscopeError
@@ -48,6 +47,7 @@ class ConfigError(StepscopeError, ValueError):
 def device_here(asked: Any) -> Any:
     """``auto`` becomes the device this machine has; anything else is left for the field's type to judge."""
     if asked == "auto":
+        import torch  # not above: Dask's workers configure runs as well, and start sooner without it
         return "cuda" if torch.cuda.is_available() else "cpu"
     return asked
 
@@ -268,6 +268,7 @@ def require_device(config: RunConfig) -> None:
         ConfigError: no such device, or a precision that the device lacks.
     """
     if config.device == "cuda":
+        import torch
         if not torch.cuda.is_available():
             raise ConfigError(f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
                               " 'cpu' and 'auto' are possible")

@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pynvml
-import torch
 
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
 
@@ -19,6 +18,7 @@ def machine(device: str) -> dict:
            "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)}
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
+    import torch  # here and below, not above: see stepscope.config
     gpu = torch.cuda.get_device_properties(0)
     return {"device_name": gpu.name, "gpu_memory_mib": round(gpu.total_memory / 2**20),
             "multiprocessors": gpu.multi_processor_count, "compute_capability": f"{gpu.major}.{gpu.minor}",
@@ -38,6 +38,7 @@ def software() -> dict:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    import torch
     versions["torch"] = torch.__version__
     if torch.version.cuda:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
@@ -57,6 +58,7 @@ def _driver() -> str | None:
 @functools.cache
 def _nvml_device():
     """NVML's handle of torch's first device, found by its UUID since CUDA_VISIBLE_DEVICES may renumber."""
+    import torch
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
 

@@ -24,7 +24,7 @@ from stepscope.timing import WHOLE
 from stepscope.workers import local_cluster
 
 # Of each device, a step that waits for the host and one that does not.
-CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "forward"}, {"size": "medium", "context_length": 512, "mode": "step"}],
+CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "forward"}, {"size": "small", "context_length": 512, "mode": "step"}],
                   "cpu": [{"size": "nano", "context_length": 32, "vocab_size": 1000, "mode": "forward"},
                           {"size": "tiny", "context_length": 128, "vocab_size": 1000, "mode": "step"}]}
 STEPS = {"warmup_steps": 10, "timed_steps": 40}

@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
@@ -217,6 +216,7 @@ def work(task: Task) -> tuple[str, str]:
 
 def gpus_here() -> list[str]:
     """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch  # not above: a worker imports this module as well, and starts sooner without
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
