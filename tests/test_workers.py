@@ -91,6 +91,12 @@ def test_a_killed_worker_a_hanging_run_and_a_second_sweep_cost_what_they_hit(sto
     assert {name for name in after if after[name] != before[name]} == {config_of(KILLS_WORKER).run_id, config_of(HANGS).run_id}
 
 
+def test_what_a_killed_worker_left_is_ended_also_if_no_run_follows(store, fault_folder, sweep_of):
+    end = run_sweep([sweep_of(KILLS_WORKER)], store, How(workers="1", notebook=faults.notebook, timeout_s=120), Console(quiet=True))
+    assert end.counts == {"failed": 1} and "the worker that ran it died" in end.failed[0][1], end
+    assert ended(int((fault_folder / "of_the_killed").read_text()))
+
+
 @pytest.fixture
 def cluster(fault_folder):
     """A scheduler and two workers, as somebody would start them on other machines; the scheduler's address."""

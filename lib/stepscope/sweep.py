@@ -212,6 +212,7 @@ def _pool(how: How, store: Store, console: Console) -> Iterator[tuple[Here | Das
                 client.close(timeout=5)
             if client.cluster:
                 client.cluster.close(timeout=10)
+                clear_dead()  # of its workers, now that none is left
 
 
 def _keep(path: Path, store: Store) -> None:
