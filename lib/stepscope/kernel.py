@@ -109,6 +109,7 @@ def start_kernel(folder: Path, imports: bool = False) -> Kernel:
     return kernel
 
 
+asked: list[str] = []  # signals that have asked this process's sweep to end: its run is then ended by its watch
 _environment: dict[str, str | None] = {}
 
 
@@ -205,7 +206,8 @@ spare = Spare()
 
 
 class Watch:
-    """A thread beside a run: ends its kernel at the time limit or when its folder is gone, and starts the next one's spare."""
+    """A thread beside a run: ends its kernel at the time limit, when its folder is gone or its sweep is asked to end, and
+    starts the next one's spare."""
 
     def __init__(self, kernel: Kernel, timeout_s: float | None, sign: str, when_measured: Callable[[], None]):
         self.kernel, self.sign, self.when_measured = kernel, sign, when_measured
@@ -229,6 +231,8 @@ class Watch:
                 self.cause = f"no end after {self.limit_s:g} s, the limit for a run; its processes were ended"
             elif not self.kernel.folder.is_dir():
                 self.cause = "its folder was taken away: the sweep that asked for it is gone"
+            elif asked:
+                self.cause = f"the sweep was stopped by {asked[0]}"
             if self.cause:
                 self.kernel.kill()
                 return
