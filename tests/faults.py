@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 from stepscope import execute
 
@@ -51,8 +52,8 @@ def make_notebooks(folder: Path) -> None:
 
 def notebook(config, folder, timeout_s, more):
     """Stands where a study's notebook is executed: executes one of these in its place, in the same way."""
-    execute.NOTEBOOKS = Path(os.environ["STEPSCOPE_TEST_FAULTS"])
-    return execute.run_notebook(config, folder, timeout_s, more)
+    with mock.patch.object(execute, "NOTEBOOKS", Path(os.environ["STEPSCOPE_TEST_FAULTS"])):  # it may be the tests' own process
+        return execute.run_notebook(config, folder, timeout_s, more)
 
 
 def in_namespace(faults: str, sweep: str, seed: str) -> None:

@@ -2,10 +2,12 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import faults
@@ -91,6 +93,12 @@ def test_a_killed_worker_a_hanging_run_and_a_second_sweep_cost_what_they_hit(sto
     assert {name for name in after if after[name] != before[name]} == {config_of(KILLS_WORKER).run_id, config_of(HANGS).run_id}
 
 
+def test_what_a_killed_worker_left_is_ended_also_if_no_run_follows(store, fault_folder, sweep_of):
+    end = run_sweep([sweep_of(KILLS_WORKER)], store, How(workers="1", notebook=faults.notebook, timeout_s=120), Console(quiet=True))
+    assert end.counts == {"failed": 1} and "the worker that ran it died" in end.failed[0][1], end
+    assert ended(int((fault_folder / "of_the_killed").read_text()))
+
+
 @pytest.fixture
 def cluster(fault_folder):
     """A scheduler and two workers, as somebody would start them on other machines; the scheduler's address."""
@@ -150,6 +158,19 @@ def test_a_full_disk_and_a_folder_that_turns_read_only_stop_the_sweep_and_lose_n
 
 
 # Without a cluster
+
+def swallows(config, folder, timeout_s, more):
+    """A run in which the signal comes where an exception would be lost, as in the middle of an import."""
+    with suppress(BaseException):
+        signal.raise_signal(signal.SIGTERM)
+    return faults.notebook(config, folder, timeout_s, more)
+
+
+def test_a_signal_ends_the_run_that_goes_on_whatever_it_came_upon(store, fault_folder, sweep_of):
+    end = run_sweep([sweep_of(HANGS, 1)], store, How(notebook=swallows, timeout_s=60), Console(quiet=True))
+    assert end.stopped_by == "SIGTERM" and end.left == [config_of(HANGS), config_of(1)] and not end.counts
+    assert content(store) == {} and not store.partial.exists()
+
 
 def test_core_slices_share_no_core():
     mine = os.sched_getaffinity(0)

@@ -24,6 +24,8 @@ from traitlets.config import Config as Traits
 SOCKETS = "stepscope-"
 MARK = "STEPSCOPE_KERNEL"  # in the environment of a kernel and all it starts: its socket folder
 LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
+PROC = Path("/proc")
+LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where one never gets through
 # A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.
 ORPHANED = "__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID']) or __import__('os')._exit(1)"
 # What every study's notebook imports first. None of these touches a GPU.
@@ -57,7 +59,7 @@ class Kernel:
         return process is not None and process.poll() is None
 
     def kill(self) -> None:
-        """End the kernel and every process it has started, whatever session those are in."""
+        """End the kernel and every process it has started, whatever session those are in and whoever is their parent by now."""
         process = self.manager.provisioner and self.manager.provisioner.process
         if process is None:
             return
@@ -67,6 +69,7 @@ class Kernel:
             for child in [*parent.children(recursive=True), parent]:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
+        end_marked(self.sockets)
 
     def close(self) -> None:
         """End it and clear away what it had outside of its folder."""
@@ -106,6 +109,7 @@ def start_kernel(folder: Path, imports: bool = False) -> Kernel:
     return kernel
 
 
+asked: list[str] = []  # signals that have asked this process's sweep to end: its run is then ended by its watch
 _environment: dict[str, str | None] = {}
 
 
@@ -121,12 +125,35 @@ def kernel_environment() -> dict[str, str]:
 
 
 def end_marked(sockets: Path) -> None:
-    """End every process that a kernel has started, also those that no longer are its descendants: they bear its mark."""
-    mark = f"{MARK}={sockets}".encode()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            if mark in environ.read_bytes().split(b"\0"):
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+    """End every process that a kernel has started, also those that no longer are its descendants: they bear its mark.
+
+    It looks again until there is nobody new: one that is ended may have started another while its turn had not come, and
+    one that is becoming another program shows no mark in that moment.
+    """
+    mark, ended = f"{MARK}={sockets}".encode(), set()
+    for _ in range(LOOKS):
+        again = False
+        for process in set(PROC.glob("[0-9]*")) - ended:
+            bears = _bears(process, mark)
+            again = again or bears is not False
+            if bears:
+                ended.add(process)
+                with suppress(OSError):  # it has ended meanwhile
+                    os.kill(int(process.name), signal.SIGKILL)
+        if not again:
+            return
+        time.sleep(0.01)
+
+
+def _bears(process: Path, mark: bytes) -> bool | None:
+    """Whether a process (its folder in ``/proc``) bears a mark; None in the middle of exec, where no environment is to be seen."""
+    with suppress(OSError):  # ended meanwhile, or another user's
+        if environment := (process / "environ").read_bytes():
+            return mark in environment.split(b"\0")
+        os.readlink(process / "exe")  # one of the system's own threads, or a dead one, has none
+        start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # where its environment is in memory
+        return False if start == end != "0" else None
+    return False
 
 
 def clear_dead() -> None:
@@ -179,7 +206,8 @@ spare = Spare()
 
 
 class Watch:
-    """A thread beside a run: ends its kernel at the time limit or when its folder is gone, and starts the next one's spare."""
+    """A thread beside a run: ends its kernel at the time limit, when its folder is gone or its sweep is asked to end, and
+    starts the next one's spare."""
 
     def __init__(self, kernel: Kernel, timeout_s: float | None, sign: str, when_measured: Callable[[], None]):
         self.kernel, self.sign, self.when_measured = kernel, sign, when_measured
@@ -203,9 +231,10 @@ class Watch:
                 self.cause = f"no end after {self.limit_s:g} s, the limit for a run; its processes were ended"
             elif not self.kernel.folder.is_dir():
                 self.cause = "its folder was taken away: the sweep that asked for it is gone"
+            elif asked:
+                self.cause = f"the sweep was stopped by {asked[0]}"
             if self.cause:
                 self.kernel.kill()
-                end_marked(self.kernel.sockets)
                 return
             if not measured and (self.kernel.folder / self.sign).exists():
                 measured = True

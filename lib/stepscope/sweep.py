@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stepscope import StepscopeError
 from stepscope.config import STUDIES, ConfigError, RunConfig, configure, require_device
 from stepscope.flops import forward_flops
-from stepscope.kernel import clear_dead
+from stepscope.kernel import asked, clear_dead
 from stepscope.machine import machine
 from stepscope.store import Record, RecordError, Store, StoreError, write_text_durably
 from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, join_cluster, local_cluster
@@ -137,17 +137,28 @@ class Stopped(KeyboardInterrupt):
     """A signal asked the sweep to end. Of this type because asyncio lets no other out of what it calls back."""
 
 
-@contextmanager
-def _signals_stop() -> Iterator[list[str]]:
-    """SIGINT and SIGTERM raise :class:`Stopped`, and are noted: code that it passes through may swallow it (imports do)."""
-    asked: list[str] = []
+def _stop(number: int, frame: object) -> None:
+    """On a signal before runs go on: end at once."""
+    asked.append(signal.Signals(number).name)
+    raise Stopped(asked[0])
 
-    def stop(number, frame):
-        asked.append(signal.Signals(number).name)
+
+def _note(number: int, frame: object) -> None:
+    """On a signal while runs go on: whoever waits looks at ``asked``, the run's watch too, and ends what it waits for.
+
+    Raised in the middle of anything, an exception may be swallowed (by imports, by C) or leave a lock taken for which the
+    watch then waits. Who asks twice does not want to wait, and gets it all the same.
+    """
+    asked.append(signal.Signals(number).name)
+    if len(asked) > 1:
         raise Stopped(asked[0])
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+@contextmanager
+def _on_signals(handler: Callable) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -163,7 +174,8 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
     how.check()
     if not how.scheduler:
         _load(paths, "auto")  # what is wrong with a file is said before a folder is made
-    with store.writing(), _signals_stop() as asked:
+    asked.clear()
+    with store.writing(), _on_signals(_stop):
         clear_dead()
         with _pool(how, store, console) as (pool, there):
             configs = _load(paths, there.get("device", "auto"), check=not there)
@@ -177,7 +189,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                     end.counts[record.status] += 1
                 else:
                     todo.append(config)
-            _Sweep(pool, store, how, console, end, len(configs), asked).run(todo)
+            _Sweep(pool, store, how, console, end, len(configs)).run(todo)
         store.frame()  # its index then has these runs, for whoever reads next
     return end
 
@@ -212,6 +224,7 @@ def _pool(how: How, store: Store, console: Console) -> Iterator[tuple[Here | Das
                 client.close(timeout=5)
             if client.cluster:
                 client.cluster.close(timeout=10)
+                clear_dead()  # of its workers, now that none is left
 
 
 def _keep(path: Path, store: Store) -> None:
@@ -256,8 +269,8 @@ def work_estimate(config: RunConfig) -> int:
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
-    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int, asked: list[str]):
-        self.pool, self.store, self.how, self.console, self.end, self.total, self.asked = pool, store, how, console, end, total, asked
+    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int):
+        self.pool, self.store, self.how, self.console, self.end, self.total = pool, store, how, console, end, total
         self.durations: list[float] = []
         self.done: set[tuple[str, str]] = set()
         self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
@@ -270,12 +283,12 @@ class _Sweep:
         self.started = time.monotonic()
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                                  TextColumn("{task.fields[left]}"), console=self.console)
-        with self.progress:
+        with self.progress, _on_signals(_note):
             self.task = self.progress.add_task("", total=self.total, completed=self.total - len(todo), left="")
             try:
                 while self.todo or self.pool.running():
-                    if self.asked:
-                        raise Stopped(self.asked[0])
+                    if asked:
+                        raise Stopped(asked[0])
                     self._give()
                     self._show()
                     if not self.pool.running():
@@ -284,7 +297,10 @@ class _Sweep:
                         time.sleep(0.5)  # no worker is there at the moment
                         self.pool.refresh()
                         continue
-                    for config, result in sorted(self.pool.wait(), key=lambda item: isinstance(item[1], OSError)):
+                    results = self.pool.wait()
+                    if asked:  # what has come back may have been ended for that: it is done again
+                        raise Stopped(asked[0])
+                    for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
                         self._take(config, result)
             except KeyboardInterrupt as stop:
                 self.end.stopped_by = str(stop) or "SIGINT"

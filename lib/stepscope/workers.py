@@ -192,7 +192,7 @@ class Dask:
             shutil.rmtree(self.store.partial, ignore_errors=True)
         if self.client.status == "running":
             with suppress(Exception):  # workers that are gone have no spare
-                self.client.run(_close_spare)
+                self.client.run(_leave)
 
 
 def workers_of(client) -> dict[str, dict]:
@@ -200,8 +200,10 @@ def workers_of(client) -> dict[str, dict]:
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
-async def _close_spare() -> None:
+async def _leave() -> None:
+    """A worker's end of a sweep: no spare, and nothing of a worker that was killed here stays, also if no run followed."""
     await asyncio.to_thread(spare.close)  # it runs an event loop of its own, which a worker's own loop does not let it
+    await asyncio.to_thread(clear_dead)
 
 
 def work(task: Task) -> tuple[str, str]:
