@@ -227,11 +227,21 @@ def _nsys_words() -> str:
 
 @app.command()
 def neighbours(workers: WorkersOption = None,
-               repeat: Annotated[int, typer.Option(help="Runs of each configuration on each busy worker.")] = 3,
-               runs: Annotated[Path | None, typer.Option(help="Keep the runs here.", show_default="a temporary folder")] = None) -> None:
+               repeat: Annotated[int, typer.Option(min=2, help="Runs of each configuration on each busy worker.")] = 3,
+               runs: Annotated[Path | None, typer.Option(help="Keep the runs here.", show_default="a temporary folder")] = None,
+               of: Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Measure nothing; compare folders of one nsys sweep that"
+                             " ran on more or fewer workers, the first with the others, for the report of --runs.")] = None) -> None:
     """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
-    from stepscope.neighbours import experiment
-    experiment(workers or "gpus", repeat, runs, Console())
+    from stepscope.neighbours import KEPT, compare_folders, experiment
+    if not of:
+        experiment(workers or "gpus", repeat, runs, Console())
+        return
+    folders = {name: Path(folder) for name, equals, folder in (item.partition("=") for item in of) if equals}
+    if len(folders) != len(of) or len(of) < 2:
+        raise typer.BadParameter(f"--of: got {', '.join(of)}, but expected it twice or more, each as NAME=FOLDER with a name of its own")
+    kept = _local_runs(runs) / KEPT
+    compare_folders(folders, kept)
+    console.print(f"{kept}: written", markup=False)
 
 
 @app.command()

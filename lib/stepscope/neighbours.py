@@ -1,4 +1,4 @@
-"""An A/A experiment: the same runs with one worker busy, with two, with four; do their medians agree?
+"""Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more or fewer workers.
 
 Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and, in one, whether
 kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
@@ -6,6 +6,7 @@ the median over their runs overlap: runs of one condition differ from each other
 interval has to be over runs.
 """
 import itertools
+import signal
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +17,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from stepscope import StepscopeError
 from stepscope.config import device_here
-from stepscope.store import Store, load_table, runs_frame
+from stepscope.store import ENDED, Record, RecordError, Store, load_table, runs_frame
 from stepscope.summary import median_interval
 from stepscope.sweep import How, run_sweep
 from stepscope.timing import WHOLE
@@ -29,6 +31,11 @@ CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "for
                           {"size": "tiny", "context_length": 128, "vocab_size": 1000, "mode": "step"}]}
 STEPS = {"warmup_steps": 10, "timed_steps": 40}
 ALONE = "1 busy"
+KEPT = "neighbours"  # in a runs folder
+
+
+class NeighboursError(StepscopeError, RuntimeError):
+    """The experiment was stopped before its end."""
 
 
 def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -> pd.DataFrame:
@@ -37,8 +44,13 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
     Args:
         repeat: runs of each configuration on each busy worker.
         runs: folder for the runs, one folder a condition; None: a temporary one.
+
+    Raises:
+        NeighboursError: a signal stopped it.
     """
     with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):  # between two sweeps as well, the cluster is to end with this
+            stack.callback(signal.signal, number, signal.signal(number, _stop))
         client, places = local_cluster(workers)
         stack.callback(client.cluster.close)
         stack.callback(client.close)
@@ -55,6 +67,8 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
                                              for values in CONFIGURATIONS[device_here("auto")]]))
             end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count, prestart=prestart),
                             Console(quiet=True))
+            if end.stopped_by:
+                raise NeighboursError(f"stopped by {end.stopped_by} in turn {turn + 1} of {repeat}; {'the runs so far are in ' + str(runs) if runs else 'no runs are kept'}")
             console.print(f"{name}, turn {turn + 1} of {repeat}: {end.counts['ok']} runs" + (f", {len(end.left)} left, {len(end.failed)} failed"
                           if end.left or end.failed else ""), highlight=False)
         frames = [run_medians(Store(folder / name.replace(" ", "-").replace(",", ""))).assign(condition=name) for name in conditions]
@@ -62,6 +76,69 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
         table.to_csv(folder / "neighbours.csv", index=False)
     show(table, console)
     return table
+
+
+def _stop(number, frame):
+    raise KeyboardInterrupt
+
+
+def compare_folders(folders: dict[str, Path], kept: Path) -> None:
+    """Write what the same runs took in several folders: ``sweeps.csv`` and ``timings.csv``.
+
+    sweeps: a row a folder: condition (its name here), workers (of the sweep; empty where it did not say), wall_s (likewise), runs,
+    at_once (the most that went on at one time), ram_gib (of the machine, to tell hosts apart), mean_run_s, counted (operations of the profiles, by phase and kernel), different
+    (those of them whose number is not the first folder's). timings: :func:`phase_times`, with the condition.
+
+    Args:
+        folders: runs folders by what they are called; all else is compared with the first.
+        kept: where the two tables go.
+
+    Raises:
+        RecordError: a folder without profiles, or one that lacks some of the first one's.
+    """
+    sweeps, timings, first = [], [], None
+    for condition, folder in folders.items():
+        store = Store(folder)
+        records, errors = store.records()
+        records = [record for record in records if record.study == "nsys" and record.status == "ok"]
+        if not records:
+            raise RecordError(f"{folder}: holds no profiles (runs of the nsys study)" + (f" that can be used ({errors[0]})" if errors else ""))
+        if first is not None:  # a folder may hold more than the sweep that is compared
+            profiled = set(first.index.get_level_values("run_id"))
+            records = [record for record in records if record.run_id in profiled]
+            if lacking := profiled - {record.run_id for record in records}:
+                raise RecordError(f"{folder}: lacks {min(lacking)}, which {next(iter(folders.values()))} has; expected the same sweep's runs")
+        operations = load_table(store, records, "operations.parquet")
+        counts = operations.groupby(["run_id", "mode", "phase", "name"])["count"].sum()
+        first = counts if first is None else first
+        both = pd.concat([first, counts], axis=1).fillna(0)
+        ended = pd.read_csv(store.root / ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
+        ended = ended[ended["runs"] > 0]
+        edges = sorted([(r.started_at.timestamp(), 1) for r in records] + [(r.started_at.timestamp() + r.duration_s, -1) for r in records])
+        sweeps.append({"condition": condition, "workers": ended["workers"].max(), "wall_s": ended["wall_s"].sum(min_count=1), "runs": len(records),
+                       "at_once": max(itertools.accumulate(step for _, step in edges)),
+                       "ram_gib": records[0].machine.get("ram_gib"), "mean_run_s": sum(record.duration_s for record in records) / len(records),
+                       "counted": len(counts), "different": int((both.iloc[:, 0] != both.iloc[:, 1]).sum())})
+        timings.append(phase_times(store, records).assign(condition=condition))
+    kept.mkdir(parents=True, exist_ok=True)
+    for name, table in (("sweeps", pd.DataFrame(sweeps)), ("timings", pd.concat(timings, ignore_index=True))):
+        table.to_csv(kept / f"{name}.csv", index=False, float_format="%.7g")
+
+
+def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:
+    """A row for each phase of each profile: run_id, size, context_length, mode, phase; medians over the captured steps:
+    gpu_ms (from the phase's first operation to its last), operations_ms (the sum of its operations), busy_share of gpu_ms;
+    beside (how many runs went on beside its run)."""
+    clocks = load_table(store, records, "clocks")
+    medians = clocks.groupby(["run_id", "mode", "phase"], sort=False)[["projected_ns", "operations_ns", "busy_share"]].median().reset_index()
+    medians = medians.assign(gpu_ms=medians.pop("projected_ns") / 1e6, operations_ms=medians.pop("operations_ns") / 1e6)
+    return runs_frame(records)[["run_id", "size", "context_length", "beside"]].merge(medians, on="run_id")
+
+
+def load(root: Path) -> dict[str, pd.DataFrame]:
+    """The two tables of :func:`compare_folders` that are kept in a runs folder; empty where none were made."""
+    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings")}
+    return {name: pd.read_csv(file) if file.exists() else pd.DataFrame() for name, file in files.items()}
 
 
 def run_medians(store: Store) -> pd.DataFrame:
@@ -94,7 +171,7 @@ def compare(runs: pd.DataFrame) -> pd.DataFrame:
         _, alone, alone_low, alone_high = intervals[ALONE]
         for condition, (count, median, low, high) in intervals.items():
             rows.append({**dict(zip(("size", "context_length", "mode"), key)), "condition": condition, "runs": count, "median_ms": median,
-                         "ci_low_ms": low, "ci_high_ms": high, "ratio": median / alone, "agrees": bool(low <= alone_high and high >= alone_low)})
+                         "ci_low_ms": low, "ci_high_ms": high, "ratio": median / alone, "agrees": not (low > alone_high or high < alone_low)})
     return pd.DataFrame(rows)
 
 

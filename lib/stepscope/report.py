@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
-from stepscope import StepscopeError, attention, benchmark, compiled, memory, mixed_precision, profiles, warmup
+from stepscope import StepscopeError, attention, benchmark, compiled, memory, mixed_precision, neighbours, profiles, warmup
 from stepscope.answers import Answer, listing, memory_options
 from stepscope.answers import attention as attention_answers
 from stepscope.answers import attention_memory as attention_memory_answers
@@ -21,6 +21,7 @@ from stepscope.answers import claims as claims_answers
 from stepscope.answers import compiled as compiled_answers
 from stepscope.answers import memory as memory_answers
 from stepscope.answers import mixed_precision as mixed_answers
+from stepscope.answers import neighbours as neighbours_answers
 from stepscope.answers import nsys as nsys_answers
 from stepscope.answers import published as published_answers
 from stepscope.answers import warmup as warmup_answers
@@ -28,6 +29,7 @@ from stepscope.figures import attention as attention_figures
 from stepscope.figures import benchmark as benchmark_figures
 from stepscope.figures import memory as memory_figures
 from stepscope.figures import mixed_precision as mixed_figures
+from stepscope.figures import neighbours as neighbours_figures
 from stepscope.figures import nsys as nsys_figures
 from stepscope.figures import save
 from stepscope.page import render_page
@@ -65,6 +67,7 @@ class Data:
     memory: dict[str, pd.DataFrame]  # see memory.all_runs
     attention: dict[str, pd.DataFrame]  # cells, ends, predicted, accounting
     compiled: pd.DataFrame  # a row a run, variant, mode and phase
+    neighbours: dict[str, pd.DataFrame]  # sweeps, timings: see neighbours.compare_folders
 
     @property
     def device_name(self) -> str:
@@ -97,7 +100,7 @@ def load_data(store: Store) -> Data:
                 *(profiles.all_runs(store, in_fp32, table) for table in
                   ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
                 mixed_precision.load(store, records), memory.all_runs(store, records), attention.all_tables(store, records),
-                compiled.all_times(store, records))
+                compiled.all_times(store, records), neighbours.load(store.root))
 
 
 def _clocks(data: Data) -> pd.DataFrame:
@@ -167,6 +170,10 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
         lambda d: compiled_answers.whole_model(d.compiled),
         lambda d: compiled_answers.sdpa(d.compiled),
     ],
+    "Sweeps side by side": [
+        lambda d: neighbours_answers.sooner(d.neighbours["sweeps"]),
+        lambda d: neighbours_answers.agree(d.neighbours["timings"], d.neighbours["sweeps"]),
+    ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "benchmark_phases": lambda d: benchmark_figures.phases(d.times, d.where),
@@ -197,6 +204,7 @@ FIGURES: dict[str, Callable[[Data], Figure | None]] = {
     "attention_speedup": lambda d: attention_figures.speedup(d.attention["cells"], d.where),
     "attention_ceiling": lambda d: attention_figures.ceiling(d.attention["cells"], d.where),
     "compile_model": lambda d: attention_figures.whole_model(d.compiled, d.where),
+    "workers_agree": lambda d: neighbours_figures.agree(d.neighbours["timings"], d.where),
 }
 
 

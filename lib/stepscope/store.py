@@ -26,6 +26,7 @@ from stepscope.config import SIZES, STUDIES, ConfigError, RunConfig, configure
 
 SCHEMA_VERSION = 1
 INDEX = ".index.parquet"
+ENDED = "sweeps/ended.csv"  # of each sweep that ran something here: when, on how many workers, how many runs, how long
 
 
 class RecordError(StepscopeError, ValueError):

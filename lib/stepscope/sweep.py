@@ -20,7 +20,7 @@ from stepscope.config import STUDIES, ConfigError, RunConfig, configure, require
 from stepscope.flops import forward_flops
 from stepscope.kernel import asked, clear_dead
 from stepscope.machine import machine
-from stepscope.store import Record, RecordError, Store, StoreError, write_text_durably
+from stepscope.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
 from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, join_cluster, local_cluster
 
 SHIPPED = Path(__file__).parent / "sweeps"
@@ -170,7 +170,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
     Raises:
         SweepError, ConfigError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
     """
-    console, how = console or Console(stderr=True), how or How()
+    console, how, began = console or Console(stderr=True), how or How(), time.time()
     how.check()
     if not how.scheduler:
         _load(paths, "auto")  # what is wrong with a file is said before a folder is made
@@ -182,7 +182,7 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
             _same_machine(store, configs, there)
             for path in paths:
                 _keep(path, store)
-            end, todo = SweepEnd(), []
+            end, todo, workers = SweepEnd(), [], pool.size
             for config in configs:
                 record = _valid_record(config, store, console)
                 if record and record.done:
@@ -190,8 +190,19 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                 else:
                     todo.append(config)
             _Sweep(pool, store, how, console, end, len(configs)).run(todo)
+        _note_end(store, began, workers, len(todo) - len(end.left))
         store.frame()  # its index then has these runs, for whoever reads next
     return end
+
+
+def _note_end(store: Store, began: float, workers: int, runs: int) -> None:
+    """How long a sweep took, from its workers' start to their end."""
+    path = store.root / ENDED
+    started = datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="seconds")
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:  # no space: what was measured is in place without it
+        if not file.tell():
+            file.write("started_at,workers,runs,wall_s\n")
+        file.write(f"{started},{workers},{runs},{time.time() - began:.3f}\n")
 
 
 def _load(paths: list[Path], device: str, check: bool = True) -> list[RunConfig]:
