@@ -11,6 +11,7 @@ from stepscope import report
 from stepscope.answers import benchmark, claims, nsys, number, published, span, warmup
 from stepscope.report import SECTIONS, StaleReport, load_data
 from stepscope.store import Store
+from stepscope.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +37,7 @@ def answers(data):
 def test_the_committed_records_are_whole(data):
     assert not data.errors
     counts = pd.Series([record.study for record in data.records]).value_counts().to_dict()
-    assert counts.items() >= {"benchmark": 65, "warmup": 30, "nsys": 25, "mixed_precision": 20}.items()
+    assert counts.items() >= {"benchmark": 65, "warmup": 30, "nsys": 25, "mixed_precision": 20, "memory": 26, "attention": 18, "compile": 22}.items()
     assert {record.run_id for record in data.records if record.status != "ok"} == {
         "2.7B-ctx2048-step-bf16-6bd9bff9", "2.7B-ctx2048-step-fp32-cadee5d2"}  # the memory study's, which do not fit
 
@@ -256,3 +257,9 @@ def test_a_loading_cost_within_the_noise_is_not_claimed(data):
     noisy = changed(data.warm_costs, lambda t: (t["part"] == "first step beyond steady") & t["one_layer_first"].astype(bool), time_ms=500.0)
     answer = warmup.what_it_pays_for(noisy, data.warm_calls)
     assert "does not stand out from the noise" in answer.text and not answer.finding
+
+
+def test_the_committed_sweeps_are_complete():
+    store = Store(ROOT / "runs" / "h200")
+    asked = [config for path in sorted((store.root / "sweeps").glob("*.yaml")) for config in load_sweep(path, "cuda")]
+    assert len(asked) > 200 and [config.run_id for config in asked if not (record := store.find(config)) or not record.done] == []
