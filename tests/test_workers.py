@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -244,6 +245,23 @@ def test_the_longest_runs_go_first_and_exclusive_ones_alone(store, write_sweep, 
     beside = {record.run_id[:4]: record.beside for record in store.records()[0] if record.study == "warmup"}
     assert beside == {"nano": [], "tiny": [], "micr": []}
     assert work_estimate(configure("benchmark", **TINY | {"size": "tiny"})) > work_estimate(configure("benchmark", **TINY))
+
+
+class AtOnce(Slots):
+    """All that it was given goes on at the same time and comes back together."""
+
+    def wait(self):
+        given, self.given, met = self.given, [], threading.Barrier(len(self.given), timeout=60)
+        with ThreadPoolExecutor() as pool:
+            return list(zip(given, pool.map(lambda config: workers.make_run(
+                config, self.store, notebook=lambda *arguments: met.wait() < 0 or finished(*arguments)), given)))
+
+
+def test_runs_that_come_back_together_were_beside_each_other(store, sweep_of, monkeypatch):
+    monkeypatch.setattr("stepscope.sweep.Here", lambda *arguments: AtOnce(store))
+    assert run_sweep([sweep_of(1, 2)], store, How(), Console(quiet=True)).counts == {"ok": 2}
+    one, other = (config_of(seed) for seed in (1, 2))
+    assert store.find(one).beside == [f"benchmark/{other.run_id}"] and store.find(other).beside == [f"benchmark/{one.run_id}"]
 
 
 def test_a_log_is_found_by_the_beginning_of_an_id_and_only_if_that_is_one_runs(store, fault_folder, sweep_of):

@@ -283,6 +283,7 @@ class _Sweep:
     def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int):
         self.pool, self.store, self.how, self.console, self.end, self.total = pool, store, how, console, end, total
         self.durations: list[float] = []
+        self.back: list[RunConfig] = []  # what came back together: each may have been beside another of these
         self.done: set[tuple[str, str]] = set()
         self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
 
@@ -311,6 +312,7 @@ class _Sweep:
                     results = self.pool.wait()
                     if asked:  # what has come back may have been ended for that: it is done again
                         raise Stopped(asked[0])
+                    self.back = [config for config, _ in results]
                     for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
                         self._take(config, result)
             except KeyboardInterrupt as stop:
@@ -369,7 +371,7 @@ class _Sweep:
         if own is None or not self.pool.parallel:
             return []
         until = record.started_at.timestamp() + record.duration_s
-        going = [claim for other in self.pool.running() if (claim := self.store.claim(other)) and other != config]
+        going = [claim for other in (*self.pool.running(), *self.back) if (claim := self.store.claim(other)) and other != config]
         found = [name for name, host, start, end in self.over if host == own["host"] and start < until and end > own["since"]]
         found += [claim["run"] for claim in going if claim["host"] == own["host"] and claim["since"] < until]
         oldest = min((claim["since"] for claim in going), default=until)
