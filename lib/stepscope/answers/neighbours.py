@@ -68,7 +68,9 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
             f" the sweep “{first}”. A change is called none when the 95% interval of the median ratio holds 1, or lies within {percent(SAME)} of it."]
     for busy, own in rows.groupby("busy", sort=False):
         words = GROUPS[busy]
-        text.append(f"{words[0].upper()}{words[1:]} ({int(own['phases'].iloc[0])}): {'; '.join(f'{row.condition}: {_ratio(row)}' for row in own.itertuples())}.")
+        text.append(f"{words[0].upper()}{words[1:]} ({int(own['phases'].iloc[0])}): " + (
+            f"no change in any sweep; single ones {number(own['p5'].min(), 4)} to {number(own['p95'].max(), 4)} times as long (5th to 95th percentile)."
+            if own["none"].all() else f"{'; '.join(f'{row.condition}, {_ratio(row)}' for row in own.itertuples())}."))
     host = sweeps.set_index("condition")["ram_gib"]
     elsewhere = [condition for condition in rows["condition"].unique() if host[condition] != host[first]]
     if elsewhere:
