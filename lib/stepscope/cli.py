@@ -1,4 +1,5 @@
 """The command line: a thin layer over the functions a notebook would call."""
+import gc
 import re
 import signal
 import sys
@@ -261,6 +262,8 @@ def main() -> None:
     except StepscopeError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_BAD_INPUT)
+    finally:
+        gc.freeze()  # or Python, ending, goes through some 400,000 objects of libraries: seconds, on a busy machine many
 
 
 if __name__ == "__main__":
