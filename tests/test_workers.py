@@ -20,6 +20,7 @@ from rich.console import Console
 from stepscope import workers
 from stepscope.config import configure
 from stepscope.logs import run_log
+from stepscope.run import OUTCOME
 from stepscope.store import RecordError
 from stepscope.sweep import How, SweepError, run_sweep, work_estimate
 
@@ -171,6 +172,19 @@ def test_a_signal_ends_the_run_that_goes_on_whatever_it_came_upon(store, fault_f
     end = run_sweep([sweep_of(HANGS, 1)], store, How(notebook=swallows, timeout_s=60), Console(quiet=True))
     assert end.stopped_by == "SIGTERM" and end.left == [config_of(HANGS), config_of(1)] and not end.counts
     assert content(store) == {} and not store.partial.exists()
+
+
+def at_its_end(config, folder, timeout_s, more):
+    """A run that is over, and whole, when the signal comes."""
+    (folder / OUTCOME).write_text('{"finished": true}')
+    signal.raise_signal(signal.SIGINT)
+    return "ok", None
+
+
+def test_a_run_that_came_to_its_own_end_is_kept_though_a_signal_came(store, sweep_of):
+    end = run_sweep([sweep_of(1, 2)], store, How(notebook=at_its_end), Console(quiet=True))
+    assert end.stopped_by == "SIGINT" and end.counts["ok"] == 1 and end.left == [config_of(2)]
+    assert list(content(store)) == [config_of(1).run_id]
 
 
 def test_core_slices_share_no_core():

@@ -310,8 +310,8 @@ class _Sweep:
                         self.pool.refresh()
                         continue
                     results = self.pool.wait()
-                    if asked:  # what has come back may have been ended for that: it is done again
-                        raise Stopped(asked[0])
+                    if asked:  # a run that was ended for that is done again; one that came to its own end is kept
+                        results = [(config, result) for config, result in results if isinstance(result, tuple) and result[1].done]
                     self.back = [config for config, _ in results]
                     for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
                         self._take(config, result)
