@@ -238,10 +238,11 @@ def quick_notebook(tmp_path, monkeypatch):
 FINISH = "import json; json.dump({'finished': True, 'results': {'seed': seed}}, open('outcome.json', 'w'))"
 
 
-def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, write_sweep, tmp_path, quick_notebook):
+def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, write_sweep, tmp_path, quick_notebook, monkeypatch):
     quick_notebook(FINISH)
     sweep = write_sweep(block(OK, tiny(seed=1)))
-    status, said = command("sweep", sweep, "--runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    status, said = command("sweep", sweep, "--runs", "runs")  # from here, wherever notebooks are executed
     assert status == 0 and "2 done, 0 out of memory, 0 failed" in said
     quick_notebook("raise RuntimeError('nobody should run this')")
     status, said = command("sweep", sweep, "--runs", tmp_path / "runs")
@@ -261,6 +262,16 @@ def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, quick_notebook
     (["sweep", "{tmp}/tf32.yaml"], "precision: got 'tf32', but a CPU has no TF32"),
     (["resume"], "no sweep was begun here"),
     (["sweep", "cpu", "--time-budget", "soon"], "--time-budget: got 'soon'"),
+    (["sweep", "cpu", "--timeout", "0s"], "--timeout: got 0"),
+    (["sweep", "cpu", "--workers", ""], "--workers: got ''"),
+    (["sweep", "cpu", "--workers", "²"], "--workers: got '²'"),
+    (["sweep", "cpu", "--scheduler", "nonsense"], "--scheduler: got 'nonsense'"),
+    (["sweep", "cpu", "--workers", "2", "--scheduler", ""], "--workers and --scheduler: one or the other"),
+    (["list", "--where", "1"], "no such runs folder"),
+    (["logs", "/etc/passwd"], "is no run's name"),
+    (["neighbours", "--of", "one=", "--of", "two={tmp}"], "--of: got one=, two="),
+    (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}", "--workers", "2"], "--of and --workers"),
+    (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}"], "holds no profiles"),
     (["sweep"], "Missing argument"),
 ])
 def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, write_sweep, tmp_path):
@@ -272,6 +283,14 @@ def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, wri
     if said.startswith("error:"):
         assert said.count("\n") == 1
     assert not list((tmp_path / "runs").glob("*"))  # nothing was started
+
+
+def test_a_question_that_cannot_be_asked_of_runs(command, tmp_path):
+    shutil.copytree(Path(__file__).parents[1] / "runs" / "h200" / "benchmark" / "small-ctx128-step-fp32-b05781de", tmp_path / "runs" / "benchmark" / "small-ctx128-step-fp32-b05781de")
+    for where in ("1", "size", "colour == 1", "x =="):
+        status, said = command("list", "--runs", tmp_path / "runs", "--where", where)
+        assert status == 2 and said.startswith("error: --where") and said.count("\n") == 1, said
+    assert "small" in command("list", "--runs", tmp_path / "runs", "--where", "size == 'small'")[1]
 
 
 def test_exit_2_when_another_sweep_is_writing(command, write_sweep, tmp_path):

@@ -41,7 +41,7 @@ def _seconds(text: str | None, option: str) -> float | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
     if not found:
-        raise typer.BadParameter(f"{option}: got {text!r}, but expected a number with s, m or h, such as 20m")
+        raise StepscopeError(f"{option}: got {text!r}, but expected a number with s, m or h, such as 20m")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
@@ -109,10 +109,15 @@ def list_runs(runs: RunsOption = None,
     from stepscope.accounting import predicted_peak_mib
     from stepscope.store import Store, read_record
     folder = _local_runs(runs)
+    if not folder.is_dir():
+        raise StepscopeError(f"{folder}: no such runs folder")
     frame, errors = Store(folder).frame()
-    if where and not frame.empty:
+    if where is not None and not frame.empty:
         try:
-            frame = frame.query(where)
+            asked = frame.eval(where)
+            if getattr(asked, "dtype", None) != bool:
+                raise TypeError("it is not true or false of each")
+            frame = frame[asked]
         except Exception as error:  # whatever Python says to an expression that is somebody's
             raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
     table = Table("study", Column("run", overflow="fold"), "status", "seconds", "beside", "cause", title=str(folder))
@@ -234,12 +239,14 @@ def neighbours(workers: WorkersOption = None,
                              " ran on more or fewer workers, the first with the others, for the report of --runs.")] = None) -> None:
     """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
     from stepscope.neighbours import KEPT, compare_folders, experiment
-    if not of:
+    if of is None:
         experiment(workers or "gpus", repeat, runs, Console())
         return
-    folders = {name: Path(folder) for name, equals, folder in (item.partition("=") for item in of) if equals}
+    folders = {name: Path(folder) for name, _, folder in (item.partition("=") for item in of) if name and folder}
     if len(folders) != len(of) or len(of) < 2:
-        raise typer.BadParameter(f"--of: got {', '.join(of)}, but expected it twice or more, each as NAME=FOLDER with a name of its own")
+        raise StepscopeError(f"--of: got {', '.join(of)}, but expected it twice or more, each as NAME=FOLDER with a name of its own")
+    if workers is not None:
+        raise StepscopeError("--of and --workers: one or the other; --of compares what has been measured")
     kept = _local_runs(runs) / KEPT
     compare_folders(folders, kept)
     console.print(f"{kept}: written", markup=False)

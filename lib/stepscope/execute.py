@@ -41,7 +41,7 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None, mo
     Raises:
         OSError: a file cannot be written. AlreadyBegun: this run was begun before in this sweep.
     """
-    folder = store.begin(config, where)
+    folder = store.begin(config, where).absolute()  # papermill changes this process's folder while a notebook is executed
     started_at, started = datetime.now(timezone.utc), time.perf_counter()
     status, cause = (notebook or run_notebook)(config, folder, timeout_s, more)
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}

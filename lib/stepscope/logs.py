@@ -14,6 +14,8 @@ def find_run(store: Store, name: str) -> Record:
     Raises:
         RecordError: there is none, or there are several, or it cannot be used.
     """
+    if not re.fullmatch(r"(?:[a-z_]+/)?[\w.-]+", name):
+        raise RecordError(f"{name!r} is no run's name; expected its id, the beginning of it, or study/id")
     study, _, run_id = name.rpartition("/")
     found = sorted(path.parent for path in store.root.glob(f"{study or '[!.]*'}/{run_id}*/record.json") if path.parts[-3] != "set-aside")
     found = [path for path in found if path.name == run_id] or found

@@ -35,7 +35,7 @@ KEPT = "neighbours"  # in a runs folder
 
 
 class NeighboursError(StepscopeError, RuntimeError):
-    """The experiment was stopped before its end."""
+    """The experiment was stopped before its end, or there is no place for a comparison."""
 
 
 def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -> pd.DataFrame:
@@ -94,7 +94,8 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
         kept: where the two tables go.
 
     Raises:
-        RecordError: a folder without profiles, or one that lacks some of the first one's.
+        RecordError: a folder without profiles, or one that lacks some of the first one's. NeighboursError: the tables cannot
+        be written.
     """
     sweeps, timings, first = [], [], None
     for condition, folder in folders.items():
@@ -120,9 +121,12 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
                        "ram_gib": records[0].machine.get("ram_gib"), "mean_run_s": sum(record.duration_s for record in records) / len(records),
                        "counted": len(counts), "different": int((both.iloc[:, 0] != both.iloc[:, 1]).sum())})
         timings.append(phase_times(store, records).assign(condition=condition))
-    kept.mkdir(parents=True, exist_ok=True)
-    for name, table in (("sweeps", pd.DataFrame(sweeps)), ("timings", pd.concat(timings, ignore_index=True))):
-        table.to_csv(kept / f"{name}.csv", index=False, float_format="%.7g")
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for name, table in (("sweeps", pd.DataFrame(sweeps)), ("timings", pd.concat(timings, ignore_index=True))):
+            table.to_csv(kept / f"{name}.csv", index=False, float_format="%.7g")
+    except OSError as error:
+        raise NeighboursError(f"{kept}: cannot be written to ({error.strerror})") from None
 
 
 def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:

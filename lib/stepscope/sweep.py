@@ -1,6 +1,7 @@
 """A sweep: a YAML file becomes configurations, and what has no valid record yet is run, here or on workers."""
 import hashlib
 import itertools
+import re
 import signal
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from stepscope.flops import forward_flops
 from stepscope.kernel import asked, clear_dead
 from stepscope.machine import machine
 from stepscope.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
-from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, join_cluster, local_cluster
+from stepscope.workers import Dask, Here, NotBegun, SchedulerGone, check_workers, join_cluster, local_cluster
 
 SHIPPED = Path(__file__).parent / "sweeps"
 BLOCK_KEYS = ("study", "fixed", "axes")
@@ -116,8 +117,14 @@ class How:
     notebook: Callable | None = None
 
     def check(self) -> None:
-        if self.workers and self.scheduler:
+        if self.workers is not None and self.scheduler is not None:
             raise SweepError("--workers and --scheduler: one or the other; a scheduler has its own workers")
+        if self.workers is not None:
+            check_workers(self.workers)
+        if self.scheduler is not None and not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", self.scheduler):
+            raise SweepError(f"--scheduler: got {self.scheduler!r}, but expected an address such as tcp://10.0.0.1:8786")
+        if self.timeout_s == 0:
+            raise SweepError("--timeout: got 0, but expected a time in which a run can end")
         for name in self.exclusive:
             if name not in (*STUDIES, "all"):
                 raise SweepError(f"--exclusive: got {name!r}, but expected all or a study: {', '.join(STUDIES)}")
@@ -217,9 +224,9 @@ def _pool(how: How, store: Store, console: Console) -> Iterator[tuple[Here | Das
     """Where runs go on; and of a joined cluster, what its workers are."""
     there: dict = {}
     client, places = how.cluster or (None, {})
-    if how.workers:
+    if how.workers is not None:
         client, places = local_cluster(how.workers)
-    elif how.scheduler:
+    elif how.scheduler is not None:
         client, there = join_cluster(how.scheduler, store)
     if client is None:
         pool = Here(store, how.timeout_s, how.notebook, how.prestart)
@@ -321,6 +328,7 @@ class _Sweep:
                 self.end.stopped_by = str(error)
             except OSError as error:
                 self.end.stopped_by = f"the runs folder, which cannot be written to ({error.strerror or error})"
+            self._show()
             self.end.left = [config for config in todo if (config.study, config.run_id) not in self.done]
 
     def _alone(self, config: RunConfig) -> bool:
@@ -388,7 +396,7 @@ class _Sweep:
         mean_s = sum(self.durations) / len(self.durations) if self.durations else 0
         left = mean_s * (len(self.todo) + len(running)) / max(self.pool.size, 1)
         self.progress.update(self.task, description=_counts(self.end.counts) + words,
-                             left=f"about {_minutes(left)} left" if self.durations else "")
+                             left=f"about {_minutes(left)} left" if self.durations and left else "")
 
 
 def _counts(counts: Counter) -> str:

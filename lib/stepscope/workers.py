@@ -6,6 +6,7 @@ A worker makes a run in the runs folder's ``.partial/``, which it has to see as 
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,12 @@ def is_encrypted() -> bool:
     return find_spec("cryptography") is not None
 
 
+def check_workers(workers: str) -> None:
+    """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number."""
+    if workers != "gpus" and not re.fullmatch("[1-9][0-9]*", workers):
+        raise WorkersError(f"--workers: got {workers!r}, but expected gpus or a number of workers")
+
+
 def local_cluster(workers: str):
     """A cluster of this machine, one worker for each GPU, and of each worker its environment and cores.
 
@@ -256,8 +263,7 @@ def local_cluster(workers: str):
     import dask
     from distributed import Client, LocalCluster
     gpus = gpus_here()
-    if workers != "gpus" and not (workers.isdigit() and int(workers)):
-        raise WorkersError(f"--workers: got {workers!r}, but expected gpus or a number of workers")
+    check_workers(workers)
     if workers == "gpus" and not gpus:
         raise WorkersError("--workers: got 'gpus', but there is no GPU here; a number makes so many workers, each with its part of the cores")
     count = len(gpus) if workers == "gpus" else int(workers)
