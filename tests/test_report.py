@@ -263,3 +263,9 @@ def test_the_committed_sweeps_are_complete():
     store = Store(ROOT / "runs" / "h200")
     asked = [config for path in sorted((store.root / "sweeps").glob("*.yaml")) for config in load_sweep(path, "cuda")]
     assert len(asked) > 200 and [config.run_id for config in asked if not (record := store.find(config)) or not record.done] == []
+
+
+def test_runs_that_had_others_beside_them_are_told(data):
+    assert "had others beside them" not in report.writeup(data, [], "runs", "figures")
+    records = [record.model_copy(update={"beside": ["nsys/another"]}) if i < 3 else record for i, record in enumerate(data.records)]
+    assert "3 of these runs had others beside them" in report.writeup(dataclasses.replace(data, records=records), [], "runs", "figures")
