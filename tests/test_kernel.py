@@ -7,13 +7,12 @@ import subprocess
 import sys
 import tempfile
 
-import pandas as pd
 import psutil
 import pytest
 import yaml
 from conftest import TINY
 from rich.console import Console
-from stepscope import execute, kernel, neighbours
+from stepscope import execute, kernel
 from stepscope.config import configure
 from stepscope.store import Store
 from stepscope.sweep import How, run_sweep
@@ -62,6 +61,8 @@ def test_what_a_killed_owner_left_is_ended_and_removed_and_what_a_living_one_has
         processes[name] = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True,
                                            env=os.environ | {kernel.MARK: str(folder)})
     (tmp_path / f"{kernel.SOCKETS}without-owner").mkdir()
+    (tmp_path / f"{kernel.SOCKETS}pipe").mkdir()
+    os.mkfifo(tmp_path / f"{kernel.SOCKETS}pipe" / "owner")  # opening this would wait for ever
     with (tmp_path / f"{kernel.SOCKETS}living" / "owner").open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         kernel.clear_dead()
@@ -101,20 +102,3 @@ def test_what_lives_without_an_environment_or_has_ended_is_not_waited_for(monkey
         bare.kill()
         bare.wait()
         over.wait()
-
-
-def runs(**medians):
-    return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition, "median_ms": value,
-                          "beside": 0 if condition.startswith("1") else 1} for condition, values in medians.items() for value in values])
-
-
-def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sentence_names_what_moved():
-    alone = [1.0, 1.01, 1.02]
-    same = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.005, 1.015, 1.03]}))
-    assert same["agrees"].all() and "Every median agrees" in neighbours.verdict(same)
-    moved = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.2, 1.21, 1.22], "4 busy": alone}))
-    assert moved["agrees"].tolist() == [True, False, True]
-    assert "small at context 128, forward, 2 busy: +19.8%" in neighbours.verdict(moved) and "--exclusive" in neighbours.verdict(moved)
-    # Runs that happened to have nobody beside them do not count for a busy condition.
-    quiet = runs(**{"1 busy": alone, "2 busy": [1.2, 1.21]}).assign(beside=0)
-    assert neighbours.compare(quiet)["runs"].tolist() == [3, 0]

@@ -21,8 +21,8 @@ def copied(folder, wall_s=None, workers=1, runs=RUNS):
         shutil.copytree(REFERENCE / "nsys" / run, folder / "nsys" / run)
     if wall_s:
         (folder / ENDED).parent.mkdir()
-        (folder / ENDED).write_text(f"started_at,workers,runs,wall_s\n2026-11-21T00:00:00+00:00,{workers},{len(runs)},{wall_s}\n"
-                                    f"2026-11-21T01:00:00+00:00,{workers},0,1000\n")
+        (folder / ENDED).write_text(f"started_at,sweeps,workers,runs,wall_s\n2026-11-21T00:00:00+00:00,nsys,{workers},{len(runs)},{wall_s}\n"
+                                    f"2026-11-21T01:00:00+00:00,nsys,{workers},0,1000\n")
     return folder
 
 
@@ -61,6 +61,14 @@ def test_equal_folders_are_told_equal_and_their_times_come_from_the_sweeps(folde
     assert figures.agree(tables["timings"], "here") is not None
 
 
+def test_a_folder_that_several_sweeps_made_has_no_wall_time(folders, tmp_path):
+    with (folders["two"] / ENDED).open("a") as ended:
+        ended.write("2026-11-21T02:00:00+00:00,nsys,4,1,30\n")
+    tables = compared(folders, tmp_path)
+    assert tables["sweeps"]["wall_s"].isna().tolist() == [False, True, True]
+    assert "times_4" not in answers.sooner(tables["sweeps"]).numbers and not answers.sooner(tables["sweeps"]).finding
+
+
 def test_an_operation_more_and_a_slower_phase_are_told(folders, tmp_path):
     change(folders["two"], "operations.parquet", lambda table: table.assign(count=table["count"] + (table.index == 0)))
     change(folders["two"], "clocks", lambda table: table.assign(projected_ns=table["projected_ns"] * 1.3))
@@ -69,6 +77,7 @@ def test_an_operation_more_and_a_slower_phase_are_told(folders, tmp_path):
     assert "2 differ" in answers.sooner(tables["sweeps"]).text and "not with the same" in answers.sooner(tables["sweeps"]).finding
     beside = tables["timings"].assign(beside=(tables["timings"]["condition"] == "two").astype(int))
     agreed = answers.agree(beside, tables["sweeps"])
+    assert "further than 5% from 1: large, context 512, forward, forward with two (1.30;" in agreed.text
     assert "phases that keep the GPU busy with two (+30.0%)" in agreed.text and agreed.numbers["slower"] == 2 and not agreed.finding
     assert answers.agree(tables["timings"], tables["sweeps"]).numbers["slower"] == 0  # slower, and not for anything beside it
 
@@ -77,7 +86,7 @@ def test_another_host_is_told(folders, tmp_path):
     tables = compared(folders, tmp_path)
     host = tables["sweeps"].assign(ram_gib=[100, 200, 200])
     text = answers.agree(tables["timings"], host).text
-    assert "two and reference were on another host than “one” (200 GiB of memory against 100)" in text
+    assert "Two and reference were on another host than one (200 GiB of memory against 100)" in text and "another host" in answers.sooner(host).text
     assert "On that host, reference against two" in text
     assert "another host" not in answers.agree(tables["timings"], tables["sweeps"].assign(ram_gib=1)).text
 
@@ -98,13 +107,18 @@ def test_nothing_compared_is_said():
     assert figures.agree(tables["timings"], "here") is None
 
 
-def test_medians_over_runs_are_compared_with_those_alone():
-    def runs(condition, medians, beside):
-        return pd.DataFrame({"size": "small", "context_length": 128, "mode": "step", "condition": condition, "median_ms": medians, "beside": beside})
-    table = neighbours.compare(pd.concat([runs("1 busy", [10, 10.1, 10.2], 0), runs("2 busy", [10.1, 10.2, 10.3], [1, 1, 0]),
-                                          runs("4 busy", [12, 12.1, 12.2], 3)])).set_index("condition")
-    assert table["agrees"].to_dict() == {"1 busy": True, "2 busy": True, "4 busy": False}
-    assert table.loc["2 busy", "runs"] == 2  # the one that had nothing beside it says nothing of two busy workers
-    assert table.loc["4 busy", "ratio"] == pytest.approx(12.1 / 10.1)
-    words = neighbours.verdict(table.reset_index())
-    assert "4 busy: +19.8%" in words and "2 busy" not in words and "--exclusive" in words
+def runs(**medians):
+    return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition, "median_ms": value,
+                          "beside": 0 if condition.startswith("1") else 1} for condition, values in medians.items() for value in values])
+
+
+def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sentence_names_what_moved():
+    alone = [1.0, 1.01, 1.02]
+    same = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.005, 1.015, 1.03]}))
+    assert same["agrees"].all() and "Every median agrees" in neighbours.verdict(same)
+    moved = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.2, 1.21, 1.22], "4 busy": alone}))
+    assert moved["agrees"].tolist() == [True, False, True]
+    assert "small at context 128, forward, 2 busy: +19.8%" in neighbours.verdict(moved) and "--exclusive" in neighbours.verdict(moved)
+    # Runs that happened to have nobody beside them do not count for a busy condition.
+    quiet = runs(**{"1 busy": alone, "2 busy": [1.2, 1.21]}).assign(beside=0)
+    assert neighbours.compare(quiet)["runs"].tolist() == [3, 0]

@@ -374,6 +374,6 @@ def test_two_sweeps_of_one_name_are_both_kept(store, tiny, write_sweep):
     for seed in (0, 1, 0):
         sweep = write_sweep([{"study": "benchmark", "fixed": tiny(seed=seed).model_dump(mode="json", exclude={"study", "size"})}], "same.yaml")
         run_sweep([sweep], store, How(time_budget_s=0), Console(quiet=True))
-    kept = sorted((store.root / "sweeps").iterdir())
+    kept = sorted((store.root / "sweeps").glob("*.yaml"))
     assert len(kept) == 2 and kept[1].name == "same.yaml" and kept[0].name.startswith("same-")
     assert len(run_sweep(kept, store, How(time_budget_s=0), Console(quiet=True)).left) == 2

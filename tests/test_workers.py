@@ -223,7 +223,7 @@ class Slots:
     parallel = True
 
     def __init__(self, store):
-        self.store, self.given, self.seen = store, [], []
+        self.store, self.given, self.seen, self.more = store, [], [], []
 
     def free(self, config):
         return len(self.given) < self.size
@@ -233,6 +233,7 @@ class Slots:
 
     def submit(self, config, more):
         self.given.append(config)
+        self.more.append(more)
         self.seen.append(sorted((c.study, c.size) for c in self.given))
 
     def wait(self):
@@ -256,6 +257,7 @@ def test_the_longest_runs_go_first_and_exclusive_ones_alone(store, write_sweep, 
     assert run_sweep([sweep], store, How(exclusive=("warmup",)), Console(quiet=True)).counts == {"ok": 6}
     assert slots.seen == [[("benchmark", "tiny")], [("benchmark", "micro"), ("benchmark", "tiny")], [("benchmark", "micro"), ("benchmark", "nano")],
                           [("warmup", "tiny")], [("warmup", "micro")], [("warmup", "nano")]]
+    assert not any(slots.more)  # a spare would be made ready beside one of those
     beside = {record.run_id[:4]: record.beside for record in store.records()[0] if record.study == "warmup"}
     assert beside == {"nano": [], "tiny": [], "micr": []}
     assert work_estimate(configure("benchmark", **TINY | {"size": "tiny"})) > work_estimate(configure("benchmark", **TINY))

@@ -162,10 +162,16 @@ def clear_dead() -> None:
     A folder's owner holds a lock on it, which ends with the owner however that dies.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/owner"):
-        with suppress(OSError), owner.open("r") as file:  # another user's, or gone meanwhile
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            end_marked(owner.parent)
-            shutil.rmtree(owner.parent, ignore_errors=True)
+        with suppress(OSError), open(owner, opener=_open_unwaiting) as file:  # gone meanwhile, or its owner lives
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                end_marked(owner.parent)
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _open_unwaiting(path: str, flags: int) -> int:
+    """Whatever another user may have put there: opening a pipe would wait for its other end."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 class Spare:

@@ -85,7 +85,7 @@ def _stop(number, frame):
 def compare_folders(folders: dict[str, Path], kept: Path) -> None:
     """Write what the same runs took in several folders: ``sweeps.csv`` and ``timings.csv``.
 
-    sweeps: a row a folder: condition (its name here), workers (of the sweep; empty where it did not say), wall_s (likewise), runs,
+    sweeps: a row a folder: condition (its name here), workers and wall_s (where one sweep made all that is in the folder), runs,
     at_once (the most that went on at one time), ram_gib (of the machine, to tell hosts apart), mean_run_s, counted (operations of the profiles, by phase and kernel), different
     (those of them whose number is not the first folder's). timings: :func:`phase_times`, with the condition.
 
@@ -100,8 +100,8 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
     sweeps, timings, first = [], [], None
     for condition, folder in folders.items():
         store = Store(folder)
-        records, errors = store.records()
-        records = [record for record in records if record.study == "nsys" and record.status == "ok"]
+        everything, errors = store.records()
+        records = [record for record in everything if record.study == "nsys" and record.status == "ok"]
         if not records:
             raise RecordError(f"{folder}: holds no profiles (runs of the nsys study)" + (f" that can be used ({errors[0]})" if errors else ""))
         if first is not None:  # a folder may hold more than the sweep that is compared
@@ -115,8 +115,9 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
         both = pd.concat([first, counts], axis=1).fillna(0)
         ended = pd.read_csv(store.root / ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
         ended = ended[ended["runs"] > 0]
+        whole = ended.iloc[0] if len(ended) == 1 and ended["runs"].iloc[0] == len(everything) else None  # one sweep made it all
         edges = sorted([(r.started_at.timestamp(), 1) for r in records] + [(r.started_at.timestamp() + r.duration_s, -1) for r in records])
-        sweeps.append({"condition": condition, "workers": ended["workers"].max(), "wall_s": ended["wall_s"].sum(min_count=1), "runs": len(records),
+        sweeps.append({"condition": condition, "workers": None if whole is None else whole["workers"], "wall_s": None if whole is None else whole["wall_s"], "runs": len(records),
                        "at_once": max(itertools.accumulate(step for _, step in edges)),
                        "ram_gib": records[0].machine.get("ram_gib"), "mean_run_s": sum(record.duration_s for record in records) / len(records),
                        "counted": len(counts), "different": int((both.iloc[:, 0] != both.iloc[:, 1]).sum())})
@@ -175,7 +176,7 @@ def compare(runs: pd.DataFrame) -> pd.DataFrame:
         _, alone, alone_low, alone_high = intervals[ALONE]
         for condition, (count, median, low, high) in intervals.items():
             rows.append({**dict(zip(("size", "context_length", "mode"), key)), "condition": condition, "runs": count, "median_ms": median,
-                         "ci_low_ms": low, "ci_high_ms": high, "ratio": median / alone, "agrees": not (low > alone_high or high < alone_low)})
+                         "ci_low_ms": low, "ci_high_ms": high, "ratio": median / alone, "agrees": bool(low <= alone_high and high >= alone_low)})
     return pd.DataFrame(rows)
 
 

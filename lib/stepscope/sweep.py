@@ -197,19 +197,20 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                 else:
                     todo.append(config)
             _Sweep(pool, store, how, console, end, len(configs)).run(todo)
-        _note_end(store, began, workers, len(todo) - len(end.left))
+        _note_end(store, began, paths, workers, len(todo) - len(end.left))
         store.frame()  # its index then has these runs, for whoever reads next
     return end
 
 
-def _note_end(store: Store, began: float, workers: int, runs: int) -> None:
+def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs: int) -> None:
     """How long a sweep took, from its workers' start to their end."""
+    names = " ".join(path.stem.replace(",", "-") for path in paths)
     path = store.root / ENDED
     started = datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="seconds")
     with suppress(OSError), path.open("a", encoding="utf-8") as file:  # no space: what was measured is in place without it
         if not file.tell():
-            file.write("started_at,workers,runs,wall_s\n")
-        file.write(f"{started},{workers},{runs},{time.time() - began:.3f}\n")
+            file.write("started_at,sweeps,workers,runs,wall_s\n")
+        file.write(f"{started},{names},{workers},{runs},{time.time() - began:.3f}\n")
 
 
 def _load(paths: list[Path], device: str, check: bool = True) -> list[RunConfig]:
@@ -344,7 +345,11 @@ class _Sweep:
                 self.end.stopped_by = "time budget"
                 return
             config = self.todo.pop(0)
-            self.pool.submit(config, more=bool(self.todo) and not self.todo[0].times_imports)
+            self.pool.submit(config, self._more())
+
+    def _more(self) -> bool:
+        """Whether the next run's kernel may be made ready. Not on a worker whose neighbour may then be an exclusive run."""
+        return bool(self.todo) and not self.todo[0].times_imports and not (self.pool.parallel and self._alone(self.todo[-1]))
 
     def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
         if isinstance(result, OSError):

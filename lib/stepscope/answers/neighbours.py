@@ -6,6 +6,7 @@ from stepscope.answers import Answer, count, listing, no_data, number, percent
 from stepscope.summary import median_interval
 
 SAME = 0.02      # ratios this close to 1 are no change
+FAR = 0.05       # a phase whose ratio is further from 1 is named
 KEPT_BUSY = 0.9  # a phase whose operations fill so much of its time on the GPU does not wait for the host
 GROUPS = {True: "phases that keep the GPU busy", False: "phases in which the GPU waits for the host"}
 
@@ -20,19 +21,20 @@ def sooner(sweeps: pd.DataFrame) -> Answer:
     more = timed[timed["workers"] > first["workers"]]
     parts = [f"{number(row['wall_s'])} s with {int(row['workers'])} ({number(times[i])} times as fast)" for i, row in more.iterrows()]
     different = int(sweeps["different"].sum())
-    text = [f"The same {count(int(first['runs']), 'profiling run')}, from the command's start to its end: {number(first['wall_s'])} s with"
+    text = [f"The same {count(int(first['runs']), 'profiling run')}: {number(first['wall_s'])} s with"
             f" {count(int(first['workers']), 'worker')}, a worker being a GPU with its own part of the cores"
             + (f", and {listing(parts)}." if parts else "."),
+            _hosts(sweeps),
             f"Compared with the first by phase and kernel, {number(first['counted'])} numbers of operations a sweep: "
             + (f"{different} differ." if different else f"none differs in any of the {len(sweeps) - 1} others.")]
     best = more.loc[times[more.index].idxmax()] if len(more) else None
     finding = "" if best is None else (f"**On {int(best['workers'])} GPUs the profiling sweep ends {number(first['wall_s'] / best['wall_s'])} times as soon**"
                                        f" as on one, {'with' if not different else 'but not with'} the same operations in every profile.")
     table = pd.DataFrame({"sweep": sweeps["condition"], "at once": sweeps["at_once"].astype(str),
-                          "whole command (s)": sweeps["wall_s"].map(number), "times as fast": (first["wall_s"] / sweeps["wall_s"]).map(number),
+                          "wall time (s)": sweeps["wall_s"].map(number), "times as fast": (first["wall_s"] / sweeps["wall_s"]).map(number),
                           "mean run (s)": sweeps["mean_run_s"].map(number), "operations that differ": sweeps["different"].astype(str)})
-    return Answer("workers-time", question, " ".join(text), finding, {"different": different} | {f"times_{int(row['workers'])}": times[i] for i, row in more.iterrows()},
-                  [("The same sweep on more and fewer workers (– where the command was not timed).", table)])
+    return Answer("workers-time", question, " ".join(filter(None, text)), finding, {"different": different} | {f"times_{int(row['workers'])}": times[i] for i, row in more.iterrows()},
+                  [("The same sweep on more and fewer workers (– where it was not timed as a whole).", table)])
 
 
 def ratios(timings: pd.DataFrame, first: str | None = None) -> pd.DataFrame:
@@ -63,7 +65,8 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
     if timings.empty or timings["condition"].nunique() < 2:
         return _none("workers-agree", question)
     first = timings["condition"].iloc[0]
-    rows = summary(ratios(timings))
+    both = ratios(timings)
+    rows = summary(both)
     text = [f"The same phases of the same profiles, medians of their steps, time on the GPU from the first operation to the last, over that in"
             f" the sweep “{first}”. A change is called none when the 95% interval of the median ratio holds 1, or lies within {percent(SAME)} of it."]
     for busy, own in rows.groupby("busy", sort=False):
@@ -71,15 +74,19 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
         text.append(f"{words[0].upper()}{words[1:]} ({int(own['phases'].iloc[0])}): " + (
             f"no change in any sweep; single ones {number(own['p5'].min(), 4)} to {number(own['p95'].max(), 4)} times as long (5th to 95th percentile)."
             if own["none"].all() else f"{'; '.join(f'{row.condition}, {_ratio(row)}' for row in own.itertuples())}."))
+    far = both[both["busy"] & ((both["ratio"] - 1).abs() > FAR)]
+    if len(far):
+        text.append(f"Of those that keep the GPU busy, further than {percent(FAR)} from 1: " + listing(
+            f"{row.size}, context {row.context_length}, {row.mode}, {row.phase} with {row.condition} ({number(row.ratio)}; busy for"
+            f" {percent(row.busy_share)} of its time there, {percent(row.busy_share_first)} in “{first}”)" for row in far.itertuples()) + ".")
     host = sweeps.set_index("condition")["ram_gib"]
     elsewhere = [condition for condition in rows["condition"].unique() if host[condition] != host[first]]
     if elsewhere:
-        text.append(f"The sweeps with {listing(elsewhere)} were on another host than “{first}” ({number(host[elsewhere[0]])} GiB of memory against"
-                    f" {number(host[first])}): against it, a phase that waits for the host may change for that reason too.")
+        text.append(f"{_hosts(sweeps)} Against it, a phase that waits for the host may change for that reason too.")
     for condition, other in zip(elsewhere[1:], elsewhere):
         if host[condition] == host[other]:
-            both = ratios(timings[timings["condition"].isin([condition, other])], other)
-            text.append(f"On that host, {condition} against {other}: " + "; ".join(f"{GROUPS[row.busy]}, {_ratio(row)}" for row in summary(both).itertuples()) + ".")
+            pair = summary(ratios(timings[timings["condition"].isin([condition, other])], other))
+            text.append(f"On that host, {condition} against {other}: " + "; ".join(f"{GROUPS[row.busy]}, {_ratio(row)}" for row in pair.itertuples()) + ".")
     slower = rows[~rows["none"] & (rows["ratio"] > 1) & (rows["beside"] > 0)]
     waiting = rows[~rows["busy"]]
     alone = waiting[waiting["beside"] == 0]
@@ -104,6 +111,14 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
     return Answer("workers-agree", question, " ".join(text), finding, {"slower": len(slower)},
                   [(f"Times over those of “{first}” [95% interval of the median over the phases].", table)],
                   [("workers_agree", "Every phase's time with more workers busy over its time with one")])
+
+
+def _hosts(sweeps: pd.DataFrame) -> str:
+    """Which sweeps were on another host than the first; nothing where all were on one."""
+    first = sweeps.iloc[0]
+    other = sweeps[sweeps["ram_gib"] != first["ram_gib"]]
+    return "" if other.empty else (f"{listing(other['condition']).capitalize()} were on another host than {first['condition']} ({number(other['ram_gib'].iloc[0])} GiB"
+                                   f" of memory against {number(first['ram_gib'])}).")
 
 
 def _ratio(row) -> str:
