@@ -209,6 +209,15 @@ def test_what_cannot_be_done_is_said_in_a_sentence(how, told, store, sweep_of, m
     assert content(store) == {}
 
 
+def test_runs_that_no_worker_takes_are_refused_and_not_waited_for():
+    pool = workers.Dask.__new__(workers.Dask)
+    pool.workers = {"tcp://somewhere": {"resources": {"GPU": 1}}}
+    with pytest.raises(workers.WorkersError, match="no worker offers CPU=1, which a run with device 'cpu' takes"):
+        pool.require([config_of(0)])
+    pool.workers = {"tcp://somewhere": {"resources": {"GPU": 1, "CPU": 1}}}
+    pool.require([config_of(0)])
+
+
 def test_two_gpus_are_not_four_workers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert workers.gpus_here() == ["3", "5"]

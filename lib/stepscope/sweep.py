@@ -186,6 +186,8 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
         clear_dead()
         with _pool(how, store, console) as (pool, there):
             configs = _load(paths, there.get("device", "auto"), check=not there)
+            if isinstance(pool, Dask):
+                pool.require(configs)
             _same_machine(store, configs, there)
             for path in paths:
                 _keep(path, store)
@@ -398,6 +400,8 @@ class _Sweep:
             words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
         else:
             words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))
+        if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
+            words = "\n  waiting for a worker"
         mean_s = sum(self.durations) / len(self.durations) if self.durations else 0
         left = mean_s * (len(self.todo) + len(running)) / max(self.pool.size, 1)
         self.progress.update(self.task, description=_counts(self.end.counts) + words,

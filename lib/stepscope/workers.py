@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +126,14 @@ class Dask:
     @property
     def size(self) -> int:
         return min(len(self.workers), self.limit or len(self.workers))
+
+    def require(self, configs: list[RunConfig]) -> None:
+        """Raises :class:`WorkersError` where no worker offers what one of the runs takes, which would then wait for ever."""
+        offered = {name for worker in self.workers.values() for name in worker["resources"]}
+        for config in configs if offered else ():
+            if RESOURCE[config.device] not in offered:
+                raise WorkersError(f"no worker offers {RESOURCE[config.device]}=1, which a run with device {config.device!r} takes"
+                                   f" ({config.study}/{config.run_id}); they offer {' and '.join(sorted(offered))}")
 
     def _idle(self, config: RunConfig) -> list[str]:
         needs = RESOURCE[config.device]
@@ -240,11 +247,6 @@ def core_slices(count: int) -> list[list[int]]:
     return [sorted(core for index in part for core in physical[index]) for part in np.array_split(range(len(physical)), count)]
 
 
-def is_encrypted() -> bool:
-    """Whether a local cluster speaks TLS."""
-    return find_spec("cryptography") is not None
-
-
 def check_workers(workers: str) -> None:
     """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number."""
     if workers != "gpus" and not re.fullmatch("[1-9][0-9]*", workers):
@@ -275,10 +277,10 @@ def local_cluster(workers: str):
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = gpus[index]
         places[index] = {"environment": own, "cores": cores}
-    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only; on a machine with other users,
-    # TLS with a key of this moment keeps those out as well, where Dask has the library it needs for that.
+    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a key of this moment
+    # keeps out the machine's other users.
     with dask.config.set({"temporary-directory": tempfile.gettempdir()}):
-        cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=is_encrypted() or None, memory_limit=0, silence_logs="CRITICAL",
+        cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=True, memory_limit=0, silence_logs="CRITICAL",
                                dashboard_address="127.0.0.1:0", resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
     return Client(cluster, set_as_default=False), places
 
@@ -310,6 +312,8 @@ def join_cluster(address: str, store: Store):
         wrong = f"the worker {blind[0]} does not see {store.root.resolve()}; the runs folder has to be on a file system that all share"
     elif len(devices := {fact["device_name"] for fact in facts.values()}) > 1:
         wrong = f"has workers with {' and '.join(sorted(devices))}; one runs folder holds one machine's runs"
+    elif (gpus := [fact["gpu"] for fact in facts.values() if fact["gpu"]]) and len(set(gpus)) < len(gpus):
+        wrong = "two of its workers see the same GPU first; start each with its own CUDA_VISIBLE_DEVICES"
     elif not offered & set(RESOURCE.values()):
         wrong = "its workers offer neither GPU nor CPU; start them with: dask worker ... --nthreads 1 --resources GPU=1 (or CPU=1)"
     if wrong:
@@ -320,8 +324,9 @@ def join_cluster(address: str, store: Store):
 
 def _facts(token: str) -> dict:
     """Of the worker that this runs on. Asked of a process of its own: the worker itself is to touch no GPU."""
-    code = ("import json; from stepscope.config import device_here; from stepscope.machine import machine;"
-            " device = device_here('auto'); print(json.dumps({'device': device, 'device_name': machine(device)['device_name']}))")
+    code = ("import json, torch; from stepscope.config import device_here; from stepscope.machine import machine;"
+            " device = device_here('auto'); gpu = str(torch.cuda.get_device_properties(0).uuid) if device == 'cuda' else None;"
+            " print(json.dumps({'device': device, 'device_name': machine(device)['device_name'], 'gpu': gpu}))")
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT / "lib"), os.environ.get("PYTHONPATH", "")])})
     return json.loads(told.stdout) | {"sees": Path(token).exists()}

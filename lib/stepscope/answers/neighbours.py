@@ -50,13 +50,14 @@ def ratios(timings: pd.DataFrame, first: str | None = None) -> pd.DataFrame:
 
 def summary(both: pd.DataFrame) -> pd.DataFrame:
     """Of :func:`ratios`, a row each condition and group: phases, median ratio, its bootstrap interval over the phases, the 5th and
-    95th percentile of single phases, and ``none``: whether that is no change (the interval holds 1, or lies within 2% of it)."""
+    95th percentile of single phases, and ``change``: "none" (the interval lies within 2% of 1), "not told apart" from none (it holds 1), or how much."""
     rows = []
     for (busy, condition), own in both.groupby(["busy", "condition"], sort=False):
         low, high = median_interval(own["ratio"].to_numpy())
         rows.append({"busy": busy, "condition": condition, "phases": len(own), "ratio": own["ratio"].median(), "low": low, "high": high,
                      "p5": own["ratio"].quantile(0.05), "p95": own["ratio"].quantile(0.95), "operations_ratio": own["operations_ratio"].median(),
-                     "beside": own["beside"].mean(), "none": low <= 1 <= high or (abs(low - 1) <= SAME and abs(high - 1) <= SAME)})
+                     "beside": own["beside"].mean(), "change": "none" if max(abs(low - 1), abs(high - 1)) <= SAME
+                     else "not told apart" if low <= 1 <= high else f"{own['ratio'].median() - 1:+.1%}"})
     return pd.DataFrame(rows).sort_values("busy", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -68,12 +69,12 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
     both = ratios(timings)
     rows = summary(both)
     text = [f"The same phases of the same profiles, medians of their steps, time on the GPU from the first operation to the last, over that in"
-            f" the sweep “{first}”. A change is called none when the 95% interval of the median ratio holds 1, or lies within {percent(SAME)} of it."]
+            f" the sweep “{first}”. There is no change where the 95% interval of the median ratio lies within {percent(SAME)} of 1, and it is not told apart from none where the interval holds 1."]
     for busy, own in rows.groupby("busy", sort=False):
         words = GROUPS[busy]
         text.append(f"{words[0].upper()}{words[1:]} ({int(own['phases'].iloc[0])}): " + (
             f"no change in any sweep; single ones {number(own['p5'].min(), 4)} to {number(own['p95'].max(), 4)} times as long (5th to 95th percentile)."
-            if own["none"].all() else f"{'; '.join(f'{row.condition}, {_ratio(row)}' for row in own.itertuples())}."))
+            if (own["change"] == "none").all() else f"{'; '.join(f'{row.condition}, {_ratio(row)}' for row in own.itertuples())}."))
     far = both[both["busy"] & ((both["ratio"] - 1).abs() > FAR)]
     if len(far):
         text.append(f"Of those that keep the GPU busy, further than {percent(FAR)} from 1: " + listing(
@@ -87,18 +88,18 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
         if host[condition] == host[other]:
             pair = summary(ratios(timings[timings["condition"].isin([condition, other])], other))
             text.append(f"On that host, {condition} against {other}: " + "; ".join(f"{GROUPS[row.busy]}, {_ratio(row)}" for row in pair.itertuples()) + ".")
-    slower = rows[~rows["none"] & (rows["ratio"] > 1) & (rows["beside"] > 0)]
+    slower = rows[rows["change"].str.startswith("+") & (rows["beside"] > 0)]
     waiting = rows[~rows["busy"]]
     alone = waiting[waiting["beside"] == 0]
     if len(alone):
         text.append("Between two sweeps with nothing beside them, single phases that wait for the host differ by"
                     f" {number(alone['p5'].min())} to {number(alone['p95'].max())} (5th to 95th percentile); each is a process of its own.")
-    text.append("Affected by busy neighbours: " + ("; ".join(f"{GROUPS[row.busy]} with {row.condition} ({row.ratio - 1:+.1%})" for row in slower.itertuples())
+    text.append("Affected by busy neighbours: " + ("; ".join(f"{GROUPS[row.busy]} with {row.condition} ({row.change})" for row in slower.itertuples())
                 + ". `--exclusive` gives such runs the machine to themselves." if len(slower) else "neither group became slower.")
                 + " What ran beside a run is in its record, whatever came of it.")
     busiest = rows[rows["busy"] & (rows["beside"] > 0)]
     finding = ""
-    if len(busiest) and busiest["none"].all():
+    if len(busiest) and (busiest["change"] == "none").all():
         last = busiest.loc[busiest["beside"].idxmax()]
         finding = (f"**With {last['condition']} busy, phases that keep the GPU busy take {number(last['ratio'], 4)} times as long as with {first}**;"
                    f" single ones {number(last['p5'], 4)} to {number(last['p95'], 4)} times.")
@@ -107,7 +108,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
                           "median ratio": [f"{number(row.ratio, 4)} [{number(row.low, 4)}, {number(row.high, 4)}]" for row in rows.itertuples()],
                           "single phases, 5% to 95%": [f"{number(row.p5, 4)} to {number(row.p95, 4)}" for row in rows.itertuples()],
                           "sum of operations": rows["operations_ratio"].map(lambda ratio: number(ratio, 4)),
-                          "change": ["none" if row.none else f"{row.ratio - 1:+.1%}" for row in rows.itertuples()]})
+                          "change": rows["change"]})
     return Answer("workers-agree", question, " ".join(text), finding, {"slower": len(slower)},
                   [(f"Times over those of “{first}” [95% interval of the median over the phases].", table)],
                   [("workers_agree", "Every phase's time with more workers busy over its time with one")])
@@ -122,7 +123,7 @@ def _hosts(sweeps: pd.DataFrame) -> str:
 
 
 def _ratio(row) -> str:
-    return f"{number(row.ratio, 4)} [{number(row.low, 4)}, {number(row.high, 4)}]" + (", no change" if row.none else "")
+    return f"{number(row.ratio, 4)} [{number(row.low, 4)}, {number(row.high, 4)}]" + {"none": ", no change", "not told apart": ", not told apart"}.get(row.change, "")
 
 
 def _none(key: str, question: str) -> Answer:
