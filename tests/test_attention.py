@@ -383,7 +383,9 @@ def test_compiled_and_sdpa_sentences_follow_the_data(model_times):
     assert "2.50 times as fast" in both.finding and "slower one" not in both.text
     slow = with_times(block=0.5, sdpa=0.8)
     assert "Slower by more than the intervals allow" in compiled_answers.whole_model(slow).text
-    assert "SDPA is the slower one" in compiled_answers.sdpa(slow).text
+    assert "SDPA is the slower one" in compiled_answers.sdpa(slow).text and "Launches set" not in compiled_answers.sdpa(slow).text
+    waiting = slow.assign(launch_bound_share=0.8, enqueue_ms=[2.2 if row.attention == "sdpa" else 2.0 for row in slow.itertuples()])
+    assert "with SDPA the host takes 1.10 times as long to enqueue them" in compiled_answers.sdpa(waiting).text
     same = with_times()
     assert "intervals overlap, so that nothing can be told" in compiled_answers.whole_model(same).text
     bound = quick.assign(launch_bound_share=[0.9 if row.variant == "eager" else 0.1 for row in quick.itertuples()],

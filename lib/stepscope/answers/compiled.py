@@ -197,6 +197,10 @@ def sdpa(times: pd.DataFrame) -> Answer:
         text += (f" In {len(losses)} of {count(len(both), 'pair')} SDPA is the slower one: " + listing(
             f"{row['size']} in {row['precision']}, {MODE_WORDS[row['mode']]}, {VARIANT_WORDS[row['variant']]}"
             for _, row in losses.iterrows()) + ".")
+        bound = losses[losses[["launch_bound_share", "launch_bound_share_sdpa"]].min(axis=1) > 0.5] if "launch_bound_share" in losses else losses[:0]
+        if len(bound):
+            text += (f" Launches set the time in {len(bound)} of these, and with SDPA the host takes"
+                     f" {span(bound['enqueue_ms_sdpa'] / bound['enqueue_ms'])} times as long to enqueue them.")
     shown = steps.assign(cell=[f"{number(r.median_ms)} to {number(r.median_ms_sdpa)}:"
                                f" {number(r.gain)}{'' if r.sure else ' *'}" for r in steps.itertuples()])
     shown = shown.pivot(index=["size", "precision"], columns="variant", values="cell").rename(columns={"block": "compiled"})
