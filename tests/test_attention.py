@@ -1,4 +1,6 @@
 """The attention study: what is checked, timed and counted, on a CPU; the answers on data made for the sentence."""
+from contextlib import nullcontext
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -329,41 +331,70 @@ def test_a_cpu_is_not_asked_for_its_end():
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
 
+COMPILE = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 1, "timed_steps": 3}
+
+
 @pytest.fixture(scope="module")
 def variants():
-    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=1,
-                       timed_steps=3,
-                       variants=["eager", "block"])
+    config = configure("compile", **COMPILE)
     tables = compiled.measure_variants(config)
     tables["ceilings"] = pd.DataFrame({"ceiling": ["matmul_fp32"], "value": [0.1], "unit": "TFLOP/s", "time_ms": 1.0})
     return config, tables
 
 
+def test_both_attentions_run_in_one_process_training_first(variants):
+    rows = variants[1]["variants"]
+    assert [tuple(row) for row in rows[compiled.PART].to_numpy()] == [
+        (a, v, m) for a in ("eager", "sdpa") for v in ("eager", "block") for m in ("forward_backward", "step", "forward")]
+    assert set(rows["status"]) == {"ok"} and set(variants[1]["samples"]["attention"]) == {"eager", "sdpa"}
+
+
 def test_blocks_share_one_compiled_graph_with_gradients_and_one_without(variants):
-    rows = variants[1]["variants"].set_index(["variant", "mode"])
-    assert rows.loc["block", "graphs"].to_dict() == {"forward_backward": 1, "step": 0, "forward": 1}
-    assert rows.loc["eager", "graphs"].sum() == 0 and rows["graph_breaks"].sum() == 0 and set(rows["status"]) == {"ok"}
+    rows = variants[1]["variants"].set_index(compiled.PART).sort_index()
+    for attention_kind in ("eager", "sdpa"):
+        assert rows.loc[(attention_kind, "block"), "graphs"].to_dict() == {"forward_backward": 1, "step": 0, "forward": 1}
+        assert rows.loc[(attention_kind, "eager"), "graphs"].sum() == 0
+    assert rows["graph_breaks"].sum() == 0
+
+
+def test_each_attention_is_the_one_that_is_run(monkeypatch):
+    called, plain = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **more: called.append(1) or plain(*args, **more))
+    for name, expected in (("eager", 0), ("sdpa", 3 * 4 * 2)):  # modes, steps, layers
+        compiled.measure_variants(configure("compile", **COMPILE, attentions=[name], variants=["eager"]))
+        assert len(called) == expected
+
+
+def test_nothing_compiled_comes_out_of_a_cache_on_disk(variants, monkeypatch, tmp_path):
+    """The same graph twice: the second is compiled again; without the caches of their own it would not be."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert (variants[1]["variants"]["cached_graphs"] == 0).all()
+    config = configure("compile", **COMPILE, attentions=["sdpa"], variants=["block", "block"])
+    assert (compiled.measure_variants(config)["variants"]["cached_graphs"] == 0).all()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("torch._inductor.utils.fresh_cache", nullcontext)
+    shared = compiled.measure_variants(config)["variants"]["cached_graphs"].tolist()
+    assert shared[:3] == [0, 0, 0] and shared[3] > 0 and shared[5] > 0 and list(tmp_path.iterdir())
 
 
 def test_compiling_is_in_the_first_step_alone(variants):
     times = compiled.variant_times(variants[1]["samples"], variants[1]["ceilings"], variants[0])
-    whole = times[times["phase"] == "step"].set_index(["variant", "mode"])
-    assert set(whole.index) == {(v, m) for v in ("eager", "block") for m in compiled.MODES}
-    first = whole.loc["block", "forward_backward"]
-    assert first["first_ms"] > 10 * first["median_ms"]
-    assert "block **" in compiled.reading(times)
+    whole = times[times["phase"] == "step"].set_index(["attention", "variant", "mode"])
+    assert set(whole.index) == {(a, v, m) for a in ("eager", "sdpa") for v in ("eager", "block") for m in compiled.MODES}
+    for attention_kind in ("eager", "sdpa"):
+        first = whole.loc[attention_kind, "block", "forward_backward"]
+        assert first["first_ms"] > 10 * first["median_ms"]
+    assert "block with sdpa attention **" in compiled.reading(times)
 
 
 @pytest.fixture
 def model_times(variants, store):
-    """The tidy table of a store with that run under several names, as if of a GPU."""
+    """The tidy table of a store with that run."""
     config, tables = variants
-    for attention_kind in ("eager", "sdpa"):
-        own = config.model_copy(update={"attention": attention_kind})
-        with store.writing():
-            folder = store.begin(own)
-            record = record_of(own, tables={name: write_table(folder, name, table) for name, table in tables.items()})
-            store.commit(folder, record)
+    with store.writing():
+        folder = store.begin(config)
+        record = record_of(config, tables={name: write_table(folder, name, table) for name, table in tables.items()})
+        store.commit(folder, record)
     return compiled.all_times(store, store.records()[0])
 
 
@@ -396,7 +427,7 @@ def test_compiled_and_sdpa_sentences_follow_the_data(model_times):
 
 def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(tiny, monkeypatch):
     config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=0,
-                       timed_steps=1,
+                       timed_steps=1, attentions=["eager"],
                        variants=["model", "eager"])
     plain = compiled.build_step
 

@@ -47,17 +47,17 @@ def test_no_compiler_costs_the_compiled_variant_alone(monkeypatch, tiny):
         monkeypatch.setattr(step.model, "forward", fail)
         return step
     monkeypatch.setattr(compiled, "with_compiled", no_compiler)
-    variants = compiled.measure_variants(tiny(study="compile", mode=None))["variants"]
+    variants = compiled.measure_variants(tiny(study="compile"))["variants"]
     assert variants.groupby("variant")["status"].unique().explode().to_dict() == {"eager": "ok", "block": "unsupported"}
     assert variants.query("variant == 'block'")["reason"].str.contains("No working C\\+\\+ compiler").all()
 
 
-def test_where_no_variant_fits_there_are_six_rows_and_no_times(monkeypatch, tiny):
+def test_where_no_variant_fits_there_are_rows_and_no_times(monkeypatch, tiny):
     def full(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     monkeypatch.setattr(compiled, "build_step", full)
-    config = tiny(study="compile", mode=None)
+    config = tiny(study="compile")
     tables = compiled.measure_variants(config)
-    assert tables["variants"]["status"].tolist() == ["oom"] * 6
+    assert tables["variants"]["status"].tolist() == ["oom"] * 12
     times = compiled.variant_times(tables["samples"], tables["samples"], config)
     assert times.empty and compiled.reading(times) == "Nothing could be timed."

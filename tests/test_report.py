@@ -37,7 +37,7 @@ def answers(data):
 def test_the_committed_records_are_whole(data):
     assert not data.errors
     counts = pd.Series([record.study for record in data.records]).value_counts().to_dict()
-    assert counts.items() >= {"benchmark": 65, "warmup": 30, "nsys": 25, "mixed_precision": 20, "memory": 26, "attention": 18, "compile": 22}.items()
+    assert counts.items() >= {"benchmark": 65, "warmup": 30, "nsys": 25, "mixed_precision": 20, "memory": 26, "attention": 18, "compile": 12}.items()
     assert {record.run_id for record in data.records if record.status != "ok"} == {
         "2.7B-ctx2048-step-bf16-6bd9bff9", "2.7B-ctx2048-step-fp32-cadee5d2"}  # the memory study's, which do not fit
 

@@ -197,16 +197,19 @@ class AttentionConfig(RunConfig):
 
 
 class CompileConfig(RunConfig):
-    """The whole model eager and compiled: every mode of both in one process."""
+    """The whole model eager and compiled, with each attention: every mode of all in one process."""
 
     study: Literal["compile"] = "compile"
     mode: Literal["all"] = "all"
+    attention: Literal["all"] = "all"
+    attentions: list[Literal["eager", "sdpa"]] = Field(["eager", "sdpa"], min_length=1)
     # What torch.compile is given: nothing, each block (compiled once and used for all), or the whole model.
     variants: list[Literal["eager", "block", "model"]] = Field(["eager", "block"], min_length=1)
 
-    def of_mode(self, mode: str) -> BenchmarkConfig:
-        """The step of one mode; uncompiled, it is a run of the benchmark study."""
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "variants"}), mode=mode)
+    def of_mode(self, mode: str, attention: str) -> BenchmarkConfig:
+        """The step of one mode and attention; uncompiled, it is a run of the benchmark study."""
+        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "attention", "attentions", "variants"}), mode=mode,
+                               attention=attention)
 
 
 class MemoryConfig(RunConfig):
