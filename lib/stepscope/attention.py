@@ -279,7 +279,7 @@ def reason(error: Exception, warned: list) -> str:
         said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
         words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime"
                                                                               " disabled", text))) or words
-    return re.sub(r"/\S*/", "", " ".join(words.split()))[:300]  # no paths of this machine
+    return re.sub(r"/\S*/", "", " ".join(words.split()))[:400]  # no paths of this machine
 
 
 def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],

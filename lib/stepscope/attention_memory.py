@@ -24,6 +24,7 @@ QUADRATIC = ("eager", "compiled", "math")  # keep whole T x T squares
 PROBE_STEPS = 4                            # halvings of the octave in which an implementation ends
 # What operators make inside on a GPU, as large as their result: softmax's backward multiplies gradient and output first.
 INSIDE = {"_softmax_backward_data": "gradient times output, inside _softmax_backward_data"}
+MASK_INSIDE_BYTES = 8  # for each pair of positions, in FlexAttention's mask: sum() of booleans makes int64 of them first
 
 
 class LiveStorages(TorchDispatchMode):
@@ -100,7 +101,8 @@ def follow_pass(name: str, config: AttentionConfig, sequence: int, causal: bool)
 
 
 def follow_mask(sequence: int) -> dict[str, int]:
-    """FlexAttention's causal mask made on fake tensors: ``mask_peak_bytes`` meanwhile, ``mask_bytes`` kept."""
+    """FlexAttention's causal mask made on fake tensors: ``mask_peak_bytes`` meanwhile (:data:`MASK_INSIDE_BYTES` a pair
+    comes to it), ``mask_bytes`` kept."""
     with FakeTensorMode(), LiveStorages() as storages:
         mask = block_mask(sequence, "cpu")  # held while its bytes are read
         found = {"mask_peak_bytes": storages.peak_bytes, "mask_bytes": storages.bytes}
