@@ -168,7 +168,9 @@ def test_samples_that_are_not_one_steady_state_are_marked():
     caption, table = answers.whole_model(times).tables[0]
     assert "†: samples of a side are drifting or noisy" in caption
     assert table["full step"].str.contains("†").tolist() == [False, False, False, True]
-    assert "100 ms to 49.5 ms †." in answers.whole_model(scaled(times, 0.9, "flags != ''")).finding
+    best = answers.whole_model(scaled(times, 0.9, "flags != ''"))
+    assert "100 ms to 49.5 ms (samples not steady)." in best.finding and "† marks a pair" in best.text
+    assert "†" not in answers.whole_model(gpu_times()).text
     assert "†" in answers.sdpa(times).tables[0][1]["compiled"].iloc[1] and "†" not in answers.sdpa(times).tables[0][1]["eager"].iloc[1]
 
 

@@ -114,6 +114,17 @@ def _verdict(both: pd.DataFrame) -> str:
                     if len(own)] + ([f"no change in {none}"] if none else []))
 
 
+def _said(sentences: list[str]) -> str:
+    """Sentences as one text, which explains the mark if it has it."""
+    text = " ".join(sentences)
+    return text + (f" {FLAGGED.strip()} marks a pair in which a side's samples are not steady." if FLAGGED in text else "")
+
+
+def _finding(sentence: str) -> str:
+    """For the first page, where no mark is explained."""
+    return sentence.replace(FLAGGED, " (samples not steady)")
+
+
 def _contexts(both: pd.DataFrame) -> str:
     """Context and batch that the pairs share, or all there are."""
     return listing(f"{field} {listing(str(n) for n in sorted(set(both[column])))}"
@@ -168,7 +179,7 @@ def whole_model(times: pd.DataFrame) -> Answer:
             finding = (f"**With each block compiled, a full step is {span(both.loc[both['mode'] == 'step', 'speedup'])} times as fast**,"
                        f" most for {_name(best)}: {_from_to(best)}.")
     text += _not_timed(times)
-    return Answer("compile-model", question, " ".join(text), finding, numbers,
+    return Answer("compile-model", question, _said(text), _finding(finding), numbers,
                   [(f"Median wall time in ms, eager to each block compiled, and how many times as fast{_legend(both)}.",
                     _by_mode(both, [_cell(row) for row in both.itertuples()]))],
                   [("compile_model", "Forward + backward and a full step, compiled and with SDPA, as multiples of eager with"
@@ -232,7 +243,7 @@ def launches(times: pd.DataFrame) -> Answer:
                        f" fast{_legend(pairs)}; its optimizer's phase in ms; and how many times as fast as eager it is in its own process.",
                        table))
     runs = set(runs_of(both)) | (set("compile/" + pairs["run_id_after"]) if len(pairs) else set())
-    return Answer("compile-launches", question, " ".join(text), finding, numbers, tables, runs=sorted(runs))
+    return Answer("compile-launches", question, _said(text), finding, numbers, tables, runs=sorted(runs))
 
 
 def _percents(shares: pd.Series) -> str:
@@ -471,4 +482,4 @@ def sdpa(times: pd.DataFrame) -> Answer:
     cells = [_cell(row) for row in steps.itertuples()]
     tables = [(f"Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast{_legend(steps)}.",
                _table(steps, steps["variant"].map(VARIANT_WORDS), cells).drop(columns="attention"))] if cells else []
-    return Answer("compile-sdpa", question, " ".join(text), finding, {"best": both["speedup"].max()}, tables, runs=runs_of(both))
+    return Answer("compile-sdpa", question, _said(text), _finding(finding), {"best": both["speedup"].max()}, tables, runs=runs_of(both))
