@@ -1,21 +1,16 @@
 """The attention study: what is checked, timed and counted, on a CPU; the answers on data made for the sentence."""
-from contextlib import nullcontext
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import record_of
-from stepscope import attention, attention_memory, compiled
+from stepscope import attention, attention_memory
 from stepscope.answers import attention as answers
 from stepscope.answers import attention_memory as memory_answers
-from stepscope.answers import compiled as compiled_answers
 from stepscope.attention import Implementations, Inputs, errors, measure_attention, measure_cell, reference
 from stepscope.config import ATTENTIONS, configure
 from stepscope.execute import make_run
 from stepscope.figures import attention as figures
 from stepscope.report import FIGURES, load_data, writeup
-from stepscope.store import write_table
 
 SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3, "warmup_steps": 1,
          "cell_seconds": 0.05}
@@ -327,119 +322,6 @@ def test_a_cpu_is_not_asked_for_its_end():
                                          "accounting": pd.DataFrame()}).text
     assert "6.00 squares" in text and "GPU" not in text
     assert "Does not arise here" in answers.tf32(cells).text
-
-
-# -- the whole model ---------------------------------------------------------------------------------------------------
-
-COMPILE = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 1, "timed_steps": 3}
-
-
-@pytest.fixture(scope="module")
-def variants():
-    config = configure("compile", **COMPILE)
-    tables = compiled.measure_variants(config)
-    tables["ceilings"] = pd.DataFrame({"ceiling": ["matmul_fp32"], "value": [0.1], "unit": "TFLOP/s", "time_ms": 1.0})
-    return config, tables
-
-
-def test_both_attentions_run_in_one_process_training_first(variants):
-    rows = variants[1]["variants"]
-    assert [tuple(row) for row in rows[compiled.PART].to_numpy()] == [
-        (a, v, m) for a in ("eager", "sdpa") for v in ("eager", "block") for m in ("forward_backward", "step", "forward")]
-    assert set(rows["status"]) == {"ok"} and set(variants[1]["samples"]["attention"]) == {"eager", "sdpa"}
-
-
-def test_blocks_share_one_compiled_graph_with_gradients_and_one_without(variants):
-    rows = variants[1]["variants"].set_index(compiled.PART).sort_index()
-    for attention_kind in ("eager", "sdpa"):
-        assert rows.loc[(attention_kind, "block"), "graphs"].to_dict() == {"forward_backward": 1, "step": 0, "forward": 1}
-        assert rows.loc[(attention_kind, "eager"), "graphs"].sum() == 0
-    assert rows["graph_breaks"].sum() == 0
-
-
-def test_each_attention_is_the_one_that_is_run(monkeypatch):
-    called, plain = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **more: called.append(1) or plain(*args, **more))
-    for name, expected in (("eager", 0), ("sdpa", 3 * 4 * 2)):  # modes, steps, layers
-        compiled.measure_variants(configure("compile", **COMPILE, attentions=[name], variants=["eager"]))
-        assert len(called) == expected
-
-
-def test_nothing_compiled_comes_out_of_a_cache_on_disk(variants, monkeypatch, tmp_path):
-    """The same graph twice: the second is compiled again; without the caches of their own it would not be."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert (variants[1]["variants"]["cached_graphs"] == 0).all()
-    config = configure("compile", **COMPILE, attentions=["sdpa"], variants=["block", "block"])
-    assert (compiled.measure_variants(config)["variants"]["cached_graphs"] == 0).all()
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("torch._inductor.utils.fresh_cache", nullcontext)
-    shared = compiled.measure_variants(config)["variants"]["cached_graphs"].tolist()
-    assert shared[:3] == [0, 0, 0] and shared[3] > 0 and shared[5] > 0 and list(tmp_path.iterdir())
-
-
-def test_compiling_is_in_the_first_step_alone(variants):
-    times = compiled.variant_times(variants[1]["samples"], variants[1]["ceilings"], variants[0])
-    whole = times[times["phase"] == "step"].set_index(["attention", "variant", "mode"])
-    assert set(whole.index) == {(a, v, m) for a in ("eager", "sdpa") for v in ("eager", "block") for m in compiled.MODES}
-    for attention_kind in ("eager", "sdpa"):
-        first = whole.loc[attention_kind, "block", "forward_backward"]
-        assert first["first_ms"] > 10 * first["median_ms"]
-    assert "block with sdpa attention **" in compiled.reading(times)
-
-
-@pytest.fixture
-def model_times(variants, store):
-    """The tidy table of a store with that run."""
-    config, tables = variants
-    with store.writing():
-        folder = store.begin(config)
-        record = record_of(config, tables={name: write_table(folder, name, table) for name, table in tables.items()})
-        store.commit(folder, record)
-    return compiled.all_times(store, store.records()[0])
-
-
-def test_compiled_and_sdpa_sentences_follow_the_data(model_times):
-    def with_times(**factors):
-        times = model_times.copy()
-        for column in ("median_ms", "ci_low_ms", "ci_high_ms"):
-            base = {"median_ms": 100.0, "ci_low_ms": 99.0, "ci_high_ms": 101.0}[column]
-            times[column] = [base / factors.get(row.variant,
-                                                1) / factors.get(row.attention if row.attention == "sdpa" else "",
-                                                                 1) for row in times.itertuples()]
-        return times
-    quick = with_times(block=2.0, sdpa=1.25)
-    answer = compiled_answers.whole_model(quick)
-    assert "**With each block compiled, a full step is 2.00 times as fast" in answer.finding and "Slower" not in answer.text and "launch" not in answer.text
-    both = compiled_answers.sdpa(quick)
-    assert "2.50 times as fast" in both.finding and "slower one" not in both.text
-    slow = with_times(block=0.5, sdpa=0.8)
-    assert "Slower by more than the intervals allow" in compiled_answers.whole_model(slow).text
-    assert "SDPA is the slower one" in compiled_answers.sdpa(slow).text and "Launches set" not in compiled_answers.sdpa(slow).text
-    waiting = slow.assign(launch_bound_share=0.8, enqueue_ms=[2.2 if row.attention == "sdpa" else 2.0 for row in slow.itertuples()])
-    assert "with SDPA the host takes 1.10 times as long to enqueue them" in compiled_answers.sdpa(waiting).text
-    same = with_times()
-    assert "intervals overlap, so that nothing can be told" in compiled_answers.whole_model(same).text
-    bound = quick.assign(launch_bound_share=[0.9 if row.variant == "eager" else 0.1 for row in quick.itertuples()],
-                         device="cuda")
-    assert "Mostly launch-bound when eager" in compiled_answers.whole_model(bound).text
-    assert figures.whole_model(bound, "here") is not None
-
-
-def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(tiny, monkeypatch):
-    config = configure("compile", device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=0,
-                       timed_steps=1, attentions=["eager"],
-                       variants=["model", "eager"])
-    plain = compiled.build_step
-
-    def build(asked):
-        build.calls += 1
-        if build.calls <= 3:
-            raise torch.OutOfMemoryError("while building the model: too large")
-        return plain(asked)
-    build.calls = 0
-    monkeypatch.setattr(compiled, "build_step", build)
-    rows = compiled.measure_variants(config)["variants"]
-    assert rows["status"].tolist() == ["oom"] * 3 + ["ok"] * 3 and "too large" in rows["reason"][0]
 
 
 # -- from the notebook to the report -----------------------------------------------------------------------------------

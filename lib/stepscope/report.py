@@ -168,6 +168,9 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
     ],
     "The compiled model": [
         lambda d: compiled_answers.whole_model(d.compiled),
+        lambda d: compiled_answers.launches(d.compiled),
+        lambda d: compiled_answers.peak_memory(d.compiled),
+        lambda d: compiled_answers.cost(d.compiled),
         lambda d: compiled_answers.sdpa(d.compiled),
     ],
     "Sweeps side by side": [

@@ -1,4 +1,9 @@
-"""The whole model eager against compiled, answered from the table of ``stepscope.compiled.all_times``."""
+"""The whole model eager against compiled, answered from the table of ``stepscope.compiled.all_times``.
+
+Two times are compared where one process measured both; AdamW's implementations are not, and there the text says so.
+"""
+from collections.abc import Iterable
+
 import pandas as pd
 
 from stepscope.answers import Answer, apart, count, listing, ms, no_data, number, percent, runs_of, span
@@ -8,214 +13,473 @@ from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
+WITH = {"eager": "with written-out attention", "sdpa": "with SDPA"}
 VARIANT_WORDS = {"eager": "eager", "block": "compiled"}
-KEYS = ["size", "context_length", "precision", "attention", "mode"]
+MAIN = "foreach"  # AdamW's implementation in all tables but the one that compares two
 INTERVAL = ["ci_low_ms", "ci_high_ms"]
+FLAGGED = " †"    # behind a pair of which a side's samples are not one steady state
 
 
-def beside(times: pd.DataFrame) -> pd.DataFrame:
-    """Whole steps of eager and with compiled blocks in a row each of :data:`KEYS`, with ``speedup`` and ``sure``:
-    whether the two medians' intervals are apart."""
+def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
+    """Rows of whole steps that were timed, with one implementation of AdamW."""
     if times.empty:
         return times
-    whole = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
-    both = whole[whole["variant"] == "eager"].merge(whole[whole["variant"] == "block"], on=KEYS, suffixes=("", "_compiled"))
-    if both.empty:
-        return both
-    both["speedup"] = both["median_ms"] / both["median_ms_compiled"]
-    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_compiled" for c in INTERVAL]].set_axis(INTERVAL))
-                    for _, row in both.iterrows()]
-    return _ordered(both)
+    return times[(times["phase"] == WHOLE) & (times["status"] == "ok") & (times["optimizer"] == optimizer)]
 
 
-def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """By size, precision, attention and mode, each in its own order."""
+def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Two tables of whole steps side by side, the columns of the second with ``_after``.
+
+    Added: ``speedup``; ``sure``, whether the medians' 95% intervals are apart; ``flagged``, whether a side's samples are not
+    one steady state.
+    """
+    if before.empty or after.empty:
+        return before.iloc[:0]
+    both = before.merge(after, on=keys, suffixes=("", "_after"))
+    both["speedup"] = both["median_ms"] / both["median_ms_after"]
+    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_after" for c in INTERVAL]].set_axis(INTERVAL)) for _, row in both.iterrows()]
+    both["flagged"] = (both["flags"] != "") | (both["flags_after"] != "")
+    return ordered(both)
+
+
+def ordered(rows: pd.DataFrame) -> pd.DataFrame:
+    """By size, context, precision, attention and mode, each in its own order."""
     order = {name: rank for names in (PRECISIONS, ATTENTION_WORDS, MODE_WORDS) for rank, name in enumerate(names)}
-    return by_size(rows).sort_values(["size", "precision", "attention", "mode"],
-                                     key=lambda column: column if column.name == "size" else column.map(order),
-                                     kind="stable", ignore_index=True)
+    return by_size(rows).sort_values(["size", "context_length", "precision", "attention", "mode"], kind="stable", ignore_index=True,
+                                     key=lambda column: column if column.name in ("size", "context_length") else column.map(order))
 
+
+def beside(times: pd.DataFrame, before: str = "eager", after: str = "block", optimizer: str = MAIN) -> pd.DataFrame:
+    """Two variants of one run, attention and mode in a row; see :func:`paired`."""
+    steps = whole_steps(times, optimizer)
+    return paired(*(steps[steps["variant"] == variant] for variant in (before, after)), ["run_id", "attention", "mode"]) \
+        if len(steps) else steps
+
+
+def by_attention(times: pd.DataFrame) -> pd.DataFrame:
+    """Written-out attention and SDPA of one run, variant and mode in a row; see :func:`paired`."""
+    steps = whole_steps(times)
+    return paired(*(steps[(steps["attention"] == attention) & steps["variant"].isin(VARIANT_WORDS)] for attention in ATTENTION_WORDS),
+                  ["run_id", "variant", "mode"]) if len(steps) else steps
+
+
+def both_ends(times: pd.DataFrame) -> pd.DataFrame:
+    """Eager with written-out attention and compiled with SDPA of one run and mode in a row; see :func:`paired`."""
+    steps = whole_steps(times)
+    return paired(*(steps[(steps["attention"] == attention) & (steps["variant"] == variant)]
+                    for attention, variant in zip(ATTENTION_WORDS, VARIANT_WORDS)), ["run_id", "mode"]) if len(steps) else steps
+
+
+def relative(times: pd.DataFrame) -> pd.DataFrame:
+    """Whole steps as multiples of eager with written-out attention in the same run and mode: ``relative`` with
+    ``relative_low`` and ``relative_high``, the farthest that the ends of both 95% intervals allow; ``base_ms``."""
+    steps = whole_steps(times)
+    if steps.empty:
+        return steps
+    base = steps[(steps["attention"] == "eager") & (steps["variant"] == "eager")]
+    base = base[["run_id", "mode", "median_ms", *INTERVAL]].set_axis(["run_id", "mode", "base_ms", "base_low", "base_high"], axis=1)
+    both = steps.merge(base, on=["run_id", "mode"])
+    return by_size(both.assign(relative=both["median_ms"] / both["base_ms"], relative_low=both["ci_low_ms"] / both["base_high"],
+                               relative_high=both["ci_high_ms"] / both["base_low"]))
+
+
+def _cell(row) -> str:
+    """In ms, and how many times as fast."""
+    return (f"{number(row.median_ms)} to {number(row.median_ms_after)}: {number(row.speedup) if row.sure else 'none'}"
+            f"{FLAGGED if row.flagged else ''}")
+
+
+def _legend(both: pd.DataFrame) -> str:
+    """What the marks of :func:`_cell` mean, of those that there are."""
+    kinds = sorted({flag.split(":")[0] for column in ("flags", "flags_after") for text in both[column] for flag in text.split("; ") if flag})
+    parts = (["none: the 95% intervals overlap"] if not both["sure"].all() else []) \
+        + ([f"{FLAGGED.strip()}: samples of a side are {', '.join(kinds[:-1])}{' or ' if kinds[1:] else ''}{kinds[-1]}"] if kinds else [])
+    return "".join(f"; {part}" for part in parts)
+
+
+def _name(row: pd.Series) -> str:
+    return f"{row['size']} in {row['precision']} {WITH[row['attention']]}"
+
+
+def _marked(row: pd.Series, words: str) -> str:
+    """A pair in a sentence, with its mode, speedup and mark."""
+    return f"{words} ({MODE_WORDS[row['mode']]}, {number(row['speedup'])}{FLAGGED if row['flagged'] else ''})"
+
+
+def _verdict(both: pd.DataFrame) -> str:
+    """In how many pairs the second is faster, slower or neither, and by how much."""
+    faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
+    none = len(both) - len(faster) - len(slower)
+    return listing([f"{words} in {len(own)} ({span(own['speedup'])} times as fast)" for own, words in ((faster, "faster"), (slower, "slower"))
+                    if len(own)] + ([f"no change in {none}"] if none else []))
+
+
+def _said(sentences: list[str]) -> str:
+    """Sentences as one text, which explains the mark if it has it."""
+    text = " ".join(sentences)
+    return text + (f" {FLAGGED.strip()} marks a pair in which a side's samples are not steady." if FLAGGED in text else "")
+
+
+def _finding(sentence: str) -> str:
+    """For the first page, where no mark is explained."""
+    return sentence.replace(FLAGGED, " (samples not steady)")
+
+
+def _contexts(both: pd.DataFrame) -> str:
+    """Context and batch that the pairs share, or all there are."""
+    return listing(f"{field} {listing(str(n) for n in sorted(set(both[column])))}"
+                   for field, column in (("context", "context_length"), ("batch", "batch_size")))
+
+
+def _table(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
+    """Runs and attentions down, ``across`` over it."""
+    wide = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
+    index = ["run_id", "size", *(["context_length"] if wide["context_length"].nunique() > 1 else []), "precision", "attention"]
+    order = wide[index].drop_duplicates()
+    wide = wide.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
+    wide = wide[list(dict.fromkeys(across))].reset_index().drop(columns="run_id").rename(columns={"context_length": "context"})
+    return wide.rename_axis(None, axis=1).astype(object).fillna("–")
+
+
+def _by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
+    table = _table(both, both["mode"].map(MODE_WORDS), cells)
+    return table[[column for column in table if column not in MODE_WORDS.values()] + [words for words in MODE_WORDS.values() if words in table]]
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
 
 def whole_model(times: pd.DataFrame) -> Answer:
     question = "What does torch.compile do for the whole model?"
     both = beside(times)
     if both.empty:
-        return no_data("compile-model", question, "compile")
-    context, cpu = both["context_length"].iloc[0], (both["device"] == "cpu").all()
-    optimizer = listing(sorted(set(both["optimizer"])))
-    text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({optimizer})"
-            f" stay eager. Both run in one"
-            " process, one after the other."]
-    numbers, parts = {}, []
+        told = _not_timed(times) if len(times) else []
+        return Answer("compile-model", question, " ".join(["Nothing can be compared.", *told]), runs=runs_of(times)) if told \
+            else no_data("compile-model", question, "compile")
+    text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({MAIN}) stay eager."
+            " Everything of one size and precision was measured in one process, one after another. A change counts as none where"
+            " the 95% intervals of the two medians overlap."]
+    parts, numbers = [], {}
     for mode, words in MODE_WORDS.items():
         own = both[both["mode"] == mode]
         if len(own):
             parts.append(f"{words} {span(own['speedup'])} times as fast")
             numbers |= {f"{mode}_low": own["speedup"].min(), f"{mode}_high": own["speedup"].max()}
-    text.append(f"At context {context}, over the rows of the table: " + listing(parts) + ".")
-    slower = both[both["sure"] & (both["speedup"] < 1)]
-    same = both[~both["sure"]]
+    text.append(f"At {_contexts(both)}, over the rows of the table: {listing(parts)}.")
+    slower, none = both[both["sure"] & (both["speedup"] < 1)], both[~both["sure"]]
     if len(slower):
-        text.append(f"Slower by more than the intervals allow: {listing(_names(slower))}.")
-    if len(same):
-        text.append(f"In {len(same)} of {count(len(both), 'pair')} the intervals overlap, so that nothing can be told.")
-    steps = both[both["mode"] == "step"]
-    finding = ""
+        text.append(f"Slower: {listing(_marked(row, _name(row)) for _, row in slower.iterrows())}.")
+    if len(none):
+        text.append(f"In {len(none)} of {count(len(both), 'pair')} the change is none.")
+    steps, finding = both[(both["mode"] == "step") & both["sure"]], ""
     if len(steps):
         best, least = steps.loc[steps["speedup"].idxmax()], steps.loc[steps["speedup"].idxmin()]
-        text.append(f"The full step of {_name(best)} goes from {ms(best.median_ms)} to {ms(best.median_ms_compiled)}"
-                    + (f", which is the most; the least is for {_name(least)}: {ms(least.median_ms)} to"
-                       f" {ms(least.median_ms_compiled)}." if len(steps) > 1 else "."))
-        finding = (f"**With each block compiled, a full step is {span(steps['speedup'])} times as fast**, most for"
-                   f" {_name(best)}: {ms(best.median_ms)} to"
-                   f" {ms(best.median_ms_compiled)}.")
-    if not cpu:
-        text.append(_launch_words(both))
-    text.append(_compile_words(times))
-    model = _at_once(times)
-    if len(model):
-        text.append("Compiling the whole forward at once instead of one block takes " + listing(
-            f"{number(row.compile_s)} s for {row.size} in place of {number(row.compile_s_block)} s and then"
-            f" {ms(row.median_ms)} a step in place of {ms(row.median_ms_block)}"
-            for row in model.itertuples()) + ".")
-    tables = [(f"Median wall time in ms at context {context}, eager to each block compiled, and how many times as fast (*"
-               f" the intervals overlap)"
-               + ("." if cpu else "; the share of the step's time in launch-bound phases, before and after; and the compiled"
-                                  " first pass of forward + backward in s."), table(both, times))]
-    return Answer("compile-model", question, " ".join(filter(None, text)), finding, numbers, tables,
-                  [("compile_model", "A full step eager and compiled, with written-out attention and"
-                                     " with SDPA")], runs_of(times))
+        text.append(f"The full step of {_name(best)} goes from {_from_to(best)}" + (
+            f", which is the most; the least is for {_name(least)}: {_from_to(least)}." if len(steps) > 1 else "."))
+        if best["speedup"] > 1:
+            finding = (f"**With each block compiled, a full step is {span(both.loc[both['mode'] == 'step', 'speedup'])} times as fast**,"
+                       f" most for {_name(best)}: {_from_to(best)}.")
+    text += _not_timed(times)
+    return Answer("compile-model", question, _said(text), _finding(finding), numbers,
+                  [(f"Median wall time in ms, eager to each block compiled, and how many times as fast{_legend(both)}.",
+                    _by_mode(both, [_cell(row) for row in both.itertuples()]))],
+                  [("compile_model", "Forward + backward and a full step, compiled and with SDPA, as multiples of eager with"
+                                     " written-out attention in the same process, whose time stands under the size")], runs_of(both))
 
 
-def _name(row: pd.Series) -> str:
-    return f"{row['size']} in {row['precision']} with {ATTENTION_WORDS[row['attention']]} attention"
+def _from_to(row: pd.Series) -> str:
+    return f"{ms(row['median_ms'])} to {ms(row['median_ms_after'])}{FLAGGED if row['flagged'] else ''}"
 
 
-def _names(rows: pd.DataFrame) -> list[str]:
-    return [f"{_name(row)} ({MODE_WORDS[row['mode']]}, {number(row['speedup'])})" for _, row in rows.iterrows()]
+def _not_timed(times: pd.DataFrame) -> list[str]:
+    """A sentence for each reason for which something has no time."""
+    found = []
+    for status, words in (("oom", "Out of memory"), ("unsupported", "Not compiled")):
+        rows = by_size(times[(times["status"] == status) & (times["optimizer"] == MAIN)])
+        if len(rows):
+            found.append(f"{words}: " + listing(f"{_name(row)} ({MODE_WORDS[row['mode']]}, {VARIANT_WORDS.get(row['variant'], 'one graph')})"
+                                                for _, row in rows.iterrows()) + ".")
+    return found
 
 
-def _launch_words(both: pd.DataFrame) -> str:
-    """Launch-bound before and after, of the full step."""
-    steps = both[both["mode"] == "step"]
-    before, after = (steps[f"launch_bound_share{suffix}"] for suffix in ("", "_compiled"))
-    mostly = steps[before > 0.5]
-    still = steps[after > 0.5]
-    text = f"Of the full step's time, {span(before * 100, '%', 2)} is in launch-bound phases when eager and {span(after * 100, '%', 2)} when compiled."
-    if len(mostly):
-        text += (f" Mostly launch-bound when eager: {listing(_name(row) for _, row in mostly.iterrows())};"
-                 f" {int((after[mostly.index] < before[mostly.index] - NEARLY).sum())} of these {len(mostly)} less so when"
-                 f" compiled.")
-    if len(still):
-        text += f" Mostly launch-bound when compiled: {listing(_name(row) for _, row in still.iterrows())}."
+# -- launches, and the optimizer ---------------------------------------------------------------------------------------
+
+def launches(times: pd.DataFrame) -> Answer:
+    question = "Does compiling end the wait for the host's launches, and what is the optimizer's part?"
+    both = beside(times)
+    if both.empty:
+        return no_data("compile-launches", question, "compile")
+    text, tables, columns, finding, numbers = [], [], [], "", {}
+    optimizer, gpu = optimizer_phase(times), "launch_bound_share" in both
+    for mode in ("forward_backward", "step") if gpu else ():
+        own = both[both["mode"] == mode]
+        if len(own):
+            text.append(_moves(own))
+            columns.append(_shares(own, "launch_bound_share", f"launch-bound, {MODE_WORDS[mode]}"))
+            change = own["launch_bound_share_after"] - own["launch_bound_share"]
+            numbers |= {f"{mode}_falls": int((change < -NEARLY).sum()), f"{mode}_rises": int((change > NEARLY).sum())}
+    if gpu:
+        text.insert(0, "A phase is launch-bound where the GPU keeps up with the host and waits for its launches.")
+        if "forward_backward_falls" in numbers:
+            falls, rises = (numbers[f"forward_backward_{way}"] or "none" for way in ("falls", "rises"))
+            finding = ("**Compiling lowers the share of forward + backward in which the GPU waits for launches in"
+                       f" {falls} of {count(int((both['mode'] == 'forward_backward').sum()), 'pair')}, and raises it in {rises}.**")
+    else:
+        text.append("Launches set no time here: on a CPU the host does the work itself.")
+    if len(optimizer):
+        text.append(f"AdamW, which is not compiled, takes {span(optimizer['median_ms_after'] / optimizer['median_ms'])} times as long in the"
+                    f" compiled step as in the eager one; it is {_percents(optimizer['share'])} of the eager full step and"
+                    f" {_percents(optimizer['share_after'])} of the compiled one." + (_dilution(both, optimizer) if gpu else ""))
+        columns.append(_shares(optimizer, "share", "AdamW's part of the full step"))
+    if columns:
+        rows = pd.concat(columns)
+        tables.append((("Share of the phases' time that is launch-bound, and AdamW's part of it," if gpu
+                        else "AdamW's part of the full step's time,") + " eager to compiled.",
+                       _table(rows, rows["column"], rows["cell"])))
+    pairs = by_optimizer(times)
+    if len(pairs):
+        words, table = _fused(times, pairs)
+        text.append(words)
+        tables.append((f"Compiled, {MAIN} to fused AdamW, each in a process of its own: median wall time of the full step in ms and how many times as"
+                       f" fast{_legend(pairs)}; its optimizer's phase in ms; and how many times as fast as eager it is in its own process.",
+                       table))
+    runs = set(runs_of(both)) | (set("compile/" + pairs["run_id_after"]) if len(pairs) else set())
+    return Answer("compile-launches", question, _said(text), finding, numbers, tables, runs=sorted(runs))
+
+
+def _percents(shares: pd.Series) -> str:
+    return span(shares * 100, "%", 2)
+
+
+def _shares(rows: pd.DataFrame, column: str, title: str) -> pd.DataFrame:
+    """The rows with what is to stand in the table's column of that title."""
+    return rows.assign(column=title, cell=[f"{percent(row[column])} to {percent(row[f'{column}_after'])}" for _, row in rows.iterrows()])
+
+
+def _moves(own: pd.DataFrame) -> str:
+    """Where one mode's launch-bound share falls and where it rises."""
+    before, after = own["launch_bound_share"], own["launch_bound_share_after"]
+    falls, rises = own[after < before - NEARLY], own[after > before + NEARLY]
+
+    def named(rows: pd.DataFrame) -> str:
+        return listing(f"{row['size']} in {row['precision']}, {ATTENTION_WORDS[row['attention']]} ({percent(row['launch_bound_share'])}"
+                       f" to {percent(row['launch_bound_share_after'])})" for _, row in rows.iterrows())
+    text = (f"{MODE_WORDS[own['mode'].iloc[0]].capitalize()}: {_percents(before)} of the time is launch-bound when eager and {_percents(after)}"
+            " when compiled.")
+    text += f" Compiling lowers the share for {named(falls)}." if len(falls) else " Compiling lowers the share nowhere."
+    if len(rises):
+        text += f" It raises the share for {named(rises)}"
+        # By the definition of launch-bound: it waits where it did not, and the step did not get longer.
+        text += (": the GPU, with less to do, waits there for launches that it did not wait for before."
+                 if (rises["sure"] & (rises["speedup"] > 1)).all() else ".")
     return text
 
 
-def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
-    """Of each compiled run the first forward + backward less a steady one, in s, with graphs, breaks and those of all modes."""
-    whole = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
-    keys = ["size", "context_length", "precision", "attention", "variant"]
-    first = whole[(whole["mode"] == "forward_backward") & (whole["variant"] != "eager")].copy()
-    first["compile_s"] = (first["first_ms"] - first["median_ms"]) / 1e3
-    inference = whole[whole["mode"] == "forward"].assign(inference_s=(whole["first_ms"] - whole["median_ms"]) / 1e3)
-    graphs = times[times["phase"] == WHOLE].groupby(keys, observed=True)[["graphs", "graph_breaks"]].sum().reset_index()
-    return first[[*keys, "compile_s", "study", "run_id"]].merge(inference[[*keys, "inference_s"]], on=keys,
-                                                                how="left").merge(graphs, on=keys)
+def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
+    """AdamW's phase of a run's full steps, eager and with blocks compiled in a row: ``share`` and ``share_after`` of the
+    phases' time."""
+    phases = times[(times["status"] == "ok") & (times["mode"] == "step") & (times["phase"] != WHOLE) & (times["optimizer"] == optimizer)]
+    total = phases.groupby(["run_id", "attention", "variant"])["median_ms"].transform("sum")
+    phases = phases.assign(share=phases["median_ms"] / total)
+    phases = phases[phases["phase"] == "optimizer"]
+    return paired(*(phases[phases["variant"] == variant] for variant in VARIANT_WORDS), ["run_id", "attention"])
 
 
-def _compile_words(times: pd.DataFrame) -> str:
-    cost = compile_seconds(times)
-    own = cost[cost["variant"] == "block"]
-    if own.empty:
-        return ""
-    breaks = int(own["graph_breaks"].sum())
-    extra = own["graphs"] - 2
-    return (f"Compiling is in the first step and not in the times above: {span(own['compile_s'], ' s')} for forward and"
-            f" backward and {span(own['inference_s'], ' s')} for forward"
-            f" without gradients."
-            f" {'Each run compiled two graphs, one with gradients and one without, and none again' if (extra == 0).all() else f'Runs compiled {span(own.graphs)} graphs, where two are needed, one with gradients and one without'};"
-            f" {count(breaks, 'graph break')}.")
+def _dilution(both: pd.DataFrame, optimizer: pd.DataFrame) -> str:
+    """Whether the full step's launch-bound share falls for more than AdamW's part in it growing."""
+    bound = {side: int((optimizer[f"launch_bound_share{side}"] > 0.5).sum()) for side in ("", "_after")}
+    text = (f" It is itself launch-bound in {bound[''] or 'none'} of {count(len(optimizer), 'eager step')} and in {bound['_after'] or 'none'} of"
+            " the compiled ones.")
+    rows = both[both["mode"] == "step"].merge(optimizer, on=["run_id", "attention"], suffixes=("", "_phase"))
+    falls = rows[rows["launch_bound_share_after"] < rows["launch_bound_share"] - NEARLY]
+    if falls.empty:
+        return text
+
+    def rest(side: str) -> pd.Series:  # the step's share is the mean of AdamW's phase (0 or 1) and of the rest, weighted by time
+        share = falls[f"share{side}"]
+        return (falls[f"launch_bound_share{side}"] - share * falls[f"launch_bound_share{side}_phase"]) / (1 - share)
+    still = int((rest("_after") < rest("") - NEARLY).sum())
+    return text + (f" Without its phase, the launch-bound share of the full step falls in {still or 'none'} of the {len(falls)} in which"
+                   " it falls with it" + (": there AdamW only takes a larger part of a shorter step." if not still and (falls["share_after"] > falls["share"]).all()
+                            else "."))
 
 
-def _at_once(times: pd.DataFrame) -> pd.DataFrame:
-    """Full steps of the whole model compiled at once beside those of the block, which may be of another run."""
-    keys = ["size", "context_length", "precision", "attention"]
-    steps = times[(times["phase"] == WHOLE) & (times["status"] == "ok") & (times["mode"] == "step")]
-    cost = compile_seconds(times)[[*keys, "variant", "compile_s"]]
-    steps = steps.merge(cost, on=[*keys, "variant"])
-    both = steps[steps["variant"] == "model"].merge(steps[steps["variant"] == "block"], on=keys, suffixes=("", "_block"))
-    return by_size(both) if len(both) else both
+def by_optimizer(times: pd.DataFrame) -> pd.DataFrame:
+    """Compiled full steps with foreach and with fused AdamW in a row, of different runs; see :func:`paired`."""
+    steps = [whole_steps(times, optimizer) for optimizer in (MAIN, "fused")]
+    return paired(*(own[(own["variant"] == "block") & (own["mode"] == "step")] for own in steps),
+                  ["size", "context_length", "batch_size", "precision", "attention", "mode"])
 
 
-def table(both: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """Size, precision and attention down, modes across."""
-    cost = compile_seconds(times).set_index(["size", "context_length", "precision", "attention", "variant"])["compile_s"]
+def _fused(times: pd.DataFrame, pairs: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Sentences and table on the pairs of :func:`by_optimizer`."""
+    speedups, phases = {}, {}  # by run and attention; a run is of one implementation
+    for optimizer in (MAIN, "fused"):
+        steps, phase = beside(times, optimizer=optimizer), optimizer_phase(times, optimizer)
+        speedups |= {(row.run_id, row.attention): row.speedup for row in steps.itertuples() if row.mode == "step"}
+        phases |= {(row.run_id, row.attention): row.median_ms_after for row in phase.itertuples()}
+    text = ("Compiled, a full step takes " + listing(
+        f"{ms(row['median_ms_after'])} with fused AdamW and {ms(row['median_ms'])} with {MAIN} for {_name(row)}"
+        f"{'' if row['sure'] else ' (no change)'}{FLAGGED if row['flagged'] else ''}" for _, row in pairs.iterrows())
+        + ". These pairs are of two processes each, whose hosts need not be equally fast.")
+    own = [[speedups.get(key) for key in zip(pairs[run], pairs["attention"])] for run in ("run_id", "run_id_after")]
+    if None not in own[0] + own[1]:
+        text += (f" Each within its own process, the compiled step is {span(own[1])} times as fast as eager with fused AdamW and"
+                 f" {span(own[0])} with {MAIN}.")
     rows = []
-    for key, own in both.groupby(["size", "precision", "attention"], sort=False, observed=True):
-        row = dict(zip(("size", "precision", "attention"), (*key[:2], ATTENTION_WORDS[key[2]])))
-        modes = own.set_index("mode")
-        for mode, words in MODE_WORDS.items():
-            if mode in modes.index:
-                r = modes.loc[mode]
-                row[words] = f"{number(r.median_ms)} to {number(r.median_ms_compiled)}: {number(r.speedup)}{'' if r.sure else ' *'}"
-        if "launch_bound_share" in own and "step" in modes.index:
-            row["launch-bound"] = f"{percent(modes.launch_bound_share['step'])} to {percent(modes.launch_bound_share_compiled['step'])}"
-        row["compile (s)"] = number(cost.get((key[0], own["context_length"].iloc[0], key[1], key[2], "block"), float("nan")))
-        rows.append(row)
-    return pd.DataFrame(rows).fillna("–")
+    for _, row in pairs.iterrows():
+        foreach, fused = ((row[run], row["attention"]) for run in ("run_id", "run_id_after"))
+        rows.append({"size": row["size"], "precision": row["precision"], "attention": ATTENTION_WORDS[row["attention"]],
+                     "full step": _cell(row),
+                     "AdamW": f"{number(phases.get(foreach))} to {number(phases.get(fused))}",
+                     "times as fast as eager": f"{number(speedups.get(foreach))} to {number(speedups.get(fused))}"})
+    return text, pd.DataFrame(rows)
 
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+def peak_memory(times: pd.DataFrame) -> Answer:
+    question = "What does compiling change in the peak of memory?"
+    both = beside(times)
+    if both.empty:
+        return no_data("compile-memory", question, "compile")
+    if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
+        return Answer("compile-memory", question, "Not measured here: a CPU's allocator keeps no peak.", runs=runs_of(both))
+    both["change"] = both["peak_allocated_mib_after"] / both["peak_allocated_mib"] - 1
+    text, parts, finding = [f"The most that the allocator had given out at once, at {_contexts(both)}."], [], ""
+    for mode, words in MODE_WORDS.items():
+        own = both[both["mode"] == mode]
+        if own.empty:
+            continue
+        least, most = own.loc[own["change"].idxmin()], own.loc[own["change"].idxmax()]
+        parts.append(f"{words} by {_signed(least['change'])} ({_name(least)}, {_gib(least)})"
+                     + (f" to {_signed(most['change'])}" if _signed(least["change"]) != _signed(most["change"]) else ""))
+        if mode == "forward_backward" and most["change"] < 0:
+            finding = (f"**Compiled, forward + backward peaks {_percents(-own['change'])} lower**, most for"
+                       f" {_name(least)}: {_gib(least)}.")
+    text.append(f"With each block compiled it changes: {'; '.join(parts)}.")
+    more = both[both["change"] > NEARLY]
+    if len(more):
+        text.append(f"It grows by more than {percent(NEARLY)} for " + listing(f"{_name(row)} ({MODE_WORDS[row['mode']]}, {_gib(row)})"
+                                                                             for _, row in more.iterrows()) + ".")
+    ends = both_ends(times)
+    ends = ends[ends["mode"] == "forward_backward"] if len(ends) else ends
+    if len(ends):
+        change = ends["peak_allocated_mib_after"] / ends["peak_allocated_mib"] - 1
+        best = ends.loc[change.idxmin()]
+        text.append(f"Compiling and SDPA together change forward + backward's by {_signed(change.min())} ({best['size']} in {best['precision']},"
+                    f" {_gib(best)})" + (f" to {_signed(change.max())}." if _signed(change.min()) != _signed(change.max()) else "."))
+    cells = [f"{_gib(row, '')}: {_signed(row['change'])}" for _, row in both.iterrows()]
+    return Answer("compile-memory", question, " ".join(text), finding, {"least": both["change"].min(), "most": both["change"].max()},
+                  [("Peak of allocated memory in GiB, eager to each block compiled.", _by_mode(both, cells))], runs=runs_of(both))
+
+
+def _signed(change: float) -> str:
+    """A change in whole percent, with its sign unless it rounds to none."""
+    return "0%" if abs(change) < 0.005 else f"{change:+.0%}"
+
+
+def _gib(row: pd.Series, unit: str = " GiB") -> str:
+    return f"{number(row['peak_allocated_mib'] / 1024)} to {number(row['peak_allocated_mib_after'] / 1024)}{unit}"
+
+
+# -- compiling itself --------------------------------------------------------------------------------------------------
+
+def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
+    """Of each run, attention and compiled variant: ``training_s`` and ``inference_s``, the first forward + backward and the
+    first forward alone, each less a steady one; ``first``, whether nothing was compiled in its process before; ``graphs``,
+    ``graph_breaks`` and ``cached_graphs`` of all modes."""
+    whole = whole_steps(times)
+    whole = whole[whole["variant"] != "eager"] if len(whole) else whole
+    if whole.empty:
+        return whole
+    keys = ["run_id", "attention", "variant"]
+    whole = whole.assign(seconds=(whole["first_ms"] - whole["median_ms"]) / 1e3)
+    cost = whole[whole["mode"] == "forward_backward"].rename(columns={"seconds": "training_s"})
+    cost = cost[[*keys, "mode", "size", "context_length", "precision", "study", "training_s"]]
+    cost["first"] = ~cost["run_id"].duplicated()  # rows of a run are in the order they were run
+    inference = whole[whole["mode"] == "forward"].rename(columns={"seconds": "inference_s"})
+    counts = whole.groupby(keys)[["graphs", "graph_breaks", "cached_graphs"]].sum().reset_index()
+    return ordered(cost.merge(inference[[*keys, "inference_s"]], on=keys, how="left").merge(counts, on=keys))
+
+
+def cost(times: pd.DataFrame) -> Answer:
+    question = "How long does compiling take, and does the whole forward as one graph do better than blocks?"
+    seconds = compile_seconds(times)
+    if seconds.empty:
+        return no_data("compile-cost", question, "compile")
+    cached, breaks = (int(seconds[column].sum()) for column in ("cached_graphs", "graph_breaks"))
+    text = ["Compiling is in a first step and not in the times above. Torch's caches on disk were empty before each; "
+            + ("no graph came out of one" if not cached else f"{count(cached, 'graph')} came out of one all the same") + "."]
+    blocks = seconds[seconds["variant"] == "block"]
+    numbers = {}
+    if len(blocks):
+        first, later = (blocks[blocks["first"] == yes] for yes in (True, False))
+        parts = []
+        for own, words in ((first, "where it is the first of its process to be compiled, which pays for starting the compiler as well"),
+                           (later, "where something was compiled before it")):
+            if len(own):
+                attentions = listing(ATTENTION_WORDS[name] for name in ATTENTION_WORDS if name in set(own["attention"]))
+                parts.append(f"{span(own['training_s'], ' s')} {words} ({attentions} attention)")
+        numbers = {name: own["training_s"].max() for name, own in (("first_s", first), ("later_s", later)) if len(own)}
+        text.append(f"A block's forward and backward takes {' and '.join(parts)}.")
+        if blocks["inference_s"].notna().any():
+            text.append(f"Forward without gradients, compiled after them, takes {span(blocks['inference_s'].dropna(), ' s')}.")
+        text.append(("Each compiled two graphs, one with gradients and one without, and none again"
+                     if (blocks["graphs"] == 2).all() else
+                     f"Each compiled {span(blocks['graphs'], digits=1)} graphs, where two are needed, one with gradients and one without")
+                    + f"; {count(breaks, 'graph break')}.")
+    table = seconds.assign(attention=seconds["attention"].map(ATTENTION_WORDS),
+                           compiled=seconds["variant"].map({"block": "block", "model": "whole forward"}),
+                           a=seconds["training_s"].map(number), b=seconds["inference_s"].map(number),
+                           first=seconds["first"].map({True: "yes", False: "no"}))
+    table = table[["size", "precision", "attention", "compiled", "a", "first", "b"]].set_axis(
+        ["size", "precision", "attention", "compiled", "forward + backward", "first of its process", "forward"], axis=1).astype(object)
+    tables = [("Seconds of compiling: the first step less a steady one.", table)]
+    both = beside(times, "block", "model")
+    if len(both):
+        text.append("The whole forward as one graph beside blocks, in the same process: " + "; ".join(
+            f"{words}, of {count(len(own), 'pair')} {_verdict(own)}" for mode, words in MODE_WORDS.items()
+            if len(own := both[both["mode"] == mode])) + ".")
+        own = seconds[~seconds["first"]]
+        ratio = own[own["variant"] == "model"].merge(own[own["variant"] == "block"], on=["run_id", "attention"], suffixes=("", "_block"))
+        if len(ratio):
+            text.append(f"Compiling its forward and backward takes {span(ratio['training_s'] / ratio['training_s_block'])} times as long as a"
+                        f" block's, where neither was the first of its process.")
+        tables.append((f"Median wall time in ms, each block compiled to the whole forward compiled at once, and how many times as"
+                       f" fast{_legend(both)}.", _by_mode(both, [_cell(row) for row in both.itertuples()])))
+    return Answer("compile-cost", question, " ".join(text), "", numbers, tables, runs=runs_of(seconds))
+
+
+# -- SDPA --------------------------------------------------------------------------------------------------------------
 
 def sdpa(times: pd.DataFrame) -> Answer:
     question = "And with scaled_dot_product_attention in place of the written-out attention?"
-    if times.empty:
-        return no_data("compile-sdpa", question, "compile")
-    whole = times[(times["phase"] == WHOLE) & (times["status"] == "ok") & times["variant"].isin(["eager", "block"])]
-    keys = ["size", "context_length", "precision", "mode", "variant"]
-    both = whole[whole["attention"] == "eager"].merge(whole[whole["attention"] == "sdpa"], on=keys, suffixes=("", "_sdpa"))
+    both = by_attention(times)
     if both.empty:
         return no_data("compile-sdpa", question, "compile")
-    both["gain"] = both["median_ms"] / both["median_ms_sdpa"]
-    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_sdpa" for c in INTERVAL]].set_axis(INTERVAL))
-                    for _, row in both.iterrows()]
-    steps = by_size(both[both["mode"] == "step"])
-    parts = []
-    for variant, words in VARIANT_WORDS.items():
-        own = steps[steps["variant"] == variant]
-        if len(own):
-            parts.append(f"{words}, the full step is {span(own['gain'])} times as fast with SDPA")
-    text = f"At context {both['context_length'].iloc[0]}, which of its kernels SDPA takes being left to torch: " + listing(parts) + "."
-    ends = _both_ends(times)
-    finding = ""
+    steps = both[both["mode"] == "step"]
+    parts = [f"{span(own['speedup'])} times as fast where {words}" for variant, words in VARIANT_WORDS.items()
+             if len(own := steps[steps["variant"] == variant])]
+    text = [f"Both were measured in one process, at {_contexts(both)}; which of its kernels SDPA takes is left to torch."
+            + (f" With SDPA the full step is {listing(parts)}." if parts else "")]
+    ends, finding = both_ends(times), ""
+    ends = ends[ends["mode"] == "step"] if len(ends) else ends
     if len(ends):
-        best = ends.loc[ends["gain"].idxmax()]
-        text += f" Both together make the full step {span(ends['gain'])} times as fast as eager with written-out attention."
-        finding = (f"**Compiling and SDPA together make the full step {span(ends['gain'])} times as fast**, most for"
-                   f" {best['size']} in {best['precision']}:"
-                   f" {ms(best.median_ms)} to {ms(best.median_ms_both)}.")
-    losses = both[both["sure"] & (both["gain"] < 1)]
+        best = ends.loc[ends["speedup"].idxmax()]
+        text.append(f"Both together make the full step {span(ends['speedup'])} times as fast as eager with written-out attention.")
+        if best["sure"] and best["speedup"] > 1:
+            finding = (f"**Compiling and SDPA together make the full step {span(ends['speedup'])} times as fast**, most for {best['size']} in"
+                       f" {best['precision']}: {_from_to(best)}.")
+    text.append(f"Over all modes, of {count(len(both), 'pair')}: {_verdict(both)}.")
+    losses = both[both["sure"] & (both["speedup"] < 1)]
     if len(losses):
-        text += (f" In {len(losses)} of {count(len(both), 'pair')} SDPA is the slower one: " + listing(
-            f"{row['size']} in {row['precision']}, {MODE_WORDS[row['mode']]}, {VARIANT_WORDS[row['variant']]}"
-            for _, row in losses.iterrows()) + ".")
-        bound = losses[losses[["launch_bound_share", "launch_bound_share_sdpa"]].min(axis=1) > 0.5] if "launch_bound_share" in losses else losses[:0]
+        text.append("It is slower for " + listing(_marked(row, f"{row['size']} in {row['precision']}, {VARIANT_WORDS[row['variant']]}")
+                                                  for _, row in losses.iterrows()) + ".")
+        bound = losses[losses[["launch_bound_share", "launch_bound_share_after"]].min(axis=1) > 0.5] if "launch_bound_share" in losses else losses[:0]
         if len(bound):
-            text += (f" Launches set the time in {len(bound)} of these, and with SDPA the host takes"
-                     f" {span(bound['enqueue_ms_sdpa'] / bound['enqueue_ms'])} times as long to enqueue them.")
-    shown = steps.assign(cell=[f"{number(r.median_ms)} to {number(r.median_ms_sdpa)}:"
-                               f" {number(r.gain)}{'' if r.sure else ' *'}" for r in steps.itertuples()])
-    shown = shown.pivot(index=["size", "precision"], columns="variant", values="cell").rename(columns={"block": "compiled"})
-    shown = shown[[c for c in ("eager", "compiled") if c in shown]].fillna("–").reset_index()
-    return Answer("compile-sdpa", question, text, finding, {"best": both["gain"].max()},
-                  [("Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast (* the"
-                    " intervals overlap).", shown)],
-                  runs=runs_of(times))
-
-
-def _both_ends(times: pd.DataFrame) -> pd.DataFrame:
-    """Full steps: eager with written-out attention beside compiled with SDPA."""
-    keys = ["size", "context_length", "precision"]
-    steps = times[(times["phase"] == WHOLE) & (times["status"] == "ok") & (times["mode"] == "step")]
-    start = steps[(steps["variant"] == "eager") & (steps["attention"] == "eager")]
-    end = steps[(steps["variant"] == "block") & (steps["attention"] == "sdpa")]
-    both = start.merge(end, on=keys, suffixes=("", "_both"))
-    return both.assign(gain=both["median_ms"] / both["median_ms_both"])
+            text.append(f"Launches set the time in {len(bound)} of these, and with SDPA the host takes"
+                        f" {span(bound['enqueue_ms_after'] / bound['enqueue_ms'])} times as long to enqueue them.")
+    cells = [_cell(row) for row in steps.itertuples()]
+    tables = [(f"Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast{_legend(steps)}.",
+               _table(steps, steps["variant"].map(VARIANT_WORDS), cells).drop(columns="attention"))] if cells else []
+    return Answer("compile-sdpa", question, _said(text), _finding(finding), {"best": both["speedup"].max()}, tables, runs=runs_of(both))

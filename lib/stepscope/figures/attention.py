@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from stepscope.answers.attention import WORDS, head, names, precisions, timed
-from stepscope.answers.compiled import ATTENTION_WORDS
+from stepscope.answers import listing, number
+from stepscope.answers.attention import WORDS, head, names, precisions, timed, untried
+from stepscope.answers.benchmark import MODE_WORDS
+from stepscope.answers.compiled import ATTENTION_WORDS, VARIANT_WORDS, relative
 from stepscope.config import ATTENTIONS
 from stepscope.figures import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.store import by_size
-from stepscope.timing import WHOLE
 
 COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
 STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
@@ -71,6 +71,10 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d) & ~ends["expandable"].astype(bool)] if len(ends) else ends
         fits = probes[(probes["status"] == "ok") & (probes["part"] == "pass")] if len(probes) else probes
         _over_sequence(bottom, pd.concat([own, fits]) if len(fits) else own, memory, 2**30)
+        masks = pd.concat([own, probes]).dropna(subset="mask_peak_bytes").sort_values("sequence") if "mask_peak_bytes" in own else own[:0]
+        if len(masks):
+            bottom.plot(masks["sequence"], masks["mask_peak_bytes"] / 2**30, "--", color=STYLES["flex"]["color"], linewidth=1,
+                        label="FlexAttention's mask being made")
         failed = probes[probes["status"] == "oom"] if len(probes) else probes
         for index, name in enumerate(names(failed) if len(failed) else ()):
             where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
@@ -83,7 +87,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         top.set(title=precision, xlabel="")
     axes[0, 0].set_ylabel("time (ms)")
     axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
-    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     if len(ends) and (ends["status"] == "oom").any():
         handles["out of memory, at this sequence"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
@@ -147,48 +151,50 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
-    figure.supxlabel("sequence (grey: does not run so, or was not measured)", fontsize=10)
+    figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"), fontsize=10)
     figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
+# Bars of the whole model: attention, variant and colour; eager with written-out attention is what the others are measured by.
+MODEL_BARS = [("eager", "eager", "0.75"), ("eager", "block", "#0072B2"), ("sdpa", "eager", "#E69F00"), ("sdpa", "block", "#D55E00")]
+
+
 def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
-    """A full step's time by size, eager and compiled, with written-out attention and SDPA: a panel a precision."""
-    rows = times[(times["phase"] == WHOLE) & (times["status"] == "ok") & (times["mode"] == "step") & times["variant"].isin(["eager", "block"])] if len(times) else times
+    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under the size: a
+    row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95% intervals allow."""
+    rows = relative(times)
+    rows = rows[rows["variant"].isin(VARIANT_WORDS) & rows["mode"].isin(["forward_backward", "step"])] if len(rows) else rows
     if rows.empty:
         return None
-    rows = by_size(rows)
+    rows = rows[rows["run_id"].isin(rows.drop_duplicates(["size", "precision"])["run_id"])]  # one run each
     use_style()
-    shown = precisions(rows)
+    shown, modes = precisions(rows), [mode for mode in ("forward_backward", "step") if (rows["mode"] == mode).any()]
     sizes = [str(size) for size in rows["size"].cat.remove_unused_categories().cat.categories]
-    figure, axes = plt.subplots(1, len(shown), figsize=(WIDTH_IN, 4), squeeze=False)
-    bars = [(attention, variant) for attention in ATTENTION_WORDS for variant in ("eager", "block")]
-    colors = dict(zip(bars, ["#0072B2", "#56B4E9", "#D55E00", "#E69F00"]))
-    for axis, precision in zip(axes[0], shown):
-        for index, (attention, variant) in enumerate(bars):
-            own = rows[(rows["precision"] == precision) & (rows["attention"] == attention) & (rows["variant"] == variant)]
-            x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
-            drawn = axis.bar(x, own["median_ms"], 0.19, color=colors[attention, variant],
-                             yerr=[own["median_ms"] - own["ci_low_ms"], own["ci_high_ms"] - own["median_ms"]])
-            axis.bar_label(drawn, [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in own["median_ms"]],
-                           fontsize=7, padding=1, rotation=90)
-            if "launch_bound_share" in own:
-                for bar, share in zip(drawn, own["launch_bound_share"]):
+    figure, axes = plt.subplots(len(modes), len(shown), figsize=(WIDTH_IN, 0.8 + 2.6 * len(modes)), squeeze=False, sharey=True)
+    bound = "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5)
+    for line, mode in zip(axes, modes):
+        for axis, precision in zip(line, shown):
+            here = rows[(rows["mode"] == mode) & (rows["precision"] == precision)]
+            for index, (attention, variant, color) in enumerate(MODEL_BARS):
+                own = here[(here["attention"] == attention) & (here["variant"] == variant)]
+                x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
+                whiskers = None if index == 0 else [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]]
+                drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers, error_kw={"elinewidth": 1, "ecolor": "0.2"})
+                for bar, share in zip(drawn, own.get("launch_bound_share", ())):
                     if share > 0.5:
-                        bar.set_hatch("////")
-                        bar.set_edgecolor("white")
-        axis.set_xticks(range(len(sizes)), sizes)
-        axis.set(title=precision, yscale="log")
-        axis.yaxis.set_major_formatter(PLAIN)
-        axis.margins(y=0.15)
-        axis.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel("full step (ms)")
-    handles = [Patch(color=colors[attention, variant], label=f"{ATTENTION_WORDS[attention]},"
-                                                             f" {'each block compiled' if variant == 'block' else 'eager'}")
-               for attention, variant in bars if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
-    if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
-        handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="////", label="mostly launch-bound"))
+                        bar.set(hatch="/////", edgecolor="white", linewidth=0)
+            base = here.drop_duplicates("size").set_index(here.drop_duplicates("size")["size"].astype(str))["base_ms"]
+            axis.set_xticks(range(len(sizes)), [f"{size}\n{number(base[size])} ms" if size in base.index else size for size in sizes], fontsize=9)
+            axis.set(title=f"{MODE_WORDS[mode]}, {precision}", xlim=(-0.55, len(sizes) - 0.45))
+            axis.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
+            axis.grid(axis="x", visible=False)
+        line[0].set_ylabel("relative time")
+    handles = [Patch(color=color, label=f"{ATTENTION_WORDS[attention]}, {'each block compiled' if variant == 'block' else 'eager'}")
+               for attention, variant, color in MODEL_BARS if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
+    if np.any(bound):
+        handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="/////", label="mostly launch-bound"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.suptitle(f"A full step, eager and with each block compiled, context {rows['context_length'].iloc[0]}"
-                    f" ({where})", x=0.01, ha="left", fontweight="bold")
+    contexts = listing(str(context) for context in sorted(set(rows["context_length"])))
+    figure.suptitle(f"Compiled and with SDPA against eager, context {contexts} ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
