@@ -9,6 +9,7 @@ from scipy import optimize, stats
 from stepscope.answers import Answer, count, listing, no_data, number, percent, runs_of, span
 from stepscope.answers.attention import NEARLY, WORDS, head, is_cpu, names, precisions, timed
 from stepscope.attention_memory import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
+from stepscope.config import PRECISIONS
 
 CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device
@@ -151,11 +152,12 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                    "mask_pair_bytes": fitted[1][2] if len(fitted) > 1 else float("nan")}
             for suffix, part, expandable in (("", "pass", False), ("_expandable", "pass", True), ("_mask", "mask", False)):
                 tried = probes[(probes["part"] == part) & (probes["expandable"].astype(bool) == expandable)] if len(probes) else probes
-                fits = [*tried.loc[tried["status"] == "ok", "sequence"], *([] if suffix else [peaks["sequence"].max()])]
+                fits = [*tried.loc[tried["status"] == "ok", "sequence"], *([peaks["sequence"].max()] if not suffix or (part == "pass" and len(tried)) else [])]
                 row |= {f"fits{suffix}": max(fits, default=float("nan")),
                         f"fails{suffix}": tried.loc[tried["status"] == "oom", "sequence"].min() if len(tried) else float("nan")}
             rows.append(row | {f"gib_{card}": _end(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
                         | {"known": _known_share(coded, peaks), "end_s": _seconds_at(_end(fitted, available), peaks)})
+    rows.sort(key=lambda row: PRECISIONS.index(row["precision"]))
     return pd.DataFrame(rows)
 
 
