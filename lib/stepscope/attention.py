@@ -14,8 +14,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves
 
 from stepscope.config import ATTENTIONS, AttentionConfig
 from stepscope.model import Attention
@@ -59,9 +60,14 @@ class Inputs:
         sequence, device = self.q.shape[-2], self.q.device
         return torch.ones(sequence, sequence, dtype=torch.bool, device=device).triu_(1) if self.causal else None
 
+    @cached_property
+    def blocks(self) -> BlockMask | None:
+        """The same for FlexAttention; None without a causal mask."""
+        return block_mask(self.q.shape[-2], self.q.device) if self.causal else None
+
     def held_bytes(self, name: str) -> int:
-        """What is in use before forward: q, k, v, the output's gradient and, for the implementations that take it, the mask."""
-        masks = [self.future] if name in MASKED and self.causal else []
+        """What is in use before forward: q, k, v, the output's gradient and, for the implementations that take one, the mask."""
+        masks = [self.future] if name in MASKED and self.causal else mask_tensors(self.blocks) if name == "flex" else []
         return sum(x.untyped_storage().nbytes() for x in (self.q, self.k, self.v, self.gradient, *masks))
 
 
@@ -94,7 +100,7 @@ class Implementations:
             future, call = inputs.future, written_out if name == "eager" else self.compiled
             return lambda: call(q, k, v, future)
         if name == "flex":
-            mask = block_mask(q.shape[-2], q.device) if causal else None
+            mask = inputs.blocks
             return lambda: self.flex(q, k, v, block_mask=mask)
 
         def fused() -> Tensor:
@@ -108,9 +114,14 @@ def seen(batch, head, query, key):
     return query >= key
 
 
-def block_mask(sequence: int, device: torch.device):
-    """FlexAttention's causal mask: of blocks, so it grows with the square of T / 128 only."""
+def block_mask(sequence: int, device: torch.device) -> BlockMask:
+    """FlexAttention's causal mask. What is kept is of blocks, and grows with the square of T / 128 only; but while it is
+    made, uncompiled as is torch's default, there is a whole (T, T)."""
     return create_block_mask(seen, None, None, sequence, sequence, device=device)
+
+
+def mask_tensors(mask: BlockMask | None) -> list[Tensor]:
+    return [x for x in tree_leaves(mask.as_tuple()) if isinstance(x, Tensor)] if mask else []
 
 
 def reference(inputs: Inputs) -> list[Tensor]:
@@ -186,6 +197,20 @@ def first_pass(call: Callable[[], Tensor], inputs: Inputs, device: str) -> tuple
     return output, {"first_forward_ms": (middle - started) * 1e3, "first_backward_ms": (default_timer() - middle) * 1e3}
 
 
+def mask_memory(inputs: Inputs, device: str) -> dict[str, float]:
+    """Makes FlexAttention's mask. ``mask_peak_bytes``: the most in use meanwhile, with q, k, v and the output's gradient;
+    ``mask_bytes`` of it are kept. Nothing without a mask, or where the allocator does not count."""
+    if device == "cpu" or not inputs.causal:
+        return {}
+    own = inputs.held_bytes("none")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = sum(x.untyped_storage().nbytes() for x in mask_tensors(inputs.blocks))
+    torch.cuda.synchronize()
+    return {"mask_peak_bytes": torch.cuda.max_memory_allocated() - before + own, "mask_bytes": kept}
+
+
 def memory_pass(call: Callable[[], Tensor], inputs: Inputs, own: int, device: str) -> dict[str, float]:
     """One more pass for its memory, in bytes; ``own`` is what is in use before it (``Inputs.held_bytes``).
 
@@ -254,7 +279,7 @@ def reason(error: Exception, warned: list) -> str:
         said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
         words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime"
                                                                               " disabled", text))) or words
-    return re.sub(r"/\S*/", "", " ".join(words.split()))[:300]  # no paths of this machine
+    return re.sub(r"/\S*/", "", " ".join(words.split()))[:400]  # no paths of this machine
 
 
 def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],
@@ -268,6 +293,8 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
     try:
         with warnings.catch_warnings(record=True) as warned, out_of_memory_names(f"running {name}"):
             warnings.simplefilter("always")
+            if name == "flex":
+                row |= mask_memory(inputs, config.device)
             call = implementations.prepare(name, inputs)
             output, first = first_pass(call, inputs, config.device)
     except torch.OutOfMemoryError as error:
@@ -295,12 +322,18 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
 
 
 def measure_attention(config: AttentionConfig) -> dict[str, pd.DataFrame]:
-    """The whole grid of one run.
+    """The whole grid of one run, compiled into an empty cache, so that compile times are no other run's savings.
 
     Returns:
         cells: a row for each implementation, sequence and causal; see :func:`measure_cell`, and :func:`summarized`.
         samples: every timed pass; ``cell`` is the row's number in ``cells``.
     """
+    from torch._inductor.utils import fresh_cache
+    with fresh_cache():
+        return _measure(config)
+
+
+def _measure(config: AttentionConfig) -> dict[str, pd.DataFrame]:
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     allow_recompiling()
     implementations, rows, samples = Implementations(), [], []

@@ -55,12 +55,12 @@ def same_result(cells: pd.DataFrame) -> Answer:
             row[precision] = ("–" if own.empty else f"{ok['error'].max():.1e} ({len(ok)} of {len(own)})" if len(ok) else
                               f"{wrong['error'].max():.1e}, wrong" if len(wrong) else STATUS_WORDS[own["status"].iloc[0]])
         table.append(row)
-    ok, wrong = cells[cells["status"] == "ok"], cells[cells["status"] == "wrong"]
+    ok, wrong, refused = (cells[cells["status"] == status] for status in ("ok", "wrong", "unsupported"))
     text = ("Side by side are the model's own written-out attention, the same under torch.compile (compiled), the backends of"
             " scaled_dot_product_attention (SDPA) and FlexAttention. Before a cell is timed, its output and the gradients of q, k and v are compared with float64 (textbook softmax,"
             " every batch"
-            f" element, every row), at that very sequence: {len(ok)} of {count(len(cells), 'cell')} passed. The error is the"
-            f" largest of the"
+            f" element, every row), at that very sequence: {len(ok)} of {count(len(cells), 'cell')} passed"
+            + (f", {len(refused)} are not supported" if len(refused) else "") + ". The error is the largest of the"
             " four, relative, in the Frobenius norm; allowed are " + listing(f"{TOLERANCE[p]:g}"
                                                                              f" in {p}" for p in precisions(cells)) + ".")
     if len(wrong):
@@ -71,7 +71,9 @@ def same_result(cells: pd.DataFrame) -> Answer:
         text += " None was wrong."
     for precision, same in exact(ok).items():
         text += f" Asked for {precision}, {listing(WORDS[name] for name in same)} stay{'s' if len(same) == 1 else ''} at the error of fp32 and so do{'es' if len(same) == 1 else ''} not use it."
-    refused = cells[cells["status"] == "unsupported"]
+    missing = untried(cells)
+    if missing:
+        text += f" Not tried: {listing(missing)}."
     reasons = refused.assign(d=refused["d_model"]).groupby(["implementation", "precision", "reason"], sort=False).agg(
         cells=("d", "size"), heads=("d", lambda d: ", ".join(map(str, sorted(set(d)))))).reset_index()
     tables = [("Largest error against float64 over all cells that passed, by precision (cells that passed, of those"
@@ -94,6 +96,17 @@ def same_result(cells: pd.DataFrame) -> Answer:
                   f" not timed." if len(wrong) else ".") if len(ok) else "")
     return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables,
                   runs=runs_of(cells))
+
+
+def untried(cells: pd.DataFrame) -> list[str]:
+    """What the grid leaves out: implementations that were not tried at a head dimension and precision that others were."""
+    tried = set(zip(cells["implementation"], cells["d_model"], cells["precision"], cells["causal"]))
+    left = pd.DataFrame([(name, d, precision, causal) for d, precision in sorted(set(zip(cells["d_model"], cells["precision"])))
+                         for causal in (True, False) for name in names(cells) if (name, d, precision, causal) not in tried],
+                        columns=["name", "d", "precision", "causal"])
+    return [f"{WORDS[name]} {'with' if causal else 'without'} the mask at d {listing(map(str, sorted(set(own['d']))))} in"
+            f" {listing(p for p in PRECISIONS if p in set(own['precision']))}"
+            for (causal, name), own in left.groupby(["causal", "name"], sort=False)]
 
 
 def exact(ok: pd.DataFrame) -> dict[str, list[str]]:
@@ -135,8 +148,19 @@ def how_long(cells: pd.DataFrame) -> Answer:
                         + listing(f"{WORDS[name]} in {n}" 
                                   for name, n in best["implementation"].value_counts().items()) + ".")
     short = rows[rows["passes"] < rows["timed_steps"]]
-    text.append(f"Each point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, forward by itself and"
-                " backward by itself, from one process for each d and precision.")
+    slower = losers(rows)
+    if len(slower):
+        worst = slower.loc[slower["speedup"].idxmin()]
+        by_name = slower.groupby(["implementation", "precision"], sort=False).size()
+        text.append(f"Not everything is a gain: {len(slower)} of {count(len(rows) - int((rows['implementation'] == 'eager').sum()), 'cell')}"
+                    f" are slower than written out by more than the intervals allow"
+                    f" ({listing(f'{WORDS[name]} in {precision} in {n}' for (name, precision), n in by_name.sort_values(ascending=False).items())});"
+                    f" the worst is {WORDS[worst.implementation]} in {worst.precision} at d {worst.d_model}, sequence {worst.sequence}:"
+                    f" {ms(worst.pass_median_ms)} where written out takes {ms(worst.eager_ms)}.")
+    text.append(f"Each point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, all of one d and"
+                " precision in one process. A pass is a forward and its backward with an event between them; the device is"
+                " waited for before and after a pass, not within it, so that where the host sets the time backward is enqueued"
+                " while forward still runs.")
     if len(short):
         wide = ((short["pass_ci_high_ms"] - short["pass_ci_low_ms"]) / 2 / short["pass_median_ms"]).max()
         text.append(f"In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes ({_whole(short['passes'])}),"
@@ -148,10 +172,14 @@ def how_long(cells: pd.DataFrame) -> Answer:
                 f" {int((noisy & ~hosts).sum())}; medians and their intervals are compared for that reason.")
     tables = [("Written-out attention, causal: medians in ms [95% interval], memory"
                " in MiB.", handout_table(cells))]
+    compiled = compiled_table(rows)
+    if len(compiled):
+        tables.append((f"The same eager and compiled, {compiled_in(rows)}: medians in ms and how many times as fast (* the intervals"
+                       " overlap), memory in use before backward in MiB.", compiled))
     if len(best):
         tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many"
-                       " times as fast as written"
-                       " out in the same precision.", best_table(best)))
+                       " times as fast as written out in the same precision (* the interval of the second fastest overlaps).",
+                       best_table(best)))
     return Answer("attention-time", question, " ".join(text), finding,
                   {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
                   [("attention_time", "Time and memory over the sequence, by implementation"),
@@ -181,18 +209,54 @@ def _mib(rows: pd.DataFrame, column: str) -> list[str]:
     return [number(value / 2**20) for value in rows[column]] if column in rows else ["–"] * len(rows)
 
 
+def compiled_in(rows: pd.DataFrame) -> str:
+    """The precision of the table of eager beside compiled: the first that was measured."""
+    return precisions(rows)[0]
+
+
+def compiled_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """The handout's other table: eager and compiled beside each other, forward and backward, over d and sequence."""
+    rows = rows[rows["precision"] == compiled_in(rows)]
+    keys = ["d_model", "sequence"]
+    both = rows[rows["implementation"] == "eager"].merge(rows[rows["implementation"] == "compiled"], on=keys, suffixes=("", "_compiled"))
+    table = both[keys].rename(columns={"d_model": "d"})
+    for phase in ("forward", "backward"):
+        low, high = (both[f"{phase}_ci_{end}_ms"] for end in ("low", "high"))
+        same = (low <= both[f"{phase}_ci_high_ms_compiled"]) & (both[f"{phase}_ci_low_ms_compiled"] <= high)
+        before, after = both[f"{phase}_median_ms"], both[f"{phase}_median_ms_compiled"]
+        table[f"{phase}, eager"], table[f"{phase}, compiled"] = before.map(number), after.map(number)
+        table[f"{phase}, times as fast"] = [number(ratio) + " *" * bool(none) for ratio, none in zip(before / after, same)]
+    table["in use, eager"], table["in use, compiled"] = (_mib(both, f"in_use_bytes{suffix}") for suffix in ("", "_compiled"))
+    return table.sort_values(["d", "sequence"])
+
+
+def against_eager(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with ``eager_ms``, ``speedup`` and the interval of the written-out attention of the same precision, d and sequence."""
+    keys, columns = ["precision", "d_model", "sequence"], ["pass_median_ms", "pass_ci_low_ms", "pass_ci_high_ms"]
+    eager = rows[rows["implementation"] == "eager"].set_index(keys)[columns].set_axis(["eager_ms", "eager_low_ms", "eager_high_ms"], axis=1)
+    both = rows.join(eager, on=keys, how="inner")
+    return both.assign(speedup=both["eager_ms"] / both["pass_median_ms"])
+
+
+def losers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Cells that are slower than written out by more than both intervals allow."""
+    both = against_eager(rows)
+    return both[both["pass_ci_low_ms"] > both["eager_high_ms"]]
+
+
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against it."""
+    """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against it; ``sure``:
+    whether the second fastest's interval is apart."""
     keys = ["precision", "d_model", "sequence"]
-    eager = rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms"]].rename(columns={"pass_median_ms": "eager_ms"})
-    both = rows.merge(eager, on=keys)
-    both["speedup"] = both["eager_ms"] / both["pass_median_ms"]
-    return both.loc[both.groupby(keys)["pass_median_ms"].idxmin()].reset_index(drop=True)
+    ranked = against_eager(rows).sort_values("pass_median_ms").groupby(keys, sort=False)
+    best, second = ranked.nth(0).set_index(keys), ranked.nth(1).set_index(keys)
+    sure = second["pass_ci_low_ms"].reindex(best.index) > best["pass_ci_high_ms"]
+    return best.assign(sure=sure).reset_index().sort_values(keys, ignore_index=True)
 
 
 def best_table(best: pd.DataFrame) -> pd.DataFrame:
-    cells = best.assign(cell=[f"{row.implementation} {number(row.pass_median_ms)}"
-                              f" ({number(row.speedup, 2)})" for row in best.itertuples()])
+    cells = best.assign(cell=[f"{WORDS[row.implementation]} {number(row.pass_median_ms)}"
+                              f" ({number(row.speedup, 2)}){'' if row.sure else ' *'}" for row in best.itertuples()])
     table = cells.pivot(index=["d_model", "sequence"], columns="precision", values="cell").fillna("–")
     return table[[p for p in PRECISIONS if p in table]].rename_axis(["d", "sequence"]).reset_index()
 
@@ -220,7 +284,6 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
                          f" TFLOP/s)"
                          + (f", {WORDS[last.implementation]} {percent(last.utilisation, 1)}" if len(at) > 1 else ""))
     text.append(f"The highest and lowest share at d {d}, sequence {sequence}: " + "; ".join(parts) + ".")
-    top = longest.loc[longest["utilisation"].idxmax()]
     several = longest[longest.groupby(["precision", "implementation"])["d_model"].transform("nunique") > 1]
     if len(several):
         grows = [own.sort_values("d_model")["utilisation"].is_monotonic_increasing
@@ -228,11 +291,15 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
         text.append(f"Of the {len(grows)} combinations of implementation and precision that were measured at several d, the"
                     f" share grows with d in {sum(grows)}: the squares are as large at any d, and the arithmetic on them is"
                     f" not.")
-    finding = (f"**Attention reaches at most {percent(top.utilisation)} of the {top.precision} matrix-product rate"
-               f" ({WORDS[top.implementation]}, d {top.d_model}, sequence {top.sequence})**; written out, at most "
-               + listing(f"{percent(own['utilisation'].max(), 1 if own['utilisation'].max() < 0.1 else 0)} in"
-                         f" {precision}" for precision, own in
-                         longest[longest["implementation"] == "eager"].groupby("precision", sort=False)) + ".")
+    ceilings = longest["pass_tflops"] / longest["utilisation"]
+    text.append("The rates measured are " + listing(f"{span(ceilings[longest['precision'] == precision], ' TFLOP/s')} in {precision}"
+                                                    for precision in precisions(longest)) + ".")
+    finding = ("**Attention reaches at most " + listing(
+        f"{percent(best.utilisation)} of the measured matrix-product rate in {best.precision} ({WORDS[best.implementation]}, d {best.d_model})"
+        for best in _tops(longest)) + "**; written out, at most " + listing(
+        f"{percent(best.utilisation, 1 if best.utilisation < 0.1 else 0)} in {best.precision}"
+        for best in _tops(longest[longest["implementation"] == "eager"])) + ".")
+    top = longest.loc[longest["utilisation"].idxmax()]
     shown = table.copy().astype(object)
     for index in table.index:
         for column in table:
@@ -247,6 +314,11 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
                   [("Forward + backward without mask at the longest sequence: TFLOP/s (share of the precision's"
                     " ceiling).", shown)],
                   [("attention_ceiling", "Share of the measured ceiling over the sequence")], runs_of(cells))
+
+
+def _tops(rows: pd.DataFrame) -> list[pd.Series]:
+    """Of each precision the row with the highest share of its ceiling."""
+    return [rows.loc[rows.loc[rows["precision"] == precision, "utilisation"].idxmax()] for precision in precisions(rows)]
 
 
 def the_mask(cells: pd.DataFrame) -> Answer:
@@ -305,8 +377,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                    " which torch still compiles again where a shape or the mask is of another kind. Torch's limit of 8"
                    " recompilations was raised, and going beyond it made an error, so that nothing ran uncompiled unnoticed."
                    " Times are of the first pass,"
-                   " forward and backward, less a steady one; torch's caches on disk were left on, so that what an earlier"
-                   " run had compiled took less.")
+                   " forward and backward, less a steady one; each run began with torch's caches on disk empty.")
     total = rows["later_graphs"].sum()
     text.append("No graph was compiled during the timed passes." if total == 0 else f"{count(int(total), 'graph')} compiled"
                                                                                     f" during timed passes.")
@@ -322,8 +393,8 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
             f"{number(row.passes_to_pay, 2)} passes in"
             f" {row.precision}" if row.passes_to_pay < np.inf else f"no number of passes in {row.precision}"
             for row in at.itertuples()) + f"; over the grid the number is {span(sure['passes_to_pay'], digits=2)}"
-            + (f", and in {count(never, 'cell')} of {len(pay)} the compiled one is no"
-               f" faster." if never else ".") if len(sure) else
+            + (f", and in {count(never, 'cell')} of {len(pay)} the compiled one is no faster"
+               f" ({_why_never(pay)})." if never else ".") if len(sure) else
             "Nowhere is the compiled attention faster than the eager one.")
         finding = (f"**Compiling the written-out attention makes it {span(sure['gain'], digits=2)} times as fast where"
                    f" it helps"
@@ -332,6 +403,15 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                    " a shape (median).") if len(sure) else ""
     return Answer("attention-compile", question, " ".join(text), finding, {"later_graphs": float(total)},
                   [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(cells))
+
+
+def _why_never(pay: pd.DataFrame) -> str:
+    """Of the cells that compiling does not make faster: how many cannot be told apart, are slower, wait for the host."""
+    never = pay[pay["passes_to_pay"] == np.inf]
+    slower = int((never["pass_ci_low_ms"] > never["pass_ci_high_ms_eager"]).sum())
+    hosts = int((waits_for_host(never) & waits_for_host(never, "_eager")).sum())
+    return (f"{len(never) - slower} within the intervals, {slower} slower"
+            + (f"; {hosts} wait for the host, eager and compiled" if hosts else ""))
 
 
 def _whole(counts: pd.Series) -> str:
@@ -346,8 +426,8 @@ def _pays_off(cells: pd.DataFrame) -> pd.DataFrame:
     keys = ["precision", "d_model", "sequence"]
     rows = timed(cells)
     compiled = rows[(rows["implementation"] == "compiled") & (rows["graphs"] > 0)]
-    both = compiled.merge(rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms", "pass_ci_low_ms"]], on=keys,
-                          suffixes=("", "_eager"))
+    eager = rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms", "pass_ci_low_ms", "pass_ci_high_ms", "enqueue_ms", "device"]]
+    both = compiled.merge(eager, on=keys, suffixes=("", "_eager"))
     both["gain"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     cost = both["first_forward_ms"] + both["first_backward_ms"] - both["pass_median_ms"]
     saved = both["pass_median_ms_eager"] - both["pass_median_ms"]

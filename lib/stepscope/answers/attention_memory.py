@@ -1,4 +1,5 @@
 """Attention's memory: what is saved for backward, and where each implementation ends, answered from the same tables."""
+import math
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ from scipy import optimize, stats
 
 from stepscope.answers import Answer, count, listing, no_data, number, percent, runs_of, span
 from stepscope.answers.attention import NEARLY, WORDS, head, is_cpu, names, precisions, timed
-from stepscope.attention_memory import QUADRATIC, WRITTEN, fused_tensors
+from stepscope.attention_memory import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
 
 CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device
@@ -35,6 +36,22 @@ def scaling(rows: pd.DataFrame, column: str = "saved_bytes") -> pd.DataFrame:
     return pd.DataFrame(fits)
 
 
+def with_error(value: float, error: float) -> str:
+    """Value ± error to the error's first digit, five decimals at most; the value alone where there is no error."""
+    if error != error or error < 5e-6:
+        return f"{value:.5f}" if error == error else f"{value:.3f}"
+    decimals = min(5, max(0, -math.floor(math.log10(error))))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def local_exponents(rows: pd.DataFrame) -> pd.Series:
+    """By implementation, "a to b": the exponent between the two longest sequences, over head dimensions and precisions."""
+    shorter, longest = sorted(rows["sequence"].unique())[-2:]
+    saved = rows.pivot_table(index=["implementation", "precision", "d_model"], columns="sequence", values="saved_bytes")
+    slopes = np.log(saved[longest] / saved[shorter]).dropna() / np.log(longest / shorter)
+    return slopes.groupby("implementation").agg(lambda own: span(own, digits=4))
+
+
 def saved_for_backward(cells: pd.DataFrame) -> Answer:
     question = "How does what is saved for backward grow with the sequence, and what would remove it?"
     rows = timed(cells)
@@ -49,9 +66,9 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     square = at["batch_size"] * longest**2 * at["precision"].map(lambda p: item.get(p, 4))
     at = at.assign(squares=at["saved_bytes"] / square)
     fits = fits.set_index("implementation")
-    table = fits.assign(exponent=[f"{r.exponent:.3f} ± {r.error:.3f}" if r.error == r.error else f"{r.exponent:.3f}"
-                                  for r in fits.itertuples()],
+    table = fits.assign(exponent=[with_error(r.exponent, r.error) for r in fits.itertuples()],
                         points=fits["points"].astype(str))[["exponent", "points"]]
+    table["between the two longest"] = local = local_exponents(rows)
     for precision in precisions(at):
         own = at[at["precision"] == precision].set_index("implementation")
         table[f"{precision} (MiB)"] = (own["saved_bytes"] / 2**20).map(number)
@@ -63,9 +80,13 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     linear = [name for name in fits.index if fits.exponent[name] <= 1.5]
     text = ["Saved is what forward makes and autograd keeps until backward, q, k, v and the output aside. As a power of the"
             " sequence it grows with "
-            + listing(f"{WORDS[name]} {fits.exponent[name]:.2f}" + (f" ± {fits.error[name]:.2f}"
-                                                                    if fits.error[name] == fits.error[name] else "")
-                      for name in fits.index) + " (standard error of a common slope in logarithms)."]
+            + listing(f"{WORDS[name]} {with_error(fits.exponent[name], fits.error[name])}" for name in fits.index)
+            + " (standard error of a common slope in logarithms)."]
+    mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NEARLY]
+    if mixed:
+        text.append(f"{listing(WORDS[name][0].upper() + WORDS[name][1:] for name in mixed)} save{'s' if len(mixed) == 1 else ''}"
+                    f" parts that grow with different powers, so that no one slope fits: between the two longest sequences it is"
+                    f" {listing(local[name] for name in mixed)}, by d and precision.")
     if grows and linear:
         text.append(f"The square is kept by {listing(WORDS[name] for name in grows)}: T x T numbers for each batch element,"
                     f" the exponentials and the"
@@ -76,7 +97,7 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     finding = ""
     if grows and linear:
         finding = (f"**What written-out attention saves for backward grows with the sequence to the power of"
-                   f" {fits.exponent[grows[0]]:.2f}{f' ± {fits.error[grows[0]]:.2f}' if fits.error[grows[0]] == fits.error[grows[0]] else ''}**; with"
+                   f" {fits.exponent[grows[0]]:.2f}**; with"
                    f" {WORDS[linear[0]]} the power is {fits.exponent[linear[0]]:.2f}.")
     return Answer("attention-saved", question, " ".join(text), finding, {name: fits.exponent[name] for name in fits.index},
                   [(f"Exponent of the saved bytes in the sequence ({fits['from'].min()} to {fits['to'].max()}), and what is"
@@ -85,12 +106,12 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
                   runs=runs_of(cells))
 
 
-def growth(rows: pd.DataFrame) -> np.ndarray:
-    """Peak bytes as c0 + c1 T + c2 T², none negative, by least squares of the relative error; from sequences of LONG on
-    where there are three."""
+def growth(rows: pd.DataFrame, column: str = "peak_bytes") -> np.ndarray:
+    """Bytes as c0 + c1 T + c2 T², none negative, by least squares of the relative error; from sequences of LONG on where
+    there are three."""
     if (rows["sequence"] >= LONG).sum() >= 3:
         rows = rows[rows["sequence"] >= LONG]
-    sequence, peak = rows["sequence"].to_numpy(dtype=float), rows["peak_bytes"].to_numpy(dtype=float)
+    sequence, peak = rows["sequence"].to_numpy(dtype=float), rows[column].to_numpy(dtype=float)
     scale = sequence.max()
     powers = np.stack([np.ones_like(sequence), sequence / scale, (sequence / scale) ** 2], axis=1) / peak[:, None]
     coefficients, _ = optimize.nnls(powers, np.ones_like(peak))
@@ -108,8 +129,9 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """A row for each precision and implementation at the head dimension of which the end was looked for.
 
     Columns: ``by_code`` (the sequence predicted from the code alone), ``by_fit`` (from peaks measured at the sequences that
-    were timed), ``fits`` and ``fails`` (the longest that did and the shortest that did not), ``overhead`` (what of the
-    device no tensor can have), and ``gib_16`` ...: the end by fit on a device of so much.
+    were timed), ``fits`` and ``fails`` (the longest pass that did and the shortest that did not), the same with
+    ``_expandable`` (the allocator's expandable segments) and with ``_mask`` (FlexAttention's mask made), ``mask_pair_bytes``
+    (measured while that is made, for each pair of positions), ``overhead`` (what of the device no tensor can have), and ``gib_16`` ...: the end by fit on a device of so much.
     """
     cells, ends, predicted = tables["cells"], tables["ends"], tables["predicted"]
     rows = []
@@ -117,32 +139,59 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
     for run_id, own in runs:
         first = own.iloc[0]
         available, overhead = first["available_bytes"], first["device_bytes"] - first["available_bytes"]
-        item = 2 if first["precision"] in ("bf16", "fp16") else 4
         for name in names(timed(own)):
             peaks = timed(own, implementation=name)
             probes = ends[(ends["run_id"] == run_id) & (ends["implementation"] == name)] if len(ends) else ends
-            fitted = growth(peaks)
-            if name in WRITTEN:
-                known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]]
-                coded = growth(known)
-            else:
-                tensors = fused_tensors(name, int(first["batch_size"]), 1, int(first["d_model"]), item)
-                coded = np.array([0.0, sum(size for size, _ in tensors.values()), 0.0]) if name not in QUADRATIC else None
+            known = predicted[(predicted["run_id"] == run_id) & (predicted["implementation"] == name) & predicted["causal"]]
             # Probes that fit are measured too: the fit of the end is from the timed cells alone, as a prediction has to be.
-            rows.append({"study": "attention", "run_id": run_id, "precision": first["precision"],
-                         "d_model": first["d_model"], "implementation": name, "device_bytes": first["device_bytes"],
-                         "by_code": longest_fitting(coded, available) if coded is not None else float("nan"),
-                         "by_fit": longest_fitting(fitted, available), "overhead": overhead,
-                         "fits": max([*probes.loc[probes["status"] == "ok", "sequence"], peaks["sequence"].max()]),
-                         "fails": probes.loc[probes["status"] == "oom", "sequence"].min() if len(probes) else float("nan")}
-                        | {f"gib_{card}": longest_fitting(fitted, _card_bytes(card, first["device_bytes"]) - overhead)
-                           for card in CARDS_GIB}
-                        | {"known": _known_share(coded, peaks), "end_s": _seconds_at(longest_fitting(fitted, available), peaks)})
+            fitted, coded = by_fit(peaks), by_code(name, known, first)
+            row = {"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"],
+                   "implementation": name, "device_bytes": first["device_bytes"], "overhead": overhead,
+                   "by_code": _end(coded, available), "by_fit": _end(fitted, available),
+                   "mask_pair_bytes": fitted[1][2] if len(fitted) > 1 else float("nan")}
+            for suffix, part, expandable in (("", "pass", False), ("_expandable", "pass", True), ("_mask", "mask", False)):
+                tried = probes[(probes["part"] == part) & (probes["expandable"].astype(bool) == expandable)] if len(probes) else probes
+                fits = [*tried.loc[tried["status"] == "ok", "sequence"], *([] if suffix else [peaks["sequence"].max()])]
+                row |= {f"fits{suffix}": max(fits, default=float("nan")),
+                        f"fails{suffix}": tried.loc[tried["status"] == "oom", "sequence"].min() if len(tried) else float("nan")}
+            rows.append(row | {f"gib_{card}": _end(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
+                        | {"known": _known_share(coded, peaks), "end_s": _seconds_at(_end(fitted, available), peaks)})
     return pd.DataFrame(rows)
 
 
+def by_code(name: str, known: pd.DataFrame, first: pd.Series) -> list[np.ndarray]:
+    """Polynomials of peak bytes in the sequence, of the pass and, for FlexAttention, of its mask's making: from operators
+    followed (``known``), and from the list for what runs inside one. Empty for what torch.compile makes of the code."""
+    if name in WRITTEN:
+        return [growth(known)]
+    if name in QUADRATIC:
+        return []
+    item = 2 if first["precision"] in ("bf16", "fp16") else 4
+    tensors = fused_tensors(name, int(first["batch_size"]), 1, int(first["d_model"]), item)
+    linear = np.array([0.0, sum(size for size, _ in tensors.values()), 0.0])
+    if name != "flex" or known.empty:
+        return [linear]
+    inputs = np.array([0.0, sum(tensors[x][0] for x in ("q", "k", "v", "gradient of the output")), MASK_INSIDE_BYTES])
+    return [linear + growth(known, "mask_bytes"), inputs + growth(known, "mask_peak_bytes")]
+
+
+def by_fit(peaks: pd.DataFrame) -> list[np.ndarray]:
+    """The same from the peaks measured."""
+    made = peaks["mask_peak_bytes"].notna().any() if "mask_peak_bytes" in peaks else False
+    return [growth(peaks)] + ([growth(peaks, "mask_peak_bytes")] if made else [])
+
+
+def _end(parts: list[np.ndarray], available: float) -> float:
+    """The longest sequence at which every part fits; nan where none is known."""
+    return min((longest_fitting(coefficients, available) for coefficients in parts), default=float("nan"))
+
+
+def _same_card(card: int, here: float) -> bool:
+    return abs(card * 2**30 / here - 1) < SAME_CARD
+
+
 def _card_bytes(card: int, here: float) -> float:
-    return here if abs(card * 2**30 / here - 1) < SAME_CARD else card * 2**30
+    return here if _same_card(card, here) else card * 2**30
 
 
 def _seconds_at(sequence: float, peaks: pd.DataFrame) -> float:
@@ -151,10 +200,10 @@ def _seconds_at(sequence: float, peaks: pd.DataFrame) -> float:
     return last["pass_median_ms"] / 1e3 * (sequence / last["sequence"]) ** 2
 
 
-def _known_share(coded: np.ndarray | None, peaks: pd.DataFrame) -> float:
-    """Measured peak over the predicted one, at the longest sequence that was timed; nan where none was predicted."""
+def _known_share(coded: list[np.ndarray], peaks: pd.DataFrame) -> float:
+    """Measured peak of a pass over the predicted one, at the longest sequence that was timed; nan where none was predicted."""
     last = peaks.loc[peaks["sequence"].idxmax()]
-    return float("nan") if coded is None else last["peak_bytes"] / np.polynomial.Polynomial(coded)(last["sequence"])
+    return last["peak_bytes"] / np.polynomial.Polynomial(coded[0])(last["sequence"]) if coded else float("nan")
 
 
 def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
@@ -175,104 +224,157 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
     if ends.empty:
         return Answer("attention-end", question, text[0], runs=runs_of(cells))
     measured = ends[ends["fails"].notna()]
-    off_code = (measured["by_code"] / ((measured["fits"] + measured["fails"]) / 2) - 1).dropna()
-    off_fit = measured["by_fit"] / ((measured["fits"] + measured["fails"]) / 2) - 1
     first = ends.iloc[0]
-    text.append(f"Beyond it the sequence was doubled at d {first.d_model}, causal, one forward and backward at a time,"
-                f" and halved back where it failed. Predicted is"
-                " the end twice: from the code alone, by running its operators on tensors without data and following each"
-                " storage from its making to its end; and"
-                " by extending a + b T + c T², fitted to the peaks measured on the grid.")
-    if len(measured):
-        text.append(f"Against the middle between the longest sequence that fits and the shortest that does not, the"
-                    f" prediction from the code is off by"
-                    f" {_signed(off_code)} and the fit by {_signed(off_fit)}.")
-    idle = _idle(tables["ends"], measured)
-    if len(idle):
-        large = int((idle > NEARLY).sum())
-        text.append(f"In {large} of {len(idle)} of these searches the shortest pass that failed left more than"
-                    f" {percent(NEARLY)} of the device's memory in the allocator's hands and in no"
-                    " tensor, in pieces too small for the next one" + (": there memory ends before the bytes alone would"
-                                                                       " have it." if large else "."))
-    hidden = ends[ends["known"] > 1 + NEARLY].groupby("implementation", sort=False)["known"].max()
-    if ends["known"].notna().any():
-        text.append(f"At the longest sequence timed the peak is {_times(ends)} as large as predicted that way"
-                    + (f": {listing(WORDS[name] for name in hidden.index)} allocate{'s' if len(hidden) == 1 else ''} inside an"
-                       f" operator what the prediction does not know of." if len(hidden) else "."))
-    unreached = ends[ends["fails"].isna()]
+    text[0] += (f" Beyond it the sequence was doubled at d {first.d_model}, causal, one forward and backward at a time, and"
+                " halved back where it failed.")
+    text.append(_prediction_words(ends))
+    text.append(_allocator_words(measured, tables["ends"]))
+    text.append(_mask_words(ends))
+    unreached = ends[ends["fails"].isna() & ends["fails_mask"].isna()]
     if len(unreached):
         text.append(f"{listing(dict.fromkeys(WORDS[n] for n in unreached['implementation']))} still"
                     f" fit{'s' if unreached['implementation'].nunique() == 1 else ''} at the"
                     f" longest sequence tried ({span(unreached['fits'])}); where they end is predicted only, since"
                     f" one pass there would take {span(unreached['end_s'] / 60, ' minutes', 2)} by the square of the sequence.")
-    shortest = measured.loc[measured["fails"].idxmin()] if len(measured) else None
-    tables_out = []
+    text.append(_accounted(tables["accounting"], cells, tables["ends"]))
+    tables_out = [(f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}: predicted from the"
+                   " code, by the fit, and measured (fits | fails) with the allocator's default settings and with expandable"
+                   " segments" + ("; of FlexAttention what fails is making its mask" if ends["fails_mask"].notna().any() else "")
+                   + ". Then, by the fit, the longest on devices of other sizes: upper limits, as bytes alone would have it;"
+                   " a card of N GB is taken as N GiB, and"
+                   + (" the one of this device's size as it is here" if any(_same_card(card, first.device_bytes) for card in CARDS_GIB) else "")
+                   + f", the process's context holding {number(first.overhead / 2**30, 2)} GiB.", _ends_shown(ends))]
+    account = account_table(tables["accounting"])
+    if len(account):
+        tables_out.append(("Every tensor of the shortest sequence that failed, at the point where the most is alive: the phase and"
+                           " operator that made it (the mask is ones; forward's exp the exponentials, kept for backward, its last"
+                           " bmm the output; what backward made are gradients on their way from the weights to the scores).",
+                           account))
+    finding = _end_finding(ends, int(cells["batch_size"].iloc[0]))
+    met = _met(measured, "")
+    return Answer("attention-end", question, "\n\n".join(filter(None, text)), finding,
+                  {"searches": float(len(measured)), "met": float(met[0])}, tables_out, runs=runs_of(ends))
+
+
+def _met(measured: pd.DataFrame, suffix: str, by: str = "by_code") -> tuple[int, int]:
+    """In how many searches the predicted end lies between the longest that fits and the shortest that fails, and of how many."""
+    own = measured[measured[f"fails{suffix}"].notna() & measured[by].notna()]
+    return int(((own[f"fits{suffix}"] <= own[by]) & (own[by] < own[f"fails{suffix}"])).sum()), len(own)
+
+
+def _prediction_words(ends: pd.DataFrame) -> str:
+    """How well the peaks and the ends were predicted."""
+    text = ("Predicted is the end twice. From the code alone: the operators of what is made of them are run on tensors without"
+            " data and each storage is followed from its making to its end; for the fused kernels their tensors are listed. And"
+            " by extending a + b T + c T², fitted to the peaks measured on the grid.")
+    if "compiled" in set(ends["implementation"]):
+        text += " What torch.compile will fuse and keep is decided while it compiles, so it has the fit alone."
+    if ends["known"].notna().any():
+        low, high = (f"{value:.3f}" for value in (ends["known"].min(), ends["known"].max()))
+        text += (f" At the longest sequence timed the measured peak is {low if low == high else f'{low} to {high}'} times the one"
+                 f" predicted from the code.")
+        off = ends[(ends["known"] - 1).abs() > NEARLY].groupby("implementation", sort=False)["known"].median()
+        if len(off):
+            text += f" Not foreseen so: {listing(f'{WORDS[name]} ({share:.2f} times)' for name, share in off.items())}."
+    return text
+
+
+def _allocator_words(measured: pd.DataFrame, probes: pd.DataFrame) -> str:
+    """Where the searches end against the predictions, with the allocator's default settings and with expandable segments."""
+    searches = measured[measured["implementation"].isin(QUADRATIC)]
+    if searches.empty:
+        return ""
+    met, of = _met(searches, "")
+    text = (f"With the allocator's default settings the end predicted from the code lies between the longest sequence that fits"
+            f" and the shortest that fails in {met} of {of} searches.")
+    idle = _idle(probes, searches)
+    stuck = idle[idle["share"] > NEARLY]
+    if len(stuck):
+        text += (f" Earlier ends {listing(_in_precisions(stuck))}: when it failed, the allocator held"
+                 f" {span(stuck['share'] * 100, '%', 2)} of the device's memory in no tensor, and in no piece large enough for"
+                 f" the next one.")
+    again = searches[searches["fails_expandable"].notna()]
+    if len(again):
+        met, of = _met(again, "_expandable")
+        later = again[again["fits_expandable"] > again["fits"]]
+        text += (" With expandable segments, which let freed memory be joined, "
+                 + (f"{listing(_in_precisions(later))} end{'s' if later['implementation'].nunique() == 1 else ''} later, and " if len(later) else "nothing ends later; ")
+                 + f"the prediction is met in {met} of {of}.")
+    return text
+
+
+def _in_precisions(rows: pd.DataFrame) -> list[str]:
+    return [f"{WORDS[name]} ({listing(own['precision'])})" for name, own in rows.groupby("implementation", sort=False)]
+
+
+def _mask_words(ends: pd.DataFrame) -> str:
+    """What FlexAttention's mask ends."""
+    flex = ends[ends["fails_mask"].notna()]
+    if flex.empty:
+        return ""
+    return (f"FlexAttention is ended by its causal mask and not by its pass: what is kept of it is small, but while it is made,"
+            f" uncompiled as is torch's default, {span(flex['mask_pair_bytes'])} bytes for each pair of positions are alive (by the"
+            f" code {MASK_INSIDE_BYTES + 2}: the mask, its copy by blocks, and the int64 that a sum of booleans begins with). It can"
+            f" be made for {_range(flex['fits_mask'])} positions and not for {_range(flex['fails_mask'])}; predicted"
+            f" {_range(flex['by_code'])}. The pass itself was tried up to {_range(flex['fits'])}.")
+
+
+def _range(values: pd.Series) -> str:
+    low, high = _tokens(values.min()), _tokens(values.max())
+    return low if low == high else f"{low} to {high}"
+
+
+def _end_finding(ends: pd.DataFrame, batch: int) -> str:
+    eager = ends[(ends["implementation"] == "eager") & ends["fails"].notna()].sort_values("fails")
+    if eager.empty:
+        return ""
+    eager = eager.iloc[0]
+    same = ends[ends["precision"] == eager.precision].set_index("implementation")
+    linear = same[~same.index.isin([*QUADRATIC, "flex"])].sort_values("by_fit")
+    parts = [f"{WORDS[linear.index[-1]]} would by its memory hold {_tokens(linear['by_fit'].iloc[-1])}"] if len(linear) else []
+    if "flex" in same.index and same.loc["flex", "fails_mask"] == same.loc["flex", "fails_mask"]:
+        parts.append(f"FlexAttention ends before {_tokens(same.loc['flex', 'fails_mask'])}, where its mask cannot be made")
+    expandable = (f"; {_tokens(eager.fits_expandable)} to {_tokens(eager.fails_expandable)} with expandable segments"
+                  if eager.fails_expandable == eager.fails_expandable else "")
+    return (f"**Written-out attention of d {eager.d_model}, batch {batch} ends between {_tokens(eager.fits)} and"
+            f" {_tokens(eager.fails)} positions in {eager.precision} here** (predicted from the code: {_tokens(eager.by_code)}"
+            f"{expandable})" + (f"; {listing(parts)}." if parts else "."))
+
+
+def _ends_shown(ends: pd.DataFrame) -> pd.DataFrame:
+    def pair(row: pd.Series, suffix: str) -> str:
+        fails = row["fails_mask"] if suffix == "" and row["fails_mask"] == row["fails_mask"] else row[f"fails{suffix}"]
+        return "–" if row[f"fits{suffix}"] != row[f"fits{suffix}"] else f"{_tokens(row[f'fits{suffix}'])} \\| {_tokens(fails)}"
     shown = pd.DataFrame({"precision": ends["precision"], "implementation": ends["implementation"].map(WORDS),
-                          "from the code": ends["by_code"].map(_tokens),
-                          "by the fit": ends["by_fit"].map(_tokens), "fits, measured": ends["fits"].map(_tokens),
-                          "fails, measured": ends["fails"].map(_tokens)}
+                          "code": ends["by_code"].map(_tokens), "fit": ends["by_fit"].map(_tokens),
+                          "measured": [pair(row, "") for _, row in ends.iterrows()],
+                          "expandable": [pair(row, "_expandable") for _, row in ends.iterrows()]}
                          | {f"{card} GB": ends[f"gib_{card}"].map(_tokens) for card in CARDS_GIB})
     others = [column for column in shown if column != "precision"]  # fp32 and TF32 have the same bytes
-    shown = shown.groupby(others, sort=False)["precision"].agg(", ".join).reset_index()[["precision", *others]]
-    tables_out.append((f"The longest causal sequence at batch {int(cells['batch_size'].iloc[0])}, d {first.d_model}:"
-                       f" predicted, measured, and by the fit on devices of other sizes ("
-                       f"SDPA's fused kernels and FlexAttention from the list of their tensors; a card of N GB taken as N"
-                       f" GiB, of which the process's context holds {number(first.overhead / 2**30, 2)} GiB as"
-                       f" here).", shown))
-    finding = ""
-    if shortest is not None:
-        text.append(_accounted(tables["accounting"], cells, tables["ends"]))
-        account = account_table(tables["accounting"])
-        if len(account):
-            tables_out.append(("Every tensor of the shortest sequence that failed, at the point where the most is alive: the phase and"
-                               " operator that made it (the mask is ones; forward's last bmm is the output).", account))
-        eager = measured[measured["implementation"] == "eager"].sort_values("fails")
-        if len(eager):
-            eager = eager.iloc[0]
-            linear = ends[(ends["precision"] == eager.precision) & ~ends["implementation"].isin(QUADRATIC)].sort_values("by_fit")
-            finding = (f"**Written-out attention of d {eager.d_model}, batch {int(cells['batch_size'].iloc[0])} ends between"
-                       f" {_tokens(eager.fits)} and"
-                       f" {_tokens(eager.fails)} positions in {eager.precision} here** (predicted from the code:"
-                       f" {_tokens(eager.by_code)})"
-                       + (f"; {WORDS[linear.iloc[-1].implementation]} would by its memory hold"
-                          f" {_tokens(linear.iloc[-1].by_fit)}." if len(linear) else "."))
-    return Answer("attention-end", question, " ".join(filter(None, text)), finding,
-                  {"off_code": off_code.abs().max() if len(off_code) else float("nan"),
-                   "off_fit": off_fit.abs().max() if len(off_fit) else float("nan")},
-                  tables_out, runs=runs_of(ends))
+    return shown.groupby(others, sort=False)["precision"].agg(", ".join).reset_index()[["precision", *others]]
 
 
-def _idle(ends: pd.DataFrame, measured: pd.DataFrame) -> pd.Series:
-    """Of the shortest failing pass of each search, the share of the device that was reserved and in no tensor, by the allocator's words."""
-    keys = ["run_id", "implementation", "sequence"]
-    failed = ends[ends["status"] == "oom"].merge(measured[["run_id", "implementation", "fails", "device_bytes"]],
-                                                 on=["run_id", "implementation"], suffixes=("_run", ""))
-    failed = failed[failed["sequence"] == failed["fails"]].drop_duplicates(keys)
-    shares = [_reserved_gib(words) * 2**30 / total for words, total in zip(failed["reason"], failed["device_bytes"])]
-    return pd.Series(shares, dtype=float).dropna()
+def _idle(probes: pd.DataFrame, measured: pd.DataFrame) -> pd.DataFrame:
+    """Of the shortest failing pass of each search: implementation, precision and ``share``, what of the device's memory was
+    reserved and in no tensor, by the allocator's words."""
+    probes = probes[(probes["status"] == "oom") & (probes["part"] == "pass") & ~probes["expandable"].astype(bool)]
+    columns = ["run_id", "implementation", "fails", "device_bytes"]
+    failed = measured[[*columns, "precision"]].merge(probes[["run_id", "implementation", "sequence", "reason"]], how="inner",
+                                                     left_on=columns[:3], right_on=["run_id", "implementation", "sequence"])
+    held = pd.Series([_reserved_bytes(words) for words in failed["reason"]], index=failed.index, dtype=float)
+    return failed.assign(share=held / failed["device_bytes"])
 
 
-def _reserved_gib(words: str) -> float:
-    """What the allocator says it held in no tensor, in GiB; nan where it says nothing of it."""
-    held = re.search(r"and ([\d.]+) (GiB|MiB) is reserved", words)
-    return float(held[1]) / (1 if held[2] == "GiB" else 1024) if held else float("nan")
-
-
-def _times(ends: pd.DataFrame) -> str:
-    """By implementation, how many times the predicted peak the measured one is."""
-    return listing(f"{own['known'].median():.2f} times"
-                   f" ({WORDS[name]})" for name, own in ends[ends["known"].notna()].groupby("implementation", sort=False))
+def _reserved_bytes(words: str) -> float:
+    """What the allocator says it held in no tensor; nan where it says nothing of it."""
+    held = re.search(r"and ([\d.]+) (GiB|MiB|KiB|bytes) is reserved", words)
+    return float(held[1]) * {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[held[2]] if held else float("nan")
 
 
 def _tokens(value: float) -> str:
     if value != value:
         return "–"
     return f"{int(value):,}" if value < 1e5 else f"{number(value / 1e6)} million" if value >= 1e6 else f"{number(value)}"
-
-
-def _signed(shares: pd.Series) -> str:
-    low, high = f"{shares.min():+.1%}", f"{shares.max():+.1%}"
-    return low if low == high else f"{low} to {high}"
 
 
 def saved_squares(predicted: pd.DataFrame) -> str:
@@ -312,8 +414,9 @@ def _accounted(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame
     if own.empty:
         return ""
     smallest = own.iloc[0]
-    probe = ends[(ends["run_id"] == smallest["run_id"]) & (ends["implementation"] == smallest["implementation"]) & (ends["sequence"] == smallest["sequence"])]
-    words = probe["reason"].iloc[0].partition(" by PyTorch but unalloc")[0]
+    probe = ends[(ends["run_id"] == smallest["run_id"]) & (ends["implementation"] == smallest["implementation"])
+                 & (ends["sequence"] == smallest["sequence"]) & ~ends["expandable"].astype(bool)]
+    words, cut, _ = probe["reason"].iloc[0].partition(" by PyTorch but unalloc")
     available = cells.loc[cells["run_id"] == smallest["run_id"], "available_bytes"].iloc[0]
     total, large = own["bytes"].sum(), own["bytes"].max()
     squares = int((own["bytes"] == large).sum())
@@ -324,9 +427,9 @@ def _accounted(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame
             f" of {number(large / 2**30)} GiB each (made in {where})"
             f" making up {percent(squares * large / total, 1)} of it.")
     if total < available:
-        idle = _reserved_gib(words)
-        text += (f" By their sum they would fit. The allocator held another {number(idle)} GiB that no tensor was in when it"
-                 f" failed, in pieces too small for the next:"
-                 " it ends earlier than its bytes alone say." if idle > available / 2**30 * NEARLY else " By their sum they"
-                                                                                                        " would fit.")
-    return text + f" The allocator's words: “{words}”"
+        text += " By their sum they would fit."
+        idle = _reserved_bytes(words + cut)
+        if idle > available * NEARLY:
+            text += (f" The allocator held another {number(idle / 2**30)} GiB that no tensor was in when it failed, in no piece large"
+                     f" enough for the next: it ends earlier than its bytes alone say.")
+    return text + f" The allocator's words: “{words}{' by PyTorch but unallocated …' if cut else ''}”"

@@ -55,7 +55,8 @@ def _short(sequence: float) -> str:
 def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
     """Causal: time of a pass above and its peak memory below over the sequence, a panel a precision.
 
-    A cross is where an implementation stopped fitting; memory that was probed beyond the timed sequences is drawn too.
+    A cross in the strip above a panel is the shortest sequence at which an implementation did not fit; memory that was
+    probed beyond the timed sequences is drawn too.
     """
     rows = timed(cells)
     if rows.empty:
@@ -67,18 +68,16 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     for (top, bottom), precision in zip(axes.T, columns):
         own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
         _over_sequence(top, own, "pass_median_ms", interval=True)
-        probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d)] if len(ends) else ends
-        fits = probes[probes["status"] == "ok"] if len(probes) else probes
+        probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d) & ~ends["expandable"].astype(bool)] if len(ends) else ends
+        fits = probes[(probes["status"] == "ok") & (probes["part"] == "pass")] if len(probes) else probes
         _over_sequence(bottom, pd.concat([own, fits]) if len(fits) else own, memory, 2**30)
         failed = probes[probes["status"] == "oom"] if len(probes) else probes
         for index, name in enumerate(names(failed) if len(failed) else ()):
             where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
-            available = own["available_bytes"].iloc[0] / 2**30
-            bottom.plot(where_fails, available, "X", color=STYLES[name]["color"], markersize=9, markeredgecolor="white",
-                        zorder=5)
-            top.plot(where_fails, 0.97 - 0.08 * index, "X", color=STYLES[name]["color"], markersize=8,
-                     transform=top.get_xaxis_transform(),
-                     zorder=5, clip_on=False)
+            top.plot(where_fails, 1.07 + 0.075 * index, "X", color=STYLES[name]["color"], markersize=8, clip_on=False,
+                     transform=top.get_xaxis_transform())
+            for axis in (top, bottom):
+                axis.axvline(where_fails, color=STYLES[name]["color"], linestyle=":", linewidth=1)
         if "available_bytes" in own:
             bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.4", linestyle="--", linewidth=1)
         top.set(title=precision, xlabel="")
@@ -86,7 +85,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     if len(ends) and (ends["status"] == "oom").any():
-        handles["out of memory"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
+        handles["out of memory, at this sequence"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal"
                     f" ({where})", x=0.01, ha="left", fontweight="bold")
@@ -115,10 +114,10 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
 
 def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a panel an
-    implementation (all but SDPA's math, which is torch's own writing out)."""
+    implementation."""
     rows = timed(cells)
     rows = rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())] if len(rows) else rows
-    others = [name for name in names(rows) if name not in ("eager", "math")] if len(rows) else []
+    others = [name for name in names(rows) if name != "eager"] if len(rows) else []
     if not others:
         return None
     keys = ["precision", "d_model", "sequence"]
@@ -139,7 +138,7 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             grid = own.pivot(index="d_model", columns="sequence", values="speedup").reindex(index=heads, columns=sequences)
             image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
             for (y, x), value in np.ndenumerate(grid.to_numpy()):
-                text = "" if np.isnan(value) else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+                text = "" if np.isnan(value) else f"{value:.2f}"[1:] if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
                 axis.text(x, y, text, ha="center", va="center", fontsize=7,
                           color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
             axis.grid(visible=False)
