@@ -116,7 +116,7 @@ def gpu_times(sizes=("small", "large"), precisions=("bf16",), variants=("eager",
                         times = {phase: ms / (2 if variant != "eager" and phase != "optimizer" else 1) for phase, ms in times.items()}
                         rows += [part | {"phase": phase, "median_ms": ms} for phase, ms in (times | {"step": sum(times.values())}).items()]
     times = pd.DataFrame(rows).assign(status="ok", reason="", flags="", graph_breaks=0, cached_graphs=0, launch_bound_share=0.0,
-                                      enqueue_ms=5.0, context_length=512, batch_size=4, device="cuda", study="compile")
+                                      enqueue_ms=5.0, context_length=512, batch_size=4, device="cuda", study="compile", beside=0)
     return with_intervals(times.assign(first_ms=times["median_ms"] + np.where(times["graphs"] > 0, 4000.0, 0.0)))
 
 
@@ -244,6 +244,7 @@ def test_the_first_to_be_compiled_is_kept_apart():
     text = answers.cost(times).text
     assert "12.0 s with written-out attention, which comes first in its process and pays for starting the compiler as well" in text
     assert "4.00 s with SDPA, which comes after something else was compiled" in text
+    assert "Beside" not in text and "Beside 1 of the 2 runs another went on" in answers.cost(changed(times, "size == 'small'", beside=1)).text
     assert "no graph came out of one" in text and "two graphs" in text and "no graph breaks" in text
     assert "2 graphs came out of one all the same" in answers.cost(changed(
         times, "variant == 'block' and attention == 'eager' and mode == 'forward' and phase == 'step'", cached_graphs=1)).text

@@ -406,7 +406,7 @@ def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
     keys = ["run_id", "attention", "variant"]
     whole = whole.assign(seconds=(whole["first_ms"] - whole["median_ms"]) / 1e3)
     cost = whole[whole["mode"] == "forward_backward"].rename(columns={"seconds": "training_s"})
-    cost = cost[[*keys, "mode", "size", "context_length", "precision", "study", "training_s"]]
+    cost = cost[[*keys, "mode", "size", "context_length", "precision", "study", "beside", "training_s"]]
     cost["first"] = ~cost["run_id"].duplicated()  # rows of a run are in the order they were run
     inference = whole[whole["mode"] == "forward"].rename(columns={"seconds": "inference_s"})
     counts = whole.groupby(keys)[["graphs", "graph_breaks", "cached_graphs"]].sum().reset_index()
@@ -421,6 +421,10 @@ def cost(times: pd.DataFrame) -> Answer:
     cached, breaks = (int(seconds[column].sum()) for column in ("cached_graphs", "graph_breaks"))
     text = ["Compiling is in a first step and not in the times above. Torch's caches on disk were empty before each; "
             + ("no graph came out of one" if not cached else f"{count(cached, 'graph')} came out of one all the same") + "."]
+    runs = seconds.drop_duplicates("run_id")
+    if (runs["beside"] > 0).any():
+        text.append(f"Beside {int((runs['beside'] > 0).sum())} of the {count(len(runs), 'run')} another went on on the same machine, which may make compiling take"
+                    " longer.")
     blocks = seconds[seconds["variant"] == "block"]
     numbers = {}
     if len(blocks):
