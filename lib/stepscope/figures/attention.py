@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from stepscope.answers import listing, number
-from stepscope.answers.attention import WORDS, head, names, precisions, timed
+from stepscope.answers.attention import WORDS, head, names, precisions, timed, untried
 from stepscope.answers.benchmark import MODE_WORDS
 from stepscope.answers.compiled import ATTENTION_WORDS, VARIANT_WORDS, relative
 from stepscope.config import ATTENTIONS
@@ -71,6 +71,10 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d) & ~ends["expandable"].astype(bool)] if len(ends) else ends
         fits = probes[(probes["status"] == "ok") & (probes["part"] == "pass")] if len(probes) else probes
         _over_sequence(bottom, pd.concat([own, fits]) if len(fits) else own, memory, 2**30)
+        masks = pd.concat([own, probes]).dropna(subset="mask_peak_bytes").sort_values("sequence") if "mask_peak_bytes" in own else own[:0]
+        if len(masks):
+            bottom.plot(masks["sequence"], masks["mask_peak_bytes"] / 2**30, "--", color=STYLES["flex"]["color"], linewidth=1,
+                        label="FlexAttention's mask being made")
         failed = probes[probes["status"] == "oom"] if len(probes) else probes
         for index, name in enumerate(names(failed) if len(failed) else ()):
             where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
@@ -83,7 +87,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
         top.set(title=precision, xlabel="")
     axes[0, 0].set_ylabel("time (ms)")
     axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
-    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     if len(ends) and (ends["status"] == "oom").any():
         handles["out of memory, at this sequence"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
@@ -147,7 +151,7 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
-    figure.supxlabel("sequence (grey: does not run so, or was not measured)", fontsize=10)
+    figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"), fontsize=10)
     figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
