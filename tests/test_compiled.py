@@ -116,7 +116,7 @@ def gpu_times(sizes=("small", "large"), precisions=("bf16",), variants=("eager",
                         times = {phase: ms / (2 if variant != "eager" and phase != "optimizer" else 1) for phase, ms in times.items()}
                         rows += [part | {"phase": phase, "median_ms": ms} for phase, ms in (times | {"step": sum(times.values())}).items()]
     times = pd.DataFrame(rows).assign(status="ok", reason="", flags="", graph_breaks=0, cached_graphs=0, launch_bound_share=0.0,
-                                      enqueue_ms=5.0, context_length=512, batch_size=4, device="cuda", study="compile")
+                                      enqueue_ms=5.0, context_length=512, batch_size=4, device="cuda", study="compile", beside=0)
     return with_intervals(times.assign(first_ms=times["median_ms"] + np.where(times["graphs"] > 0, 4000.0, 0.0)))
 
 
@@ -144,20 +144,22 @@ EVERY = [answers.whole_model, answers.launches, answers.peak_memory, answers.cos
 def test_speedups_are_of_one_process_and_the_best_and_least_are_named():
     times = gpu_times()
     answer = answers.whole_model(times)
-    assert "measured in one process" in answer.text and "full step 1.82 times as fast" in answer.text
+    assert "measured in one process" in answer.text and "full step, 1.82 times as fast" in answer.text
     assert answer.numbers["forward_backward_high"] == pytest.approx(2)
-    assert "Slower" not in answer.text and "is none" not in answer.text and "†" not in answer.tables[0][0]
+    assert "Slower" not in answer.text and "no change" not in answer.text and "†" not in answer.tables[0][0]
     quicker = answers.whole_model(scaled(times, 0.5, "size == 'large' and variant == 'block' and attention == 'sdpa'"))
     assert "most for large in bf16 with SDPA: 100 ms to 27.5 ms." in quicker.finding
     slower = answers.whole_model(scaled(times, 4, "variant == 'block' and size == 'small' and mode == 'forward'"))
     assert "Slower: small in bf16 with written-out attention (forward, 0.500) and small in bf16 with SDPA (forward, 0.500)." in slower.text
     assert not answers.whole_model(scaled(times, 4, "variant == 'block'")).finding
+    some = answers.whole_model(scaled(times, 4, "variant == 'block' and size == 'small' and attention == 'eager'"))
+    assert "full step, of 4 pairs faster in 3 (1.82 times as fast) and slower in 1 (0.455 times as fast)." in some.text
 
 
 def test_a_change_within_the_intervals_is_none():
     times = scaled(gpu_times(sizes=["small"]), 1.8, "variant == 'block' and phase == 'step' and mode == 'step'")
     answer = answers.whole_model(times)
-    assert "In 2 of 6 pairs the change is none." in answer.text and not answer.finding
+    assert "full step, of 2 pairs no change in 2." in answer.text and not answer.finding
     assert answer.tables[0][1]["full step"].tolist() == ["100 to 99.0: none"] * 2 and "intervals overlap" in answer.tables[0][0]
     assert answer.tables[0][1]["forward"].tolist() == ["30.0 to 15.0: 2.00"] * 2
 
@@ -204,6 +206,9 @@ def test_launch_bound_shares_that_rise_and_fall_are_told_apart():
     assert "with less to do" not in answers.launches(scaled(rises, 3, "variant == 'block'")).text
     falls = changed(times, "size == 'small' and variant == 'eager' and mode == 'forward_backward'", launch_bound_share=0.9)
     assert "lowers the share for small in bf16, written-out (90% to 0%) and small in bf16, SDPA (90% to 0%)" in answers.launches(falls).text
+    stays = changed(changed(times, "size == 'small'", launch_bound_share=1.0), "variant == 'block'", enqueue_ms=3.0)
+    assert "on both sides (2 pairs), the host takes 0.600 times as long" in answers.launches(stays).text
+    assert "on both sides" not in answers.launches(falls).text
 
 
 def test_what_only_the_optimizers_growing_part_lowers_is_said():
@@ -237,8 +242,9 @@ def test_the_first_to_be_compiled_is_kept_apart():
     seconds = answers.compile_seconds(times)
     assert seconds["first"].tolist() == [True, False] * 2
     text = answers.cost(times).text
-    assert "12.0 s where it is the first of its process" in text and "starting the compiler as well (written-out attention)" in text
-    assert "4.00 s where something was compiled before it (SDPA attention)" in text
+    assert "12.0 s with written-out attention, which comes first in its process and pays for starting the compiler as well" in text
+    assert "4.00 s with SDPA, which comes after something else was compiled" in text
+    assert "Beside" not in text and "Beside 1 of the 2 runs another went on" in answers.cost(changed(times, "size == 'small'", beside=1)).text
     assert "no graph came out of one" in text and "two graphs" in text and "no graph breaks" in text
     assert "2 graphs came out of one all the same" in answers.cost(changed(
         times, "variant == 'block' and attention == 'eager' and mode == 'forward' and phase == 'step'", cached_graphs=1)).text
@@ -250,19 +256,22 @@ def test_the_whole_forward_at_once_is_beside_blocks_in_every_mode():
     same = answers.cost(times)
     assert "forward, of 4 pairs no change in 4; forward + backward, of 4 pairs no change in 4; full step, of 4 pairs no change in 4" in same.text
     mixed = answers.cost(scaled(scaled(times, 0.5, "variant == 'model' and mode == 'step'"), 2, "variant == 'model' and mode == 'forward_backward'"))
-    assert "forward + backward, of 4 pairs slower in 4 (0.500 times as fast); full step, of 4 pairs faster in 4 (2.00 times as fast)" in mixed.text
+    assert "forward + backward, of 4 pairs slower in 4 (0.500 times as fast); full step, 2.00 times as fast." in mixed.text
     assert mixed.tables[1][1]["full step"].iloc[0] == "55.0 to 27.5: 2.00"
+    assert "more than 5%" not in same.text
+    assert "By more than 5% it makes the full step faster for small in bf16 with written-out attention, small in bf16 with SDPA," in mixed.text
+    assert "none of these 4 are mostly launch-bound" in mixed.text
     assert "The whole forward" not in answers.cost(gpu_times()).text and len(answers.cost(gpu_times()).tables) == 1
 
 
 def test_sdpa_sentences_follow_the_data():
     quick = scaled(gpu_times(), 0.8, "attention == 'sdpa'")
     answer = answers.sdpa(quick)
-    assert "1.25 times as fast where eager" in answer.text and "measured in one process" in answer.text and "slower" not in answer.text
-    assert "2.27 times as fast" in answer.finding
+    assert "The full step with SDPA is: eager, 1.25 times as fast; compiled, 1.25 times as fast." in answer.text and "measured in one process" in answer.text and "slower" not in answer.text
+    assert "make a full step 2.27 times as fast**, most for small in bf16: 100 ms to 44.0 ms." in answer.finding
     slow = scaled(gpu_times(), 1.25, "attention == 'sdpa' and variant == 'block'")
     text = answers.sdpa(slow).text
-    assert "slower in 6 (0.800 times as fast) and no change in 6" in text and "It is slower for small in bf16, compiled (forward, 0.800)" in text
+    assert "of 12 pairs slower in 6 (0.800 times as fast) and no change in 6" in text and "It is slower for small in bf16, compiled (forward, 0.800)" in text
     assert "Launches set" not in text
     waiting = changed(changed(slow, "attention == 'sdpa'", enqueue_ms=5.5), "phase == 'step'", launch_bound_share=0.8)
     assert "with SDPA the host takes 1.10 times as long to enqueue them" in answers.sdpa(waiting).text

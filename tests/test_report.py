@@ -262,7 +262,7 @@ def test_a_loading_cost_within_the_noise_is_not_claimed(data):
 def test_the_committed_sweeps_are_complete():
     store = Store(ROOT / "runs" / "h200")
     asked = [config for path in sorted((store.root / "sweeps").glob("*.yaml")) for config in load_sweep(path, "cuda")]
-    assert len(asked) > 200 and [config.run_id for config in asked if not (record := store.find(config)) or not record.done] == []
+    assert len(asked) > 190 and [config.run_id for config in asked if not (record := store.find(config)) or not record.done] == []
 
 
 def test_runs_that_had_others_beside_them_are_told(data):

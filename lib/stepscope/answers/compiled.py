@@ -2,7 +2,7 @@
 
 Two times are compared where one process measured both; AdamW's implementations are not, and there the text says so.
 """
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pandas as pd
 
@@ -106,23 +106,36 @@ def _marked(row: pd.Series, words: str) -> str:
     return f"{words} ({MODE_WORDS[row['mode']]}, {number(row['speedup'])}{FLAGGED if row['flagged'] else ''})"
 
 
-def _verdict(both: pd.DataFrame) -> str:
-    """In how many pairs the second is faster, slower or neither, and by how much."""
+def _gain(both: pd.DataFrame) -> str:
+    """How many times as fast; where that is not so of all pairs or not one way, in how many of them."""
     faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
     none = len(both) - len(faster) - len(slower)
-    return listing([f"{words} in {len(own)} ({span(own['speedup'])} times as fast)" for own, words in ((faster, "faster"), (slower, "slower"))
-                    if len(own)] + ([f"no change in {none}"] if none else []))
+    if len(faster) == len(both):
+        return f"{span(both['speedup'])} times as fast"
+    parts = [f"{words} in {len(own)} ({span(own['speedup'])} times as fast)" for own, words in ((faster, "faster"), (slower, "slower"))
+             if len(own)] + ([f"no change in {none}"] if none else [])
+    return f"of {count(len(both), 'pair')} {listing(parts)}"
+
+
+def _gains(both: pd.DataFrame) -> str:
+    return "; ".join(f"{words}, {_gain(own)}" for mode, words in MODE_WORDS.items() if len(own := both[both["mode"] == mode]))
+
+
+def _headline(steps: pd.DataFrame, what: str, name: Callable[[pd.Series], str]) -> str:
+    """For the first page: what a change does to the full step, and where it does most; empty where it makes none faster."""
+    sure = steps[steps["sure"]]
+    if sure.empty or (best := sure.loc[sure["speedup"].idxmax()])["speedup"] < 1:
+        return ""
+    sentence = (f"**{what} a full step {span(sure['speedup'])} times as fast**"
+                + (f" in {len(sure)} of {count(len(steps), 'pair')}" if len(sure) < len(steps) else "")
+                + f"{', most' if len(steps) > 1 else ''} for {name(best)}" + f": {_from_to(best)}.")
+    return sentence.replace(FLAGGED, " (samples not steady)")  # no mark is explained there
 
 
 def _said(sentences: list[str]) -> str:
     """Sentences as one text, which explains the mark if it has it."""
     text = " ".join(sentences)
     return text + (f" {FLAGGED.strip()} marks a pair in which a side's samples are not steady." if FLAGGED in text else "")
-
-
-def _finding(sentence: str) -> str:
-    """For the first page, where no mark is explained."""
-    return sentence.replace(FLAGGED, " (samples not steady)")
 
 
 def _contexts(both: pd.DataFrame) -> str:
@@ -158,28 +171,21 @@ def whole_model(times: pd.DataFrame) -> Answer:
     text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({MAIN}) stay eager."
             " Everything of one size and precision was measured in one process, one after another. A change counts as none where"
             " the 95% intervals of the two medians overlap."]
-    parts, numbers = [], {}
-    for mode, words in MODE_WORDS.items():
-        own = both[both["mode"] == mode]
-        if len(own):
-            parts.append(f"{words} {span(own['speedup'])} times as fast")
-            numbers |= {f"{mode}_low": own["speedup"].min(), f"{mode}_high": own["speedup"].max()}
-    text.append(f"At {_contexts(both)}, over the rows of the table: {listing(parts)}.")
-    slower, none = both[both["sure"] & (both["speedup"] < 1)], both[~both["sure"]]
+    numbers = {}
+    for mode, own in both.groupby("mode"):
+        numbers |= {f"{mode}_low": own["speedup"].min(), f"{mode}_high": own["speedup"].max()}
+    text.append(f"At {_contexts(both)}, compiled against eager: {_gains(both)}.")
+    slower = both[both["sure"] & (both["speedup"] < 1)]
     if len(slower):
         text.append(f"Slower: {listing(_marked(row, _name(row)) for _, row in slower.iterrows())}.")
-    if len(none):
-        text.append(f"In {len(none)} of {count(len(both), 'pair')} the change is none.")
-    steps, finding = both[(both["mode"] == "step") & both["sure"]], ""
+    steps = both[(both["mode"] == "step") & both["sure"]]
     if len(steps):
         best, least = steps.loc[steps["speedup"].idxmax()], steps.loc[steps["speedup"].idxmin()]
         text.append(f"The full step of {_name(best)} goes from {_from_to(best)}" + (
             f", which is the most; the least is for {_name(least)}: {_from_to(least)}." if len(steps) > 1 else "."))
-        if best["speedup"] > 1:
-            finding = (f"**With each block compiled, a full step is {span(both.loc[both['mode'] == 'step', 'speedup'])} times as fast**,"
-                       f" most for {_name(best)}: {_from_to(best)}.")
     text += _not_timed(times)
-    return Answer("compile-model", question, _said(text), _finding(finding), numbers,
+    finding = _headline(both[both["mode"] == "step"], "Compiling each block makes", _name)
+    return Answer("compile-model", question, _said(text), finding, numbers,
                   [(f"Median wall time in ms, eager to each block compiled, and how many times as fast{_legend(both)}.",
                     _by_mode(both, [_cell(row) for row in both.itertuples()]))],
                   [("compile_model", "Forward + backward and a full step, compiled and with SDPA, as multiples of eager with"
@@ -271,6 +277,10 @@ def _moves(own: pd.DataFrame) -> str:
         # By the definition of launch-bound: it waits where it did not, and the step did not get longer.
         text += (": the GPU, with less to do, waits there for launches that it did not wait for before."
                  if (rises["sure"] & (rises["speedup"] > 1)).all() else ".")
+    stay = own[(own["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
+    if len(stay):
+        text += (f" Where it is mostly launch-bound on both sides ({count(len(stay), 'pair')}), the host takes"
+                 f" {span(stay['enqueue_ms_after'] / stay['enqueue_ms'])} times as long to enqueue it when compiled, and still sets the time.")
     return text
 
 
@@ -299,8 +309,9 @@ def _dilution(both: pd.DataFrame, optimizer: pd.DataFrame) -> str:
         return (falls[f"launch_bound_share{side}"] - share * falls[f"launch_bound_share{side}_phase"]) / (1 - share)
     still = int((rest("_after") < rest("") - NEARLY).sum())
     return text + (f" Without its phase, the launch-bound share of the full step falls in {still or 'none'} of the {len(falls)} in which"
-                   " it falls with it" + (": there AdamW only takes a larger part of a shorter step." if not still and (falls["share_after"] > falls["share"]).all()
-                            else "."))
+                   " it falls with it"
+                   + (": there AdamW only takes a larger part of a shorter step."
+                      if not still and (falls["share_after"] > falls["share"]).all() else "."))
 
 
 def by_optimizer(times: pd.DataFrame) -> pd.DataFrame:
@@ -395,7 +406,7 @@ def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
     keys = ["run_id", "attention", "variant"]
     whole = whole.assign(seconds=(whole["first_ms"] - whole["median_ms"]) / 1e3)
     cost = whole[whole["mode"] == "forward_backward"].rename(columns={"seconds": "training_s"})
-    cost = cost[[*keys, "mode", "size", "context_length", "precision", "study", "training_s"]]
+    cost = cost[[*keys, "mode", "size", "context_length", "precision", "study", "beside", "training_s"]]
     cost["first"] = ~cost["run_id"].duplicated()  # rows of a run are in the order they were run
     inference = whole[whole["mode"] == "forward"].rename(columns={"seconds": "inference_s"})
     counts = whole.groupby(keys)[["graphs", "graph_breaks", "cached_graphs"]].sum().reset_index()
@@ -410,20 +421,23 @@ def cost(times: pd.DataFrame) -> Answer:
     cached, breaks = (int(seconds[column].sum()) for column in ("cached_graphs", "graph_breaks"))
     text = ["Compiling is in a first step and not in the times above. Torch's caches on disk were empty before each; "
             + ("no graph came out of one" if not cached else f"{count(cached, 'graph')} came out of one all the same") + "."]
+    runs = seconds.drop_duplicates("run_id")
+    if (runs["beside"] > 0).any():
+        text.append(f"Beside {int((runs['beside'] > 0).sum())} of the {count(len(runs), 'run')} another went on on the same machine, which may make compiling take"
+                    " longer.")
     blocks = seconds[seconds["variant"] == "block"]
     numbers = {}
     if len(blocks):
         first, later = (blocks[blocks["first"] == yes] for yes in (True, False))
         parts = []
-        for own, words in ((first, "where it is the first of its process to be compiled, which pays for starting the compiler as well"),
-                           (later, "where something was compiled before it")):
+        for own, words in ((first, "which comes first in its process and pays for starting the compiler as well"),
+                           (later, "which comes after something else was compiled")):
             if len(own):
-                attentions = listing(ATTENTION_WORDS[name] for name in ATTENTION_WORDS if name in set(own["attention"]))
-                parts.append(f"{span(own['training_s'], ' s')} {words} ({attentions} attention)")
+                attentions = listing(WITH[name] for name in ATTENTION_WORDS if name in set(own["attention"]))
+                parts.append(f"{span(own['training_s'], ' s')} {attentions}, {words}" + (
+                    f" (and {span(own['inference_s'], ' s')} for forward without gradients after it)" if own["inference_s"].notna().all() else ""))
         numbers = {name: own["training_s"].max() for name, own in (("first_s", first), ("later_s", later)) if len(own)}
-        text.append(f"A block's forward and backward takes {' and '.join(parts)}.")
-        if blocks["inference_s"].notna().any():
-            text.append(f"Forward without gradients, compiled after them, takes {span(blocks['inference_s'].dropna(), ' s')}.")
+        text.append(f"Compiling a block's forward and backward takes {'; '.join(parts)}.")
         text.append(("Each compiled two graphs, one with gradients and one without, and none again"
                      if (blocks["graphs"] == 2).all() else
                      f"Each compiled {span(blocks['graphs'], digits=1)} graphs, where two are needed, one with gradients and one without")
@@ -437,9 +451,12 @@ def cost(times: pd.DataFrame) -> Answer:
     tables = [("Seconds of compiling: the first step less a steady one.", table)]
     both = beside(times, "block", "model")
     if len(both):
-        text.append("The whole forward as one graph beside blocks, in the same process: " + "; ".join(
-            f"{words}, of {count(len(own), 'pair')} {_verdict(own)}" for mode, words in MODE_WORDS.items()
-            if len(own := both[both["mode"] == mode])) + ".")
+        text.append(f"The whole forward as one graph against blocks, in the same process: {_gains(both)}.")
+        more = both[(both["mode"] == "step") & both["sure"] & (both["speedup"] > 1 + NEARLY)]
+        if len(more):
+            text.append(f"By more than {percent(NEARLY)} it makes the full step faster for {listing(_name(row) for _, row in more.iterrows())}"
+                        + (f"; with blocks, {int((more['launch_bound_share'] > 0.5).sum()) or 'none'} of these {len(more)} are mostly launch-bound."
+                           if "launch_bound_share" in more else "."))
         own = seconds[~seconds["first"]]
         ratio = own[own["variant"] == "model"].merge(own[own["variant"] == "block"], on=["run_id", "attention"], suffixes=("", "_block"))
         if len(ratio):
@@ -458,19 +475,14 @@ def sdpa(times: pd.DataFrame) -> Answer:
     if both.empty:
         return no_data("compile-sdpa", question, "compile")
     steps = both[both["mode"] == "step"]
-    parts = [f"{span(own['speedup'])} times as fast where {words}" for variant, words in VARIANT_WORDS.items()
-             if len(own := steps[steps["variant"] == variant])]
+    parts = [f"{words}, {_gain(own)}" for variant, words in VARIANT_WORDS.items() if len(own := steps[steps["variant"] == variant])]
     text = [f"Both were measured in one process, at {_contexts(both)}; which of its kernels SDPA takes is left to torch."
-            + (f" With SDPA the full step is {listing(parts)}." if parts else "")]
-    ends, finding = both_ends(times), ""
+            + (f" The full step with SDPA is: {'; '.join(parts)}." if parts else "")]
+    ends = both_ends(times)
     ends = ends[ends["mode"] == "step"] if len(ends) else ends
     if len(ends):
-        best = ends.loc[ends["speedup"].idxmax()]
-        text.append(f"Both together make the full step {span(ends['speedup'])} times as fast as eager with written-out attention.")
-        if best["sure"] and best["speedup"] > 1:
-            finding = (f"**Compiling and SDPA together make the full step {span(ends['speedup'])} times as fast**, most for {best['size']} in"
-                       f" {best['precision']}: {_from_to(best)}.")
-    text.append(f"Over all modes, of {count(len(both), 'pair')}: {_verdict(both)}.")
+        text.append(f"Both together against eager with written-out attention: {_gain(ends)}.")
+    text.append(f"Over all modes: {_gain(both)}.")
     losses = both[both["sure"] & (both["speedup"] < 1)]
     if len(losses):
         text.append("It is slower for " + listing(_marked(row, f"{row['size']} in {row['precision']}, {VARIANT_WORDS[row['variant']]}")
@@ -482,4 +494,5 @@ def sdpa(times: pd.DataFrame) -> Answer:
     cells = [_cell(row) for row in steps.itertuples()]
     tables = [(f"Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast{_legend(steps)}.",
                _table(steps, steps["variant"].map(VARIANT_WORDS), cells).drop(columns="attention"))] if cells else []
-    return Answer("compile-sdpa", question, _said(text), _finding(finding), {"best": both["speedup"].max()}, tables, runs=runs_of(both))
+    finding = _headline(ends, "Compiling and SDPA together make", lambda row: f"{row['size']} in {row['precision']}") if len(ends) else ""
+    return Answer("compile-sdpa", question, _said(text), finding, {"best": both["speedup"].max()}, tables, runs=runs_of(both))
