@@ -104,6 +104,7 @@ def test_nothing_compared_is_said():
     tables = neighbours.load(Path("nowhere"))
     assert "no such comparison" in answers.sooner(tables["sweeps"]).text
     assert "no such comparison" in answers.agree(tables["timings"], tables["sweeps"]).text
+    assert "does not hold" in answers.repeated(tables["experiment"]).text
     assert figures.agree(tables["timings"], "here") is None
 
 
@@ -119,6 +120,10 @@ def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sen
     moved = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.2, 1.21, 1.22], "4 busy": alone}))
     assert moved["agrees"].tolist() == [True, False, True]
     assert "small at context 128, forward, 2 busy: +19.8%" in neighbours.verdict(moved) and "--exclusive" in neighbours.verdict(moved)
+    assert "Every median agrees" in answers.repeated(same).text and "their interval is their range" in answers.repeated(same).text
+    told = answers.repeated(moved)
+    assert told.numbers["differ"] == 1 and "do not agree" in told.text and "1.000 to 1.198 times" in told.text
+    assert told.tables[0][1]["agrees"].tolist() == ["yes", "no", "yes"]
     # Runs that happened to have nobody beside them do not count for a busy condition.
     quiet = runs(**{"1 busy": alone, "2 busy": [1.2, 1.21]}).assign(beside=0)
     assert neighbours.compare(quiet)["runs"].tolist() == [3, 0]

@@ -43,7 +43,8 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
 
     Args:
         repeat: runs of each configuration on each busy worker.
-        runs: folder for the runs, one folder a condition; None: a temporary one.
+        runs: folder for the runs, one folder a condition, and for the table, ``neighbours/experiment.csv``, which a report shows
+            whose runs folder has it; None: a temporary one.
 
     Raises:
         NeighboursError: a signal stopped it.
@@ -73,7 +74,8 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
                           if end.left or end.failed else ""), highlight=False)
         frames = [run_medians(Store(folder / name.replace(" ", "-").replace(",", ""))).assign(condition=name) for name in conditions]
         table = compare(pd.concat(frames, ignore_index=True))
-        table.to_csv(folder / "neighbours.csv", index=False)
+        (folder / KEPT).mkdir(exist_ok=True)
+        table.to_csv(folder / KEPT / "experiment.csv", index=False, float_format="%.7g")
     show(table, console)
     return table
 
@@ -141,8 +143,8 @@ def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:
 
 
 def load(root: Path) -> dict[str, pd.DataFrame]:
-    """The two tables of :func:`compare_folders` that are kept in a runs folder; empty where none were made."""
-    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings")}
+    """What a runs folder keeps of this: the two tables of :func:`compare_folders`, and ``experiment``; empty where none were made."""
+    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings", "experiment")}
     return {name: pd.read_csv(file) if file.exists() else pd.DataFrame() for name, file in files.items()}
 
 

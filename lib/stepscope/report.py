@@ -67,7 +67,7 @@ class Data:
     memory: dict[str, pd.DataFrame]  # see memory.all_runs
     attention: dict[str, pd.DataFrame]  # cells, ends, predicted, accounting
     compiled: pd.DataFrame  # a row a run, variant, mode and phase
-    neighbours: dict[str, pd.DataFrame]  # sweeps, timings: see neighbours.compare_folders
+    neighbours: dict[str, pd.DataFrame]  # see neighbours.load
 
     @property
     def device_name(self) -> str:
@@ -176,6 +176,7 @@ SECTIONS: dict[str, list[Callable[[Data], Answer]]] = {
     "Sweeps side by side": [
         lambda d: neighbours_answers.sooner(d.neighbours["sweeps"]),
         lambda d: neighbours_answers.agree(d.neighbours["timings"], d.neighbours["sweeps"]),
+        lambda d: neighbours_answers.repeated(d.neighbours["experiment"]),
     ],
 }
 FIGURES: dict[str, Callable[[Data], Figure | None]] = {

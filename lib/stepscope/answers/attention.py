@@ -294,8 +294,8 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     ceilings = longest["pass_tflops"] / longest["utilisation"]
     text.append("The rates measured are " + listing(f"{span(ceilings[longest['precision'] == precision], ' TFLOP/s')} in {precision}"
                                                     for precision in precisions(longest)) + ".")
-    finding = ("**Attention reaches at most " + listing(
-        f"{percent(best.utilisation)} of the measured matrix-product rate in {best.precision} ({WORDS[best.implementation]}, d {best.d_model})"
+    finding = ("**Of the measured matrix-product rate attention reaches at most " + listing(
+        f"{percent(best.utilisation)} in {best.precision} ({WORDS[best.implementation]}, d {best.d_model})"
         for best in _tops(longest)) + "**; written out, at most " + listing(
         f"{percent(best.utilisation, 1 if best.utilisation < 0.1 else 0)} in {best.precision}"
         for best in _tops(longest[longest["implementation"] == "eager"])) + ".")

@@ -3,6 +3,7 @@ they measure is the same."""
 import pandas as pd
 
 from stepscope.answers import Answer, count, listing, no_data, number, percent
+from stepscope.neighbours import ALONE, verdict
 from stepscope.summary import median_interval
 
 SAME = 0.02      # ratios this close to 1 are no change
@@ -112,6 +113,26 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
     return Answer("workers-agree", question, " ".join(text), finding, {"slower": len(slower)},
                   [(f"Times over those of “{first}” [95% interval of the median over the phases].", table)],
                   [("workers_agree", "Every phase's time with more workers busy over its time with one")])
+
+
+def repeated(experiment: pd.DataFrame) -> Answer:
+    question = "Does the same run, made again and again on one machine, time the same whatever its neighbours do?"
+    if experiment.empty:
+        return Answer("workers-again", question, "Not answered here: `stepscope neighbours --workers gpus --runs FOLDER` makes such runs, and this runs"
+                                                 " folder does not hold what came of it (`neighbours/experiment.csv`).")
+    ratios = experiment.loc[experiment["condition"] != ALONE, "ratio"]
+    fewest = int(experiment["runs"].min())
+    text = (f"{count(int(experiment['runs'].sum()), 'run')}, each a process of its own, with more or fewer workers busy and with the next kernel made"
+            f" ready ahead or not, the conditions taking turns. {verdict(experiment)} The medians are {number(ratios.min(), 4)} to"
+            f" {number(ratios.max(), 4)} times those of the runs alone." + (f" Where there are {fewest} runs their interval is their range." if fewest < 6 else ""))
+    table = pd.DataFrame({"run": experiment["size"] + ", context " + experiment["context_length"].astype(str) + ", " + experiment["mode"],
+                          "workers": experiment["condition"], "runs": experiment["runs"].astype(str),
+                          "median (ms)": [f"{number(row['median_ms'], 4)} [{number(row['ci_low_ms'], 4)}, {number(row['ci_high_ms'], 4)}]"
+                                          for _, row in experiment.iterrows()],
+                          "ratio to alone": experiment["ratio"].map(lambda ratio: number(ratio, 4)),
+                          "agrees": experiment["agrees"].map({True: "yes", False: "no"})})
+    return Answer("workers-again", question, text, "", {"differ": int((~experiment["agrees"]).sum())},
+                  [("Medians of the timed steps over the runs [95% interval], and whether it meets that of the runs alone (“1 busy”).", table)])
 
 
 def _hosts(sweeps: pd.DataFrame) -> str:
