@@ -224,7 +224,7 @@ def gpu_cells(**columns):
                                    share in (("forward", 1 / 3), ("backward", 2 / 3), ("pass", 1))
                                    for part, factor in (("median_ms", share), ("ci_low_ms", share * 0.99),
                                                         ("ci_high_ms", share * 1.01))})
-    cells = pd.DataFrame(rows).assign(pass_flags="", batch_size=8, timed_steps=100, cell_seconds=0.5, device="cuda",
+    cells = pd.DataFrame(rows).assign(pass_flags="", batch_size=8, timed_steps=100, least_passes=10, beside=0, cell_seconds=0.5, device="cuda",
                                       study="attention", find_end=True,
                                       available_bytes=140e9, device_bytes=141e9)
     return cells.assign(run_id="d64-" + cells["precision"], **columns)
@@ -245,7 +245,7 @@ def test_the_text_says_what_was_measured():
     assert "64 in fp32 and tf32 and 64 and 128 in bf16" in answers.how_long(wider).text
     assert "fewer passes" not in answers.how_long(cells).text
     few = cells.assign(passes=40, pass_ci_low_ms=cells["pass_median_ms"] * 0.97, pass_ci_high_ms=cells["pass_median_ms"] * 1.03)
-    assert "fewer passes (40)" in answers.how_long(few).text and "± 3.00%" in answers.how_long(few).text
+    assert "fewer passes (40)" in answers.how_long(few).text and "reaches 3.00% from its median" in answers.how_long(few).text
 
 
 def test_what_is_slower_than_written_out_is_said_too():
@@ -316,6 +316,43 @@ def test_what_pays_off_and_what_never_does():
     assert "No graph was compiled during" in answer.text
     assert "3 graphs compiled" in answers.compile_cost(cells.assign(later_graphs=[3] + [0] * (len(cells) - 1)).assign(
         implementation="compiled")).text
+
+
+def test_the_compiler_is_started_by_what_a_process_compiles_first():
+    cells = gpu_cells()
+    cells.loc[(cells["implementation"] == "flex") & (cells["sequence"] == 256), "graphs"] = 1
+    cells.loc[~cells["causal"], ["first_forward_ms", "first_backward_ms"]] *= 0.5
+    cells["order"] = cells["causal"].map({True: 0, False: 1})
+    cells = cells.sort_values(["precision", "order", "sequence"], kind="stable", ignore_index=True)  # as they are measured
+    answer = answers.compile_cost(cells.assign(beside=[1] + [0] * (len(cells) - 1)))
+    table = answer.tables[0][1].set_index("implementation")
+    assert table.loc["FlexAttention", "first of a process (s)"] == "–" and table.loc["compiled", "first of a process (s)"] != "–"
+    assert answer.text.count("which also starts the compiler") == 1 and "s without (median" in answer.text
+    assert "could not be compiled" not in answer.text
+
+
+def test_the_highest_share_is_looked_for_at_every_sequence():
+    cells = gpu_cells()
+    at = (cells["implementation"] == "compiled") & (cells["precision"] == "bf16") & (cells["sequence"] == 4096) & ~cells["causal"]
+    cells.loc[at, "utilisation"] = 0.77
+    assert "77% in bf16 (compiled, d 64)" in answers.against_ceiling(cells).finding
+
+
+def test_a_host_that_waits_on_one_side_says_nothing_of_tf32():
+    cells = gpu_cells()
+    cells.loc[(cells["sequence"] == 1024) & (cells["precision"] == "tf32"), "enqueue_ms"] = 1e3
+    changes = answers.tf32_change(cells).set_index("sequence")
+    assert set(changes.loc[1024, "none"]) == {"host"} and set(changes.loc[4096, "none"]) == {""}
+
+
+def test_a_constant_beside_the_rows_is_told_from_a_power():
+    cells = gpu_cells()
+    flash = cells["implementation"] == "flash"
+    cells.loc[flash, "saved_bytes"] = 4.0 * 8 * cells["sequence"] + 1024
+    text = memory_answers.saved_for_backward(cells).text
+    assert "SDPA flash save 4 bytes a row and 1,024 bytes besides" in text.replace("saves", "save") and "of the bend, not of noise" in text
+    assert "besides, at every" not in memory_answers.saved_for_backward(gpu_cells()).text
+    assert "as many bytes in bf16 as in fp32" in text  # in this made-up data all squares are of fp32
 
 
 def test_the_square_and_what_removes_it_are_chosen_by_the_exponents():

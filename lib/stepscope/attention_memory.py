@@ -150,8 +150,7 @@ def probe(name: str, implementations: Implementations, config: AttentionConfig, 
 
 
 def probe_mask(config: AttentionConfig, sequence: int) -> dict:
-    """Whether FlexAttention's mask of this sequence can be made, beside the inputs; the pass, which takes minutes where the
-    mask ends, is not tried."""
+    """Whether FlexAttention's mask of this sequence can be made, beside the inputs; its pass is not tried."""
     return {"part": "mask"} | _tried("flex", config, sequence,
                                      lambda: mask_memory(Inputs(config, sequence, True), config.device))
 

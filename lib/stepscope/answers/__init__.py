@@ -82,6 +82,14 @@ def count(n: int, noun: str) -> str:
     return f"{n or 'no'} {noun}{'' if n == 1 else 's'}"
 
 
+def neighbours_words(frame: pd.DataFrame, effect: str) -> str:
+    """A sentence on the runs of a table that had others beside them on their machine, and what that may do; empty if none had."""
+    runs = frame.drop_duplicates("run_id")
+    busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
+    which = f"each of the {count(len(runs), 'run')}" if busy == len(runs) > 1 else f"{busy} of {count(len(runs), 'run')}"
+    return f"Beside {which} others went on on the same machine, {effect}." if busy else ""
+
+
 def apart(a: pd.Series, b: pd.Series) -> bool:
     """Whether two medians differ by more than both their confidence intervals allow (the intervals do not overlap)."""
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])

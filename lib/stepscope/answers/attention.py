@@ -1,8 +1,10 @@
 """The attention questions, answered from the tables of ``stepscope.attention``."""
+import textwrap
+
 import numpy as np
 import pandas as pd
 
-from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, runs_of, span
+from stepscope.answers import Answer, count, listing, ms, neighbours_words, no_data, number, percent, runs_of, span
 from stepscope.attention import TOLERANCE
 from stepscope.config import ATTENTIONS, PRECISIONS
 
@@ -11,6 +13,7 @@ WORDS = {"eager": "written out", "compiled": "compiled", "flash": "SDPA flash", 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong"}
 HEAD = 64             # the head dimension that sentences speak of, where it was measured
 HOST_BOUND = 1.1      # a pass that takes at most this many times as long as enqueuing it waits for the host
+KERNEL_NUMBER = r"(?<=_attention)_\d+"  # torch numbers the kernels it makes; one reason is one reason
 NEARLY = 0.05         # shares this close count as the same in words
 
 
@@ -74,7 +77,7 @@ def same_result(cells: pd.DataFrame) -> Answer:
     missing = untried(cells)
     if missing:
         text += f" Not tried: {listing(missing)}."
-    reasons = refused.assign(d=refused["d_model"]).groupby(["implementation", "precision", "reason"], sort=False).agg(
+    reasons = refused.assign(d=refused["d_model"], reason=refused["reason"].str.replace(KERNEL_NUMBER, "", regex=True)).groupby(["implementation", "precision", "reason"], sort=False).agg(
         cells=("d", "size"), heads=("d", lambda d: ", ".join(map(str, sorted(set(d)))))).reset_index()
     tables = [("Largest error against float64 over all cells that passed, by precision (cells that passed, of those"
                " tried).", pd.DataFrame(table))]
@@ -85,13 +88,13 @@ def same_result(cells: pd.DataFrame) -> Answer:
             cells=("cells", "sum"))
         lines = lines.reset_index()
         lines["implementation"] = lines["implementation"].map(WORDS)
-        lines["reason"] = lines["reason"].str.replace("|", "\\|", regex=False).str.slice(0, 200)
+        lines["reason"] = [textwrap.shorten(reason, 200, placeholder=" …").replace("|", "\\|") for reason in lines["reason"]]
         tables.append(("Not supported here, in torch's own words.",
                        lines[["implementation", "precision", "d", "cells", "reason"]]))
     worst = [f"{own['error'].max():.0e} in {precision}" for precision in precisions(ok)
              for own in [ok[ok["precision"] == precision]]]
-    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with float64**"
-               f" (relative error at worst {listing(worst)})"
+    finding = (f"**{len(names(ok))} of {count(len(names(cells)), 'attention implementation')} run here and agree with float64** wherever"
+               f" they are supported, in {len(ok)} of {count(len(cells), 'cell')} (relative error at worst {listing(worst)})"
                + (f"; {count(len(wrong), 'cell')} {'is' if len(wrong) == 1 else 'are'} wrong for the precision asked for and"
                   f" not timed." if len(wrong) else ".") if len(ok) else "")
     return Answer("attention-same", question, text, finding, {"ok": len(ok), "wrong": len(wrong)}, tables,
@@ -141,9 +144,9 @@ def how_long(cells: pd.DataFrame) -> Answer:
             top = at.iloc[0]
             finding = (f"**At sequence {longest}, d {d}, {WORDS[top.implementation]} in {top.precision} takes"
                        f" {ms(top.pass_median_ms)} where the written-out attention takes {ms(top.eager_ms)}**,"
-                       f" {number(top.speedup)} times as long;"
-                       f" over the whole grid the fastest implementation is {span(best['speedup'])} times as fast as it.")
-            text.append(f"Over all {len(best)} points, the fastest implementation is {span(best['speedup'])} times as fast"
+                       f" {number(top.speedup)} times as long; over the whole grid the fastest implementation is"
+                       f" {span(best['speedup'])} times as fast as the written-out one of its precision.")
+            text.append(f"\n\nOver all {len(best)} points, the fastest implementation is {span(best['speedup'])} times as fast"
                         f" as the written-out one; it is "
                         + listing(f"{WORDS[name]} in {n}" 
                                   for name, n in best["implementation"].value_counts().items()) + ".")
@@ -157,21 +160,31 @@ def how_long(cells: pd.DataFrame) -> Answer:
                     f" ({listing(f'{WORDS[name]} in {precision} in {n}' for (name, precision), n in by_name.sort_values(ascending=False).items())});"
                     f" the worst is {WORDS[worst.implementation]} in {worst.precision} at d {worst.d_model}, sequence {worst.sequence}:"
                     f" {ms(worst.pass_median_ms)} where written out takes {ms(worst.eager_ms)}.")
-    text.append(f"Each point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, all of one d and"
+    text.append("\n\nIn use before backward, at the same d and sequence: " + "; ".join(
+        f"{precision}: " + listing(f"{WORDS[row.implementation]} {number(row.in_use_bytes / 2**20)} MiB" for row in
+                                   own[(own["precision"] == precision) & (own["sequence"] == longest)].sort_values("in_use_bytes").itertuples())
+        for precision in precisions(own)[:1]) + ".")
+    text.append(f"\n\nEach point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, all of one d and"
                 " precision in one process. A pass is a forward and its backward with an event between them; the device is"
                 " waited for before and after a pass, not within it, so that where the host sets the time backward is enqueued"
-                " while forward still runs.")
+                " while forward still runs. Masks are made before, outside the clocks.")
+    short = rows[rows["passes"] < rows["timed_steps"]]
     if len(short):
-        wide = ((short["pass_ci_high_ms"] - short["pass_ci_low_ms"]) / 2 / short["pass_median_ms"]).max()
+        wide = (pd.concat([short["pass_ci_high_ms"] - short["pass_median_ms"], short["pass_median_ms"] - short["pass_ci_low_ms"]], axis=1).max(axis=1)
+                / short["pass_median_ms"]).max()
+        longest_s = (short["passes"] * short["pass_median_ms"]).max() / 1e3
         text.append(f"In {count(len(short), 'cell')} of {len(rows)}, where a pass is long, there are fewer passes ({_whole(short['passes'])}),"
-                    f" so that a cell takes about {span(rows['cell_seconds'], ' s', 2)}; the widest 95% interval of those is ± {percent(wide, 2)}.")
+                    f" so that a cell takes about {span(rows['cell_seconds'], ' s', 2)}, or as long as {int(rows['least_passes'].max())} passes do"
+                    f" (up to {number(longest_s, 2)} s); at the widest a 95% interval of those reaches {percent(wide, 2)} from its median.")
+    text.append(neighbours_words(rows, "and what waits for the host may have taken longer for it"))
     noisy = rows["pass_flags"].fillna("") != ""
     hosts = waits_for_host(rows)
     text.append(f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"
                 f" fall into two groups or scatter by more than 5%, of the {int((~hosts).sum())} others"
                 f" {int((noisy & ~hosts).sum())}; medians and their intervals are compared for that reason.")
-    tables = [("Written-out attention, causal: medians in ms [95% interval], memory"
-               " in MiB.", handout_table(cells))]
+    tables = [(f"Every implementation at d {d}, sequence {longest}, causal: medians in ms [95% interval], memory in MiB. The other points"
+               " are in each run's `cells.csv`.", implementations_table(cells, d, longest)),
+              ("Written-out attention, causal: medians in ms [95% interval], memory in MiB.", handout_table(cells))]
     compiled = compiled_table(rows)
     if len(compiled):
         tables.append((f"The same eager and compiled, {compiled_in(rows)}: medians in ms and how many times as fast (* the intervals"
@@ -180,7 +193,7 @@ def how_long(cells: pd.DataFrame) -> Answer:
         tables.append(("The fastest implementation of each point, causal: forward + backward in ms, and in brackets how many"
                        " times as fast as written out in the same precision (* the interval of the second fastest overlaps).",
                        best_table(best)))
-    return Answer("attention-time", question, " ".join(text), finding,
+    return Answer("attention-time", question, " ".join(filter(None, text)), finding,
                   {"best": best["speedup"].max() if len(best) else float("nan")}, tables,
                   [("attention_time", "Time and memory over the sequence, by implementation"),
                    ("attention_speedup", "How many times as fast as written-out attention, over the grid")], runs_of(cells))
@@ -188,20 +201,32 @@ def how_long(cells: pd.DataFrame) -> Answer:
 
 def handout_table(cells: pd.DataFrame) -> pd.DataFrame:
     """The handout's table: precision, d and sequence down; forward, memory before backward, backward, peak; how it ended."""
-    rows = cells[(cells["implementation"] == "eager") & cells["causal"]]
-    rows = rows.sort_values(["precision", "d_model", "sequence"],
-                            key=lambda column: column.map(PRECISIONS.index) if column.name == "precision" else column)
+    rows = _by_precision(cells[(cells["implementation"] == "eager") & cells["causal"]], ["d_model", "sequence"])
+    return _measured(rows, {"precision": rows["precision"], "d": rows["d_model"], "sequence": rows["sequence"]})
 
+
+def implementations_table(cells: pd.DataFrame, d: int, sequence: int) -> pd.DataFrame:
+    """The same at one point: precision and implementation down."""
+    rows = cells[cells["causal"] & (cells["d_model"] == d) & (cells["sequence"] == sequence)]
+    rows = _by_precision(rows.assign(rank=rows["implementation"].map(ATTENTIONS.index)), ["rank"])
+    return _measured(rows, {"precision": rows["precision"], "implementation": rows["implementation"].map(WORDS)})
+
+
+def _by_precision(rows: pd.DataFrame, then: list[str]) -> pd.DataFrame:
+    return rows.sort_values(["precision", *then], key=lambda column: column.map(PRECISIONS.index) if column.name == "precision" else column)
+
+
+def _measured(rows: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
+    """Columns, and what was measured: both times, memory before backward and at the peak, passes."""
     def cell(row, phase):
         if row["status"] != "ok":
             return STATUS_WORDS[row["status"]]
         return f"{number(row[f'{phase}_median_ms'])} [{number(row[f'{phase}_ci_low_ms'])}, {number(row[f'{phase}_ci_high_ms'])}]"
-    table = pd.DataFrame({"precision": rows["precision"], "d": rows["d_model"], "sequence": rows["sequence"],
-                          "forward": [cell(r, "forward") for _, r in rows.iterrows()],
-                          "in use before backward": _mib(rows, "in_use_bytes"),
-                          "backward": [cell(r, "backward") for _, r in rows.iterrows()],
-                          "peak": _mib(rows, "peak_bytes"),
-                          "passes": [f"{p:.0f}" if p == p else "–" for p in rows["passes"]]})
+    table = pd.DataFrame(columns | {"forward": [cell(r, "forward") for _, r in rows.iterrows()],
+                                    "in use before backward": _mib(rows, "in_use_bytes"),
+                                    "backward": [cell(r, "backward") for _, r in rows.iterrows()],
+                                    "peak": _mib(rows, "peak_bytes"),
+                                    "passes": [f"{p:.0f}" if p == p else "–" for p in rows["passes"]]})
     return table.drop(columns="peak") if (table["peak"] == "–").all() else table
 
 
@@ -288,18 +313,17 @@ def against_ceiling(cells: pd.DataFrame) -> Answer:
     if len(several):
         grows = [own.sort_values("d_model")["utilisation"].is_monotonic_increasing
                  for _, own in several.groupby(["precision", "implementation"])]
-        text.append(f"Of the {len(grows)} combinations of implementation and precision that were measured at several d, the"
-                    f" share grows with d in {sum(grows)}: the squares are as large at any d, and the arithmetic on them is"
-                    f" not.")
+        text.append(f"Of the {len(grows)} combinations of implementation and precision that were measured at several d, each d in a"
+                    f" process of its own, the share grows with d throughout in {sum(grows)}.")
     ceilings = longest["pass_tflops"] / longest["utilisation"]
     text.append("The rates measured are " + listing(f"{span(ceilings[longest['precision'] == precision], ' TFLOP/s')} in {precision}"
                                                     for precision in precisions(longest)) + ".")
     finding = ("**Of the measured matrix-product rate attention reaches at most " + listing(
         f"{percent(best.utilisation)} in {best.precision} ({WORDS[best.implementation]}, d {best.d_model})"
-        for best in _tops(longest)) + "**; written out, at most " + listing(
+        for best in _tops(rows)) + "**, without a mask; written out, at most " + listing(
         f"{percent(best.utilisation, 1 if best.utilisation < 0.1 else 0)} in {best.precision}"
-        for best in _tops(longest[longest["implementation"] == "eager"])) + ".")
-    top = longest.loc[longest["utilisation"].idxmax()]
+        for best in _tops(rows[rows["implementation"] == "eager"])) + ".")
+    top = rows.loc[rows["utilisation"].idxmax()]
     shown = table.copy().astype(object)
     for index in table.index:
         for column in table:
@@ -340,7 +364,7 @@ def the_mask(cells: pd.DataFrame) -> Answer:
     text = (f"Time with the mask over time without, at sequence {longest['sequence'].max()}, over d and"
             f" precisions: " + "; ".join(parts) + ". Half of"
             " the square lies behind the mask: a kernel that skips it would come to a half, one that computes it first and"
-            " masks it afterwards to over 1. "
+            " masks it afterwards to 1 or more. "
             + (f"By this, {listing(skips)}"
                f" skip{'s' if len(skips) == 1 else ''} it." if skips else "By this, none skips it."))
     return Answer("attention-causal", question, text, "",
@@ -354,25 +378,29 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
         return no_data("attention-compile", question, "attention")
     rows = rows.assign(first_s=(rows["first_forward_ms"] + rows["first_backward_ms"] - rows["pass_median_ms"]) / 1e3)
     text, table = [], []
+    started = rows[rows["graphs"] > 0].groupby("run_id").head(1).index  # the first compiled in a process starts the compiler too
     for name in names(rows):
         own = rows[rows["implementation"] == name]
         cold = own[own["graphs"] > 0]
-        started = cold.groupby("run_id").head(1)
-        later = cold.drop(started.index)
+        first, later = cold[cold.index.isin(started)], cold[~cold.index.isin(started)]
         recompiled = (own.groupby("run_id")["graphs"].sum() - 1).clip(lower=0)
+        masked, plain = (later.loc[later["causal"] == causal, "first_s"] for causal in (True, False))
+        warm = own.loc[own["graphs"] == 0, "first_s"]
         table.append({"implementation": WORDS[name], "runs": own["run_id"].nunique(), "cells": len(own),
                       "graphs a run": _whole(own.groupby("run_id")["graphs"].sum()),
                       "recompilations a run": _whole(recompiled), "in timed passes": f"{own['later_graphs'].sum():.0f}",
-                      "first of a process (s)": span(started["first_s"]) if len(started) else "–",
-                      "each later (s)": span(later["first_s"]) if len(later) else "–",
-                      "first pass without compiling (ms)": span((own.loc[own["graphs"] == 0,
-                                                                         "first_s"] * 1e3).clip(lower=0))
-                      if (own["graphs"] == 0).any() else "–"})
+                      "first of a process (s)": _seconds(first["first_s"]), "others, masked (s)": _seconds(masked),
+                      "others, without (s)": _seconds(plain),
+                      "first pass without compiling (ms), at most": number(max(warm.max() * 1e3, 0)) if len(warm) else "–"})
+        took = [f"{_seconds(values)} s {words} (median {number(values.median())} s)"
+                for values, words in ((masked, "with the mask"), (plain, "without")) if len(values)]
         text.append(f"{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
-                    + (f", each taking {span(later['first_s'], ' s')} (median"
-                       f" {number(later['first_s'].median())} s)" if len(later) else "")
-                    + (f"; the first of a process, which also starts the compiler,"
-                       f" {span(started['first_s'], ' s')}." if len(started) else "."))
+                    + (f", each taking {listing(took)}" if took else "")
+                    + (f"; the first of a process, which also starts the compiler, {_seconds(first['first_s'])} s." if len(first) else "."))
+    failed = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "unsupported")]
+    if len(failed):
+        text.append(f"What could not be compiled ({count(len(failed), 'cell')}) is not counted here.")
+    text.append(neighbours_words(rows, "which may make compiling take longer"))
     text.insert(0, "The written-out attention is compiled for each shape (static), FlexAttention for any sequence (dynamic),"
                    " which torch still compiles again where a shape or the mask is of another kind. Torch's limit of 8"
                    " recompilations was raised, and going beyond it made an error, so that nothing ran uncompiled unnoticed."
@@ -401,8 +429,12 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                    f" ({len(sure)} of {count(len(pay), 'cell')})** and costs"
                    f" {number(rows.loc[rows['implementation'] == 'compiled', 'first_s'].median(), 2)} s"
                    " a shape (median).") if len(sure) else ""
-    return Answer("attention-compile", question, " ".join(text), finding, {"later_graphs": float(total)},
+    return Answer("attention-compile", question, " ".join(filter(None, text)), finding, {"later_graphs": float(total)},
                   [("Compilations and their time.", pd.DataFrame(table))], runs=runs_of(cells))
+
+
+def _seconds(values: pd.Series) -> str:
+    return span(values) if len(values) else "–"
 
 
 def _why_never(pay: pd.DataFrame) -> str:
@@ -446,7 +478,7 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
     ``none``, why it counts as no change (empty where it is one).
 
     The interval is the widest that both medians' 95% intervals allow. A pass that the host is as slow to enqueue as the
-    device to run says nothing of the device.
+    device to run, in either precision, says nothing of the device.
     """
     rows = timed(cells, implementation="compiled")
     if rows.empty:
@@ -457,7 +489,7 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
         before, before_low, before_high = (both[f"{phase}_{part}_ms_fp32"] for part in ("median", "ci_low", "ci_high"))
-        host = waits_for_host(both, "_fp32") & waits_for_host(both, "_tf32")
+        host = waits_for_host(both, "_fp32") | waits_for_host(both, "_tf32")
         overlap = (low <= before_high) & (before_low <= high)
         none = np.where(host, "host", np.where(overlap, "noise", ""))
         frames.append(both[keys].assign(phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1,
@@ -475,7 +507,7 @@ def tf32(cells: pd.DataFrame) -> Answer:
         return no_data("attention-tf32", question, "attention")
     real = changes[changes["none"] == ""]
     text = [f"Of {count(len(changes), 'pair')} (phase, d, sequence), {len(real)} differ. "
-            f"{int((changes['none'] == 'host').sum())} wait for the host in both precisions and"
+            f"{int((changes['none'] == 'host').sum())} wait for the host, in one precision or both, and"
             f" {int((changes['none'] == 'noise').sum())} lie within each other's 95%"
             " interval; their change is shown as none. The intervals are of one process each; that processes differ among"
             " themselves is not in them."]

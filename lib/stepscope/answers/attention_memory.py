@@ -9,10 +9,11 @@ from scipy import optimize, stats
 from stepscope.answers import Answer, count, listing, no_data, number, percent, runs_of, span
 from stepscope.answers.attention import NEARLY, WORDS, head, is_cpu, names, precisions, timed
 from stepscope.attention_memory import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
-from stepscope.config import PRECISIONS
+from stepscope.config import ATTENTIONS, PRECISIONS
 
 CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device
+NOT_WHOLE = 0.005     # an exponent this far from a whole number is that of a sum of powers
 LONG = 1024           # from this sequence on, what grows with the square stands out from the rest
 
 
@@ -31,7 +32,9 @@ def scaling(rows: pd.DataFrame, column: str = "saved_bytes") -> pd.DataFrame:
         x, y = (values - values.groupby(groups).transform("mean") for values in (x, y))
         fit = stats.linregress(x, y) if len(own) > 2 else None
         slope = fit.slope if fit else float((x * y).sum() / (x * x).sum())
-        fits.append({"implementation": name, "exponent": slope, "error": fit.stderr if fit else float("nan"),
+        free = len(own) - own.groupby(["precision", "d_model"]).ngroups - 1  # each group has taken an intercept
+        error = fit.stderr * np.sqrt((len(own) - 2) / free) if fit and free > 0 else float("nan")
+        fits.append({"implementation": name, "exponent": slope, "error": error,
                      "points": len(own),
                      "from": int(own["sequence"].min()), "to": int(own["sequence"].max())})
     return pd.DataFrame(fits)
@@ -46,11 +49,37 @@ def with_error(value: float, error: float) -> str:
 
 
 def local_exponents(rows: pd.DataFrame) -> pd.Series:
-    """By implementation, "a to b": the exponent between the two longest sequences, over head dimensions and precisions."""
+    """The exponent between the two longest sequences, by implementation, precision and head dimension."""
     shorter, longest = sorted(rows["sequence"].unique())[-2:]
     saved = rows.pivot_table(index=["implementation", "precision", "d_model"], columns="sequence", values="saved_bytes")
-    slopes = np.log(saved[longest] / saved[shorter]).dropna() / np.log(longest / shorter)
-    return slopes.groupby("implementation").agg(lambda own: span(own, digits=4))
+    return np.log(saved[longest] / saved[shorter]).dropna() / np.log(longest / shorter)
+
+
+def _between(rows: pd.DataFrame, name: str) -> float:
+    return local_exponents(rows)[name].median()
+
+
+def _constant_words(rows: pd.DataFrame, mixed: list[str]) -> list[str]:
+    """A sentence for each so many bytes a row and a constant that implementations save exactly, at every sequence."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for name in mixed:
+        own = rows[rows["implementation"] == name]
+        positions = (own["batch_size"] * own["sequence"]).astype(float)
+        a_row, constant = np.polyfit(positions, own["saved_bytes"].astype(float), 1).round()
+        if constant and (own["saved_bytes"] == a_row * positions + constant).all():
+            found.setdefault((a_row, constant), []).append(WORDS[name])
+    return [f"{listing(names)} save{'s' if len(names) == 1 else ''} {a_row:.0f} bytes a row and {constant:,.0f} bytes besides, at every"
+            " sequence." for (a_row, constant), names in found.items()]
+
+
+def _kept_wide(at: pd.DataFrame) -> str:
+    """Which of those that keep squares keep as many bytes in bf16 as in fp32."""
+    saved = at.pivot_table(index="implementation", columns="precision", values="saved_bytes")
+    if not {"bf16", "fp32"} <= set(saved):
+        return ""
+    same = [WORDS[name] for name in ATTENTIONS if name in QUADRATIC and name in saved.index
+            and abs(saved.loc[name, "bf16"] / saved.loc[name, "fp32"] - 1) < NEARLY]
+    return f"{listing(same)} keep{'s' if len(same) == 1 else ''} as many bytes in bf16 as in fp32." if same else ""
 
 
 def saved_for_backward(cells: pd.DataFrame) -> Answer:
@@ -69,7 +98,7 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     fits = fits.set_index("implementation")
     table = fits.assign(exponent=[with_error(r.exponent, r.error) for r in fits.itertuples()],
                         points=fits["points"].astype(str))[["exponent", "points"]]
-    table["between the two longest"] = local = local_exponents(rows)
+    table["between the two longest"] = local = local_exponents(rows).groupby("implementation").agg(lambda own: span(own, digits=4))
     for precision in precisions(at):
         own = at[at["precision"] == precision].set_index("implementation")
         table[f"{precision} (MiB)"] = (own["saved_bytes"] / 2**20).map(number)
@@ -79,15 +108,16 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     table["implementation"] = table["implementation"].map(WORDS)
     grows = [name for name in fits.index if fits.exponent[name] > 1.5]
     linear = [name for name in fits.index if fits.exponent[name] <= 1.5]
-    text = ["Saved is what forward makes and autograd keeps until backward, q, k, v and the output aside. As a power of the"
-            " sequence it grows with "
+    text = ["Saved is what forward makes and autograd keeps until backward, q, k, v and the output aside, here with the causal mask. As a"
+            " power of the sequence it grows with "
             + listing(f"{WORDS[name]} {with_error(fits.exponent[name], fits.error[name])}" for name in fits.index)
             + " (standard error of a common slope in logarithms)."]
-    mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NEARLY]
+    mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NOT_WHOLE]
     if mixed:
         text.append(f"{listing(WORDS[name][0].upper() + WORDS[name][1:] for name in mixed)} save{'s' if len(mixed) == 1 else ''}"
-                    f" parts that grow with different powers, so that no one slope fits: between the two longest sequences it is"
-                    f" {listing(local[name] for name in mixed)}, by d and precision.")
+                    f" parts that grow with different powers, so that no one slope fits and the error is of the bend, not of noise: between"
+                    f" the two longest sequences it is {listing(local[name] for name in mixed)}.")
+    text += [*_constant_words(rows, mixed), _kept_wide(at)]
     if grows and linear:
         text.append(f"The square is kept by {listing(WORDS[name] for name in grows)}: T x T numbers for each batch element,"
                     f" the exponentials and the"
@@ -98,9 +128,9 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     finding = ""
     if grows and linear:
         finding = (f"**What written-out attention saves for backward grows with the sequence to the power of"
-                   f" {fits.exponent[grows[0]]:.2f}**; with"
-                   f" {WORDS[linear[0]]} the power is {fits.exponent[linear[0]]:.2f}.")
-    return Answer("attention-saved", question, " ".join(text), finding, {name: fits.exponent[name] for name in fits.index},
+                   f" {_between(rows, grows[0]):.2f}**; with {WORDS[linear[0]]} the power is {_between(rows, linear[0]):.2f} (between the two"
+                   " longest sequences).")
+    return Answer("attention-saved", question, " ".join(filter(None, text)), finding, {name: fits.exponent[name] for name in fits.index},
                   [(f"Exponent of the saved bytes in the sequence ({fits['from'].min()} to {fits['to'].max()}), and what is"
                     f" saved at d {d}, sequence {longest}, causal; a square is"
                     " one number of the precision for each pair of positions in the batch.", table)],
@@ -131,7 +161,7 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
     Columns: ``by_code`` (the sequence predicted from the code alone), ``by_fit`` (from peaks measured at the sequences that
     were timed), ``fits`` and ``fails`` (the longest pass that did and the shortest that did not), the same with
-    ``_expandable`` (the allocator's expandable segments) and with ``_mask`` (FlexAttention's mask made), ``mask_pair_bytes``
+    ``_expandable`` (the allocator's expandable segments) and with ``_mask`` (FlexAttention's mask made), ``pass_by_fit`` (of the pass without it), ``mask_pair_bytes``
     (measured while that is made, for each pair of positions), ``overhead`` (what of the device no tensor can have), and ``gib_16`` ...: the end by fit on a device of so much.
     """
     cells, ends, predicted = tables["cells"], tables["ends"], tables["predicted"]
@@ -149,6 +179,7 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
             row = {"study": "attention", "run_id": run_id, "precision": first["precision"], "d_model": first["d_model"],
                    "implementation": name, "device_bytes": first["device_bytes"], "overhead": overhead,
                    "by_code": _end(coded, available), "by_fit": _end(fitted, available),
+                   "pass_by_fit": longest_fitting(fitted[0], available),
                    "mask_pair_bytes": fitted[1][2] if len(fitted) > 1 else float("nan")}
             for suffix, part, expandable in (("", "pass", False), ("_expandable", "pass", True), ("_mask", "mask", False)):
                 tried = probes[(probes["part"] == part) & (probes["expandable"].astype(bool) == expandable)] if len(probes) else probes
@@ -267,7 +298,7 @@ def _met(measured: pd.DataFrame, suffix: str, by: str = "by_code") -> tuple[int,
 def _prediction_words(ends: pd.DataFrame) -> str:
     """How well the peaks and the ends were predicted."""
     text = ("Predicted is the end twice. From the code alone: the operators of what is made of them are run on tensors without"
-            " data and each storage is followed from its making to its end; for the fused kernels their tensors are listed. And"
+            " data and each storage is followed from its making to its end; what an operator makes inside itself is listed, for the fused kernels all. And"
             " by extending a + b T + c T², fitted to the peaks measured on the grid.")
     if "compiled" in set(ends["implementation"]):
         text += " What torch.compile will fuse and keep is decided while it compiles, so it has the fit alone."
@@ -316,9 +347,11 @@ def _mask_words(ends: pd.DataFrame) -> str:
         return ""
     return (f"FlexAttention is ended by its causal mask and not by its pass: what is kept of it is small, but while it is made,"
             f" uncompiled as is torch's default, {span(flex['mask_pair_bytes'])} bytes for each pair of positions are alive (by the"
-            f" code {MASK_INSIDE_BYTES + 2}: the mask, its copy by blocks, and the int64 that a sum of booleans begins with). It can"
+            f" code {MASK_INSIDE_BYTES + 2}: the mask and its padded copy, followed, and the int64 that a sum of booleans makes inside itself,"
+            f" listed). It can"
             f" be made for {_range(flex['fits_mask'])} positions and not for {_range(flex['fails_mask'])}; predicted"
-            f" {_range(flex['by_code'])}. The pass itself was tried up to {_range(flex['fits'])}.")
+            f" {_range(flex['by_code'])}. The pass was tried up to {_range(flex['fits'])} positions; by the fit to its own peaks it would"
+            f" hold {_range(flex['pass_by_fit'])}.")
 
 
 def _range(values: pd.Series) -> str:

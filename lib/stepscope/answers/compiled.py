@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pandas as pd
 
-from stepscope.answers import Answer, apart, count, listing, ms, no_data, number, percent, runs_of, span
+from stepscope.answers import Answer, apart, count, listing, ms, neighbours_words, no_data, number, percent, runs_of, span
 from stepscope.answers.benchmark import MODE_WORDS, NEARLY
 from stepscope.config import PRECISIONS
 from stepscope.store import by_size
@@ -56,9 +56,9 @@ def beside(times: pd.DataFrame, before: str = "eager", after: str = "block", opt
         if len(steps) else steps
 
 
-def by_attention(times: pd.DataFrame) -> pd.DataFrame:
+def by_attention(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
     """Written-out attention and SDPA of one run, variant and mode in a row; see :func:`paired`."""
-    steps = whole_steps(times)
+    steps = whole_steps(times, optimizer)
     return paired(*(steps[(steps["attention"] == attention) & steps["variant"].isin(VARIANT_WORDS)] for attention in ATTENTION_WORDS),
                   ["run_id", "variant", "mode"]) if len(steps) else steps
 
@@ -111,10 +111,17 @@ def _gain(both: pd.DataFrame) -> str:
     faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
     none = len(both) - len(faster) - len(slower)
     if len(faster) == len(both):
-        return f"{span(both['speedup'])} times as fast"
-    parts = [f"{words} in {len(own)} ({span(own['speedup'])} times as fast)" for own, words in ((faster, "faster"), (slower, "slower"))
+        return f"{_span(both)} times as fast"
+    parts = [f"{words} in {len(own)} ({_span(own)} times as fast)" for own, words in ((faster, "faster"), (slower, "slower"))
              if len(own)] + ([f"no change in {none}"] if none else [])
     return f"of {count(len(both), 'pair')} {listing(parts)}"
+
+
+def _span(own: pd.DataFrame) -> str:
+    """Lowest to highest speedup, each marked if its pair is."""
+    ends = [own.loc[own["speedup"].idxmin()], own.loc[own["speedup"].idxmax()]]
+    shown = [f"{number(row['speedup'])}{FLAGGED if row['flagged'] else ''}" for row in ends]
+    return shown[0] if number(ends[0]["speedup"]) == number(ends[1]["speedup"]) else " to ".join(shown)
 
 
 def _gains(both: pd.DataFrame) -> str:
@@ -134,7 +141,7 @@ def _headline(steps: pd.DataFrame, what: str, name: Callable[[pd.Series], str]) 
 
 def _said(sentences: list[str]) -> str:
     """Sentences as one text, which explains the mark if it has it."""
-    text = " ".join(sentences)
+    text = " ".join(filter(None, sentences))
     return text + (f" {FLAGGED.strip()} marks a pair in which a side's samples are not steady." if FLAGGED in text else "")
 
 
@@ -170,7 +177,9 @@ def whole_model(times: pd.DataFrame) -> Answer:
             else no_data("compile-model", question, "compile")
     text = [f"Compiled is each block, its code compiled once and used by all; embedding, head, loss and AdamW ({MAIN}) stay eager."
             " Everything of one size and precision was measured in one process, one after another. A change counts as none where"
-            " the 95% intervals of the two medians overlap."]
+            f" the 95% intervals of the two medians overlap. Each is a median of {_whole(both['timed_steps'])} steps after"
+            f" {_whole(both['warmup_steps'])} of warm-up.",
+            neighbours_words(both, "and what waits for the host may have taken longer for it")]
     numbers = {}
     for mode, own in both.groupby("mode"):
         numbers |= {f"{mode}_low": own["speedup"].min(), f"{mode}_high": own["speedup"].max()}
@@ -190,6 +199,10 @@ def whole_model(times: pd.DataFrame) -> Answer:
                     _by_mode(both, [_cell(row) for row in both.itertuples()]))],
                   [("compile_model", "Forward + backward and a full step, compiled and with SDPA, as multiples of eager with"
                                      " written-out attention in the same process, whose time stands under the size")], runs_of(both))
+
+
+def _whole(counts: pd.Series) -> str:
+    return listing(str(n) for n in sorted(set(counts.astype(int))))
 
 
 def _from_to(row: pd.Series) -> str:
@@ -222,13 +235,15 @@ def launches(times: pd.DataFrame) -> Answer:
             text.append(_moves(own))
             columns.append(_shares(own, "launch_bound_share", f"launch-bound, {MODE_WORDS[mode]}"))
             change = own["launch_bound_share_after"] - own["launch_bound_share"]
-            numbers |= {f"{mode}_falls": int((change < -NEARLY).sum()), f"{mode}_rises": int((change > NEARLY).sum())}
+            numbers |= {f"{mode}_falls": int((change < -NEARLY).sum()), f"{mode}_rises": int((change > NEARLY).sum()),
+                        f"{mode}_bound": int((own["launch_bound_share"] > NEARLY).sum())}
     if gpu:
         text.insert(0, "A phase is launch-bound where the GPU keeps up with the host and waits for its launches.")
         if "forward_backward_falls" in numbers:
             falls, rises = (numbers[f"forward_backward_{way}"] or "none" for way in ("falls", "rises"))
-            finding = ("**Compiling lowers the share of forward + backward in which the GPU waits for launches in"
-                       f" {falls} of {count(int((both['mode'] == 'forward_backward').sum()), 'pair')}, and raises it in {rises}.**")
+            bound, of = numbers["forward_backward_bound"], int((both["mode"] == "forward_backward").sum())
+            finding = (f"**Where forward + backward is launch-bound when eager ({bound or 'none'} of {count(of, 'pair')}), compiling lowers the"
+                       f" share of it that is in {falls}; it raises that share in {rises} of the {of}.**")
     else:
         text.append("Launches set no time here: on a CPU the host does the work itself.")
     if len(optimizer):
@@ -268,7 +283,7 @@ def _moves(own: pd.DataFrame) -> str:
 
     def named(rows: pd.DataFrame) -> str:
         return listing(f"{row['size']} in {row['precision']}, {ATTENTION_WORDS[row['attention']]} ({percent(row['launch_bound_share'])}"
-                       f" to {percent(row['launch_bound_share_after'])})" for _, row in rows.iterrows())
+                       f" to {percent(row['launch_bound_share_after'])}{FLAGGED if row['flagged'] else ''})" for _, row in rows.iterrows())
     text = (f"{MODE_WORDS[own['mode'].iloc[0]].capitalize()}: {_percents(before)} of the time is launch-bound when eager and {_percents(after)}"
             " when compiled.")
     text += f" Compiling lowers the share for {named(falls)}." if len(falls) else " Compiling lowers the share nowhere."
@@ -276,7 +291,7 @@ def _moves(own: pd.DataFrame) -> str:
         text += f" It raises the share for {named(rises)}"
         # By the definition of launch-bound: it waits where it did not, and the step did not get longer.
         text += (": the GPU, with less to do, waits there for launches that it did not wait for before."
-                 if (rises["sure"] & (rises["speedup"] > 1)).all() else ".")
+                 if (rises["sure"] & (rises["speedup"] > 1)).all() and not rises["flagged"].all() else ".")
     stay = own[(own["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
     if len(stay):
         text += (f" Where it is mostly launch-bound on both sides ({count(len(stay), 'pair')}), the host takes"
@@ -332,6 +347,10 @@ def _fused(times: pd.DataFrame, pairs: pd.DataFrame) -> tuple[str, pd.DataFrame]
         f"{ms(row['median_ms_after'])} with fused AdamW and {ms(row['median_ms'])} with {MAIN} for {_name(row)}"
         f"{'' if row['sure'] else ' (no change)'}{FLAGGED if row['flagged'] else ''}" for _, row in pairs.iterrows())
         + ". These pairs are of two processes each, whose hosts need not be equally fast.")
+    saved = [phases[row["run_id"], row["attention"]] - phases[row["run_id_after"], row["attention"]] for _, row in pairs.iterrows()
+             if {(row["run_id"], row["attention"]), (row["run_id_after"], row["attention"])} <= set(phases)]
+    if saved:
+        text += f" AdamW's own phase is {listing(ms(value) for value in saved)} shorter; what a step gains besides is not AdamW's."
     own = [[speedups.get(key) for key in zip(pairs[run], pairs["attention"])] for run in ("run_id", "run_id_after")]
     if None not in own[0] + own[1]:
         text += (f" Each within its own process, the compiled step is {span(own[1])} times as fast as eager with fused AdamW and"
@@ -355,8 +374,10 @@ def peak_memory(times: pd.DataFrame) -> Answer:
         return no_data("compile-memory", question, "compile")
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
         return Answer("compile-memory", question, "Not measured here: a CPU's allocator keeps no peak.", runs=runs_of(both))
-    both["change"] = both["peak_allocated_mib_after"] / both["peak_allocated_mib"] - 1
-    text, parts, finding = [f"The most that the allocator had given out at once, at {_contexts(both)}."], [], ""
+    both = both[both["mode"] != "forward"]  # measured after full steps, with AdamW's moments still in memory
+    both = both.assign(change=both["peak_allocated_mib_after"] / both["peak_allocated_mib"] - 1)
+    text, parts, finding = [f"The most that the allocator had given out at once, at {_contexts(both)}. (Forward alone was measured after full steps,"
+                            " with AdamW's moments in memory, and is not shown.)"], [], ""
     for mode, words in MODE_WORDS.items():
         own = both[both["mode"] == mode]
         if own.empty:
@@ -421,10 +442,7 @@ def cost(times: pd.DataFrame) -> Answer:
     cached, breaks = (int(seconds[column].sum()) for column in ("cached_graphs", "graph_breaks"))
     text = ["Compiling is in a first step and not in the times above. Torch's caches on disk were empty before each; "
             + ("no graph came out of one" if not cached else f"{count(cached, 'graph')} came out of one all the same") + "."]
-    runs = seconds.drop_duplicates("run_id")
-    if (runs["beside"] > 0).any():
-        text.append(f"Beside {int((runs['beside'] > 0).sum())} of the {count(len(runs), 'run')} another went on on the same machine, which may make compiling take"
-                    " longer.")
+    text.append(neighbours_words(seconds, "which may make compiling take longer"))
     blocks = seconds[seconds["variant"] == "block"]
     numbers = {}
     if len(blocks):
@@ -464,7 +482,11 @@ def cost(times: pd.DataFrame) -> Answer:
                         f" block's, where neither was the first of its process.")
         tables.append((f"Median wall time in ms, each block compiled to the whole forward compiled at once, and how many times as"
                        f" fast{_legend(both)}.", _by_mode(both, [_cell(row) for row in both.itertuples()])))
-    return Answer("compile-cost", question, " ".join(text), "", numbers, tables, runs=runs_of(seconds))
+    return Answer("compile-cost", question, _said(text), "", numbers, tables, runs=runs_of(seconds))
+
+
+def _part(row: pd.Series) -> str:
+    return f"{row['size']} in {row['precision']}, {VARIANT_WORDS[row['variant']]}"
 
 
 # -- SDPA --------------------------------------------------------------------------------------------------------------
@@ -483,14 +505,20 @@ def sdpa(times: pd.DataFrame) -> Answer:
     if len(ends):
         text.append(f"Both together against eager with written-out attention: {_gain(ends)}.")
     text.append(f"Over all modes: {_gain(both)}.")
-    losses = both[both["sure"] & (both["speedup"] < 1)]
+    slower = both[both["sure"] & (both["speedup"] < 1)]
+    losses = slower[~slower["flagged"]]
     if len(losses):
-        text.append("It is slower for " + listing(_marked(row, f"{row['size']} in {row['precision']}, {VARIANT_WORDS[row['variant']]}")
-                                                  for _, row in losses.iterrows()) + ".")
+        text.append("It is slower for " + listing(_marked(row, _part(row)) for _, row in losses.iterrows()) + ".")
         bound = losses[losses[["launch_bound_share", "launch_bound_share_after"]].min(axis=1) > 0.5] if "launch_bound_share" in losses else losses[:0]
         if len(bound):
             text.append(f"Launches set the time in {len(bound)} of these, and with SDPA the host takes"
                         f" {span(bound['enqueue_ms_after'] / bound['enqueue_ms'])} times as long to enqueue them.")
+    again = by_attention(times, "fused")
+    for _, row in slower[slower["flagged"]].iterrows():
+        same = again[(again["size"] == row["size"]) & (again["precision"] == row["precision"]) & (again["variant"] == row["variant"])
+                     & (again["mode"] == row["mode"]) & (row["mode"] != "step")] if len(again) else again
+        text.append(f"It measured slower for {_marked(row, _part(row))}, of whose samples one side is not steady"
+                    + (f"; the same in the process with fused AdamW, which is not in this mode: {_gain(same)}." if len(same) else "."))
     cells = [_cell(row) for row in steps.itertuples()]
     tables = [(f"Full step, median wall time in ms, written-out attention to SDPA, and how many times as fast{_legend(steps)}.",
                _table(steps, steps["variant"].map(VARIANT_WORDS), cells).drop(columns="attention"))] if cells else []
