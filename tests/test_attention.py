@@ -406,12 +406,12 @@ def test_ends_are_predicted_measured_and_accounted_for():
 def test_what_the_allocator_holds_and_expandable_segments_are_told_by_the_data():
     tables = end_tables()
     text = memory_answers.where_it_ends(tables).text
-    assert "in 3 of 6 searches" in text and "Earlier ends written out (fp32, tf32 and bf16)" in text and "15% of" in text
+    assert "in 3 of 6 searches" in text and "Earlier than predicted ends: written out (fp32, tf32 and bf16)" in text and "15% of" in text
     assert "written out (fp32, tf32 and bf16) ends later" in text and "met in 6 of 6" in text
     tables["ends"]["reason"] = tables["ends"]["reason"].str.replace("20.00 GiB", "20.00 KiB")
     tables["ends"].loc[tables["ends"]["expandable"] & (tables["ends"]["sequence"] == 26624), "status"] = "oom"
     text = memory_answers.where_it_ends(tables).text
-    assert "Earlier ends" not in text and "nothing ends later" in text and "met in 3 of 6" in text
+    assert "Earlier than predicted" not in text and "nothing ends later" in text and "met in 3 of 6" in text
 
 
 def test_flexattention_ends_where_its_mask_cannot_be_made():

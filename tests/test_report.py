@@ -10,7 +10,7 @@ import pytest
 from stepscope import report
 from stepscope.answers import benchmark, claims, nsys, number, published, span, warmup
 from stepscope.report import SECTIONS, StaleReport, load_data
-from stepscope.store import Store
+from stepscope.store import Store, runs_frame
 from stepscope.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
@@ -270,3 +270,41 @@ def test_runs_that_had_others_beside_them_are_told(data):
                       for busy in (0, 3))
     assert "had others beside them" not in report.writeup(dataclasses.replace(data, records=quiet), [], "runs", "figures")
     assert "3 of these runs had others beside them" in report.writeup(dataclasses.replace(data, records=records), [], "runs", "figures")
+
+
+RUNS_ALONE = {(r.study, r.config["mode"], r.config["precision"], r.config["optimizer"], bool(r.config.get("checkpoints")), r.status): r
+              for r in Store(ROOT / "runs" / "h200").records()[0]}
+
+
+@pytest.mark.parametrize("key", RUNS_ALONE, ids=lambda key: "-".join(map(str, key)))
+def test_a_folder_with_one_run_of_any_kind_is_a_report(key, tmp_path):
+    record = RUNS_ALONE[key]
+    shutil.copytree(ROOT / "runs" / "h200" / record.study / record.run_id, tmp_path / record.study / record.run_id)
+    written = report.render(Store(tmp_path), tmp_path / "new" / "place")
+    text = written[0].read_text()
+    assert "Everything below is computed from the records of 1 runs" in text and record.run_id in text
+
+
+def test_runs_that_differ_in_what_no_table_shows_are_told_apart(data):
+    benchmarks = [r for r in data.records if r.study == "benchmark"]
+    small = next(r for r in benchmarks if r.config["size"] == "small" and r.config["mode"] == "step" and r.config["context_length"] == 512)
+    other = small.model_copy(update={"run_id": "other", "config": small.config | {"batch_size": 8}})
+    kept, aside = report.told_apart([other, *benchmarks])
+    assert aside == [other] and kept == benchmarks
+    warm = [small.model_copy(update={"study": "warmup", "run_id": str(n), "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
+    assert report.told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
+
+
+def test_what_no_answer_is_made_from_is_listed(data):
+    assert "Other runs" not in report.writeup(data, [], "runs", "figures")
+    forward = (data.times["mode"] == "forward") & (data.times["context_length"] == 128)
+    text = report.writeup(dataclasses.replace(data, times=data.times.assign(precision=data.times["precision"].where(~forward, "bf16"))), [], "runs", "figures")
+    part = text[text.index("## Other runs"):]
+    assert "5 runs besides are in none" in part and part.count("| bf16 |") == 5
+
+
+def test_shapes_without_a_name_are_named_by_their_dimensions(data):
+    record = next(r for r in data.records if r.study == "benchmark")
+    shapes = [record.model_copy(update={"config": record.config | {"size": "custom", "d_model": d}}) for d in (128, 256)]
+    heads = record.config["num_heads"]
+    assert list(runs_frame(shapes)["size"]) == [f"d{d} f{record.config['d_ff']} l{record.config['num_layers']} h{heads}" for d in (128, 256)]

@@ -1,7 +1,9 @@
 """From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML page."""
+import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError, attention, benchmark, compiled, memory, mixed_precision, neighbours, profiles, warmup
-from stepscope.answers import Answer, listing, memory_options
+from stepscope.answers import Answer, listing, memory_options, number
 from stepscope.answers import attention as attention_answers
 from stepscope.answers import attention_memory as attention_memory_answers
 from stepscope.answers import benchmark as benchmark_answers
@@ -31,13 +33,16 @@ from stepscope.figures import memory as memory_figures
 from stepscope.figures import mixed_precision as mixed_figures
 from stepscope.figures import neighbours as neighbours_figures
 from stepscope.figures import nsys as nsys_figures
+from stepscope.config import STUDIES
 from stepscope.figures import save
+from stepscope.model import parameter_count
 from stepscope.page import render_page
 from stepscope.published import load_published
-from stepscope.store import Record, RecordError, Store, load_table, read_record
+from stepscope.store import Record, RecordError, Store, by_size, load_table, read_record, runs_frame
 from stepscope.timeline import timeline_page
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
+VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")  # fields that no table has a column for
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
 
 
@@ -50,8 +55,10 @@ class Data:
     """All tables that answers and figures are made from, and what they were measured on."""
 
     records: list[Record]
+    aside: list[Record]      # of these, those no answer is made from (see told_apart)
     errors: list[RecordError]
     times: pd.DataFrame      # benchmark: a row a run and phase
+    times_aside: pd.DataFrame  # the same of runs that are aside
     ceilings: pd.DataFrame
     warm_samples: pd.DataFrame
     warm_costs: pd.DataFrame
@@ -84,6 +91,22 @@ class Data:
         return f"CPU preset: tiny models on {self.device_name}" if self.is_preset else self.device_name
 
 
+def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Records that answers are made from, and those put aside: of runs of a study that differ in :data:`VARIANTS` only, which
+    no table tells apart, answers take the one whose variant the study has most of (the first, where several do)."""
+    def key(record: Record, fields_in: bool) -> str:
+        fields = set(VARIANTS) - ({"warmup_steps"} if record.study == "warmup" else set())  # there it is what is studied
+        return json.dumps([record.study, {field: value for field, value in record.config.items() if (field in fields) == fields_in}], sort_keys=True)
+    common = Counter(key(record, True) for record in records)
+    best: dict[str, Record] = {}
+    for record in records:
+        held = best.setdefault(key(record, False), record)
+        if common[key(record, True)] > common[key(held, True)]:
+            best[key(record, False)] = record
+    kept = {id(record) for record in best.values()}
+    return [record for record in records if id(record) in kept], [record for record in records if id(record) not in kept]
+
+
 def load_data(store: Store) -> Data:
     """Read a runs folder. Unusable records are left out and named in ``errors``.
 
@@ -92,10 +115,11 @@ def load_data(store: Store) -> Data:
     """
     if not store.root.is_dir():
         raise RecordError(f"{store.root}: no such runs folder")
-    records, errors = store.records()
+    everything, errors = store.records()
+    records, aside = told_apart(everything)
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
     in_fp32 = [record for record in records if record.config["precision"] == "fp32"]  # others' profiles are mixed precision's
-    return Data(records, errors, benchmark.all_times(store, records), load_table(store, done, "ceilings"),
+    return Data(everything, aside, errors, benchmark.all_times(store, records), benchmark.all_times(store, aside), load_table(store, done, "ceilings"),
                 *(warmup.all_runs(store, records, table) for table in ("samples", "costs", "calls")), load_published(),
                 *(profiles.all_runs(store, in_fp32, table) for table in
                   ("operations.parquet", "clocks", "regions", "timeline.parquet", "walls", "statuses")),
@@ -266,6 +290,10 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
         runs_link, figures_link: paths from the report to the runs folder and to the figures.
     """
     sections = {title: [answer(data) for answer in answers] for title, answers in SECTIONS.items()}
+    shown = {run for answers in sections.values() for answer in answers for run in answer.runs}
+    left = [run for record in data.records if record.done and (run := f"{record.study}/{record.run_id}") not in shown]
+    if left:
+        sections["Other runs"] = [benchmark_answers.other_runs(pd.concat([data.times, data.times_aside], ignore_index=True), left)]
     for answers in sections.values():
         for answer in answers:
             answer.figures = [figure for figure in answer.figures if figure[0] in figures]
@@ -276,7 +304,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return environment.get_template("writeup.md.j2").render(
-        data=data, sections=sections, machine=_machine(data), sizes=len({record.config["size"] for record in data.records} - {"custom"}), runs_link=runs_link, figures_link=figures_link, tables=tables)
+        data=data, sections=sections, machine=_machine(data), sizes=_sizes(data), launch_bound=benchmark.LAUNCH_BOUND, runs_link=runs_link, figures_link=figures_link, tables=tables)
 
 
 def _markdown_table(table: pd.DataFrame) -> str:
@@ -286,6 +314,23 @@ def _markdown_table(table: pd.DataFrame) -> str:
     align = ["right" if all(map(is_number, table[column])) else "left" for column in table]
     padded = table.to_markdown(index=False, disable_numparse=True, colalign=align)
     return re.sub(r" +\|", " |", re.sub(r"\| +", "| ", re.sub(r"-{4,}", "---", padded)))  # GitHub renders no file over 512 KB
+
+
+def _sizes(data: Data) -> pd.DataFrame:
+    """A row for each shape of the model that was run, its parameters and contexts; the attention study has no model."""
+    records = [record for record in data.records if record.study != "attention"]
+    runs = runs_frame(records)
+    if runs.empty:
+        return runs
+    runs = by_size(runs.assign(parameters=[parameter_count(STUDIES[record.study](**record.config)) for record in records]))
+    rows = []
+    for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
+        first = own.iloc[0]
+        rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"], "d_ff": first["d_ff"], "heads": first["num_heads"],
+                     "vocabulary": f"{first['vocab_size']:,}", "parameters": f"{number(parameters / 1e6)} million" if parameters < 1e9 else f"{number(parameters / 1e9)} billion",
+                     "contexts": listing(map(str, sorted(own["context_length"].unique()))),
+                     "batch": listing(map(str, sorted(own["batch_size"].unique())))})
+    return pd.DataFrame(rows)
 
 
 def _machine(data: Data) -> dict[str, str]:
@@ -311,8 +356,12 @@ def _machine(data: Data) -> dict[str, str]:
         rows |= {"GPU after the run": f"clocks held back in {throttled} of {len(records)} runs"
                  + (f" ({distinct(reason for r in records for reason in r.gpu_after.get('throttle_reasons') or [])})" if throttled else ""),
                  "other processes on the GPU": f"in {busy} of {len(records)} runs"}
-    if beside := sum(bool(r.beside) for r in records):  # a timing is only as good as its neighbours are quiet
-        rows |= {"runs with others beside them": f"{beside} of {len(records)}"}
+    hosts = sorted({r.machine["ram_gib"] for r in records if r.machine.get("ram_gib")})
+    if len(hosts) > 1:
+        rows |= {"memory of the hosts": ", ".join(f"{ram:.0f} GiB" for ram in hosts)}
+    if beside := Counter(r.study for r in records if r.beside):  # a timing is only as good as its neighbours are quiet
+        rows |= {"runs with others beside them": f"{beside.total()} of {len(records)}: " + listing(
+            f"{n} of {sum(r.study == study for r in records)} in {study}" for study, n in beside.items())}
     return rows
 
 
@@ -335,6 +384,7 @@ def render(store: Store, folder: Path) -> list[Path]:
     Returns what was written.
     """
     data = load_data(store)
+    folder.mkdir(parents=True, exist_ok=True)
     figures = draw_figures(data, folder / "figures")
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     text = writeup(data, figures, runs_link, "figures")

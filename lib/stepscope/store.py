@@ -317,8 +317,12 @@ class Store:
 
 
 def runs_frame(records: list[Record]) -> pd.DataFrame:
-    """One row a run: run_id, study, status, cause, every field of its configuration, and its results."""
-    return pd.DataFrame([_row(record) for record in records])
+    """One row a run: run_id, study, status, cause, every field of its configuration, and its results. A shape that has no
+    name is named by its dimensions, so that two of them are two sizes."""
+    frame = pd.DataFrame([_row(record) for record in records])
+    if len(frame) and (nameless := frame["size"] == "custom").any():
+        frame.loc[nameless, "size"] = [f"d{row.d_model} f{row.d_ff} l{row.num_layers} h{row.num_heads}" for row in frame[nameless].itertuples()]
+    return frame
 
 
 def _row(record: Record) -> dict:

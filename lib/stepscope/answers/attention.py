@@ -77,7 +77,7 @@ def same_result(cells: pd.DataFrame) -> Answer:
     missing = untried(cells)
     if missing:
         text += f" Not tried: {listing(missing)}."
-    reasons = refused.assign(d=refused["d_model"], reason=refused["reason"].str.replace(KERNEL_NUMBER, "", regex=True)).groupby(["implementation", "precision", "reason"], sort=False).agg(
+    reasons = refused.assign(d=refused["d_model"], reason=refused["reason"].astype(str).str.replace(KERNEL_NUMBER, "", regex=True)).groupby(["implementation", "precision", "reason"], sort=False).agg(
         cells=("d", "size"), heads=("d", lambda d: ", ".join(map(str, sorted(set(d)))))).reset_index()
     tables = [("Largest error against float64 over all cells that passed, by precision (cells that passed, of those"
                " tried).", pd.DataFrame(table))]
@@ -394,7 +394,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                       "first pass without compiling (ms), at most": number(max(warm.max() * 1e3, 0)) if len(warm) else "–"})
         took = [f"{_seconds(values)} s {words} (median {number(values.median())} s)"
                 for values, words in ((masked, "with the mask"), (plain, "without")) if len(values)]
-        text.append(f"{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
+        text.append(f"\n\n{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
                     + (f", each taking {listing(took)}" if took else "")
                     + (f"; the first of a process, which also starts the compiler, {_seconds(first['first_s'])} s." if len(first) else "."))
     failed = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "unsupported")]
@@ -416,7 +416,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
         d, sequence = head(pay), pay["sequence"].max()
         at = pay[(pay["d_model"] == d) & (pay["sequence"] == sequence)]
         never = int((pay["passes_to_pay"] == np.inf).sum())
-        text.append(f"Compiling the written-out attention for d {d}, sequence {sequence} has paid for itself"
+        text.append(f"\n\nCompiling the written-out attention for d {d}, sequence {sequence} has paid for itself"
                     f" after " + listing(
             f"{number(row.passes_to_pay, 2)} passes in"
             f" {row.precision}" if row.passes_to_pay < np.inf else f"no number of passes in {row.precision}"
@@ -522,9 +522,8 @@ def tf32(cells: pd.DataFrame) -> Answer:
                     + (f"the largest loss {percent(worst.change, 1)} ({worst.phase}, d {worst.d_model}, sequence"
                        f" {worst.sequence})." if worst.change > 0 else
                        "none of the changes is a loss."))
-        finding = (f"**TF32 changes the compiled attention's time by {percent(best.change)} at best** (d {best.d_model},"
-                   f" sequence {best.sequence}, {best.phase}),"
-                   f" and in {len(changes) - len(real)} of {len(changes)} pairs by nothing that stands out.")
+        finding = (f"**TF32 makes a phase of the compiled attention take up to {percent(-best.change)} less time** (d {best.d_model},"
+                   f" sequence {best.sequence}, {best.phase}); in {len(changes) - len(real)} of {len(changes)} pairs no change can be told.")
     cell = {}
     for row in changes.itertuples():
         words = {"host": "none (host)", "noise": "none"}.get(row.none) or f"{row.change:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"

@@ -297,7 +297,7 @@ def _met(measured: pd.DataFrame, suffix: str, by: str = "by_code") -> tuple[int,
 
 def _prediction_words(ends: pd.DataFrame) -> str:
     """How well the peaks and the ends were predicted."""
-    text = ("Predicted is the end twice. From the code alone: the operators of what is made of them are run on tensors without"
+    text = ("The end is predicted in two ways. From the code alone: what is made of torch's operators is run on tensors without"
             " data and each storage is followed from its making to its end; what an operator makes inside itself is listed, for the fused kernels all. And"
             " by extending a + b T + c T², fitted to the peaks measured on the grid.")
     if "compiled" in set(ends["implementation"]):
@@ -323,7 +323,7 @@ def _allocator_words(measured: pd.DataFrame, probes: pd.DataFrame) -> str:
     idle = _idle(probes, searches)
     stuck = idle[idle["share"] > NEARLY]
     if len(stuck):
-        text += (f" Earlier ends {listing(_in_precisions(stuck))}: when it failed, the allocator held"
+        text += (f" Earlier than predicted ends: {listing(_in_precisions(stuck))}. When it failed, the allocator held"
                  f" {span(stuck['share'] * 100, '%', 2)} of the device's memory in no tensor, and in no piece large enough for"
                  f" the next one.")
     again = searches[searches["fails_expandable"].notna()]
@@ -366,7 +366,7 @@ def _end_finding(ends: pd.DataFrame, batch: int) -> str:
     eager = eager.iloc[0]
     same = ends[ends["precision"] == eager.precision].set_index("implementation")
     linear = same[~same.index.isin([*QUADRATIC, "flex"])].sort_values("by_fit")
-    parts = [f"{WORDS[linear.index[-1]]} would by its memory hold {_tokens(linear['by_fit'].iloc[-1])}"] if len(linear) else []
+    parts = [f"{WORDS[linear.index[-1]]} would by its memory hold {_tokens(linear['by_fit'].iloc[-1])} positions"] if len(linear) else []
     if "flex" in same.index and same.loc["flex", "fails_mask"] == same.loc["flex", "fails_mask"]:
         parts.append(f"FlexAttention ends before {_tokens(same.loc['flex', 'fails_mask'])}, where its mask cannot be made")
     expandable = (f"; {_tokens(eager.fits_expandable)} to {_tokens(eager.fails_expandable)} with expandable segments"

@@ -48,7 +48,7 @@ def how_long(times: pd.DataFrame) -> Answer:
         + " (medians of host wall time, device synchronised)."]
     numbers = {f"{mode}_ms": walls.median_ms[mode] for mode in walls.index}
     both = ok[ok["mode"].isin(["forward_backward", "step"])].pivot_table(
-        index=["size", "context_length", "mode"], columns="phase", values="median_ms", observed=True)
+        index=["size", "context_length", "mode"], columns="phase", values="median_ms", observed=True).reindex(columns=["forward", "backward"])
     ratio = (both["backward"] / both["forward"]).dropna()
     if "backward" in phases.index:
         text.append(f"Within its step, by GPU events: forward {ms(phases.median_ms['forward'])}, loss {ms(phases.median_ms['loss'])},"
@@ -238,3 +238,26 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame) -> Answer:
     return Answer("optimizer", question, text, finding, {"ratio_low": ratio.min(), "ratio_high": ratio.max()},
                   [("Optimizer phase, median time, by implementation.", table)],
                   [("benchmark_optimizer", "AdamW: torch's default (foreach) and the fused kernel")], runs)
+
+
+def other_runs(times: pd.DataFrame, left: list[str]) -> Answer:
+    """The runs that no other answer is made from.
+
+    Args:
+        times: all benchmark runs.
+        left: folders of such runs, of any study.
+    """
+    question = "What was run that no answer is made from?"
+    text = ("Answers are made from steps with the default settings and, of runs that differ in batch, vocabulary, seed or number of steps only, from"
+            f" one. {count(len(left), 'run').capitalize()} besides {'is' if len(left) == 1 else 'are'} in none.")
+    rows = times[(times["phase"] == WHOLE) & ("benchmark/" + times["run_id"]).isin(left)] if len(times) else times
+    if rows.empty:
+        return Answer("other-runs", question, text, runs=left)
+    rows = by_size(rows)
+    table = pd.DataFrame({"size": rows["size"].astype(str), "context": rows["context_length"], "batch": rows["batch_size"], "mode": rows["mode"].map(MODE_WORDS),
+                          "precision": rows["precision"], "attention": rows["attention"].map({"eager": "written out", "sdpa": "SDPA"}),
+                          "compiled": rows["compile"].map({True: "yes", False: "no"}), "AdamW": rows["optimizer"],
+                          "vocabulary": rows["vocab_size"], "seed": rows["seed"], "steps": rows["timed_steps"],
+                          "median (ms)": [f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]" if row.status == "ok" else "out of memory"
+                                          for row in rows.itertuples()]})
+    return Answer("other-runs", question, text, tables=[("Host wall time of those of the benchmark, median [95% interval].", table)], runs=left)

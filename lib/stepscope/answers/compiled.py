@@ -232,7 +232,7 @@ def launches(times: pd.DataFrame) -> Answer:
     for mode in ("forward_backward", "step") if gpu else ():
         own = both[both["mode"] == mode]
         if len(own):
-            text.append(_moves(own))
+            text.append("\n\n" * (mode == "step") + _moves(own))
             columns.append(_shares(own, "launch_bound_share", f"launch-bound, {MODE_WORDS[mode]}"))
             change = own["launch_bound_share_after"] - own["launch_bound_share"]
             numbers |= {f"{mode}_falls": int((change < -NEARLY).sum()), f"{mode}_rises": int((change > NEARLY).sum()),
@@ -247,7 +247,7 @@ def launches(times: pd.DataFrame) -> Answer:
     else:
         text.append("Launches set no time here: on a CPU the host does the work itself.")
     if len(optimizer):
-        text.append(f"AdamW, which is not compiled, takes {span(optimizer['median_ms_after'] / optimizer['median_ms'])} times as long in the"
+        text.append(f"\n\nAdamW, which is not compiled, takes {span(optimizer['median_ms_after'] / optimizer['median_ms'])} times as long in the"
                     f" compiled step as in the eager one; it is {_percents(optimizer['share'])} of the eager full step and"
                     f" {_percents(optimizer['share_after'])} of the compiled one." + (_dilution(both, optimizer) if gpu else ""))
         columns.append(_shares(optimizer, "share", "AdamW's part of the full step"))
@@ -343,7 +343,7 @@ def _fused(times: pd.DataFrame, pairs: pd.DataFrame) -> tuple[str, pd.DataFrame]
         steps, phase = beside(times, optimizer=optimizer), optimizer_phase(times, optimizer)
         speedups |= {(row.run_id, row.attention): row.speedup for row in steps.itertuples() if row.mode == "step"}
         phases |= {(row.run_id, row.attention): row.median_ms_after for row in phase.itertuples()}
-    text = ("Compiled, a full step takes " + listing(
+    text = ("\n\nCompiled, a full step takes " + listing(
         f"{ms(row['median_ms_after'])} with fused AdamW and {ms(row['median_ms'])} with {MAIN} for {_name(row)}"
         f"{'' if row['sure'] else ' (no change)'}{FLAGGED if row['flagged'] else ''}" for _, row in pairs.iterrows())
         + ". These pairs are of two processes each, whose hosts need not be equally fast.")
@@ -455,7 +455,7 @@ def cost(times: pd.DataFrame) -> Answer:
                 parts.append(f"{span(own['training_s'], ' s')} {attentions}, {words}" + (
                     f" (and {span(own['inference_s'], ' s')} for forward without gradients after it)" if own["inference_s"].notna().all() else ""))
         numbers = {name: own["training_s"].max() for name, own in (("first_s", first), ("later_s", later)) if len(own)}
-        text.append(f"Compiling a block's forward and backward takes {'; '.join(parts)}.")
+        text.append(f"\n\nCompiling a block's forward and backward takes {'; '.join(parts)}.")
         text.append(("Each compiled two graphs, one with gradients and one without, and none again"
                      if (blocks["graphs"] == 2).all() else
                      f"Each compiled {span(blocks['graphs'], digits=1)} graphs, where two are needed, one with gradients and one without")
@@ -469,7 +469,7 @@ def cost(times: pd.DataFrame) -> Answer:
     tables = [("Seconds of compiling: the first step less a steady one.", table)]
     both = beside(times, "block", "model")
     if len(both):
-        text.append(f"The whole forward as one graph against blocks, in the same process: {_gains(both)}.")
+        text.append(f"\n\nThe whole forward as one graph against blocks, in the same process: {_gains(both)}.")
         more = both[(both["mode"] == "step") & both["sure"] & (both["speedup"] > 1 + NEARLY)]
         if len(more):
             text.append(f"By more than {percent(NEARLY)} it makes the full step faster for {listing(_name(row) for _, row in more.iterrows())}"

@@ -40,7 +40,7 @@ def accumulation(mixed: Tables) -> Answer:
     other = [way for way in loops if any(f"{value:.4f}" != PUBLISHED_SUMS[way]
                                          for value in sums.loc[sums["way"] == way, "result"])]
     text = ["To four decimals: " + "; ".join(f"{way} {own.result[way]:.4f}" for way in loops) + "; "
-            + ("all as printed elsewhere." if not other else "printed elsewhere, and not what comes out here: " + "; ".join(
+            + ("all as in the published reports." if not other else "printed elsewhere, and not what comes out here: " + "; ".join(
                 f"{way} {PUBLISHED_SUMS[way]}" for way in other) + ".")]
     if len(devices) > 1:
         bits = sums.pivot_table(index="way", columns="device", values="bits", aggfunc="first")
@@ -112,7 +112,7 @@ def tiny(value: float, digits: int = 1) -> str:
 
 
 def toy(mixed: Tables) -> Answer:
-    question = "Which type has each tensor of the ToyModel under autocast?"
+    question = "Which type has each tensor of the assignment's ToyModel under autocast?"
     rows = mixed["toy"]
     if rows.empty:
         return no_data("mixed-toy", question, "mixed_precision")

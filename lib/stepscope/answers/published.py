@@ -2,10 +2,13 @@
 import pandas as pd
 
 from stepscope.answers import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
-from stepscope.answers.benchmark import matrix
+from stepscope.answers.benchmark import MODE_WORDS, matrix
 from stepscope.published import doubts
 from stepscope.store import by_size
 from stepscope.timing import WHOLE
+
+
+CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems", "kernels": "sum of kernels"}
 
 
 def source_name(row: pd.Series) -> str:
@@ -49,17 +52,17 @@ def beside(times: pd.DataFrame, published: pd.DataFrame) -> Answer:
         return answer if not where else Answer("published", question, where.strip())
     per_source = both.groupby("source_name", sort=True)["ratio"]
     slower = [(name, ratios) for name, ratios in per_source]
-    text = ("Times printed elsewhere over the median here, same size, context and pass, fp32: "
+    text = ("Published reports on the same questions are quoted by letter, as printed. Their times over the median here, same size, context and pass, fp32: "
             + listing(f"{name} {span(ratios)} times ({count(len(ratios), 'figure')})" for name, ratios in slower) + ".")
     same = both.groupby(["size", "context_length", "phase"], observed=True).filter(lambda g: g["source_name"].nunique() > 1)
     if len(same):
         spread = same.groupby(["size", "context_length", "phase"], observed=True)["mean_ms"].agg(lambda t: t.max() / t.min())
         (size, context, phase), worst = spread.idxmax(), spread.max()
         text += (f" Where several reports print the same pass they differ by up to {number(worst)} times"
-                 f" ({phase.replace('_', ' + ')} of {size} at context {context}).")
+                 f" ({MODE_WORDS.get(phase, phase)} of {size} at context {context}).")
     table = both.assign(here=[plus_minus(r.mean_ms_here, r.std_ms_here) for r in both.itertuples()],
-                        pass_=both["phase"].str.replace("_", " + "), times=both["ratio"].map(number),
-                        clock=both["clock"].fillna("not stated"))
+                        pass_=both["phase"].replace(MODE_WORDS), times=both["ratio"].map(number),
+                        clock=both["clock"].fillna("not stated").replace(CLOCK_WORDS))
     table = table[["size", "context_length", "pass_", "source_name", "clock", "as_printed", "here", "times"]].set_axis(
         ["size", "context", "pass", "report", "its clock", "as printed", "here (ms)", "printed / here"], axis=1)
     return Answer("published", question, text, "", per_source.median().to_dict(),
@@ -70,12 +73,12 @@ def beside(times: pd.DataFrame, published: pd.DataFrame) -> Answer:
 def cannot_be(published: pd.DataFrame) -> Answer:
     question = "Which published timings cannot be right, or do not say what they seem to, and why?"
     found = doubts(fp32_only(published))
-    kinds = {"spread": "have a spread of more than 5%", "rate": "need more arithmetic than a listed GPU has", "clocks": "give one pass two times",
-             "flat": "do not grow with the work", "ratios": "do not add up", "monotone": "have a larger model faster",
-             "arithmetic": "contradict their own tokens/s", "estimates": "were not measured"}
+    kinds = {"spread": "a spread of more than 5%", "rate": "more arithmetic than a listed GPU has", "clocks": "two times for one pass",
+             "flat": "no growth with the work", "ratios": "parts that do not add up", "monotone": "a larger model that is faster",
+             "arithmetic": "a contradiction to its own tokens/s", "estimates": "an estimate, not a measurement"}
     counts = found["kind"].value_counts()
     text = (f"{count(len(found), 'doubt').capitalize()} about {len(fp32_only(published))} printed fp32 figures, each found by arithmetic on"
-            " the figures themselves: " + listing(f"{counts[kind]} {words}" for kind, words in kinds.items() if kind in counts) + ".")
+            " the figures themselves: " + listing(f"{counts[kind]} times {words}" for kind, words in kinds.items() if kind in counts) + ".")
     worst = fp32_only(published).assign(spread=lambda p: p["std_ms"] / p["mean_ms"]).nlargest(1, "spread")
     if len(worst):
         row = worst.iloc[0]

@@ -13,6 +13,8 @@ def whole_steps(samples: pd.DataFrame) -> pd.DataFrame:
     if samples.empty:
         return samples
     steps = by_size(samples[(samples["phase"] == WHOLE) & ~samples["profile"].astype(bool) & ~samples["one_layer_first"].astype(bool)])
+    if steps.empty:
+        return steps
     last_half = steps[steps["step"] >= steps.groupby("run_id")["step"].transform("max") / 2]
     steady = last_half.groupby("run_id")["time_ms"].median()
     steps = steps.assign(steady_ms=steps["run_id"].map(steady)).sort_values(["size", "warmup_steps", "step"], kind="stable")
@@ -44,7 +46,7 @@ def what_changes(samples: pd.DataFrame) -> Answer:
                    f" {_off(cold['error'])} the truth**; the median barely notices.")
     runs["cell"] = [plus_minus(r.mean, r.std) for r in runs.itertuples()]
     table = runs.pivot(index=["size", "context_length"], columns="warmup_steps", values="cell")
-    table.columns = [f"{w} warm-ups" for w in table.columns]
+    table.columns = [count(w, "warm-up") if w else "no warm-up" for w in table.columns]
     table["steady median"] = runs.groupby(["size", "context_length"], observed=True)["steady"].median().map(number)
     return Answer("warmup", question, text, finding, {f"error_{w}": e.max() for w, e in by_warmups},
                   [("Full step in ms, mean ± standard deviation of the timed steps, each cell a fresh process.",
