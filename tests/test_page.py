@@ -1,6 +1,7 @@
 """The report's HTML page: complete in one file, and faithful to the markdown as GitHub reads it."""
 
 import base64
+import hashlib
 import re
 
 import pytest
@@ -66,13 +67,21 @@ def body_of(markdown_text, folder, **options):
 
 def test_nothing_is_loaded_from_outside(page):
     text = str(page)
-    loaders = page.find_all(["script", "iframe", "object", "embed", "video", "audio", "source"])
-    assert not loaders
+    loaders = page.find_all(["iframe", "object", "embed", "video", "audio", "source"])
+    assert not loaders and not page.find_all("script", src=True)
     assert [tag["href"] for tag in page.find_all("link")] == ["data:,"]
     assert all(tag["src"].startswith("data:image/") for tag in page.find_all(src=True))
     assert not re.search(r"@import|url\(|srcset", text)
     policy = page.find("meta", attrs={"http-equiv": "Content-Security-Policy"})["content"]
     assert "default-src 'none'" in policy and "http" not in policy
+
+
+def test_the_pages_own_script_is_the_only_one_that_runs(page):
+    [script] = page.find_all("script")
+    digest = base64.b64encode(hashlib.sha256(script.string.encode()).digest()).decode()
+    policy = page.find("meta", attrs={"http-equiv": "Content-Security-Policy"})["content"]
+    assert re.findall(r"script-src ([^;]*)", policy) == [f"'sha256-{digest}'"]
+    assert not re.search(r"https?:|fetch|import|XMLHttp", script.string)
 
 
 def test_pictures_are_inside_with_their_attributes(page):
@@ -189,6 +198,14 @@ def test_a_table_inside_details_is_a_table(page):
     assert details.summary.get_text() == "More runs"
     assert details.find("td").strong.get_text() == "xl"
     assert "|" not in details.get_text() and not details.has_attr("markdown")
+
+
+def test_lists_of_evidence_are_not_printed_and_other_blocks_are(folder):
+    page = BeautifulSoup(render_page("<details><summary>Evidence: 2 runs</summary>\n\n[a](a)\n\n</details>\n\n<details><summary>All</summary>\n\nb\n\n</details>",
+                                     folder), "html.parser")
+    assert [block.get("class") for block in page.main.find_all("details")] == [["evidence"], None]
+    printed = page.style.get_text().split("@media print")[1]
+    assert re.search(r"details\.evidence \{ display: none; \}", printed)
 
 
 def test_lists_read_as_on_github(folder):

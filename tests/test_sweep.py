@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import HUGE, TINY
-from stepscope import cli, execute
+from stepscope import __version__, cli, execute, workers
 from stepscope.config import PHASES, configure
 from stepscope.store import Store, load_table
 from stepscope.sweep import run_sweep
@@ -206,7 +206,7 @@ def test_list_shows_every_run_and_names_what_cannot_be_used(swept, command, tmp_
     runs = shutil.copytree(swept[0].root, tmp_path / "runs")
     (Store(runs).folder(OK) / "record.json").write_text("{")
     status, said = command("list", "--runs", runs)
-    assert status == 0 and [said.count(f" {word} ") for word in ("ok", "oom", "failed")] == [1, 1, 3]
+    assert status == 0 and [said.count(f"\t{word}\t") for word in ("ok", "oom", "failed")] == [1, 1, 3]
     assert "[enforce]" in said and f"{OK.run_id}/record.json: not a valid record" in said
 
 
@@ -220,6 +220,78 @@ def command(monkeypatch, capsys):
         printed = capsys.readouterr()
         return end.value.code or 0, printed.out + re.sub(r" +", " ", printed.err)
     return run
+
+
+LONG_ID = "small-ctx1024-forward_backward-fp32-6c04cefa"
+
+
+@pytest.fixture
+def few_runs(tmp_path):
+    """Two committed runs: one with a long id, one with a long cause and another run beside it."""
+    for run in (f"benchmark/{LONG_ID}", "memory/2.7B-ctx2048-step-bf16-6bd9bff9"):
+        shutil.copytree(Path(__file__).parents[1] / "runs" / "h200" / run, tmp_path / "runs" / run)
+    record = tmp_path / "runs" / run / "record.json"
+    content = json.loads(record.read_text(encoding="utf-8")) | {"cause": "out\tof\nmemory " + "and so on " * 20, "beside": ["a", "b", "c"]}
+    record.write_text(json.dumps(content), encoding="utf-8")
+    return tmp_path / "runs"
+
+
+def test_list_into_a_pipe_is_lines_of_the_same_columns(few_runs, command):
+    status, said = command("list", "--runs", few_runs)
+    head, *lines = [line.split("\t") for line in said.splitlines()]
+    assert status == 0 and head == ["study", "run", "status", "seconds", "runs beside", "cause"]
+    assert [line[:3] for line in lines] == [["benchmark", LONG_ID, "ok"], ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "oom"]]
+    assert [len(line) for line in lines] == [6, 6] and lines[1][4] == "3"
+    assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][5])
+
+
+@pytest.mark.parametrize("columns", [30, 80, 200])
+def test_list_on_a_terminal_never_cuts_a_run_id(few_runs, command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status, said = command("list", "--runs", few_runs)
+    assert status == 0 and LONG_ID in said and "2.7B-ctx2048-step-bf16-6bd9bff9" in said
+    assert ("Not shown for want of room: runs beside and seconds" in said) == (columns < 200)
+    assert ("runs beside" in said.split("Not shown")[0]) == (columns == 200)
+
+
+@pytest.mark.parametrize("memory", ["-3", "0", "nan", "inf"])
+def test_fit_refuses_a_memory_that_no_gpu_has(command, memory):
+    status, said = command("fit", "small", "--memory", memory)
+    assert status == 2 and said.startswith(f"error: --memory: got {memory}, but expected") and said.count("\n") == 1
+
+
+def test_fit_names_the_sizes_and_nothing_that_it_cannot_take(command):
+    status, said = command("fit", "huge")
+    assert status == 2 and said.startswith("error: size: got 'huge', but known sizes are small,") and "d_model" not in said
+
+
+@pytest.mark.parametrize("size, memory", [("10B", "80"), ("small", "100000")])
+def test_fit_says_modes_in_words_and_cuts_nothing_at_80_columns(command, monkeypatch, size, memory):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, said = command("fit", size, "--memory", memory)
+    assert status == 0 and said.count("forward + backward") == said.count("full step") == 2
+    assert "…" not in said and "forward_backward" not in said and max(map(len, said.splitlines())) <= 80
+
+
+def test_the_version_is_said_without_loading_torch():
+    code = "import sys; from stepscope import cli; sys.argv = ['stepscope', '--version']\ntry: cli.main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"stepscope {__version__}\nFalse\n"
+
+
+def test_workers_that_cannot_be_had_leave_no_folder(command, tmp_path, monkeypatch):
+    for gpus, asked, told in (([], "gpus", "there is no GPU here"), (["0"], "2", "there are 1 GPUs here")):
+        monkeypatch.setattr(workers, "gpus_here", lambda: gpus)
+        status, said = command("sweep", "cpu", "--workers", asked, "--runs", tmp_path / "new")
+        assert status == 2 and told in said and not (tmp_path / "new").exists()
+
+
+def test_check_of_a_folder_that_was_never_rendered_says_what_to_do(few_runs, command):
+    status, said = command("check", "--runs", few_runs)
+    assert (status, said) == (2, f"error: {few_runs}/writeup.md: not there; render it first (stepscope render --runs {few_runs})\n")
+    status, said = command("check", "--runs", few_runs, "--out", few_runs.parent)
+    assert status == 2 and said.endswith(f"(stepscope render --runs {few_runs} --out {few_runs.parent})\n")
 
 
 @pytest.fixture

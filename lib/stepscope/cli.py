@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Column, Table
 
-from stepscope import StepscopeError
+from stepscope import StepscopeError, __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
@@ -21,6 +23,9 @@ writeup and figures of a runs folder; [bold]report[/] does both for this machine
 continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
+LIST_COLUMNS = ("study", "run", "status", "seconds", "runs beside", "cause")
+CAUSE_WIDTH = 24  # characters that a cause gets at least
+MOST_GIB = 100_000  # a GPU's memory that fit believes
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Runs folder.", show_default="runs/local-<this machine's device>")]
@@ -34,6 +39,17 @@ ExclusiveOption = Annotated[list[str] | None, typer.Option("--exclusive", metava
                             help="Nothing runs beside runs of this study; may be given more than once.")]
 TimeoutOption = Annotated[str | None, typer.Option("--timeout", metavar="90s|20m|1h",
                           help="End a run's processes after this time; it has then failed.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"stepscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+    pass
 
 
 def _seconds(text: str | None, option: str) -> float | None:
@@ -104,7 +120,8 @@ def list_runs(runs: RunsOption = None,
               where: Annotated[str | None, typer.Option(help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    Beside what ran out of memory stands the peak that the accounting predicts for it.
+    Beside what ran out of memory stands the peak that the accounting predicts for it. Where the output is not a terminal,
+    it is a line of names and then a line for each run, with tabs between the columns.
     """
     from stepscope.accounting import predicted_peak_mib
     from stepscope.store import Store, read_record
@@ -120,16 +137,44 @@ def list_runs(runs: RunsOption = None,
             frame = frame[asked]
         except Exception as error:  # whatever Python says to an expression that is somebody's
             raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
-    table = Table("study", Column("run", overflow="fold"), "status", "seconds", "beside", "cause", title=str(folder))
+    rows = []
     for run in frame.to_dict("records"):
-        cause = run["cause"][:100] if isinstance(run["cause"], str) else ""
+        cause = " ".join(run["cause"].split()) if isinstance(run["cause"], str) else ""
         if run["status"] == "oom" and (predicted := predicted_peak_mib(read_record(folder / run["study"] / run["run_id"]).config)):
             cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
-        table.add_row(run["study"], run["run_id"], run["status"], f"{run['duration_s']:.1f}", str(run["beside"] or ""),
-                      escape(cause))
-    Console().print(table)
+        rows.append({"study": run["study"], "run": run["run_id"], "status": run["status"], "seconds": f"{run['duration_s']:.1f}",
+                     "runs beside": str(run["beside"] or ""), "cause": cause})
+    if sys.stdout.isatty():
+        _print_runs(rows, str(folder))
+    else:
+        for row in [dict(zip(LIST_COLUMNS, LIST_COLUMNS)), *rows]:
+            print(*row.values(), sep="\t")
     for error in errors:
         console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
+
+
+def _print_runs(rows: list[dict[str, str]], title: str) -> None:
+    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, and then lines are too long."""
+    out = Console()
+    columns = [name for name in LIST_COLUMNS if name in ("study", "run", "status") or any(row[name] for row in rows)]
+    gone = []
+    while True:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for name in columns:
+            right = name in ("seconds", "runs beside")
+            table.add_column(name, no_wrap=name in ("study", "run", "status"), overflow="fold", justify="right" if right else "left",
+                             min_width=min(CAUSE_WIDTH, max(len(row[name]) for row in rows)) if name == "cause" else None)
+        for row in rows:
+            table.add_row(*(escape(row[name][:100] if name == "cause" else row[name]) for name in columns))
+        width = Measurement.get(out, out.options.update(width=1000), table).minimum
+        spare = [name for name in ("runs beside", "seconds") if name in columns]
+        if width <= out.width or not spare:
+            break
+        columns.remove(spare[0])
+        gone.append(spare[0])
+    Console(width=max(width, out.width)).print(table)
+    if gone:
+        console.print(f"Not shown for want of room: {' and '.join(gone)}; a wider terminal or a pipe gets all columns.", soft_wrap=True)
 
 
 @app.command()
@@ -186,16 +231,22 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
         batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
         memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
     """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
+    if memory is not None and not 0 < memory <= MOST_GIB:
+        raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.accounting import on_gpu, what_fits
-    from stepscope.config import device_here
+    from stepscope.answers.benchmark import MODE_WORDS
+    from stepscope.config import SIZES, device_here
     from stepscope.machine import machine
+    if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
+        raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:
         memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
     found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
-    table = Table("mode", "precision", Column("peak, GiB", justify="right"), "peak in", "fits", Column("largest context", justify="right"),
-                  Column("largest batch", justify="right"), title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
+    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in", "fits",
+                  Column("largest\ncontext", justify="right"), Column("largest\nbatch", justify="right"),
+                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left", title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
     for row in found.itertuples():
-        table.add_row(row.mode, row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
+        table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
                       f"{row.largest_context:,}", f"{row.largest_batch:,}")
     Console().print(table)
 

@@ -1,6 +1,7 @@
 """Turn a report written in GitHub markdown into one self-contained HTML page."""
 
 import base64
+import hashlib
 import re
 import struct
 import unicodedata
@@ -55,6 +56,7 @@ def render_page(markdown_text: str, base_folder: Path, title: str | None = None,
     contents = _name_headings(soup)
     _embed_pictures(soup, Path(base_folder))
     _box_tables(soup)
+    _mark_evidence(soup)
     _prefix_links(soup, link_base)
     # Strict, so that a misspelt name in the template fails instead of printing nothing.
     environment = Environment(
@@ -64,7 +66,10 @@ def render_page(markdown_text: str, base_folder: Path, title: str | None = None,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    script = (Path(__file__).parent / "templates" / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
         title=title or (contents[0]["text"] if contents else "Report"),
         contents=contents,
         body=Markup(str(soup)),
@@ -162,6 +167,13 @@ def _box_tables(soup: BeautifulSoup) -> None:
         for cell in table.find_all("td"):
             if len(cell.get_text()) > LONG_CELL:
                 cell["class"] = "long"
+
+
+def _mark_evidence(soup: BeautifulSoup) -> None:
+    """Mark the lists of runs that answers rest on, which are not printed."""
+    for details in soup.find_all("details"):
+        if details.summary and details.summary.get_text().startswith("Evidence"):
+            details["class"] = "evidence"
 
 
 def _prefix_links(soup: BeautifulSoup, link_base: str) -> None:

@@ -401,10 +401,14 @@ def check(store: Store, folder: Path) -> None:
     """Compare the report in ``folder`` with what the records say now.
 
     Raises:
-        StaleReport: the writeup or its page differs by a byte, or a figure shows something else.
+        StaleReport: the writeup or its page is not there or differs by a byte, or a figure shows something else.
         RecordError: a record cannot be used, or a table differs from the one its record was written with.
     """
     data = load_data(store)
+    for path in (folder / "writeup.md", folder / "writeup.html"):
+        if not path.exists():
+            out = "" if folder.resolve() == store.root.resolve() else f" --out {folder}"
+            raise StaleReport(f"{path}: not there; render it first (stepscope render --runs {store.root}{out})")
     if data.errors:
         raise data.errors[0]
     for record in data.records:

@@ -248,9 +248,14 @@ def core_slices(count: int) -> list[list[int]]:
 
 
 def check_workers(workers: str) -> None:
-    """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number."""
+    """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number, or asks for GPUs that are not here."""
     if workers != "gpus" and not re.fullmatch("[1-9][0-9]*", workers):
         raise WorkersError(f"--workers: got {workers!r}, but expected gpus or a number of workers")
+    gpus = gpus_here()
+    if workers == "gpus" and not gpus:
+        raise WorkersError("--workers: got 'gpus', but there is no GPU here; a number makes so many workers, each with its part of the cores")
+    if gpus and workers != "gpus" and int(workers) > len(gpus):
+        raise WorkersError(f"--workers: got {workers}, but there are {len(gpus)} GPUs here, and two timed runs never share one")
 
 
 def local_cluster(workers: str):
@@ -264,13 +269,9 @@ def local_cluster(workers: str):
     """
     import dask
     from distributed import Client, LocalCluster
-    gpus = gpus_here()
     check_workers(workers)
-    if workers == "gpus" and not gpus:
-        raise WorkersError("--workers: got 'gpus', but there is no GPU here; a number makes so many workers, each with its part of the cores")
+    gpus = gpus_here()
     count = len(gpus) if workers == "gpus" else int(workers)
-    if gpus and count > len(gpus):
-        raise WorkersError(f"--workers: got {count}, but there are {len(gpus)} GPUs here, and two timed runs never share one")
     places, threads = {}, os.environ.get("OMP_NUM_THREADS")
     for index, cores in enumerate(core_slices(count)):
         own = {"OMP_NUM_THREADS": str(min(len(cores), int(threads)) if threads and threads.isdigit() else len(cores))}
