@@ -66,7 +66,7 @@ def _off(errors: pd.Series) -> str:
 
 def what_it_pays_for(costs: pd.DataFrame, calls: pd.DataFrame) -> Answer:
     question = "What does the first step pay for?"
-    if costs.empty or costs[~costs["profile"].astype(bool)].empty:
+    if costs.empty or costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)].empty:
         return no_data("first-step", question, "warmup")
     plain = by_size(costs[~costs["profile"].astype(bool)])
     primed, plain = plain[plain["one_layer_first"].astype(bool)], plain[~plain["one_layer_first"].astype(bool)]
