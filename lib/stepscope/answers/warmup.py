@@ -66,25 +66,26 @@ def _off(errors: pd.Series) -> str:
 
 def what_it_pays_for(costs: pd.DataFrame, calls: pd.DataFrame) -> Answer:
     question = "What does the first step pay for?"
-    if costs.empty or costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)].empty:
+    first = "first step beyond steady"  # only of processes whose first step is the first
+    if costs.empty or not ((costs["part"] == first) & ~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)).any():
         return no_data("first-step", question, "warmup")
     plain = by_size(costs[~costs["profile"].astype(bool)])
     primed, plain = plain[plain["one_layer_first"].astype(bool)], plain[~plain["one_layer_first"].astype(bool)]
     parts = ["size", "context_length"]
     table = plain.pivot_table(index=parts, columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
-    beyond = table["first step beyond steady"]
+    beyond = table[first]
     before = list(plain.loc[plain["when"] == "before", "part"].unique())
     text = (f"The first step takes {span(beyond, ' ms')} longer than a steady one (by size, medians over fresh processes). Before it, a process"
             " has already paid for " + listing(f"{part} ({span(table[part], ' ms')})" for part in before) + ".")
     again = [part for part in plain.loc[plain["when"] == "in", "part"].unique()
-             if part not in ("first step beyond steady", "not told apart")]
+             if part not in (first, "not told apart")]
     if again:
         text += (" Of the first step's own extra, as undoing each afterwards shows: "
                  + listing(f"{part} {span(table[part], ' ms')}" for part in again) + ".")
     finding, numbers = "", {"beyond_low_ms": beyond.min(), "beyond_high_ms": beyond.max()}
     table = table.drop(columns="not told apart")
     if len(primed):
-        after = primed[primed["part"] == "first step beyond steady"].groupby(parts, observed=True)["time_ms"].median()
+        after = primed[primed["part"] == first].groupby(parts, observed=True)["time_ms"].median()
         loading = (beyond - after).dropna()
         share = (loading / beyond).dropna()
         clear = share.min() > 0  # on a noisy machine the difference can be either way

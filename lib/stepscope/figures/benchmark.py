@@ -165,6 +165,8 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
     cold = costs[~costs["one_layer_first"].astype(bool)]
     table = cold.pivot_table(index="size", columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
     beyond = costs[costs["part"] == "first step beyond steady"]
+    if not set(cold["run_id"]) & set(beyond["run_id"]):
+        return None
     primed = beyond[beyond["one_layer_first"].astype(bool)].groupby("size", observed=True)["time_ms"].median()
     before = list(cold.loc[cold["when"] == "before", "part"].unique())
     undone = [part for part in ("allocator", "optimizer state") if part in table]
