@@ -64,7 +64,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     use_style()
     d, columns = head(rows), precisions(rows)
     memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
-    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.4), squeeze=False, sharey="row", sharex=True)
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.8), squeeze=False, sharey="row", sharex=True)
     for (top, bottom), precision in zip(axes.T, columns):
         own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
         _over_sequence(top, own, "pass_median_ms", interval=True)
@@ -83,7 +83,7 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
             for axis in (top, bottom):
                 axis.axvline(where_fails, color=STYLES[name]["color"], linestyle=":", linewidth=1)
         if "available_bytes" in own:
-            bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.4", linestyle="--", linewidth=1)
+            bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.55", linewidth=1.5, label="memory to be had")
         top.set(title=precision, xlabel="")
     axes[0, 0].set_ylabel("time (ms)")
     axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
@@ -147,12 +147,12 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
                           color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
             axis.grid(visible=False)
             axis.set_facecolor("0.93")  # shows where there is no value
-            axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=8)
+            axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=6.5)
             axis.set_yticks(range(len(heads)), heads, fontsize=8)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
     figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"), fontsize=10)
-    figure.suptitle(f"Forward + backward against written out ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"Forward + backward against written out, causal ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
