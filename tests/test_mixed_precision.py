@@ -169,7 +169,7 @@ def test_fp32s_answers_see_no_other_precision(data):
 
 
 def test_sums_that_are_not_the_published_ones_are_told(data):
-    assert "all as printed elsewhere" in answers.accumulation(data.mixed).text
+    assert "all as in the published reports" in answers.accumulation(data.mixed).text
     off = data.mixed["sums"].assign(result=data.mixed["sums"]["result"] + 1.0)
     assert "not what comes out here: fp32 into fp32 10.0001; " in answers.accumulation(data.mixed | {"sums": off}).text
     bits = data.mixed["sums"]["bits"].where(data.mixed["sums"]["device"] == "cuda", "0x0000")

@@ -394,7 +394,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                       "first pass without compiling (ms), at most": number(max(warm.max() * 1e3, 0)) if len(warm) else "–"})
         took = [f"{_seconds(values)} s {words} (median {number(values.median())} s)"
                 for values, words in ((masked, "with the mask"), (plain, "without")) if len(values)]
-        text.append(f"\n\n{WORDS[name][0].upper()}{WORDS[name][1:]}: compiled again {_whole(recompiled)} times in a run"
+        text.append(f"\n\n{'Written-out attention' if name == 'compiled' else WORDS[name]}: compiled again {_whole(recompiled)} times in a run"
                     + (f", each taking {listing(took)}" if took else "")
                     + (f"; the first of a process, which also starts the compiler, {_seconds(first['first_s'])} s." if len(first) else "."))
     failed = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "unsupported")]

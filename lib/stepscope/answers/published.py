@@ -78,7 +78,7 @@ def cannot_be(published: pd.DataFrame) -> Answer:
              "arithmetic": "a contradiction to its own tokens/s", "estimates": "an estimate, not a measurement"}
     counts = found["kind"].value_counts()
     text = (f"{count(len(found), 'doubt').capitalize()} about {len(fp32_only(published))} printed fp32 figures, each found by arithmetic on"
-            " the figures themselves: " + listing(f"{counts[kind]} times {words}" for kind, words in kinds.items() if kind in counts) + ".")
+            " the figures themselves: " + listing(f"{words} ({counts[kind]})" for kind, words in kinds.items() if kind in counts) + ".")
     worst = fp32_only(published).assign(spread=lambda p: p["std_ms"] / p["mean_ms"]).nlargest(1, "spread")
     if len(worst):
         row = worst.iloc[0]
