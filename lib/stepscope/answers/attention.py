@@ -107,9 +107,12 @@ def untried(cells: pd.DataFrame) -> list[str]:
     left = pd.DataFrame([(name, d, precision, causal) for d, precision in sorted(set(zip(cells["d_model"], cells["precision"])))
                          for causal in (True, False) for name in names(cells) if (name, d, precision, causal) not in tried],
                         columns=["name", "d", "precision", "causal"])
-    return [f"{WORDS[name]} {'with' if causal else 'without'} the mask at d {listing(map(str, sorted(set(own['d']))))} in"
-            f" {listing(p for p in PRECISIONS if p in set(own['precision']))}"
-            for (causal, name), own in left.groupby(["causal", "name"], sort=False)]
+    where: dict[str, list[str]] = {}  # what was left out at the same places is named together
+    for (causal, name), own in left.groupby(["causal", "name"], sort=False):
+        place = (f"{'with' if causal else 'without'} the mask at d {listing(map(str, sorted(set(own['d']))))} in"
+                 f" {listing(p for p in PRECISIONS if p in set(own['precision']))}")
+        where.setdefault(place, []).append(name)
+    return [f"{'any' if missing == names(cells) else listing(WORDS[name] for name in missing)} {place}" for place, missing in where.items()]
 
 
 def exact(ok: pd.DataFrame) -> dict[str, list[str]]:
@@ -165,9 +168,10 @@ def how_long(cells: pd.DataFrame) -> Answer:
                                    own[(own["precision"] == precision) & (own["sequence"] == longest)].sort_values("in_use_bytes").itertuples())
         for precision in precisions(own)[:1]) + ".")
     text.append(f"\n\nEach point is the median of up to {int(rows['timed_steps'].max())} passes after a warm-up, all of one d and"
-                " precision in one process. A pass is a forward and its backward with an event between them; the device is"
-                " waited for before and after a pass, not within it, so that where the host sets the time backward is enqueued"
-                " while forward still runs. Masks are made before, outside the clocks.")
+                " precision in one process. Masks are made before, outside the clocks."
+                + ("" if is_cpu(cells) else " A pass is a forward and its backward with an event between them; the device is waited for"
+                   " before and after a pass, not within it, so that where the host sets the time backward is enqueued while forward"
+                   " still runs."))
     short = rows[rows["passes"] < rows["timed_steps"]]
     if len(short):
         wide = (pd.concat([short["pass_ci_high_ms"] - short["pass_median_ms"], short["pass_median_ms"] - short["pass_ci_low_ms"]], axis=1).max(axis=1)
@@ -179,9 +183,10 @@ def how_long(cells: pd.DataFrame) -> Answer:
     text.append(neighbours_words(rows, "and what waits for the host may have taken longer for it"))
     noisy = rows["pass_flags"].fillna("") != ""
     hosts = waits_for_host(rows)
-    text.append(f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"
-                f" fall into two groups or scatter by more than 5%, of the {int((~hosts).sum())} others"
-                f" {int((noisy & ~hosts).sum())}; medians and their intervals are compared for that reason.")
+    text.append((f"Of the {int(hosts.sum())} cells that wait for the host, {int((noisy & hosts).sum())} have samples that drift,"
+                 f" fall into two groups or scatter by more than 5%, of the {int((~hosts).sum())} others {int((noisy & ~hosts).sum())}"
+                 if hosts.any() else f"{int(noisy.sum())} of {count(len(rows), 'cell')} have samples that drift, fall into two groups or"
+                                     " scatter by more than 5%") + "; medians and their intervals are compared for that reason.")
     tables = [(f"Every implementation at d {d}, sequence {longest}, causal: medians in ms [95% interval], memory in MiB. The other points"
                " are in each run's `cells.csv`.", implementations_table(cells, d, longest)),
               ("Written-out attention, causal: medians in ms [95% interval], memory in MiB.", handout_table(cells))]
@@ -394,7 +399,7 @@ def compile_cost(cells: pd.DataFrame) -> Answer:
                       "first pass without compiling (ms), at most": number(max(warm.max() * 1e3, 0)) if len(warm) else "–"})
         took = [f"{_seconds(values)} s {words} (median {number(values.median())} s)"
                 for values, words in ((masked, "with the mask"), (plain, "without")) if len(values)]
-        text.append(f"\n\n{'Written-out attention' if name == 'compiled' else WORDS[name]}: compiled again {_whole(recompiled)} times in a run"
+        text.append(f"\n\n{'Written-out attention' if name == 'compiled' else WORDS[name]}: compiled again {_whole(recompiled)} time{'s' * (_whole(recompiled) != '1')} in a run"
                     + (f", each taking {listing(took)}" if took else "")
                     + (f"; the first of a process, which also starts the compiler, {_seconds(first['first_s'])} s." if len(first) else "."))
     failed = cells[cells["implementation"].isin(["compiled", "flex"]) & (cells["status"] == "unsupported")]

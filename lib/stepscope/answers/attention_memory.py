@@ -59,16 +59,22 @@ def _between(rows: pd.DataFrame, name: str) -> float:
     return local_exponents(rows)[name].median()
 
 
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
 def _constant_words(rows: pd.DataFrame, mixed: list[str]) -> list[str]:
     """A sentence for each so many bytes a row and a constant that implementations save exactly, at every sequence."""
     found: dict[tuple[float, float], list[str]] = {}
     for name in mixed:
         own = rows[rows["implementation"] == name]
+        if own["sequence"].nunique() < 3:
+            continue  # a line goes through any two
         positions = (own["batch_size"] * own["sequence"]).astype(float)
         a_row, constant = np.polyfit(positions, own["saved_bytes"].astype(float), 1).round()
         if constant and (own["saved_bytes"] == a_row * positions + constant).all():
             found.setdefault((a_row, constant), []).append(WORDS[name])
-    return [f"{listing(names)} save{'s' if len(names) == 1 else ''} {a_row:.0f} bytes a row and {constant:,.0f} bytes besides, at every"
+    return [f"{_capital(listing(names))} save{'s' if len(names) == 1 else ''} {a_row:.0f} bytes a row and {constant:,.0f} bytes besides, at every"
             " sequence." for (a_row, constant), names in found.items()]
 
 
@@ -112,9 +118,10 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
             " power of the sequence it grows with "
             + listing(f"{WORDS[name]} {with_error(fits.exponent[name], fits.error[name])}" for name in fits.index)
             + " (standard error of a common slope in logarithms)."]
-    mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NOT_WHOLE]
+    mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NOT_WHOLE
+             and rows.loc[rows["implementation"] == name, "sequence"].nunique() > 2]
     if mixed:
-        text.append(f"{listing(WORDS[name][0].upper() + WORDS[name][1:] for name in mixed)} save{'s' if len(mixed) == 1 else ''}"
+        text.append(f"{_capital(listing(WORDS[name] for name in mixed))} save{'s' if len(mixed) == 1 else ''}"
                     f" parts that grow with different powers, so that no one slope fits and the error is of the bend, not of noise: between"
                     f" the two longest sequences it is {listing(local[name] for name in mixed)}.")
     text += [*_constant_words(rows, mixed), _kept_wide(at)]
@@ -417,7 +424,7 @@ def saved_squares(predicted: pd.DataFrame) -> str:
     parts = []
     if predicted.empty:
         return "nothing, since no implementation here is made of torch's own operators"
-    for name, own in predicted[predicted["causal"]].groupby("implementation", sort=False):
+    for name, own in predicted[predicted["causal"] & predicted["peak_bytes"].notna()].groupby("implementation", sort=False):
         last = own.loc[own["sequence"].idxmax()]
         square = last["batch_size"] * last["sequence"] ** 2 * (2 if last["precision"] in ("bf16", "fp16") else 4)
         parts.append(f"{WORDS[name]} {number(last['peak_bytes'] / square)} squares of T x T numbers")
