@@ -77,6 +77,11 @@ def listing(items: Iterable[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else "none"
 
 
+def capital(words: str) -> str:
+    """The words with a capital first letter, the others as they are."""
+    return words[0].upper() + words[1:]
+
+
 def count(n: int, noun: str) -> str:
     """"no runs", "1 run", "2 runs"."""
     return f"{n or 'no'} {noun}{'' if n == 1 else 's'}"

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, stats
 
-from stepscope.answers import Answer, count, listing, no_data, number, percent, runs_of, span
+from stepscope.answers import Answer, capital, count, listing, no_data, number, percent, runs_of, span
 from stepscope.answers.attention import NEARLY, WORDS, head, is_cpu, names, precisions, timed
 from stepscope.attention_memory import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
 from stepscope.config import ATTENTIONS, PRECISIONS
@@ -59,10 +59,6 @@ def _between(rows: pd.DataFrame, name: str) -> float:
     return local_exponents(rows)[name].median()
 
 
-def _capital(words: str) -> str:
-    return words[0].upper() + words[1:]
-
-
 def _constant_words(rows: pd.DataFrame, mixed: list[str]) -> list[str]:
     """A sentence for each so many bytes a row and a constant that implementations save exactly, at every sequence."""
     found: dict[tuple[float, float], list[str]] = {}
@@ -74,7 +70,7 @@ def _constant_words(rows: pd.DataFrame, mixed: list[str]) -> list[str]:
         a_row, constant = np.polyfit(positions, own["saved_bytes"].astype(float), 1).round()
         if constant and (own["saved_bytes"] == a_row * positions + constant).all():
             found.setdefault((a_row, constant), []).append(WORDS[name])
-    return [f"{_capital(listing(names))} save{'s' if len(names) == 1 else ''} {a_row:.0f} bytes a row and {constant:,.0f} bytes besides, at every"
+    return [f"{capital(listing(names))} save{'s' if len(names) == 1 else ''} {a_row:.0f} bytes a row and {constant:,.0f} bytes besides, at every"
             " sequence." for (a_row, constant), names in found.items()]
 
 
@@ -121,7 +117,7 @@ def saved_for_backward(cells: pd.DataFrame) -> Answer:
     mixed = [name for name in fits.index if abs(fits.exponent[name] - round(fits.exponent[name])) > NOT_WHOLE
              and rows.loc[rows["implementation"] == name, "sequence"].nunique() > 2]
     if mixed:
-        text.append(f"{_capital(listing(WORDS[name] for name in mixed))} save{'s' if len(mixed) == 1 else ''}"
+        text.append(f"{capital(listing(WORDS[name] for name in mixed))} save{'s' if len(mixed) == 1 else ''}"
                     f" parts that grow with different powers, so that no one slope fits and the error is of the bend, not of noise: between"
                     f" the two longest sequences it is {listing(local[name] for name in mixed)}.")
     text += [*_constant_words(rows, mixed), _kept_wide(at)]
@@ -194,7 +190,7 @@ def ends_table(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                 row |= {f"fits{suffix}": max(fits, default=float("nan")),
                         f"fails{suffix}": tried.loc[tried["status"] == "oom", "sequence"].min() if len(tried) else float("nan")}
             rows.append(row | {f"gib_{card}": _end(fitted, _card_bytes(card, first["device_bytes"]) - overhead) for card in CARDS_GIB}
-                        | {"known": _known_share(coded, peaks), "end_s": _seconds_at(_end(fitted, available), peaks)})
+                        | {"known": _known_share(coded, peaks), "end_s": _seconds_at(row["by_fit"], peaks)})
     rows.sort(key=lambda row: PRECISIONS.index(row["precision"]))
     return pd.DataFrame(rows)
 
@@ -296,10 +292,10 @@ def where_it_ends(tables: dict[str, pd.DataFrame]) -> Answer:
                   {"searches": float(len(measured)), "met": float(met[0])}, tables_out, runs=runs_of(ends))
 
 
-def _met(measured: pd.DataFrame, suffix: str, by: str = "by_code") -> tuple[int, int]:
+def _met(measured: pd.DataFrame, suffix: str) -> tuple[int, int]:
     """In how many searches the predicted end lies between the longest that fits and the shortest that fails, and of how many."""
-    own = measured[measured[f"fails{suffix}"].notna() & measured[by].notna()]
-    return int(((own[f"fits{suffix}"] <= own[by]) & (own[by] < own[f"fails{suffix}"])).sum()), len(own)
+    own = measured[measured[f"fails{suffix}"].notna() & measured["by_code"].notna()]
+    return int(((own[f"fits{suffix}"] <= own["by_code"]) & (own["by_code"] < own[f"fails{suffix}"])).sum()), len(own)
 
 
 def _prediction_words(ends: pd.DataFrame) -> str:

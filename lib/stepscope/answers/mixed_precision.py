@@ -4,7 +4,7 @@ from decimal import Decimal
 import numpy as np
 import pandas as pd
 
-from stepscope.answers import Answer, count, listing, ms, no_data, number, percent, runs_of, span
+from stepscope.answers import Answer, capital, count, listing, ms, no_data, number, percent, runs_of, span
 from stepscope.answers.benchmark import MODE_WORDS, matrix, pick, reference
 from stepscope.answers.nsys import MATMUL
 from stepscope.answers.published import source_name
@@ -402,7 +402,7 @@ def slower(mixed: Tables, times: pd.DataFrame, operations: pd.DataFrame) -> Answ
         text.append(PARAGRAPH)
         for cause, own in table.groupby("cause", sort=False):
             what = own.groupby("phase", sort=False)["cells"].sum()
-            text.append(f"{cause[0].upper() + cause[1:]}:"
+            text.append(f"{capital(cause)}:"
                         f" {listing(f'{phase_words(phase)} in {n}' for phase, n in what.items())},"
                         f" {span([own['low'].min(), own['high'].max()])} times"
                         f" fp32's time, {ms(own['lost'].max())} more at most.")

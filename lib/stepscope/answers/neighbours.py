@@ -2,7 +2,7 @@
 they measure is the same."""
 import pandas as pd
 
-from stepscope.answers import Answer, count, listing, no_data, number, percent
+from stepscope.answers import Answer, capital, count, listing, no_data, number, percent
 from stepscope.neighbours import ALONE, verdict
 from stepscope.summary import median_interval
 
@@ -73,7 +73,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> Answer:
             f" the sweep “{first}”. There is no change where the 95% interval of the median ratio lies within {percent(SAME)} of 1, and it is not told apart from none where the interval holds 1."]
     for busy, own in rows.groupby("busy", sort=False):
         words = GROUPS[busy]
-        text.append(f"{words[0].upper()}{words[1:]} ({int(own['phases'].iloc[0])}): " + (
+        text.append(f"{capital(words)} ({int(own['phases'].iloc[0])}): " + (
             f"no change in any sweep; single ones {number(own['p5'].min(), 4)} to {number(own['p95'].max(), 4)} times as long (5th to 95th percentile)."
             if (own["change"] == "none").all() else f"{'; '.join(f'{row.condition}, {_ratio(row)}' for row in own.itertuples())}."))
     far = both[both["busy"] & ((both["ratio"] - 1).abs() > FAR)]

@@ -1,7 +1,7 @@
 """The warm-up questions, answered from the tables of ``stepscope.warmup``."""
 import pandas as pd
 
-from stepscope.answers import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
+from stepscope.answers import Answer, capital, count, listing, no_data, number, percent, plus_minus, runs_of, span
 from stepscope.store import by_size
 from stepscope.timing import WHOLE
 
@@ -34,7 +34,7 @@ def what_changes(samples: pd.DataFrame) -> Answer:
     by_warmups = runs.groupby("warmup_steps")["error"]
     parts = [f"with {count(w, 'warm-up step')} the mean is {_off(errors)} the steady median" for w, errors in by_warmups]
     text = listing(parts)
-    text = text[0].upper() + text[1:] + "."
+    text = capital(text) + "."
     cold = runs[runs["warmup_steps"] == 0]
     finding = ""
     if len(cold):
