@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from stepscope.config import RunConfig, configure
-from stepscope.store import Record, Store
+from stepscope.runs.store import Record, Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from stepscope import execute
+from stepscope.runs import one_run as execute
 
 KILLS_WORKER, HANGS, KILLS_SCHEDULER, FILLS, LOCKS, MEETS = 11, 12, 13, 14, 15, (16, 17)
 FAULTS = f"""
@@ -58,8 +58,8 @@ def notebook(config, folder, timeout_s, more):
 
 def in_namespace(faults: str, sweep: str, seed: str) -> None:
     """In a mount namespace of its own: sweep into a small disk until it goes wrong; mend that; sweep again. Prints both ends."""
-    from stepscope.store import Store
-    from stepscope.sweep import How, run_sweep
+    from stepscope.runs.store import Store
+    from stepscope.runs.sweep import How, run_sweep
     os.environ["STEPSCOPE_TEST_FAULTS"] = faults
     runs = Path(faults) / "runs"
     runs.mkdir()

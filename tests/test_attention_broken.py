@@ -1,7 +1,8 @@
 """Attention and compile runs in which something is broken: nothing wrong is timed, and nothing measured is lost."""
 import pytest
 import torch
-from stepscope import attention, compiled
+from stepscope.studies.attention import measure as attention
+from stepscope.studies.compile import measure as compiled
 from stepscope.config import configure
 from torch._dynamo.exc import BackendCompilerFailed
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import TINY
 from stepscope.config import SIZES, STUDIES, ConfigError, configure, from_notebook, require_device
-from stepscope.execute import NOTEBOOKS, PROJECT
-from stepscope.sweep import SHIPPED, SweepError, load_sweep
+from stepscope.runs.one_run import NOTEBOOKS, PROJECT
+from stepscope.runs.sweep import SHIPPED, SweepError, load_sweep
 
 CUSTOM = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 

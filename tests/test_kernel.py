@@ -12,10 +12,11 @@ import pytest
 import yaml
 from conftest import TINY
 from rich.console import Console
-from stepscope import execute, kernel
+from stepscope.runs import one_run as execute
+from stepscope.runs import jupyter_kernel as kernel
 from stepscope.config import configure
-from stepscope.store import Store
-from stepscope.sweep import How, run_sweep
+from stepscope.runs.store import Store
+from stepscope.runs.sweep import How, run_sweep
 
 TELLS = """
 import json, pathlib, sys, time

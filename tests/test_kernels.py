@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from stepscope.kernels import FAMILIES, RULES, families, family, rules, short_name, short_names
+from stepscope.traces.families import FAMILIES, RULES, families, family, rules, short_name, short_names
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 NAMES = {

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import HUGE, TINY
 from stepscope.config import configure
-from stepscope.store import Store
+from stepscope.runs.store import Store
 
 CONFIGS = [configure("benchmark", **TINY, mode="forward"), configure("benchmark", **HUGE),
            configure("warmup", **TINY, mode="forward_backward"), configure("warmup", **TINY),

@@ -6,11 +6,15 @@ import pandas as pd
 import pytest
 import torch
 from memory_recording import CudaAutocast, stand_in
-from stepscope import StepscopeError, accounting, memory, saved, snapshot
-from stepscope.accounting import MIB
+from stepscope import StepscopeError
+from stepscope.step.training_step import accounting
+from stepscope.studies.memory import measure as memory
+from stepscope.studies.memory import saved
+from stepscope.studies.memory import snapshot
+from stepscope.step.accounting import MIB
 from stepscope.config import configure
-from stepscope.step import Step, build_step
-from stepscope.store import Store
+from stepscope.step.training_step import Step, build_step
+from stepscope.runs.store import Store
 
 SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
           {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},

@@ -8,14 +8,16 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY
-from stepscope import mixed_precision, numerics, report
-from stepscope.answers import mixed_precision as answers
+from stepscope.studies.mixed_precision import measure as mixed_precision
+from stepscope.studies.mixed_precision import numerics
+from stepscope.report.render import render as report
+from stepscope.studies.mixed_precision import answers as answers
 from stepscope.config import ConfigError, configure, require_device
-from stepscope.published import load_published
-from stepscope.report import SECTIONS, load_data
-from stepscope.store import Store
-from stepscope.summary import ratio_interval
-from stepscope.sweep import run_sweep
+from stepscope.say.published import load_published
+from stepscope.report.render import SECTIONS, load_data
+from stepscope.runs.store import Store
+from stepscope.step.summary import ratio_interval
+from stepscope.runs.sweep import run_sweep
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,7 +105,7 @@ def test_a_gpu_that_is_too_old_says_so(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
-    old = config.of("bf16", "step").model_copy(update={"device": "cuda"})
+    old = config.step(precision="bf16", mode="step").model_copy(update={"device": "cuda"})
     with pytest.raises(ConfigError, match="precision: got 'bf16', but an old GPU has compute capability 7.5 and it needs 8.0"):
         require_device(old)
     require_device(old.model_copy(update={"precision": "fp16"}))

@@ -3,11 +3,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from stepscope import annotate
+from stepscope.step.training_step import annotate
 from stepscope.config import SIZES, configure
-from stepscope.flops import forward_flops, phase_flops, step_flops
-from stepscope.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
-from stepscope.step import build_step
+from stepscope.step.flops import forward_flops, phase_flops, step_flops
+from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
+from stepscope.step.training_step import build_step
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode

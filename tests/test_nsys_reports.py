@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from stepscope.nsys_reports import REPORTS, ReportError, check_fresh, load_report, load_reports
+from stepscope.traces.nsys_reports import REPORTS, ReportError, check_fresh, load_report, load_reports
 
 DATA = Path(__file__).parent / "data" / "nsys"
 KERNELS = "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name\n"

@@ -6,12 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope import nsys, profiles
-from stepscope.answers.nsys import conserved
+from stepscope.traces import nsys_program as nsys
+from stepscope.studies.nsys import measure as profiles
+from stepscope.studies.nsys.answers import conserved
 from stepscope.config import configure
-from stepscope.nsys import NsysError, capture
-from stepscope.torch_trace import convert, write_export
-from stepscope.trace import AccountingError, activity_totals
+from stepscope.traces.nsys_program import NsysError, capture
+from stepscope.traces.torch_profiler import convert, write_export
+from stepscope.traces.export import AccountingError, activity_totals
 
 EXPORT = Path(__file__).parent / "data" / "nsys" / "step.sqlite"  # small, context 512, three full steps
 STEPS, LAYERS = 3, 12

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from stepscope.published import DTYPES, PublishedError, doubts, load_published, one_outlier_ms, printed
+from stepscope.say.published import DTYPES, PublishedError, doubts, load_published, one_outlier_ms, printed
 
 PEAKS = [{"gpu": "H100 SXM", "named": "H100", "precision": "fp32", "tflops": 66.9, "source": "vendor data sheet"}]
 SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "phase": "forward", "precision": "fp32"}

@@ -7,11 +7,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope import report
-from stepscope.answers import benchmark, claims, nsys, number, published, span, warmup
-from stepscope.report import SECTIONS, StaleReport, load_data
-from stepscope.store import Store, runs_frame
-from stepscope.sweep import load_sweep
+from stepscope.report.render import render as report
+from stepscope.studies.benchmark import answers as benchmark
+from stepscope.studies.nsys import claims as claims
+from stepscope.studies.nsys import answers as nsys
+from stepscope.say.formats import number
+from stepscope.studies.benchmark import published_answers as published
+from stepscope.say.formats import span
+from stepscope.studies.warmup import answers as warmup
+from stepscope.report.render import SECTIONS, StaleReport, load_data
+from stepscope.runs.store import Store, runs_frame
+from stepscope.runs.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
 

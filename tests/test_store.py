@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from conftest import record_of
 from rich.console import Console
-from stepscope.machine import machine
-from stepscope.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
+from stepscope.runs.machine import machine
+from stepscope.runs.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
                              write_text_durably)
-from stepscope.sweep import How, SweepError, run_sweep
+from stepscope.runs.sweep import How, SweepError, run_sweep
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
 
@@ -349,7 +349,7 @@ def test_the_index_saves_reading_and_never_says_anything_else_than_the_records(s
     assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
     pd.testing.assert_frame_equal(store.frame()[0], runs_frame(store.records()[0]), check_dtype=False)
     with monkeypatch.context() as patch:
-        patch.setattr("stepscope.store.read_record", lambda *arguments: pytest.fail("read although the index has it"))
+        patch.setattr("stepscope.runs.store.read_record", lambda *arguments: pytest.fail("read although the index has it"))
         assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
     edit(results={"results_of": 7})(store.folder(tiny()))                     # altered in place
     shutil.rmtree(store.folder(tiny(seed=1)))                                 # taken away

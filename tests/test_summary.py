@@ -2,8 +2,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from stepscope.summary import flags, median_interval, summarize, trailing_ms
-from stepscope.timing import SAMPLE_COLUMNS
+from stepscope.step.summary import flags, median_interval, summarize, trailing_ms
+from stepscope.step.timing import SAMPLE_COLUMNS
 
 
 def steady(n, near=100.0, spread=0.2, seed=0):

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import HUGE, TINY
-from stepscope import __version__, cli, execute, workers
+from stepscope import __version__, cli
+from stepscope.runs import one_run as execute
+from stepscope.runs import workers
 from stepscope.config import PHASES, configure
-from stepscope.store import Store, load_table
-from stepscope.sweep import run_sweep
-from stepscope.timing import WHOLE
+from stepscope.runs.store import Store, load_table
+from stepscope.runs.sweep import run_sweep
+from stepscope.step.timing import WHOLE
 
 KILLED, RAISES, UNFINISHED = 13, 14, 15  # seeds with which the notebook below goes wrong
 # Stands after the cell that makes the Run. The working notebook's cells are all still there.

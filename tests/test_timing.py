@@ -2,10 +2,10 @@
 import pytest
 import torch
 from conftest import HUGE
-from stepscope import timing
+from stepscope.step.training_step import timing
 from stepscope.config import PHASES, configure
-from stepscope.step import build_step
-from stepscope.timing import SAMPLE_COLUMNS, WHOLE, PhaseClock, measure
+from stepscope.step.training_step import build_step
+from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, PhaseClock, measure
 
 
 @pytest.fixture

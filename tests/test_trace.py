@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from stepscope import trace
-from stepscope.bench_trace import AUTOGRAD, MAIN, PROCESS_ID, bench_trace, make_capture, write_export
-from stepscope.conservation import check_conservation, kernel_summary, phase_clocks
-from stepscope.nsys_reports import load_report
-from stepscope.trace import AccountingError, TraceError, activity_totals, enclosing, load_trace, scrub
+from stepscope.traces import export as trace
+from bench.traces import AUTOGRAD, MAIN, PROCESS_ID, bench_trace, make_capture, write_export
+from stepscope.traces.conservation import check_conservation, kernel_summary, phase_clocks
+from stepscope.traces.nsys_reports import load_report
+from stepscope.traces.export import AccountingError, TraceError, activity_totals, enclosing, load_trace, scrub
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"

@@ -17,12 +17,12 @@ import pytest
 from conftest import TINY
 from faults import FILLS, HANGS, KILLS_SCHEDULER, KILLS_WORKER, LOCKS, MEETS
 from rich.console import Console
-from stepscope import workers
+from stepscope.runs import workers
 from stepscope.config import configure
-from stepscope.logs import run_log
-from stepscope.run import OUTCOME
-from stepscope.store import RecordError
-from stepscope.sweep import How, SweepError, run_sweep, work_estimate
+from stepscope.runs.logs import run_log
+from stepscope.runs.notebook_side import OUTCOME
+from stepscope.runs.store import RecordError
+from stepscope.runs.sweep import How, SweepError, run_sweep, work_estimate
 
 LIMIT_S = 20  # a kernel's start has room in it on a busy machine
 
@@ -260,7 +260,7 @@ def finished(config, folder, timeout_s, more):
 
 def test_the_longest_runs_go_first_and_exclusive_ones_alone(store, write_sweep, monkeypatch):
     slots = Slots(store)
-    monkeypatch.setattr("stepscope.sweep.Here", lambda *arguments: slots)
+    monkeypatch.setattr("stepscope.runs.sweep.Here", lambda *arguments: slots)
     sweep = write_sweep([{"study": study, "fixed": {key: value for key, value in TINY.items() if key != "size"}, "axes": {"size": ["nano", "tiny", "micro"]}}
                          for study in ("warmup", "benchmark")])
     assert run_sweep([sweep], store, How(exclusive=("warmup",)), Console(quiet=True)).counts == {"ok": 6}
@@ -283,7 +283,7 @@ class AtOnce(Slots):
 
 
 def test_runs_that_come_back_together_were_beside_each_other(store, sweep_of, monkeypatch):
-    monkeypatch.setattr("stepscope.sweep.Here", lambda *arguments: AtOnce(store))
+    monkeypatch.setattr("stepscope.runs.sweep.Here", lambda *arguments: AtOnce(store))
     assert run_sweep([sweep_of(1, 2)], store, How(), Console(quiet=True)).counts == {"ok": 2}
     one, other = (config_of(seed) for seed in (1, 2))
     assert store.find(one).beside == [f"benchmark/{other.run_id}"] and store.find(other).beside == [f"benchmark/{one.run_id}"]

@@ -66,8 +66,8 @@ def _local_runs(runs: Path | None) -> Path:
     if runs:
         return runs
     from stepscope.config import device_here
-    from stepscope.execute import PROJECT
-    from stepscope.machine import machine
+    from stepscope.runs.one_run import PROJECT
+    from stepscope.runs.machine import machine
     device = device_here("auto")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device)["device_name"].lower())
     return PROJECT / "runs" / f"local-{name}"
@@ -75,8 +75,8 @@ def _local_runs(runs: Path | None) -> Path:
 
 def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str | None, scheduler: str | None,
            exclusive: list[str] | None, timeout: str | None) -> None:
-    from stepscope.store import Store
-    from stepscope.sweep import How, run_sweep
+    from stepscope.runs.store import Store
+    from stepscope.runs.sweep import How, run_sweep
     how = How(workers, scheduler, None, tuple(exclusive or ()), _seconds(timeout, "--timeout"), _seconds(time_budget, "--time-budget"))
     end = run_sweep(paths, Store(runs), how, console)
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
@@ -99,15 +99,15 @@ def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), 
 
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs left.
     """
-    from stepscope.sweep import find_sweep
-    _sweep([find_sweep(name) for name in sweeps], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
+    from stepscope.runs.sweep import find_sweeps
+    _sweep([path for name in sweeps for path in find_sweeps(name)], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
 
 
 @app.command()
 def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Go on with the sweeps that a runs folder was begun with (it keeps their files)."""
-    from stepscope.sweep import SweepError
+    from stepscope.runs.sweep import SweepError
     folder = _local_runs(runs)
     paths = sorted((folder / "sweeps").glob("*.yaml"))
     if not paths:
@@ -123,8 +123,8 @@ def list_runs(runs: RunsOption = None,
     Beside what ran out of memory stands the peak that the accounting predicts for it. Where the output is not a terminal,
     it is a line of names and then a line for each run, with tabs between the columns.
     """
-    from stepscope.accounting import predicted_peak_mib
-    from stepscope.store import Store, read_record
+    from stepscope.step.accounting import predicted_peak_mib
+    from stepscope.runs.store import Store, read_record
     folder = _local_runs(runs)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
@@ -180,8 +180,8 @@ def _print_runs(rows: list[dict[str, str]], title: str) -> None:
 @app.command()
 def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")], runs: RunsOption = None) -> None:
     """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
-    from stepscope.logs import run_log
-    from stepscope.store import Store
+    from stepscope.runs.logs import run_log
+    from stepscope.runs.store import Store
     print(run_log(Store(_local_runs(runs)), run), end="")
 
 
@@ -189,8 +189,8 @@ def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, 
 def render(runs: RunsOption = None,
            out: Annotated[Path | None, typer.Option(help="Where the report goes.", show_default="the runs folder")] = None) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
-    from stepscope.report import render
-    from stepscope.store import Store
+    from stepscope.report.render import render
+    from stepscope.runs.store import Store
     folder = _local_runs(runs)
     for path in render(Store(folder), out or folder)[:2]:
         print(path)
@@ -200,8 +200,8 @@ def render(runs: RunsOption = None,
 def check(runs: RunsOption = None,
           out: Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")] = None) -> None:
     """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
-    from stepscope.report import check
-    from stepscope.store import Store
+    from stepscope.report.render import check
+    from stepscope.runs.store import Store
     folder = _local_runs(runs)
     check(Store(folder), out or folder)
     console.print(f"{out or folder}: the report is what the records in {folder} say", markup=False)
@@ -215,11 +215,11 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
     Everything goes into the runs folder; the committed reference results stay as they are.
     """
     from stepscope.config import device_here
-    from stepscope.sweep import find_sweep
+    from stepscope.runs.sweep import find_sweeps
     names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
     folder = _local_runs(runs)
     try:
-        _sweep([find_sweep(name) for name in names], folder, time_budget, workers, scheduler, exclusive, timeout)
+        _sweep([path for name in names for path in find_sweeps(name)], folder, time_budget, workers, scheduler, exclusive, timeout)
     finally:  # what was measured is shown, also when something failed or time ran out
         if folder.exists():
             render(folder)
@@ -233,10 +233,10 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
     """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.accounting import on_gpu, what_fits
-    from stepscope.answers.benchmark import MODE_WORDS
+    from stepscope.step.accounting import on_gpu, what_fits
+    from stepscope.studies.benchmark.answers import MODE_WORDS
     from stepscope.config import SIZES, device_here
-    from stepscope.machine import machine
+    from stepscope.runs.machine import machine
     if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
         raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:
@@ -255,7 +255,7 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
 def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
     from stepscope.config import device_here
-    from stepscope.machine import gpu_state, machine, software
+    from stepscope.runs.machine import gpu_state, machine, software
     device = device_here("auto")
     table = Table("", "", title="What this machine offers", show_header=False)
     for part in (machine(device), software(), gpu_state(device)):
@@ -270,7 +270,7 @@ def doctor() -> None:
 
 def _nsys_words() -> str:
     """Which nsys there is and whether it is whole; what to do where it is not."""
-    from stepscope.nsys import find_nsys, missing_libraries, nsys_version
+    from stepscope.traces.nsys_program import find_nsys, missing_libraries, nsys_version
     nsys = find_nsys()
     if nsys is None:
         return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are torch.profiler's."
@@ -289,7 +289,7 @@ def neighbours(workers: WorkersOption = None,
                of: Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Measure nothing; compare folders of one nsys sweep that"
                              " ran on more or fewer workers, the first with the others, for the report of --runs.")] = None) -> None:
     """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
-    from stepscope.neighbours import KEPT, compare_folders, experiment
+    from stepscope.studies.neighbours.measure import KEPT, compare_folders, experiment
     if of is None:
         experiment(workers or "gpus", repeat, runs, Console())
         return
@@ -306,7 +306,7 @@ def neighbours(workers: WorkersOption = None,
 @app.command()
 def bench() -> None:
     """Print what measuring costs, as ratios measured side by side in this process."""
-    from stepscope.bench import bench
+    from bench.__main__ import bench
     bench(Console())
 
 

@@ -1,11 +1,15 @@
 """One run's configuration: typed, validated, and named by what it says.
 
-:class:`RunConfig` holds what every study shares; a study subclasses it, adds what only it needs, and is listed in
-:data:`STUDIES`. Everything a run depends on is a field, so that the run id, made from the fields, names it completely.
+:class:`RunConfig` holds what every run has, :class:`StepConfig` what a run of the model's training step has. A study
+subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. Everything a run depends on is a
+field, so that the run id, made from the fields, names it completely.
 """
+import functools
 import hashlib
+import importlib
 import json
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,10 +37,9 @@ SIZES = {
     "micro": Dimensions(64, 256, 2, 4),
     "tiny": Dimensions(128, 512, 4, 4),
 }
+PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
-PHASES = {"forward": ["forward"],
-          "forward_backward": ["forward", "loss", "backward"],
-          "step": ["forward", "loss", "backward", "optimizer"]}
+PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
@@ -52,30 +55,63 @@ def device_here(asked: Any) -> Any:
     return asked
 
 
+# Bounds of what is believed of a configuration: far beyond any machine, and well within what tables can hold.
+Dimension = Annotated[int, Field(ge=1, le=2**20)]
+Length = Annotated[int, Field(ge=1, le=2**24)]
+Steps = Annotated[int, Field(ge=1, le=10**6)]
+
+
 class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # Fields that records of before have and this study has no longer, with the only value they ever had.
+    retired: ClassVar[dict[str, Any]] = {}
     times_imports: ClassVar[bool] = False  # whether the notebook clocks its own imports, so that none may be done ahead
 
     study: str
-    size: str = "custom"
-    d_model: int = Field(ge=2)
-    d_ff: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    vocab_size: int = Field(10_000, ge=2)
-    context_length: int = Field(ge=1)
-    batch_size: int = Field(4, ge=1)
-    mode: Literal[tuple(PHASES)] = "step"
+    d_model: Dimension = Field(ge=2)
+    context_length: Length
+    batch_size: Dimension = 4
     precision: Literal[PRECISIONS] = "fp32"
+    device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
+    warmup_steps: int = Field(5, ge=0, le=10**6)
+    timed_steps: Steps = 10
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_retired(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {field: value for field, value in values.items()
+                if field not in cls.retired or value != cls.retired[field]}
+
+    def digest(self) -> str:
+        """Of the fields that are not at their default, so that a field added later renames no run; a record holds every
+        field, and one whose fields differ from the configuration's is not taken for it (store.py)."""
+        fields = self.model_dump(exclude_defaults=True, exclude={"size"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def run_id(self) -> str:
+        """Readable, and the same for the same configuration whatever spelled it."""
+        return f"ctx{self.context_length}-{self.precision}-{self.digest()}"
+
+
+class StepConfig(RunConfig):
+    """A run of the model's training step, or of a part of it."""
+
+    study: str = "step"
+    size: str = "custom"
+    d_ff: Dimension
+    num_layers: int = Field(ge=1, le=10_000)
+    num_heads: Dimension
+    vocab_size: int = Field(10_000, ge=2, le=2**24)
+    mode: Literal[tuple(PHASES)] = "step"
     attention: Literal["eager", "sdpa"] = "eager"
     compile: bool = False
     optimizer: Literal["foreach", "fused", "forloop"] = "foreach"
-    device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
-    warmup_steps: int = Field(5, ge=0)
-    timed_steps: int = Field(10, ge=1)
-    seed: int = Field(0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +133,7 @@ class RunConfig(BaseModel):
         return values
 
     @model_validator(mode="after")
-    def heads_divide(self) -> "RunConfig":
+    def heads_divide(self) -> Self:
         if self.d_model % self.num_heads:
             raise ValueError(f"num_heads: got {self.num_heads}, but it must divide d_model = {self.d_model}")
         if (self.d_model // self.num_heads) % 2:
@@ -105,127 +141,25 @@ class RunConfig(BaseModel):
                              f" {self.d_model // self.num_heads} must be even")
         return self
 
-    @property
-    def run_id(self) -> str:
-        """Readable, and the same for the same configuration whatever spelled it.
-
-        Fields left at their default are not hashed, so that a field added later renames no run; a record holds
-        every field, and one whose fields differ from the configuration's is not taken for it (store.py).
-        """
-        fields = self.model_dump(exclude_defaults=True, exclude={"size"})
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{digest}"
-
-
-class BenchmarkConfig(RunConfig):
-    """End-to-end timing of the step."""
-
-    study: Literal["benchmark"] = "benchmark"
-
-
-class WarmupConfig(RunConfig):
-    """The first steps of a fresh process, and what the first of them pays for."""
-
-    times_imports: ClassVar[bool] = True
-    study: Literal["warmup"] = "warmup"
-    profile: bool = False  # run the first step under torch.profiler, to see which calls it waits in
-    one_layer_first: bool = False  # run a one-layer model of the same shapes first: it uses the same kernels
-
-
-class NsysConfig(RunConfig):
-    """Profiles of one size and context: every mode in a capture of its own, from one process."""
-
-    study: Literal["nsys"] = "nsys"
-    mode: Literal["all"] = "all"
-    keep_export: bool = False  # keep the event-level export of each capture, scrubbed, beside the tables
-
-    def of_mode(self, mode: str) -> "BenchmarkConfig":
-        """The step that one of the captures runs; unprofiled, it is a run of the benchmark study."""
-        shared = self.model_dump(exclude={"study", "mode", "keep_export"})
-        return BenchmarkConfig(**shared, mode=mode)
-
-
-class MixedPrecisionConfig(RunConfig):
-    """Every precision and mode of one size and context, one after another in one process."""
-
-    study: Literal["mixed_precision"] = "mixed_precision"
-    mode: Literal["all"] = "all"
-    precision: Literal["all"] = "all"
-    count_casts: bool = False  # profile a step of fp16 and of bf16 for what changing types costs
-    experiments: bool = False  # the small experiments on number formats, too
-
-    def of(self, precision: str, mode: str) -> "BenchmarkConfig":
-        """The step of one precision and mode."""
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "precision", "count_casts", "experiments"}), precision=precision, mode=mode)
-
-
-# Attention by itself: written out, the same compiled, what scaled_dot_product_attention offers, and FlexAttention.
-ATTENTIONS = ("eager", "compiled", "flash", "efficient", "cudnn", "math", "flex")
-
-
-class AttentionConfig(RunConfig):
-    """Attention alone, without projections and with one head of ``d_model`` dimensions: one precision, all implementations,
-    all sequences. ``timed_steps`` are passes, each a forward and its backward; ``context_length`` is the longest sequence."""
-
-    study: Literal["attention"] = "attention"
-    d_ff: Literal[1] = 1
-    num_layers: Literal[1] = 1
-    num_heads: Literal[1] = 1
-    mode: Literal["all"] = "all"
-    attention: Literal["all"] = "all"
-    batch_size: int = Field(8, ge=1)
-    timed_steps: int = Field(100, ge=1)
-    sequences: list[Annotated[int, Field(ge=1)]] = Field([64, 128, 256, 1024, 4096, 8192, 16384], min_length=1)
-    causal: list[Literal[ATTENTIONS]] = Field(list(ATTENTIONS))      # what is timed with the causal mask
-    unmasked: list[Literal[ATTENTIONS]] = Field(["eager", "flash", "efficient", "cudnn"])  # and without it
-    unmasked_from: int = Field(256, ge=1)      # the shortest sequence that is timed without the mask
-    cell_seconds: float = Field(0.5, gt=0)     # a cell that would take longer is timed fewer times,
-    least_passes: int = Field(10, ge=1)        # but so often at least
-    find_end: bool = False                     # beyond the sequences, look for the longest one that fits
-
-    @model_validator(mode="before")
-    @classmethod
-    def longest(cls, values: Any) -> Any:
-        sequences = values.get("sequences") or cls.model_fields["sequences"].default if isinstance(values, dict) else None
-        if isinstance(sequences, list) and all(isinstance(sequence, int) for sequence in sequences):
-            return values | {"context_length": max(sequences)}
-        return values
+    def step(self, **changes: Any) -> "StepConfig":
+        """The plain step of this run: its own fields, less what its study has added, with changes."""
+        fields = {name: getattr(self, name) for name in StepConfig.model_fields if name not in ("study", "size")}
+        return StepConfig(**fields | changes)
 
     @property
     def run_id(self) -> str:
-        return f"d{self.d_model}-{super().run_id.removeprefix('custom-')}"
+        return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{self.digest()}"
 
 
-class CompileConfig(RunConfig):
-    """The whole model eager and compiled, with each attention: every mode of all in one process."""
+@functools.cache
+def studies() -> dict[str, type[RunConfig]]:
+    """The configuration class of every study that is run, by name, in the report's order.
 
-    study: Literal["compile"] = "compile"
-    mode: Literal["all"] = "all"
-    attention: Literal["all"] = "all"
-    attentions: list[Literal["eager", "sdpa"]] = Field(["eager", "sdpa"], min_length=1)
-    # What torch.compile is given: nothing, each block (compiled once and used for all), or the whole model.
-    variants: list[Literal["eager", "block", "model"]] = Field(["eager", "block"], min_length=1)
-
-    def of_mode(self, mode: str, attention: str) -> BenchmarkConfig:
-        """The step of one mode and attention; uncompiled, it is a run of the benchmark study."""
-        return BenchmarkConfig(**self.model_dump(exclude={"study", "mode", "attention", "attentions", "variants"}), mode=mode,
-                               attention=attention)
-
-
-class MemoryConfig(RunConfig):
-    """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each setting."""
-
-    study: Literal["memory"] = "memory"
-    warmup_steps: int = Field(1, ge=0)
-    timed_steps: int = Field(1, ge=1)
-    checkpoints: list[Annotated[int, Field(ge=0)]] = []  # blocks per checkpoint, each measured in turn; 0: none are made
-    expandable_segments: bool = False  # the allocator's option of that name
-    keep_snapshot: bool = False        # keep the pickle that PyTorch's memory viewer opens
-
-
-STUDIES: dict[str, type[RunConfig]] = {"benchmark": BenchmarkConfig, "warmup": WarmupConfig, "nsys": NsysConfig,
-                                       "mixed_precision": MixedPrecisionConfig, "attention": AttentionConfig,
-                                       "compile": CompileConfig, "memory": MemoryConfig}
+    They are listed in :mod:`stepscope.studies`, above this module; asked for by name, so that nothing here depends on one.
+    """
+    listed = importlib.import_module("stepscope.studies").STUDIES
+    return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config
+            for name in listed if find_spec(f"stepscope.studies.{name}.config")}
 
 
 def configure(study: str, **values: Any) -> RunConfig:
@@ -234,13 +168,14 @@ def configure(study: str, **values: Any) -> RunConfig:
     Raises:
         ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.
     """
-    if study not in STUDIES:
-        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(STUDIES)}")
+    known = studies()
+    if study not in known:
+        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(known)}")
     values = {field: value for field, value in values.items() if value is not None}
     try:
-        return STUDIES[study](**{"device": "auto"} | values)
+        return known[study](**{"device": "auto"} | values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(item, STUDIES[study]) for item in error.errors())) from None
+        raise ConfigError("; ".join(_sentence(item, known[study]) for item in error.errors())) from None
 
 
 def _sentence(item: dict, model: type[RunConfig]) -> str:
@@ -255,13 +190,26 @@ def _sentence(item: dict, model: type[RunConfig]) -> str:
     return f"{field}: got {item['input']!r}, but {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
+def free_fields(study: str) -> list[str]:
+    """The fields of a study that can have more than one value: its notebook's parameters.
+
+    Raises:
+        ConfigError: there is no such study.
+    """
+    if study not in studies():
+        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(studies())}")
+    fields = studies()[study].model_fields
+    return [name for name, field in fields.items()
+            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+
+
 def from_notebook(study: str, names: dict[str, Any]) -> RunConfig:
     """The configuration that a notebook's parameters cell spells: its variables have the names of the fields.
 
     Args:
         names: the notebook's ``globals()``; what is no field of the study is passed over.
     """
-    return configure(study, **{field: names[field] for field in STUDIES[study].model_fields if field in names})
+    return configure(study, **{field: names[field] for field in free_fields(study) if field in names})
 
 
 def require_device(config: RunConfig) -> None:

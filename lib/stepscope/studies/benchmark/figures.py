@@ -1,0 +1,215 @@
+"""Figures of the benchmarking and warm-up studies, each one call over a tidy table; None where there is nothing to draw."""
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, PercentFormatter, ScalarFormatter
+
+from stepscope.studies.benchmark.answers import MODE_WORDS, matrix, pick
+from stepscope.studies.benchmark.published_answers import compared
+from stepscope.studies.warmup.answers import whole_steps
+from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.runs.store import by_size
+from stepscope.step.timing import WHOLE
+
+
+def phases(times: pd.DataFrame, where: str) -> Figure | None:
+    """Full step: stacked phases by context, a panel a size; whiskers are the wall time's 95% interval."""
+    rows = matrix(times)
+    rows = pick(rows, mode="step", status="ok") if len(rows) else rows
+    if rows.empty:
+        return None
+    use_style()
+    sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
+    for axis, size in zip(axes[0], sizes):
+        own = pick(rows, size=size)
+        contexts = sorted(own["context_length"].unique())
+        bottom = np.zeros(len(contexts))
+        for phase, color in PHASE_COLORS.items():
+            values = pick(own, phase=phase).set_index("context_length")["median_ms"].reindex(contexts).fillna(0).to_numpy()
+            bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white", linewidth=0.5)
+            if "launch_bound_share" in own:
+                bound = pick(own, phase=phase).set_index("context_length")["launch_bound_share"].reindex(contexts)
+                for bar, share in zip(bars, bound):
+                    if share == 1:
+                        bar.set_hatch("////")
+            bottom += values
+        whole = pick(own, phase=WHOLE).set_index("context_length").reindex(contexts)
+        axis.errorbar(range(len(contexts)), whole["median_ms"], fmt="none", ecolor="black",
+                      yerr=[whole["median_ms"] - whole["ci_low_ms"], whole["ci_high_ms"] - whole["median_ms"]])
+        axis.set_xticks(range(len(contexts)), contexts, rotation=45 if len(sizes) > 3 else 0)
+        axis.set(title=size, xlabel="context")
+        axis.grid(axis="x", visible=False)
+    axes[0, 0].set_ylabel("time of a step (ms)")
+    handles = [Patch(color=color, label=phase) for phase, color in PHASE_COLORS.items()]
+    if "launch_bound_share" in rows and (rows["launch_bound_share"] == 1).any():
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="launch-bound"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    figure.suptitle(f"A full training step by phase ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def utilisation(times: pd.DataFrame, where: str) -> Figure | None:
+    """Share of the measured ceiling over context, a panel a mode, a line a size."""
+    rows = matrix(times)
+    rows = pick(rows, phase=WHOLE, status="ok") if len(rows) else rows
+    if rows.empty or rows["utilisation"].isna().all():
+        return None
+    use_style()
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.5), sharey=True)
+    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
+        _lines(axis, pick(rows, mode=mode), "utilisation")
+        axis.set(title=words.capitalize(), xlabel="context", ylim=(0, 1))
+    axes[0].set_ylabel("share of the measured\nfp32 matrix-product rate")
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.suptitle(f"Model FLOPs utilisation ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def scaling(times: pd.DataFrame, where: str) -> Figure | None:
+    """Forward time over context, both axes logarithmic; a dashed line is proportional growth."""
+    rows = matrix(times)
+    rows = pick(rows, phase=WHOLE, mode="forward", status="ok") if len(rows) else rows
+    if rows.empty:
+        return None
+    use_style()
+    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.72, 4.2))
+    _lines(axis, rows, "median_ms")
+    for _, own in rows.groupby("size", observed=True):
+        last = own.iloc[-1]
+        contexts = own["context_length"].to_numpy()
+        axis.plot(contexts, last["median_ms"] * contexts / last["context_length"], "--", color="0.6", linewidth=1, zorder=1)
+    axis.plot([], [], "--", color="0.6", label="proportional to context")
+    axis.set(yscale="log", ylabel="forward pass (ms)", xlabel="context", title=f"Forward time over context ({where})")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _lines(axis, rows: pd.DataFrame, column: str) -> None:
+    """A line a size over context; hollow markers are launch-bound, whiskers the 95% interval (or what it makes of a rate)."""
+    for index, (size, own) in enumerate(rows.groupby("size", observed=True)):
+        color, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        bound = own["launch_bound_share"] >= 0.5 if "launch_bound_share" in own else pd.Series(False, index=own.index)
+        low, high = ((own["ci_low_ms"], own["ci_high_ms"]) if column == "median_ms" else
+                     (own[column] * own["median_ms"] / own["ci_high_ms"], own[column] * own["median_ms"] / own["ci_low_ms"]))
+        axis.errorbar(own["context_length"], own[column], yerr=[own[column] - low, high - own[column]], color=color, linewidth=1.6)
+        axis.plot(own["context_length"], own[column], color=color, marker=marker, label=size, linewidth=1.6)
+        axis.plot(own["context_length"][bound], own[column][bound], color=color, marker=marker, linestyle="none",
+                  markerfacecolor="white", markeredgewidth=1.6)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(rows["context_length"].unique()))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    if "launch_bound_share" in rows and (rows["launch_bound_share"] >= 0.5).any():
+        axis.plot([], [], "ko", markerfacecolor="white", label="launch-bound")
+
+
+def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
+    """Optimizer phase by implementation and size."""
+    if times.empty:
+        return None
+    rows = by_size(pick(times, mode="step", phase="optimizer", status="ok"))
+    keys = ["size", "context_length", "precision"]
+    both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys, suffixes=("_foreach", "_fused"))
+    if both.empty:
+        return None
+    use_style()
+    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.72, 3.4))
+    for offset, name, color in ((-0.2, "foreach", "#0072B2"), (0.2, "fused", "#E69F00")):
+        x = np.arange(len(both)) + offset
+        median = both[f"median_ms_{name}"]
+        bars = axis.bar(x, median, 0.4, color=color, label=name, yerr=[median - both[f"ci_low_ms_{name}"], both[f"ci_high_ms_{name}"] - median])
+        axis.bar_label(bars, [f"{value:.3g}" for value in median], padding=2, fontsize=9)
+    axis.set_xticks(range(len(both)), [f"{row.size}" for row in both.itertuples()] if both["context_length"].nunique() == 1 else
+                    [f"{row.size}\n{row.context_length}" for row in both.itertuples()])
+    axis.set(ylabel="optimizer phase (ms)", title=f"AdamW by implementation ({where})")
+    axis.legend()
+    axis.grid(axis="x", visible=False)
+    return figure
+
+
+def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:
+    """Every step of each warm-up run from cold, a panel a size; filled points enter the mean, the bar at the right is it."""
+    steps = whole_steps(samples)
+    if steps.empty:
+        return None
+    use_style()
+    sizes = list(steps["size"].cat.remove_unused_categories().cat.categories)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
+    for axis, size in zip(axes[0], sizes):
+        for index, (warmups, own) in enumerate(pick(steps, size=size).groupby("warmup_steps")):
+            color, marker = PALETTE[index], MARKERS[index]
+            axis.plot(own["step"] + 1, own["time_ms"], color=color, linewidth=0.8, alpha=0.6)
+            timed = own[own["timed"]]
+            axis.plot(own["step"] + 1, own["time_ms"], marker, color=color, markerfacecolor="white", markersize=5)
+            axis.plot(timed["step"] + 1, timed["time_ms"], marker, color=color, markersize=5, label=f"{warmups} warm-ups")
+            axis.plot(17 + index * 1.5, timed["time_ms"].mean(), "_", color=color, markersize=12, markeredgewidth=3)
+        axis.set(title=size, xlabel="step", xticks=[1, 5, 10, 15, 19], xticklabels=["1", "5", "10", "15", "mean"], yscale="log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.tick_params(which="both", axis="y", labelsize=9)
+    axes[0, 0].set_ylabel("time of a full step (ms)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"From cold: filled samples enter the mean ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
+    """What a fresh process pays, a stacked bar a size: before the first step and in it."""
+    if costs.empty:
+        return None
+    costs = by_size(costs[~costs["profile"].astype(bool)])
+    cold = costs[~costs["one_layer_first"].astype(bool)]
+    table = cold.pivot_table(index="size", columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
+    beyond = costs[costs["part"] == "first step beyond steady"]
+    if not set(cold["run_id"]) & set(beyond["run_id"]):
+        return None
+    primed = beyond[beyond["one_layer_first"].astype(bool)].groupby("size", observed=True)["time_ms"].median()
+    before = list(cold.loc[cold["when"] == "before", "part"].unique())
+    undone = [part for part in ("allocator", "optimizer state") if part in table]
+    within = table[undone].copy()
+    if len(primed):
+        within["loading at first use"] = table["first step beyond steady"] - primed
+    within["the rest"] = table["first step beyond steady"] - within.sum(axis=1)
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.8), sharey=True)
+    for axis, parts, title in ((axes[0], table[before], "Before the first step"),
+                               (axes[1], within, "In the first step, beyond a steady one")):
+        left = np.zeros(len(parts))
+        for index, part in enumerate(parts):
+            widths = parts[part].clip(lower=0).to_numpy()
+            axis.barh(parts.index.astype(str), widths, left=left, color="0.75" if part == "the rest" else PALETTE[index], label=part, edgecolor="white")
+            left += widths
+        axis.set(xlabel="time (ms)", title=title)
+        axis.grid(axis="y", visible=False)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=9)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"What starting costs ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def published(times: pd.DataFrame, figures: pd.DataFrame, where: str) -> Figure | None:
+    """Forward pass: a row a size and context, ours (with its interval) and the published figures as points."""
+    both = compared(times, figures)
+    both = pick(both, phase="forward") if len(both) else both
+    if both.empty:
+        return None
+    use_style()
+    rows = both[["size", "context_length"]].drop_duplicates().reset_index(drop=True)
+    labels = [f"{row.size_}, {row.context_length}" for row in rows.rename(columns={"size": "size_"}).itertuples()]
+    place = {(row.size_, row.context_length): y for y, row in enumerate(rows.rename(columns={"size": "size_"}).itertuples())}
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.32 * len(rows)))
+    for index, (name, own) in enumerate(both.groupby("source_name", sort=True)):
+        axis.errorbar(own["mean_ms"], [place[key] for key in zip(own["size"], own["context_length"])], xerr=own["std_ms"].fillna(0),
+                      fmt=MARKERS[index + 1], color=PALETTE[index], label=name)
+    here = both.drop_duplicates(["size", "context_length"])
+    axis.plot(here["median_ms"], [place[key] for key in zip(here["size"], here["context_length"])], "ko", markersize=9, label="here")
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.set(xscale="log", xlabel="forward pass (ms)", title=f"Published forward times beside this machine's ({where})")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure

@@ -1,0 +1,224 @@
+"""Figures of the mixed-precision study, each one call over a tidy table; None where there is nothing to draw."""
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
+
+from stepscope.say.formats import ms
+from stepscope.studies.benchmark.answers import MODE_WORDS, pick, reference
+from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
+from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.step.timing import WHOLE
+
+PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
+WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}
+QUANTITY_COLORS = [*PALETTE[:6], "#000000"]
+
+
+def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
+    """One run's speed-ups of the full step's phases, with their intervals."""
+    use_style()
+    rows = speedups[speedups["mode"] == "step"]
+    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.7, 3.2))
+    phases = list(dict.fromkeys(rows["phase"]))
+    precisions = list(dict.fromkeys(rows["precision"]))
+    for i, precision in enumerate(precisions):
+        own = rows[rows["precision"] == precision].set_index("phase").reindex(phases)
+        at = np.arange(len(phases)) + (i - (len(precisions) - 1) / 2) * 0.25
+        axis.bar(at, own["speedup"], 0.24, color=PRECISION_COLORS[precision], label=precision,
+                 yerr=[own["speedup"] - own["speedup_low"], own["speedup_high"] - own["speedup"]])
+    axis.axhline(1, color="black", linewidth=1)
+    axis.set_xticks(range(len(phases)), ["whole step" if p == WHOLE else p for p in phases])
+    axis.set(ylabel="times as fast as fp32", title=f"Full step by phase: {title}")
+    axis.grid(axis="x", visible=False)
+    axis.legend(ncols=3)
+    return figure
+
+
+def speed(mixed: Tables, where: str) -> Figure | None:
+    """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with intervals, the other
+    contexts as small points; a hollow point is no change."""
+    rows = mixed["speedups"]
+    if rows.empty:
+        return None
+    use_style()
+    rows = pick(rows, phase=WHOLE)
+    _, context = reference(rows)
+    sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
+    precisions = [precision for precision in PRECISION_COLORS if precision in set(rows["precision"])]
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.9), sharey=True)
+    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
+        for index, precision in enumerate(precisions):
+            own = pick(rows, mode=mode, precision=precision)
+            color, marker = PRECISION_COLORS[precision], MARKERS[index]
+            x = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float) + (index - (len(precisions) - 1) / 2) * 0.16
+            main = own["context_length"] == context
+            axis.plot(x[~main], own["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
+            axis.errorbar(x[main], own["speedup"][main],
+                          yerr=[(own["speedup"] - own["speedup_low"])[main], (own["speedup_high"] - own["speedup"])[main]],
+                          color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
+            same = main & (own["change"] == "none")
+            axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white", markeredgewidth=1.6)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(sizes)), sizes)
+        axis.set(title=words.capitalize(), yscale="log", xlim=(-0.5, len(sizes) - 0.5))
+        axis.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 20]))
+        axis.yaxis.set_minor_locator(FixedLocator([]))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.grid(axis="x", visible=False)
+    axes[0].set_ylabel("times as fast as fp32")
+    if rows["context_length"].nunique() > 1:
+        axes[-1].plot([], [], ".", color="0.4", label=f"contexts {', '.join(str(c) for c in sorted(rows['context_length'].unique()) if c != context)}")
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(f"Speed-up over fp32, lines at context {context} ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def memory(mixed: Tables, where: str) -> Figure | None:
+    """Peak memory of each mode in bf16 against fp32's over the context, a line a size."""
+    rows = mixed["times"]
+    if rows.empty or rows["peak_allocated_mib"].isna().all():
+        return None
+    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
+                                                values="peak_allocated_mib", observed=True)
+    use_style()
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
+    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
+        share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
+        for index, (size, own) in enumerate(share.groupby("size", observed=True)):
+            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index], marker=MARKERS[index],
+                      label=size, linewidth=1.6)
+        contexts = sorted(share.index.get_level_values("context_length").unique())
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, contexts)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=words.capitalize(), xlabel="context")
+    axes[0].set_ylabel("peak memory, bf16 over fp32")
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.suptitle(f"What bf16 does to memory ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
+    """A full step's device time by part, of fp32's at the same size: fp32 (where profiled) beside low precision."""
+    rows = pd.concat([table for table in (parts(operations), parts(mixed["profiles"])) if len(table)] or [pd.DataFrame()])
+    if rows.empty or mixed["profiles"].empty:
+        return None
+    use_style()
+    rows = rows.merge(parts(mixed["profiles"])[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
+    names = [name for name in PARTS if name in rows]
+    rows = rows.assign(total=rows[names].sum(axis=1), size=rows["size"].astype(str))
+    sizes, (_, context) = list(dict.fromkeys(parts(mixed["profiles"])["size"].astype(str))), reference(parts(mixed["profiles"]))
+    rows = pick(rows, context_length=context).fillna(0)
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.5 * len(rows)))
+    labels, y = [], 0.0
+    for size in sizes:
+        own = pick(rows, size=size)
+        whole = own.loc[own["precision"] == "fp32",
+                        "total"].max() if (own["precision"] == "fp32").any() else own["total"].max()
+        for row in own.to_dict("records"):
+            start = 0.0
+            for index, name in enumerate(names):
+                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4,
+                          label=name if not labels else None)
+                start += row[name] / whole
+            axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
+            labels.append((y, f"{size}, {row['precision']}"))
+            y += 1
+        y += 0.5
+    axis.set_yticks([place for place, _ in labels], [words for _, words in labels])
+    axis.invert_yaxis()
+    axis.set(xlabel="of fp32's time", title=f"A full step by part, context {context} ({where})")
+    axis.xaxis.set_major_formatter(PercentFormatter(1))
+    axis.margins(x=0.1)
+    axis.grid(axis="y", visible=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+def health(mixed: Tables, where: str) -> Figure | None:
+    """Left, how far each precision's gradient norm is from fp32's; right, the share of gradients that fp16 makes zero; over the
+    context, a point a size, lines through the medians."""
+    rows = health_rows(mixed)
+    if rows.empty:
+        return None
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.9))
+    for index, (way, own) in enumerate(rows.groupby("way", sort=False)):
+        for axis, column in ((axes[0], "norm_off"), *([(axes[1], "zero")] if way.startswith("fp16") else [])):
+            own = own.assign(shown=own[column].where(own[column] > 0))  # a logarithmic axis has no zero
+            axis.plot(own["context_length"] * 1.05**(index - 1.5), own["shown"], ".", color=WAY_COLORS[way], alpha=0.6)
+            middle = own.groupby("context_length")["shown"].median()
+            axis.plot(middle.index * 1.05**(index - 1.5), middle, color=WAY_COLORS[way], marker=MARKERS[index], label=way)
+    contexts = sorted(rows["context_length"].unique())
+    for axis, title in zip(axes, ("Gradient norm's distance from fp32's", "Gradients that fp16 makes zero")):
+        axis.set(xscale="log", yscale="log", title=title, xlabel="context")
+        axis.xaxis.set_minor_locator(FixedLocator([]))
+        axis.set_xticks(contexts, contexts)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=9)
+    axes[0].set_ylabel("relative")
+    axes[1].set_ylabel("share of fp32's non-zero ones")
+    figure.suptitle(f"Numerical health: a dot a size ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def running(table: pd.DataFrame, where: str) -> Figure | None:
+    """The size of each running sum's error over 1,000 additions: plain sums at the left, pairwise and Kahan's at the right."""
+    if table.empty:
+        return None
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2), sharey=True)
+    for way, own in pick(table, device=table["device"].iloc[-1]).groupby("way", sort=False):
+        if "cast" in way:  # the same numbers as without the cast
+            continue
+        careful = "pairwise" in way or "Kahan" in way
+        dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
+        off = own["error"].abs()
+        style = ("x" if dashed else ".") if careful else "--" if dashed else "-"  # careful sums swing around the exact one: points, no line
+        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way,
+                                linewidth=1.4, markersize=4)
+    for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
+        axis.set(yscale="log", xlabel="additions of 0.01", title=title)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
+    axes[0].set_ylabel("distance from the exact sum")
+    figure.suptitle(f"What adding loses ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def norms(table: pd.DataFrame, where: str) -> Figure | None:
+    """Median relative error of each quantity over the inputs' scale, a panel a norm and type; above, where values are lost."""
+    if table.empty:
+        return None
+    use_style()
+    table = pick(table, device=table["device"].iloc[-1])
+    table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))  # RMSNorm's counterpart
+    quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
+    names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True, squeeze=False)
+    for row, norm in zip(axes, names):
+        for axis, dtype in zip(row, dtypes):
+            own = pick(table, norm=norm, dtype=dtype)
+            for index, quantity in enumerate(quantities):
+                values = pick(own, quantity=quantity)
+                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3,
+                          linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
+                for column, marker in (("nonfinite", "x"), ("zero", "v")):
+                    lost = values[values[column] > LOST]
+                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index],
+                              markersize=5)
+            beyond = own[(own["quantity"] == "input") & (own["nonfinite"] > 0)]["scale"]
+            if len(beyond):
+                axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0, label="inputs overflow")
+            axis.set(xscale="log", yscale="log", title=f"{norm} in {dtype}")
+    for axis in axes[-1]:
+        axis.set_xlabel("scale of the inputs")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative error")
+    axes[0, 0].plot([], [], "kx", linestyle="none", label="overflowed")
+    axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
+    found = {label: handle for row in axes for axis in row for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(found.values(), found, loc="outside lower center", ncols=5)
+    figure.suptitle(f"What a norm loses in low precision ({where})", x=0.01, ha="left", fontweight="bold")
+    return figure

@@ -1,0 +1,267 @@
+"""Small experiments on number formats: sums, what autocast casts, and which part of a norm needs how many bits."""
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.studies.mixed_precision.config import Config
+from stepscope.step.training_step import AUTOCAST_DTYPES, build_step
+
+TERM, ADDITIONS = 0.01, 1000
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+SCALES = [10.0**exponent for exponent in range(-6, 6)]
+FEATURES, ROWS = 1024, 64
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+def sums(device: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """0.01 added a thousand times, in every combination of types: the handout's four loops, and others beside them.
+
+    Returns:
+        results: a row for each way: way, sum_type, term_type, handout (whether it is one of the handout's), result (exact, in
+            decimal), printed (as torch prints it, 4 decimals), bits (hexadecimal), error (result - 10), error_of_term
+            (1000 times the term as it is stored - 10), error_of_adding (the rest). Exact arithmetic, given as text.
+        running: way, additions, error (sum so far less the exact sum), for every tenth addition.
+    """
+    results, running = [], []
+    for way, sum_type, term_type, handout, sums_so_far in _ways(device):
+        total = sums_so_far[-1]
+        exact, term = Fraction(total.item()), Fraction(torch.tensor(TERM, dtype=term_type).item())
+        of_term = ADDITIONS * term - 10
+        results.append({"way": way, "sum_type": _name(sum_type), "term_type": _name(term_type), "handout": handout,
+                        "result": _decimal(exact), "printed": f"{total.item():.4f}", "bits": _bits(total), "error": float(exact - 10),
+                        "error_of_term": float(of_term), "error_of_adding": float(exact - 10 - of_term)})
+        values = torch.stack(sums_so_far).double().cpu().numpy()
+        at = np.arange(10, ADDITIONS + 1, 10)
+        running += [(way, int(n), error) for n, error in zip(at, values[at - 1] - at * TERM)]
+    return pd.DataFrame(results), pd.DataFrame(running, columns=["way", "additions", "error"])
+
+
+def _ways(device: str):
+    """Each way of summing: name, type of the sum, type of the term, whether the handout asks for it, the sum after each addition."""
+    def plain(sum_type: torch.dtype, term_type: torch.dtype, upcast: bool = False) -> list[Tensor]:
+        total, so_far = torch.tensor(0, dtype=sum_type, device=device), []
+        for _ in range(ADDITIONS):
+            term = torch.tensor(TERM, dtype=term_type, device=device)
+            total = total + (term.type(torch.float32) if upcast else term)
+            so_far.append(total)
+        return so_far
+
+    def kahan(dtype: torch.dtype) -> list[Tensor]:
+        """Compensated summation: what an addition rounds off is carried into the next (Kahan, CACM 8(1), 1965)."""
+        total, carry = torch.zeros(2, dtype=dtype, device=device).unbind()
+        term, so_far = torch.tensor(TERM, dtype=dtype, device=device), []
+        for _ in range(ADDITIONS):
+            y = term - carry
+            t = total + y
+            carry, total = (t - total) - y, t
+            so_far.append(total)
+        return so_far
+
+    def pairwise(dtype: torch.dtype) -> list[Tensor]:
+        """Halves are summed by themselves and then added; after each n, the sum of n terms."""
+        term, cache = torch.tensor(TERM, dtype=dtype, device=device), {}
+
+        def of(n: int) -> Tensor:
+            if n not in cache:
+                cache[n] = term if n == 1 else of(n // 2) + of(n - n // 2)
+            return cache[n]
+        return [of(n) for n in range(1, ADDITIONS + 1)]
+
+    fp32, fp16, bf16 = DTYPES.values()
+    yield "fp32 into fp32", fp32, fp32, True, plain(fp32, fp32)
+    yield "fp16 into fp16", fp16, fp16, True, plain(fp16, fp16)
+    yield "fp16 into fp32", fp32, fp16, True, plain(fp32, fp16)
+    yield "fp16 cast to fp32, into fp32", fp32, fp16, True, plain(fp32, fp16, upcast=True)
+    yield "bf16 into bf16", bf16, bf16, False, plain(bf16, bf16)
+    yield "bf16 into fp32", fp32, bf16, False, plain(fp32, bf16)
+    for name, dtype in DTYPES.items():
+        yield f"{name}, pairwise", dtype, dtype, False, pairwise(dtype)
+    for name, dtype in DTYPES.items():
+        yield f"{name}, Kahan", dtype, dtype, False, kahan(dtype)
+
+
+def steps_between_numbers(device: str) -> pd.DataFrame:
+    """How fine each type is, and where adding 0.01 stops doing anything.
+
+    Returns a row for each type: dtype, term (0.01 as stored, exact), step_at_10 (from 10 to the next number), stops_at (the
+    smallest power of two that adding the term leaves as it is: tried, not derived), stops_after (additions until the running
+    sum no longer changes; NaN beyond 10,000).
+    """
+    rows = []
+    for name, dtype in DTYPES.items():
+        term, ten = (torch.tensor(value, dtype=dtype, device=device) for value in (TERM, 10.0))
+        step = torch.finfo(dtype).eps * 8  # eps is the step at 1; 10 lies between 8 and 16
+        assert (ten + torch.tensor(step, dtype=dtype, device=device) != ten).item()
+        stops_at = next(2.0**e for e in range(0, 40) if (torch.tensor(2.0**e, dtype=dtype, device=device) + term == 2.0**e).item())
+        total, after = torch.tensor(0.0, dtype=dtype), np.nan
+        for n in range(10_000):
+            grown = total + term.cpu()
+            if grown == total:
+                after = n
+                break
+            total = grown
+        rows.append((name, _decimal(Fraction(term.item())), step, stops_at, after))
+    return pd.DataFrame(rows, columns=["dtype", "term", "step_at_10", "stops_at", "stops_after"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+
+
+def _decimal(value: Fraction) -> str:
+    """Every digit of a binary fraction."""
+    return f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
+
+
+def _bits(value: Tensor) -> str:
+    integer = BITS[value.dtype]
+    return f"0x{value.view(integer).item() & (2**torch.iinfo(integer).bits - 1):0{torch.iinfo(integer).bits // 4}x}"
+
+
+# Autocast -------------------------------------------------------------------------------------------------------------
+
+class ToyModel(nn.Module):
+    """The handout's: Linear without bias, ReLU, LayerNorm, Linear without bias."""
+
+    def __init__(self, features: int = 20, classes: int = 5):
+        super().__init__()
+        self.fc1 = nn.Linear(features, 10, bias=False)
+        self.relu = nn.ReLU()
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.ln(self.relu(self.fc1(x))))
+
+
+def toy_dtypes(device: str) -> pd.DataFrame:
+    """The type of every tensor of the running ToyModel under autocast, noted by hooks.
+
+    Returns columns device, autocast, tensor, dtype.
+    """
+    rows = []
+    for autocast in AUTOCAST_DTYPES:
+        torch.manual_seed(0)
+        model, seen = ToyModel().to(device), {}
+        for name, layer in model.named_children():
+            layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({f"output of {name}": output.dtype}))
+        x, y = torch.randn(8, 20, device=device), torch.randint(5, (8,), device=device)
+        with torch.autocast(device, AUTOCAST_DTYPES[autocast]):
+            logits = model(x)
+            loss = nn.functional.cross_entropy(logits, y)
+        loss.backward()
+        seen = {"parameters": _one({p.dtype for p in model.parameters()})} | seen | {
+            "logits": logits.dtype, "loss": loss.dtype, "gradients": _one({p.grad.dtype for p in model.parameters()})}
+        rows += [(device, autocast, tensor, _name(dtype)) for tensor, dtype in seen.items()]
+    return pd.DataFrame(rows, columns=["device", "autocast", "tensor", "dtype"])
+
+
+def _one(dtypes: set[torch.dtype]) -> torch.dtype:
+    (dtype,) = dtypes
+    return dtype
+
+
+class Census(TorchDispatchMode):
+    """Counts each operation by its name and the types it reads and writes.
+
+    Not counted is what computes nothing: views, allocations, questions about types, a number handed to the host.
+    """
+
+    NO_WORK = re.compile("empty|_unsafe_view|promote_types|_local_scalar_dense")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[tuple[str, str, str], int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and not self.NO_WORK.search(func.name()):
+            flat_in = torch.utils._pytree.tree_leaves((args, kwargs))
+            reads, writes = (", ".join(sorted({_name(t.dtype) for t in leaves if isinstance(t, Tensor)}))
+                             for leaves in (flat_in, torch.utils._pytree.tree_leaves(result)))
+            key = func.name().removeprefix("aten::").split(".")[0], reads, writes
+            self.counts[key] = self.counts.get(key, 0) + 1
+        return result
+
+
+def census(config: Config) -> pd.DataFrame:
+    """Every operation of one full step of the Transformer under autocast, by the types it reads and writes.
+
+    Returns columns autocast, phase, operation, reads, writes, count.
+    """
+    rows = []
+    for autocast in AUTOCAST_DTYPES:
+        step = build_step(config.step(precision=autocast, mode="step"))
+        modes: dict[str, Census] = {}
+        step(lambda phase: modes.setdefault(phase, Census()))
+        rows += [(autocast, phase, *key, count) for phase, mode in modes.items() for key, count in mode.counts.items()]
+    return pd.DataFrame(rows, columns=["autocast", "phase", "operation", "reads", "writes", "count"])
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+def norm_errors(device: str) -> pd.DataFrame:
+    """Each quantity inside LayerNorm and RMSNorm, computed wholly in one type, against float64 on the same inputs.
+
+    Inputs are standard normal, times a scale from 1e-6 to 1e5; each type gets them rounded to it, and so does float64, so
+    that the error is the computation's and not the input's.
+
+    Returns columns norm, dtype, scale, quantity, relative_error (median over elements, of the finite ones whose true value
+    is not 0), nonfinite, zero (shares of elements that are inf or NaN, or 0 where they should not be).
+    """
+    torch.manual_seed(0)
+    x, rows = torch.randn(ROWS, FEATURES, dtype=torch.float64), []
+    for name, dtype in DTYPES.items():
+        for scale in SCALES:
+            rounded = (x * scale).to(dtype)
+            if not rounded.isfinite().all():
+                rows += [(norm, name, scale, "input", np.nan, (~rounded.isfinite()).double().mean().item(), 0.0)
+                         for norm in ("LayerNorm", "RMSNorm")]
+                continue
+            for norm, quantities in (("LayerNorm", _layer_norm), ("RMSNorm", _rms_norm)):
+                truth = quantities(rounded.double())
+                for quantity, value in quantities(rounded.to(device)).items():
+                    value, true = value.double().cpu(), truth[quantity]
+                    finite, nonzero = value.isfinite(), true != 0
+                    errors = ((value - true) / true).abs()[finite & nonzero]
+                    rows.append((norm, name, scale, quantity, errors.median().item() if errors.numel() else np.nan,
+                                 (~finite).double().mean().item(), ((value == 0) & nonzero).double().mean().item()))
+    return pd.DataFrame(rows, columns=["norm", "dtype", "scale", "quantity", "relative_error", "nonfinite", "zero"])
+
+
+EPS = 1e-5  # PyTorch's LayerNorm's and this model's RMSNorm's
+
+
+def _layer_norm(x: Tensor) -> dict[str, Tensor]:
+    mean = x.mean(-1, keepdim=True)
+    squares = (x - mean).square()
+    variance = squares.mean(-1, keepdim=True)
+    root = (variance + EPS).rsqrt()
+    return {"mean": mean, "squares": squares, "variance": variance, "reciprocal root": root, "output": (x - mean) * root}
+
+
+def _rms_norm(x: Tensor) -> dict[str, Tensor]:
+    squares = x.square()
+    mean_square = squares.mean(-1, keepdim=True)
+    root = (mean_square + EPS).rsqrt()
+    return {"squares": squares, "mean square": mean_square, "reciprocal root": root, "output": x * root}
+
+
+def all_devices(config: Config) -> dict[str, pd.DataFrame]:
+    """Every experiment's table: sums, running, steps, norms on the CPU and, where there is one, the GPU; toy; census."""
+    devices = list(dict.fromkeys(["cpu", config.device]))
+    tables: dict[str, list[pd.DataFrame]] = {"sums": [], "running": [], "steps": [], "norms": [], "toy": []}
+    for device in devices:
+        results, running = sums(device)
+        for name, table in (("sums", results), ("running", running), ("steps", steps_between_numbers(device)),
+                            ("norms", norm_errors(device)), ("toy", toy_dtypes(device))):
+            tables[name].append(table.assign(device=device))
+    return {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()} | {"census": census(config)}
