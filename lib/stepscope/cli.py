@@ -200,7 +200,7 @@ def render(runs: RunsOption = None,
 def check(runs: RunsOption = None,
           out: Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")] = None) -> None:
     """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
-    from stepscope.report.render import check
+    from stepscope.report.check import check
     from stepscope.runs.store import Store
     folder = _local_runs(runs)
     check(Store(folder), out or folder)
@@ -234,7 +234,7 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.step.accounting import on_gpu, what_fits
-    from stepscope.studies.benchmark.answers import MODE_WORDS
+    from stepscope.say.formats import MODE_WORDS
     from stepscope.config import SIZES, device_here
     from stepscope.runs.machine import machine
     if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take

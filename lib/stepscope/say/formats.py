@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 
+NEARLY = 0.05  # two figures this close count as the same in words
+MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
+
+
 @dataclass
 class Answer:
     """The answer to one question.
@@ -98,3 +102,18 @@ def neighbours_words(frame: pd.DataFrame, effect: str) -> str:
 def apart(a: pd.Series, b: pd.Series) -> bool:
     """Whether two medians differ by more than both their confidence intervals allow (the intervals do not overlap)."""
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
+
+
+def plural(n: int, one: str, many: str) -> str:
+    """The word for one thing, or for several or none."""
+    return one if n == 1 else many
+
+
+def comma(loop) -> str:
+    """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
+    return "" if loop.last else " and " if loop.revindex == 2 else ", "
+
+
+FILTERS = {function.__name__: function for function in
+           (number, ms, percent, plus_minus, span, listing, capital, count, plural, comma)}
+FILTERS["mode"] = MODE_WORDS.__getitem__

@@ -10,6 +10,7 @@ import pandas as pd
 # Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule, since names
 # nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied elementwise.
 # Patterns match upper and lower case alike.
+MATMUL = "matrix multiply"
 RULES = [
     # family, pattern, reason
     ("memory", r"^\[?(cuda )?mem(cpy|set)\b",

@@ -7,6 +7,7 @@ import pandas as pd
 from stepscope.say.formats import Answer, count, listing, ms, neighbours_words, no_data, number, percent, runs_of, span
 from stepscope.studies.attention.measure import TOLERANCE
 from stepscope.config import PRECISIONS
+from stepscope.say.selections import precisions
 from stepscope.studies.attention.config import ATTENTIONS
 
 WORDS = {"eager": "written out", "compiled": "compiled", "flash": "SDPA flash", "efficient": "SDPA memory-efficient",
@@ -32,10 +33,6 @@ def head(cells: pd.DataFrame) -> int:
     """The head dimension that sentences speak of."""
     found = sorted(cells["d_model"].unique())
     return int(HEAD if HEAD in found else found[0])
-
-
-def precisions(cells: pd.DataFrame) -> list[str]:
-    return [precision for precision in PRECISIONS if (cells["precision"] == precision).any()]
 
 
 def names(cells: pd.DataFrame) -> list[str]:

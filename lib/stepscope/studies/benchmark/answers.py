@@ -1,34 +1,11 @@
 """The benchmarking questions, answered from the tidy table of ``stepscope.benchmark.all_times``."""
 import pandas as pd
 
-from stepscope.say.formats import (Answer, apart, count, listing, ms, no_data, number, percent, plus_minus, runs_of, span)
+from stepscope.say.selections import matrix, pick, reference
+from stepscope.say.formats import (MODE_WORDS, NEARLY, Answer, apart, count, listing, ms, no_data, number, percent, plus_minus, runs_of, span)
 from stepscope.runs.store import by_size
 from stepscope.step.timing import WHOLE
 
-MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
-NEARLY = 0.05  # two figures this close count as the same in words
-
-
-def matrix(times: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the handout's matrix: fp32, eager, AdamW as torch runs it by default."""
-    if times.empty:
-        return times
-    keep = ((times["precision"] == "fp32") & (times["attention"] == "eager") & ~times["compile"].astype(bool)
-            & (times["optimizer"] == "foreach"))
-    return by_size(times[keep])
-
-
-def reference(table: pd.DataFrame) -> tuple[str, int]:
-    """What sentences speak of, in a table ordered by size: the smallest size, and of its contexts the largest up to 512."""
-    size = table["size"].iloc[0]
-    contexts = table.loc[table["size"] == size, "context_length"]
-    return str(size), int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())
-
-
-def pick(times: pd.DataFrame, **values) -> pd.DataFrame:
-    for column, value in values.items():
-        times = times[times[column] == value]
-    return times
 
 
 def how_long(times: pd.DataFrame) -> Answer:

@@ -2,7 +2,8 @@
 import pandas as pd
 
 from stepscope.say.formats import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
-from stepscope.studies.benchmark.answers import MODE_WORDS, matrix
+from stepscope.say.formats import MODE_WORDS
+from stepscope.say.selections import matrix
 from stepscope.say.published import doubts
 from stepscope.runs.store import by_size
 from stepscope.step.timing import WHOLE

@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.step.accounting import BLOCK_GRADIENTS, CATEGORIES, MIB, on_gpu, peak, require_formulas, value, what_fits
 from stepscope.say.formats import Answer, count, listing, no_data, number, percent, runs_of, span
-from stepscope.studies.benchmark.answers import MODE_WORDS, NEARLY
+from stepscope.say.formats import MODE_WORDS, NEARLY
 from stepscope.config import RunConfig
 from stepscope.studies.memory.measure import at_peak, largest_allocations
 from stepscope.studies.memory.saved import largest

@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.step.accounting import MIB, peak, require_formulas, value
 from stepscope.say.formats import Answer, count, listing, ms, no_data, number, percent, runs_of
-from stepscope.studies.benchmark.answers import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS
 from stepscope.studies.memory.answers import NO_HISTORY, Tables, config_of, gib, mib
 from stepscope.step.timing import WHOLE
 

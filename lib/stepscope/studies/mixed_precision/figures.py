@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 
 from stepscope.say.formats import ms
-from stepscope.studies.benchmark.answers import MODE_WORDS, pick, reference
+from stepscope.say.formats import MODE_WORDS
+from stepscope.say.selections import pick, reference
 from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE

@@ -2,7 +2,8 @@
 import pandas as pd
 
 from stepscope.say.formats import Answer, count, listing, ms, no_data, number, percent, runs_of, span
-from stepscope.studies.benchmark.answers import MODE_WORDS, matrix, pick, reference
+from stepscope.say.formats import MODE_WORDS
+from stepscope.say.selections import matrix, pick, reference
 from stepscope.config import configure
 from stepscope.step.flops import forward_bytes, forward_flops
 from stepscope.traces.families import rules, short_names
@@ -10,7 +11,7 @@ from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.runs.store import by_size
 from stepscope.step.timing import WHOLE
 
-MATMUL = "matrix multiply"
+from stepscope.traces.families import MATMUL
 NONTRIVIAL = 0.02  # of the time of forward's operations
 AGREE = 0.02       # two clocks this close agree
 SOFTMAX_FLOPS = 5  # per score: maximum, subtract, exponentiate, sum, divide

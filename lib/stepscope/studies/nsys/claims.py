@@ -5,7 +5,7 @@ import pandas as pd
 import yaml
 
 from stepscope.say.formats import Answer, ms, no_data, number, percent, runs_of
-from stepscope.studies.benchmark.answers import pick, reference
+from stepscope.say.selections import pick, reference
 from stepscope.studies.nsys.answers import MATMUL, attention_parts, config_of, per_kernel
 from stepscope.config import SIZES
 from stepscope.step.flops import forward_flops

@@ -7,6 +7,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.say.selections import reference
+from stepscope.studies.nsys.answers import clocks_beside, region_rates
 from stepscope.studies.nsys.measure import by_family
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -201,3 +203,27 @@ def roofline(points: pd.DataFrame, peak_tflops: float, peak_tbs: float, where: s
     handles += [plt.Line2D([], [], color="0.4", marker=MARKERS[i % len(MARKERS)], linestyle="none", label=name) for i, name in enumerate(sizes)]
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
     return figure
+
+
+def clocks_of(clocks_table: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where: str) -> Figure | None:
+    return clocks(clocks_beside(clocks_table, walls, times), where)
+
+
+def forward_families(operations: pd.DataFrame, where: str) -> Figure | None:
+    return families_by_size(operations, where, "forward", ["forward"], "Forward's device time by family")
+
+
+def step_families(operations: pd.DataFrame, where: str) -> Figure | None:
+    return families_by_size(operations, where, "step", ["forward", "backward", "all"], "A full step's device time by family")
+
+
+def roofline_of(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Figure | None:
+    values = ceilings.groupby("ceiling")["value"].median()
+    rates = region_rates(operations)
+    return roofline(rates[rates["tflops"] > 0], values["matmul_fp32"], values["copy"], where)
+
+
+def timeline_of(operations: pd.DataFrame, where: str) -> Figure | None:
+    size, context = reference(operations)
+    own = operations[(operations["size"] == size) & (operations["context_length"] == context)]
+    return timeline(own, f"{size}, context {context}, {where}")

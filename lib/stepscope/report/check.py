@@ -1,0 +1,67 @@
+"""Is a report what its records say? Text is compared by the byte, figures by what they show."""
+import tempfile
+from pathlib import Path
+
+from matplotlib.testing.compare import compare_images
+from matplotlib.testing.exceptions import ImageComparisonFailure
+
+from stepscope import StepscopeError
+from stepscope.report.load import load_data
+from stepscope.report.page import render_page
+from stepscope.report.render import TABLE_BEGIN, draw_figures, texts
+from stepscope.runs.store import Store, read_record
+
+PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
+
+
+class StaleReport(StepscopeError, RuntimeError):
+    """The committed report is not what the records say; the text names the first difference."""
+
+
+def check(store: Store, folder: Path) -> None:
+    """Compare the report in ``folder`` with what the records say now.
+
+    Raises:
+        StaleReport: the writeup or its page is not there or differs by a byte, or a figure shows something else.
+        RecordError: a record cannot be used, or a table differs from the one its record was written with.
+    """
+    data = load_data(store)
+    for path in (folder / "writeup.md", folder / "writeup.html"):
+        if not path.exists():
+            out = "" if folder.resolve() == store.root.resolve() else f" --out {folder}"
+            raise StaleReport(f"{path}: not there; render it first (stepscope render --runs {store.root}{out})")
+    if data.errors:
+        raise data.errors[0]
+    for record in data.records:
+        read_record(store.root / record.study / record.run_id, check_tables=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        figures = draw_figures(data, Path(temporary))
+        for stem in figures:
+            _same_picture(folder / "figures" / f"{stem}.png", Path(temporary) / f"{stem}.png")
+    expected = texts(store, data, figures, folder)
+    readme = folder / "README.md"
+    if readme in expected and TABLE_BEGIN not in expected[readme]:
+        raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind it")
+    for path, text in expected.items():
+        _same_text(path, text)
+    _same_text(folder / "writeup.html", render_page(expected[folder / "writeup.md"], folder))
+
+
+def _same_picture(committed: Path, drawn: Path) -> None:
+    if not committed.exists():
+        raise StaleReport(f"{committed}: missing; `make reference` draws it")
+    try:
+        difference = compare_images(str(committed), str(drawn), PIXEL_TOLERANCE)
+    except ImageComparisonFailure as sizes:  # pictures of different sizes
+        difference = str(sizes)
+    if difference:
+        raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(difference.split())})")
+
+
+def _same_text(path: Path, expected: str) -> None:
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found == expected:
+        return
+    lines = zip([*found.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])
+    number, (old, new) = next((n, pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
+    raise StaleReport(f"{path}, line {number}: is {old[:120]!r}, but the records say {new[:120]!r}")

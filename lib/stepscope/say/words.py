@@ -1,0 +1,78 @@
+"""Words: one markdown template a question, into which computed facts are put.
+
+A template has the blocks ``question``, ``finding``, ``text`` and a caption for each table and figure. Lines are wrapped as
+one likes: a paragraph becomes one line. It may choose by a named boolean and go through a list; arithmetic and
+comparisons belong to the facts (``tests/test_words.py`` refuses them here). Whatever a value holds is data: it is
+escaped where it is put in, so nothing that was measured or recorded is rendered as markup.
+"""
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from stepscope.say import formats
+
+SHARED = Path(__file__).parent / "words"  # sentences that several studies say
+# What must not be taken for markup: a tag, emphasis, the ends of a link, code without its end, a formula.
+MARKUP = re.compile(r"\\.|<(?=[A-Za-z/!?])|\](?=[(\[:])|!(?=\[)|(?<!\s)\*|\*(?!\s)|(?<!\w)_|_(?!\w)|`|\$")
+CODE = re.compile(r"(?<!`)`[^`\n]+`(?!`)")
+ADDRESS = re.compile(r"://|\bwww\.", re.IGNORECASE)  # what GitHub makes a link of by itself
+
+
+def escape(value: Any) -> Any:
+    """Text of a record or a table as markdown that shows just this text. Code in balanced backticks stays code; what is
+    no text is left as it is."""
+    if not isinstance(value, str):
+        return value
+    value = value.replace("\r", " ").replace("\n", " ")
+    if ADDRESS.search(value):
+        return f"`{value.replace('`', '')}`"
+    plain, pieces, end = value, [], 0
+    for code in CODE.finditer(plain):
+        pieces += [MARKUP.sub(_backslash, plain[end:code.start()]), code[0]]
+        end = code.end()
+    return "".join([*pieces, MARKUP.sub(_backslash, plain[end:])])
+
+
+def _backslash(found: re.Match) -> str:
+    return found[0] if found[0].startswith("\\") else f"\\{found[0]}"
+
+
+def tidy(text: str) -> str:
+    """One line a paragraph or list item, no space before a full stop or comma."""
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
+        items = re.split(r"\n\s*(?=[*-] )", paragraph)
+        paragraphs.append("\n".join(re.sub(r" (?=[,.;:?](\s|$))", "", " ".join(item.split())) for item in items))
+    return "\n\n".join(paragraphs)
+
+
+def environment(*folders: Path) -> Environment:
+    """The templates of some folders, with the formats of :mod:`stepscope.say.formats` as filters."""
+    made = Environment(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
+                       trim_blocks=True, lstrip_blocks=True)
+    made.filters |= formats.FILTERS
+    return made
+
+
+class Words:
+    """The words of one question."""
+
+    def __init__(self, folder: Path, name: str):
+        self.templates = environment(folder)
+        self.template = self.templates.get_template(name)
+
+    def block(self, name: str, facts: dict | None = None) -> str:
+        """One block of the template with these facts; empty where the template has no such block.
+
+        Raises:
+            jinja2.UndefinedError: it asks for a fact that is not there.
+        """
+        if name not in self.template.blocks:
+            return ""
+        return tidy("".join(self.template.blocks[name](self.template.new_context(facts or {}))))
+
+    def not_answered(self, study: str) -> str:
+        """What stands in a question's place while nothing has been measured for it."""
+        return tidy(self.templates.get_template("not_answered.md").render(study=study))
