@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from stepscope.config import studies
@@ -16,6 +16,7 @@ from stepscope.say.formats import listing, number
 from stepscope.say.selections import matrix
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
+from stepscope.say.words import environment
 from stepscope.step.model import parameter_count
 from stepscope.studies.benchmark import answers as benchmark_answers
 from stepscope.studies.benchmark import measure as benchmark
@@ -69,13 +70,13 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
         parts["Other runs"] = [benchmark_answers.other_runs(times, left)]
     for of_section in (one for answers in parts.values() for one in answers):
         of_section.figures = [figure for figure in of_section.figures if figure[0] in figures]
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["table"] = markdown_table
+    templates = environment(Path(__file__).parent / "templates")
+    templates.keep_trailing_newline = True
+    templates.filters |= {"table": markdown_table, "markdown": Markup}
     # Another program's reports are many and in a folder of their own: one link stands for them.
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
-    return environment.get_template("writeup.md.j2").render(
+    return templates.get_template("writeup.md.j2").render(
         data=data, sections=parts, machine=_machine(data), sizes=_sizes(data), launch_bound=benchmark.LAUNCH_BOUND,
         measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link, figures_link=figures_link, tables=tables)
 

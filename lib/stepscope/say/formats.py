@@ -109,11 +109,33 @@ def plural(n: int, one: str, many: str) -> str:
     return one if n == 1 else many
 
 
+def either(condition: bool, this: str, that: str) -> str:
+    """One of two words, by a named condition."""
+    return this if condition else that
+
+
+def or_none(n: int) -> str:
+    """A number of things; "none" for 0."""
+    return str(n) if n else "none"
+
+
+def percent_span(shares: Iterable[float], decimals: int = 0) -> str:
+    """"a% to b%", or one where both print the same."""
+    low, high = percent(min(shares), decimals), percent(max(shares), decimals)
+    return low if low == high else f"{low} to {high}"
+
+
+def percent_range(shares: Iterable[float], decimals: int = 0) -> str:
+    """"a% to b%", also where both print the same."""
+    return f"{percent(min(shares), decimals)} to {percent(max(shares), decimals)}"
+
+
 def comma(loop) -> str:
     """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
 FILTERS = {function.__name__: function for function in
-           (number, ms, percent, plus_minus, span, listing, capital, count, plural, comma)}
+           (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
+            percent_range, comma)}
 FILTERS["mode"] = MODE_WORDS.__getitem__

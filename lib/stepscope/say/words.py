@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from stepscope.say import formats
 
 SHARED = Path(__file__).parent / "words"  # sentences that several studies say
 # What must not be taken for markup: a tag, emphasis, the ends of a link, code without its end, a formula.
-MARKUP = re.compile(r"\\.|<(?=[A-Za-z/!?])|\](?=[(\[:])|!(?=\[)|(?<!\s)\*|\*(?!\s)|(?<!\w)_|_(?!\w)|`|\$")
+MARKUP = re.compile(r"\\.|<(?=[A-Za-z/!?])|\](?=[(\[:])|!(?=\[)|\*(?=\S.*\S?\*)|(?<!\w)_(?=\S.*_(?!\w))|`|\$")
 CODE = re.compile(r"(?<!`)`[^`\n]+`(?!`)")
 ADDRESS = re.compile(r"://|\bwww\.", re.IGNORECASE)  # what GitHub makes a link of by itself
 
 
 def escape(value: Any) -> Any:
     """Text of a record or a table as markdown that shows just this text. Code in balanced backticks stays code; what is
-    no text is left as it is."""
-    if not isinstance(value, str):
+    no text, or is markdown already (``Markup``), is left as it is."""
+    if not isinstance(value, str) or isinstance(value, Markup):
         return value
     value = value.replace("\r", " ").replace("\n", " ")
     if ADDRESS.search(value):
@@ -71,7 +72,12 @@ class Words:
         """
         if name not in self.template.blocks:
             return ""
-        return tidy("".join(self.template.blocks[name](self.template.new_context(facts or {}))))
+        context = self.template.new_context(facts or {})
+        blocks, context.blocks = context.blocks, {block: [lambda _: iter(())] for block in context.blocks}
+        for _ in self.template.root_render_func(context):  # defines the template's macros, and says nothing itself
+            pass
+        context.blocks = blocks
+        return tidy("".join(self.template.blocks[name](context)))
 
     def not_answered(self, study: str) -> str:
         """What stands in a question's place while nothing has been measured for it."""

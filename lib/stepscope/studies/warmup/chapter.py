@@ -1,21 +1,25 @@
 """What the warm-up study brings to the report."""
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter, Picture
-from stepscope.studies.warmup import answers, figures
-from stepscope.studies.warmup.measure import all_runs
+from stepscope.runs.store import Record, Store
+from stepscope.say.chapter import Chapter, Picture, Question
+from stepscope.studies.warmup import facts, figures, printed
+from stepscope.studies.warmup.tables import all_runs
 
 
-def load(store, records):
+def load(store: Store, records: list[Record]) -> dict:
+    """``samples`` of every step, ``costs`` of a fresh process by part, ``calls`` into CUDA under the profiler."""
     return {name: all_runs(store, records, name) for name in ("samples", "costs", "calls")}
 
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Warm-up", load,
-    old=(
-        lambda t: answers.what_changes(t["warmup.samples"]),
-        lambda t: answers.what_it_pays_for(t["warmup.costs"], t["warmup.calls"]),
-        lambda t: answers.enough(t["warmup.samples"]),
+    questions=(
+        Question("warmup", facts.what_changes, ("warmup.samples",), printed={"means": printed.means},
+                 pictures=("warmup_steps",)),
+        Question("first-step", facts.first_step, ("warmup.costs",), ("warmup.calls",),
+                 printed={"costs": printed.costs, "purposes": printed.purposes}, pictures=("warmup_costs",)),
+        Question("enough", facts.enough, ("warmup.samples",)),
     ),
     pictures=(
         Picture("warmup_steps", figures.warmup_steps, ("warmup.samples",)),

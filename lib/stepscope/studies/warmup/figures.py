@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter
 from stepscope.runs.store import by_size
 from stepscope.say.selections import pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.studies.warmup.answers import whole_steps
+from stepscope.studies.warmup.facts import whole_steps
 
 
 def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:

@@ -9,7 +9,6 @@ import torch
 
 from stepscope.studies.warmup.config import Config
 from stepscope.step.training_step import Step, build_step
-from stepscope.runs.store import Record, Store, load_table, runs_frame
 from stepscope.step.timing import PhaseClock
 
 REPEATS = 3
@@ -129,13 +128,6 @@ def first_costs(samples: pd.DataFrame, before: dict[str, float], undone: dict[st
     rows += [("first step beyond steady", "in", beyond)] + [(part, "in", time_ms) for part, time_ms in undone.items()]
     rows += [("not told apart", "in", beyond - sum(undone.values()))]
     return pd.DataFrame(rows, columns=["part", "when", "time_ms"])
-
-
-def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
-    """One table (``samples``, ``costs`` or ``calls``) of every warm-up run, each row with its run's configuration."""
-    records = [record for record in records if record.study == "warmup" and record.status == "ok"]
-    rows = load_table(store, records, table)
-    return rows.merge(runs_frame(records).drop(columns="study"), on="run_id") if len(rows) else rows
 
 
 def reading(samples: pd.DataFrame, costs: pd.DataFrame) -> str:
