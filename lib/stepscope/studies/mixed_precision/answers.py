@@ -8,7 +8,7 @@ from stepscope.say.formats import Answer, capital, count, listing, ms, no_data, 
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.studies.nsys.answers import MATMUL
-from stepscope.studies.benchmark.published_answers import source_name
+from stepscope.say.published import source_name
 from stepscope.studies.mixed_precision.measure import LOW, SAME
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
 from stepscope.runs.store import by_size
