@@ -21,14 +21,15 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
 def typecheck() -> tuple[str, int]:
     """What mypy says, with a notebook's findings by its cells, and its exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        places = {}
+        places: dict[str, str] = {}
         for notebook in sorted(ROOT.glob("notebooks/*.ipynb")):
             code = code_of(notebook)
             path = Path(folder, f"{notebook.stem}_notebook.py")
             path.write_text("\n".join(line for _, line in code) + "\n", encoding="utf-8")
             places |= {f"{path}:{at}": place for at, (place, _) in enumerate(code, 1)}
         targets = [ROOT / "lib" / "stepscope", ROOT / "bench", ROOT / "tests", *Path(folder).iterdir()]
-        said, complaints, status = api.run(["--config-file", str(ROOT / "pyproject.toml"), *map(str, targets)])
+        settings = ["--config-file", str(ROOT / "pyproject.toml")]
+        said, complaints, status = api.run([*settings, *map(str, targets)])
     pattern = re.escape(folder) + r"/\w+\.py:\d+"
     return re.sub(pattern, lambda found: places.get(found[0], found[0]), said) + complaints, status
 
