@@ -140,7 +140,8 @@ def installed(wheel, tmp_path_factory) -> Path:
     beside = next(folder.glob("lib/python*/site-packages"))
     # No .pth file that lies in there is followed, so the checkout is not found through it.
     (beside / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    done = pip("--python", folder / "bin" / "python", "install", "--no-index", wheel)
+    python = folder / "bin" / "python"
+    done = pip("--python", python, "install", "--no-index", "--ignore-installed", wheel, env=alone())
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
