@@ -204,3 +204,7 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
         times.append(default_timer() - started)
     return statistics.median(times)
+
+
+if __name__ == "__main__":
+    bench(Console())

@@ -1,10 +1,12 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
 from stepscope.config import RunConfig, configure
 from stepscope.runs.store import Record, Store
 
@@ -12,19 +14,21 @@ from stepscope.runs.store import Record, Store
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
-TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
-        "timed_steps": 2}
-# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small that nothing
-# else takes long.
-HUGE = {"device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2, "batch_size": 1,
-        "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
+TINY: dict[str, Any] = {
+    "device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1,
+    "warmup_steps": 0, "timed_steps": 2}
+# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small
+# that nothing else takes long.
+HUGE: dict[str, Any] = {
+    "device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2,
+    "batch_size": 1, "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
 
 
 @pytest.fixture
 def tiny():
     """Make a tiny configuration, with any field replaced."""
     def make(**fields) -> RunConfig:
-        return configure(**{"study": "benchmark"} | TINY | fields)
+        return configure(**{"study": "benchmark", **TINY, **fields})
     return make
 
 
@@ -45,6 +49,16 @@ def write_sweep(tmp_path):
 
 def record_of(config: RunConfig, **fields) -> Record:
     """A record as a run of this configuration would leave it."""
-    whole = {"run_id": config.run_id, "study": config.study, "status": "ok", "config": config.model_dump(mode="json"),
-             "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc), "duration_s": 1.0}
+    whole: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
     return Record(**whole | fields)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests that share what is made once a module go to one process of xdist; others to whichever is free."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope in ("module", "package") for definitions in fixtures for fixture in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Column, Table
 
-from stepscope import StepscopeError, __version__
+from stepscope import PROJECT, StepscopeError, __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
@@ -62,15 +62,14 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 
 def _local_runs(runs: Path | None) -> Path:
-    """Runs of this machine go into a folder named after its device, which git ignores."""
+    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout, where one stands."""
     if runs:
         return runs
     from stepscope.config import device_here
-    from stepscope.runs.one_run import PROJECT
     from stepscope.runs.machine import machine
     device = device_here("auto")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device)["device_name"].lower())
-    return PROJECT / "runs" / f"local-{name}"
+    return (PROJECT or Path.cwd()) / "runs" / f"local-{name}"
 
 
 def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str | None, scheduler: str | None,
@@ -301,13 +300,6 @@ def neighbours(workers: WorkersOption = None,
     kept = _local_runs(runs) / KEPT
     compare_folders(folders, kept)
     console.print(f"{kept}: written", markup=False)
-
-
-@app.command()
-def bench() -> None:
-    """Print what measuring costs, as ratios measured side by side in this process."""
-    from bench.__main__ import bench
-    bench(Console())
 
 
 def main() -> None:
