@@ -8,7 +8,8 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
 from stepscope.report.page import render_page
-from stepscope.report.render import TABLE_BEGIN, draw_figures, texts
+from stepscope.report.readme import TABLE_BEGIN
+from stepscope.report.render import draw_figures, texts
 from stepscope.runs.store import Store, read_record
 
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
