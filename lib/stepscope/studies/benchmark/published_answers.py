@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
 from stepscope.studies.benchmark.answers import MODE_WORDS, matrix
-from stepscope.say.published import doubts
+from stepscope.say.published import KINDS, doubts
 from stepscope.runs.store import by_size
 from stepscope.step.timing import WHOLE
 
@@ -73,12 +73,9 @@ def beside(times: pd.DataFrame, published: pd.DataFrame) -> Answer:
 def cannot_be(published: pd.DataFrame) -> Answer:
     question = "Which published timings cannot be right, or do not say what they seem to, and why?"
     found = doubts(fp32_only(published))
-    kinds = {"spread": "a spread of more than 5%", "rate": "more arithmetic than a listed GPU has", "clocks": "two times for one pass",
-             "flat": "no growth with the work", "ratios": "parts that do not add up", "monotone": "a larger model that is faster",
-             "arithmetic": "a contradiction to its own tokens/s", "estimates": "an estimate, not a measurement"}
     counts = found["kind"].value_counts()
     text = (f"{count(len(found), 'doubt').capitalize()} about {len(fp32_only(published))} printed fp32 figures, each found by arithmetic on"
-            " the figures themselves: " + listing(f"{words} ({counts[kind]})" for kind, words in kinds.items() if kind in counts) + ".")
+            " the figures themselves: " + listing(f"{words} ({counts[kind]})" for kind, words in KINDS.items() if kind in counts) + ".")
     worst = fp32_only(published).assign(spread=lambda p: p["std_ms"] / p["mean_ms"]).nlargest(1, "spread")
     if len(worst):
         row = worst.iloc[0]
