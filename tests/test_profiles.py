@@ -12,7 +12,7 @@ from stepscope.studies.nsys.answers import conserved
 from stepscope.config import configure
 from stepscope.traces.nsys_program import NsysError, capture
 from stepscope.traces.torch_profiler import convert, write_export
-from stepscope.traces.export import AccountingError, activity_totals
+from stepscope.traces.export import ConservationError, activity_totals
 
 EXPORT = Path(__file__).parent / "data" / "nsys" / "step.sqlite"  # small, context 512, three full steps
 STEPS, LAYERS = 3, 12
@@ -61,7 +61,7 @@ def test_a_total_that_differs_from_nsys_own_raises(report, family):
     operations = pd.DataFrame({"family": [family], "total_ns": [1000]})
     theirs = pd.DataFrame({"total_time_ns": [400, 600]})
     profiles._same_total(operations, {report: theirs}, "step.sqlite")
-    with pytest.raises(AccountingError, match=f"step.sqlite: operations sum to 1001 ns, and nsys's own {report} to 1000 ns"):
+    with pytest.raises(ConservationError, match=f"step.sqlite: operations sum to 1001 ns, and nsys's own {report} to 1000 ns"):
         profiles._same_total(operations.assign(total_ns=1001), {report: theirs}, "step.sqlite")
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from stepscope.config import PHASE_NAMES
 from stepscope.traces import export as trace
 from bench.traces import AUTOGRAD, MAIN, PROCESS_ID, bench_trace, make_capture, write_export
 from stepscope.traces.conservation import check_conservation, kernel_summary, phase_clocks
 from stepscope.traces.nsys_reports import load_report
-from stepscope.traces.export import AccountingError, TraceError, activity_totals, enclosing, load_trace, scrub
+from stepscope.traces.export import ConservationError, TraceError, activity_totals, enclosing, load_trace, scrub
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"
@@ -66,7 +67,7 @@ def test_sample_conserves(sample):
     (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
 ])
 def test_conservation_fails_when_an_operation_is_lost_doubled_or_changed(sample, change, message):
-    with pytest.raises(AccountingError, match=message):
+    with pytest.raises(ConservationError, match=message):
         check_conservation(change(sample[0]), activity_totals(SAMPLE))
 
 
@@ -219,7 +220,7 @@ def test_phases_are_of_their_own_process(tmp_path):
     assert operations["phase"].tolist() == ["forward", "outside", "forward", "outside"]
     assert operations["step"].tolist() == [0, -1, 0, -1]
     assert operations["process"].tolist() == [7, 8, 8, 7]
-    with pytest.raises(AccountingError, match="several processes or devices"):
+    with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations, ranges)
     clocks = phase_clocks(operations[operations["process"] == 8], ranges).set_index("phase")
     assert clocks.loc["forward", ["ranges", "host_ns", "operations"]].tolist() == [1, 80, 1]
@@ -293,7 +294,7 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     assert clocks.loc["outside", ["host_ns", "projected_ns", "gap_ns", "gaps", "busy_share"]].isna().all()
     steps = phase_clocks(operations, ranges, ["step", "phase"]).set_index(["step", "phase"])["operations"]
     assert steps.to_dict() == {(-1, "outside"): 1, (0, "forward"): 4, (0, "backward"): 0, (0, "outside"): 2}
-    with pytest.raises(AccountingError, match="several processes or devices"):
+    with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations.assign(device=operations.index), ranges)
 
 
@@ -376,8 +377,61 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
     ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
 ])
 def test_an_operation_cannot_be_in_two_phases_or_steps(tmp_path, extra, message):
-    with pytest.raises(AccountingError, match=message):
+    with pytest.raises(ConservationError, match=message):
         load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], [*STEP, extra]))
+
+
+# Captures that are none
+
+KERNEL, RUNTIME = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"
+MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlationId, globalPid, demangledName FROM {KERNEL}"
+
+
+@pytest.mark.parametrize(("statements", "message"), [
+    ([f"UPDATE {KERNEL} SET start = 'soon'"], f"{KERNEL} has string values in its column start, expected integers"),
+    ([f"UPDATE {KERNEL} SET end = end + 0.5"], f"{KERNEL} has double values in its column end, expected integers"),
+    ([f"UPDATE {KERNEL} SET streamId = x'00'"], f"{KERNEL} has (large_)?(string|binary) values in its column streamId"),
+    ([f"UPDATE {KERNEL} SET end = 9223372036854775808"], "double values in its column end, expected integers"),
+    ([*[MORE] * 17, f"UPDATE {KERNEL} SET end = 'late' WHERE rowid = 100000"],
+     f"{KERNEL} has values of several types in one column"),
+    ([*[MORE] * 17, f"UPDATE {KERNEL} SET end = end + 0.5 WHERE rowid = 100000"],
+     f"{KERNEL} has values of several types in one column"),
+    ([f"UPDATE {KERNEL} SET end = 9223372036854775807"], f"{KERNEL} has 9223372036854775807 in its column end"),
+    ([f"UPDATE {KERNEL} SET start = -9223372036854775807"], f"{KERNEL} has -9223372036854775807 in its column start"),
+    ([f"UPDATE {KERNEL} SET end = start - 7"], f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns"),
+    ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end of 1 rows"),
+    ([f"UPDATE {KERNEL} SET correlationId = 4294967296"], f"{KERNEL} has 4294967296 in its column correlationId"),
+    ([f"UPDATE {RUNTIME} SET start = 'soon'"], f"{RUNTIME} has string values in its column start"),
+    ([f"UPDATE {RUNTIME} SET end = start - 1"], f"{RUNTIME} has a row that ends at 11 ns and starts at 12 ns"),
+    (["UPDATE NVTX_EVENTS SET start = start + 0.5"], "NVTX_EVENTS has double values in its column start"),
+    (["UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15"], "NVTX_EVENTS has a row that ends at 14 ns and starts at 15"),
+    (["UPDATE NVTX_EVENTS SET globalTid = NULL"], "NVTX_EVENTS has no value in column globalTid of 6 rows"),
+    (["UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'"], "codec can't decode byte"),
+    (["UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10"],
+     r"3 threads have times from -4000000000000000000 to 4000000000000000000 ns"),
+    (["DROP TABLE StringIds", "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n)"
+      " SELECT id, id AS value FROM n"], "StringIds is a view, expected a table"),
+])
+def test_values_that_no_capture_has_are_refused_in_one_sentence(tmp_path, statements, message):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), *statements)
+    with pytest.raises(TraceError, match=message) as caught:
+        load_trace(path)
+    sentence = str(caught.value)
+    assert sentence.startswith(str(path)) and "\n" not in sentence and "expected" in sentence
+
+
+def test_names_that_are_no_text_are_shown_as_one(tmp_path):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP), "UPDATE StringIds SET value = NULL WHERE id = 1",
+                   "UPDATE NVTX_EVENTS SET text = 4.5 WHERE text = 'attention.softmax'")
+    operations, _ = load_trace(path)
+    assert operations["name"].tolist() == ["[CUDA kernel 1]"] * 2
+    assert operations["region"].tolist() == ["unattributed", "4.5"]
+
+
+def test_ranges_that_nest_without_end_are_refused_at_once(tmp_path):
+    ranges = [(i, 100_000 - i, f"range {i:06d}", MAIN) for i in range(20_000)]
+    with pytest.raises(TraceError, match="20000 ranges within each other, expected at most"):
+        load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], ranges))
 
 
 # The vectorised attribution against a plain loop
@@ -438,7 +492,7 @@ def test_a_random_capture_equals_a_plain_loop(tmp_path, seed):
         def open_ranges(names, on, time=time):
             return sorted((r for r in ranges if r[0] <= time < r[1] and r[3] in on and (r[2] in names or (not names and r[2][0] == "r"))),
                           key=lambda r: (r[0], -r[1]))
-        phase = open_ranges(trace.PHASES, (MAIN,))
+        phase = open_ranges(PHASE_NAMES, (MAIN,))
         regions = [r[2] for r in open_ranges((), (thread,))]
         step = open_ranges(("step",), (MAIN,))
         expected.append((phase[0][2] if phase else "outside", regions[-1] if regions else "unattributed", "/".join(regions),

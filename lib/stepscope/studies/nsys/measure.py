@@ -15,7 +15,7 @@ from stepscope.traces.nsys_program import REPORTS, Capture, capture, find_nsys, 
 from stepscope.traces.nsys_reports import load_reports
 from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.traces.torch_profiler import convert
-from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, load_trace, scrub
+from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, ConservationError, activity_totals, load_trace, scrub
 
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
@@ -41,7 +41,7 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
         timeline: the first captured step, a row an operation; start_ns counts from the step's start.
 
     Raises:
-        TraceError, AccountingError: the capture cannot be read, or does not add up.
+        TraceError, ConservationError: the capture cannot be read, or does not add up.
     """
     operations, ranges = load_trace(export)
     check_conservation(operations, activity_totals(export))
@@ -53,7 +53,7 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
                                    name=operations["name"].astype(str))
     summed = operations.groupby(["phase", "region", "family", "name"])["duration_ns"].agg(count="size", total_ns="sum").reset_index()
     if summed["total_ns"].sum() != operations["duration_ns"].sum():
-        raise AccountingError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
+        raise ConservationError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
     return {"operations": summed, "clocks": clocks.assign(phase=clocks["phase"].astype(str)),
             "regions": _host_times(ranges), "timeline": _timeline(operations, ranges)}
 
@@ -91,7 +91,7 @@ def profile_run(config: Config, kept: Path | None, measured: Callable[[], None] 
         results: tool, and the number of profiles by status.
 
     Raises:
-        NsysError, TraceError, AccountingError: as the functions that this calls.
+        NsysError, TraceError, ConservationError: as the functions that this calls.
     """
     tool, nsys = profiler_here(config.device)
     with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as temporary:
@@ -135,7 +135,7 @@ def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name
     is_memory = operations["family"] == "memory"
     for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]), ("cuda_gpu_mem_time_sum", operations[is_memory])):
         if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != own["total_ns"].sum():
-            raise AccountingError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
+            raise ConservationError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
 
 
 def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool) -> list[Path]:
