@@ -122,6 +122,17 @@ BAD = {
     KERNELS + ROWS.replace(",3000,", ",,"): r"column 'Total Time \(ns\)': found '', expected a number",
     KERNELS + ROWS.replace(",2,", ",2.5,"): r"line 2, column 'Instances': found '2.5', expected a whole number",
     KERNELS + ROWS.replace("707.1", "nan?"): r"column 'StdDev \(ns\)': found 'nan\?', expected a number",
+    KERNELS + ROWS.replace("3000", "12345678901234567890123"):
+        r"line 2, column 'Total Time \(ns\)': found '12345678901234567890123', expected a number that fits into 64 bits",
+    KERNELS + ROWS.replace("3000", "9" * 5000): "column 'Total Time .*, expected a number",
+    KERNELS.replace("(ns)", "(us)") + ROWS.replace("3000", "1e400"): "found '1e400', expected a number that fits into 64 bits",
+    KERNELS + ROWS.replace("707.1", "1e400"): "found '1e400', expected a number that fits into 64 bits",
+    KERNELS + ROWS.replace("3000", "-3000"): "found '-3000', expected no negative number",
+    KERNELS + ROWS.replace("707.1", "-707.1"): "found '-707.1', expected no negative number",
+    KERNELS + ROWS.replace("g\n", "g" * 200_000 + "\n"): r"line 3 is not CSV \(field larger than field limit",
+    KERNELS.replace("(ns)", " " * 20_000 + "(ns" + " " * 20_000 + ")") + ROWS: "no known unit of time",
+    "x" * 200_000 + "\n" + SKIPPED[:5] + "\n": "no line is the header of cuda_gpu_kern_sum",
+    "Name," * 200_000 + "\n": "no line is the header of cuda_gpu_kern_sum",
 }
 
 
@@ -132,6 +143,33 @@ def test_bad_files_get_one_clear_error(tmp_path, text, message):
         load_report(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_header_of_many_blanks_is_read(tmp_path):
+    blanks = " " * 20_000
+    path = written(tmp_path, KERNELS.replace("Total Time (ns)", f"{blanks}Total Time{blanks}(ns){blanks}") + ROWS)
+    assert load_report(path)["total_time_ns"].tolist() == [3000, 1000]
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
+def test_only_nsys_own_ends_of_lines_end_a_line(tmp_path, end):
+    frame = load_report(written(tmp_path, KERNELS + ROWS.replace("void f", f"void{end}f")))
+    assert frame["name"].tolist() == [f"void{end}f<int, 4>(int, float)", "g"]
+
+
+def test_whole_numbers_are_read_to_the_last_digit(tmp_path):
+    path = written(tmp_path, KERNELS + ROWS.replace("3000", "9007199254740993"))
+    assert load_report(path)["total_time_ns"].tolist() == [9007199254740993, 1000]
+
+
+def test_a_file_without_lines_and_a_pipe_are_refused_at_once(tmp_path):
+    path = written(tmp_path, KERNELS)
+    os.truncate(path, 200_000_000)
+    with pytest.raises(ReportError, match="line 2 is longer than 1,048,576 bytes, expected the report cuda_gpu_kern_sum"):
+        load_report(path)
+    os.mkfifo(tmp_path / "run_cuda_api_sum.csv")
+    with pytest.raises(ReportError, match="is no regular file"):
+        load_report(tmp_path / "run_cuda_api_sum.csv")
 
 
 def test_files_that_are_not_there_or_not_reports(tmp_path):

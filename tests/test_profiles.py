@@ -12,7 +12,7 @@ from stepscope.studies.nsys.answers import conserved
 from stepscope.config import configure
 from stepscope.traces.nsys_program import NsysError, capture
 from stepscope.traces.torch_profiler import convert, write_export
-from stepscope.traces.export import ConservationError, activity_totals
+from stepscope.traces.export import ConservationError, TraceError, activity_totals
 
 EXPORT = Path(__file__).parent / "data" / "nsys" / "step.sqlite"  # small, context 512, three full steps
 STEPS, LAYERS = 3, 12
@@ -180,6 +180,32 @@ def test_a_gpu_trace_of_torch_profiler_is_read_as_an_export(tmp_path):
     found = profiles.analyse(tmp_path / "t.sqlite")["operations"]
     assert found[["phase", "region", "name", "total_ns"]].values.tolist() == [["backward", "norm", "reduce_kernel", 5500],
                                                                               ["forward", "ffn", "sgemm", 30000]]
+
+
+FORWARD = {"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 0, "dur": 50, "tid": 1, "args": {}}
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "JSONDecodeError"),
+    ("[" * 5_000, "RecursionError"),
+    ("[]", "expected torch.profiler's trace: JSON with a list traceEvents"),
+    ('{"traceEvents": [5]}', "expected torch.profiler's trace: JSON with a list traceEvents"),
+    (FORWARD | {"ts": "soon"}, "the event 'forward' has ts 'soon', expected a time in microseconds"),
+    (FORWARD | {"ts": None}, "the event 'forward' has ts None, expected a time in microseconds"),
+    (FORWARD | {"dur": float("nan")}, "the event 'forward' has dur nan, expected a time in microseconds"),
+    (FORWARD | {"dur": 10**400}, "the event 'forward' has dur 1000+, expected a time in microseconds"),
+    (FORWARD | {"ts": 1e20}, "the event 'forward' has ts 1e[+]20, expected a time in microseconds"),
+    (FORWARD | {"dur": -1.5}, "the event 'forward' lasts -1500 ns, expected no negative time"),
+    (FORWARD | {"cat": "kernel", "args": {"correlation": "a"}}, "has correlation 'a', expected a whole number from 0"),
+    (FORWARD | {"cat": "kernel", "args": {"correlation": 2**40}}, "has correlation 1099511627776, expected a whole"),
+    (FORWARD | {"cat": "kernel", "args": {"correlation": 1, "stream": 1.5}}, "has stream 1.5, expected a whole number"),
+])
+def test_a_trace_that_is_none_is_refused_in_one_sentence(tmp_path, text, message):
+    path = tmp_path / "t.json"
+    path.write_text(text if isinstance(text, str) else json.dumps({"traceEvents": [text]}))
+    with pytest.raises(TraceError, match=message) as caught:
+        convert(path, tmp_path / "t.sqlite")
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_host_times_are_of_the_phase_that_was_open(tmp_path):
