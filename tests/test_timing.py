@@ -3,7 +3,7 @@ import pytest
 import torch
 from conftest import HUGE
 from stepscope.config import PHASES, configure
-from stepscope.step import timing
+from stepscope.step import timing, training_step
 from stepscope.step.training_step import build_step
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, PhaseClock, measure
 
@@ -138,6 +138,26 @@ def test_the_optimizer_is_the_one_asked_for(optimizer, kind, tiny):
     assert build_step(tiny(optimizer=optimizer, mode="forward_backward")).optimizer is None
 
 
+class Building(Exception):
+    pass
+
+
+def test_peaks_of_memory_count_from_the_building_of_the_step(tiny, monkeypatch):
+    called = []
+
+    def build(config):
+        called.append("build")
+        raise Building
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    monkeypatch.setattr(training_step, "TransformerLM", build)
+    for device, first in (("cuda", ["empty_cache", "reset_peak_memory_stats"]), ("cpu", [])):
+        called.clear()
+        with pytest.raises(Building):
+            build_step(tiny(device=device))
+        assert called == [*first, "build"]
+
+
 # Out of memory
 
 def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
@@ -146,8 +166,8 @@ def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
 
 
 def test_a_step_that_does_not_fit_runs_out_of_memory_by_name():
-    # Logits of 6 million tokens over as many words; weights and batch alone are a few hundred megabytes.
-    shape = {"context_length": 1, "batch_size": 6_000_000, "vocab_size": 6_000_000, "mode": "forward"}
+    # Logits of a million tokens over sixteen million words; weights and batch alone are a few hundred megabytes.
+    shape = {"context_length": 1, "batch_size": 2**20, "vocab_size": 2**24, "mode": "forward"}
     step = build_step(configure("benchmark", **HUGE | shape))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
         measure(step)

@@ -53,9 +53,14 @@ class Step:
 def build_step(config: RunConfig) -> Step:
     """The step of one configuration: weights, batch and targets drawn from its seed, on its device.
 
+    A GPU's peaks of memory count from here on: what ran before in this process is none of this step's.
+
     Raises:
         torch.OutOfMemoryError: the weights alone do not fit.
     """
+    if config.device == "cuda":
+        torch.cuda.empty_cache()  # what is kept for reuse would count as reserved
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     with out_of_memory_names("building the model"):

@@ -13,7 +13,7 @@ LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch 
 
 
 def peak_memory(step: Step) -> dict[str, float | int]:
-    """Parameters, and on a GPU the allocator's peaks so far in MiB."""
+    """Parameters, and on a GPU the allocator's peaks in MiB since the step was built."""
     results: dict[str, float | int] = {"parameters": sum(p.numel() for p in step.model.parameters())}
     if step.config.device == "cuda":
         results |= {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,

@@ -56,17 +56,15 @@ def measure_all(config: Config,
 
 def _cell(config: StepConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, float]:
     require_device(config)
-    _empty_cache(config.device, reset_peak=True)
+    _empty_cache(config.device)
     samples = measure(build_step(config), read_sm_clock)
     return samples, torch.cuda.max_memory_allocated() / 2**20 if config.device == "cuda" else np.nan
 
 
-def _empty_cache(device: str, reset_peak: bool = False) -> None:
+def _empty_cache(device: str) -> None:
     gc.collect()  # a step that ended in an error is held by its traceback's cycle
     if device == "cuda":
         torch.cuda.empty_cache()
-        if reset_peak:
-            torch.cuda.reset_peak_memory_stats()
 
 
 def health(config: Config) -> pd.DataFrame:
