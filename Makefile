@@ -18,7 +18,7 @@ lab: $(READY)  ## JupyterLab on the notebooks
 
 bench: $(READY)  ## what measuring costs, as ratios in one run, beside other programs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/stepscope bench
+	$(BIN)/python -m bench
 
 check: $(READY)  ## is the committed report what the committed records say?
 	$(BIN)/stepscope check --runs $(REFERENCE) --out .

@@ -1,4 +1,8 @@
-"""What measuring costs, side by side in one process: the harness, annotation, and the sweep around them."""
+"""What measuring costs, side by side in one process: the harness, annotation, and the sweep around them.
+
+Run it from the checkout, with this project installed: python -m bench
+"""
+import argparse
 import logging
 import sqlite3
 import statistics
@@ -13,18 +17,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from stepscope.step.annotate import annotated
 from bench.sweeps import bench_engine, bench_store
 from bench.traces import add_short_names, make_capture, write_chrome_trace
-from stepscope.config import configure
-from stepscope.traces.conservation import check_conservation, kernel_summary, phase_clocks
-from stepscope.traces.nsys_program import capture, make_reports
-from stepscope.studies.nsys.measure import profiler_here
-from stepscope.step.training_step import Step, build_step
+from stepscope.config import StepConfig, configure
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import run_sweep
+from stepscope.step.annotate import annotated
 from stepscope.step.timing import PhaseClock
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.nsys.measure import profiler_here
+from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
+from stepscope.traces.nsys_program import capture, make_reports
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
@@ -150,7 +154,7 @@ def _bench_accounting(console: Console, device: str) -> None:
             operations, ranges = load_trace(export)
             check_conservation(operations, activity_totals(export))
             phase_clocks(operations, ranges)
-            kernel_summary(operations, ("phase", "region", "name"))
+            operations.groupby(["phase", "region", "name"], observed=True)["duration_ns"].sum()
         seconds = {"load here": _seconds(lambda: load_trace(export)), "load, check, clocks and summary here": _seconds(account)}
         for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
             seconds[f"nsys stats {report}"] = _seconds(lambda: subprocess.run(
@@ -204,3 +208,8 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
         times.append(default_timer() - started)
     return statistics.median(times)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m bench", description=__doc__).parse_args()
+    bench(Console())

@@ -58,12 +58,6 @@ def test_the_interval_covers_the_median_about_as_often_as_it_says():
     assert 0.89 <= np.mean(hits) <= 0.99  # 0.95, give or take three standard errors of 200 trials
 
 
-def test_a_lower_confidence_is_a_narrower_interval():
-    times = steady(12)
-    wide, narrow = median_interval(times), median_interval(times, confidence=0.5)
-    assert wide[0] < narrow[0] <= narrow[1] < wide[1]
-
-
 # Flags
 
 def test_steady_samples_bear_no_flag():

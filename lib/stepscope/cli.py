@@ -303,13 +303,6 @@ def neighbours(workers: WorkersOption = None,
     console.print(f"{kept}: written", markup=False)
 
 
-@app.command()
-def bench() -> None:
-    """Print what measuring costs, as ratios measured side by side in this process."""
-    from bench.__main__ import bench
-    bench(Console())
-
-
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
     # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may be swallowed there.

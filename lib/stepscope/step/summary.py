@@ -3,6 +3,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+CONFIDENCE = 0.95     # of intervals
 NOISY = 0.05          # standard deviation over mean
 DRIFT = 0.02          # change from the first sample to the last by Theil-Sen's slope, over the median
 GAP = 0.05            # between two groups of samples, over the median
@@ -43,22 +44,22 @@ def trailing_ms(samples: pd.DataFrame) -> pd.Series:
     return lag.where(~phases, lag.where(phases, 0.0).groupby([samples[column] for column in groups]).cumsum())
 
 
-def median_interval(times: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+def median_interval(times: np.ndarray) -> tuple[float, float]:
     """Percentile bootstrap interval of the median, seeded: the same samples always give the same interval."""
     if len(times) < 2:
         return (np.nan, np.nan)
-    interval = stats.bootstrap((times,), np.median, vectorized=True, n_resamples=2000, confidence_level=confidence,
+    interval = stats.bootstrap((times,), np.median, vectorized=True, n_resamples=2000, confidence_level=CONFIDENCE,
                                method="percentile", rng=np.random.default_rng(0)).confidence_interval
     return float(interval.low), float(interval.high)
 
 
-def ratio_interval(above: np.ndarray, below: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     """Percentile bootstrap interval of the ratio of two medians, either side resampled on its own; seeded likewise."""
     if min(len(above), len(below)) < 2:
         return (np.nan, np.nan)
     rng = np.random.default_rng(0)
     medians = [np.median(rng.choice(times, (2000, len(times))), axis=1) for times in (above, below)]
-    low, high = np.quantile(medians[0] / medians[1], [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(medians[0] / medians[1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

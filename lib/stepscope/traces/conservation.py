@@ -75,15 +75,3 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[st
     table["busy_share"] = table["busy_ns"] / table["projected_ns"]
     return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns", "busy_ns",
                                               "busy_share", "gap_ns", "gaps", "operations"]]
-
-
-def kernel_summary(operations: pd.DataFrame, by: Sequence[str] = ("name",)) -> pd.DataFrame:
-    """by, total_ns, count, mean_ns, share (of all time of these operations), the largest total first.
-
-    Args:
-        operations: rows of load_trace's table; filter them first for the shares within a phase.
-        by: columns of it, for instance ("phase", "family").
-    """
-    table = operations.groupby(list(by), observed=True)["duration_ns"].agg(total_ns="sum", count="size", mean_ns="mean")
-    table["share"] = table["total_ns"] / table["total_ns"].sum()
-    return table.sort_values("total_ns", ascending=False, kind="stable").reset_index()

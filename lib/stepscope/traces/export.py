@@ -38,7 +38,6 @@ PROCESS = ~0xFFFFFF  # of a globalTid, the lowest 24 bits are the thread, and th
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
-DEEPEST = 200        # ranges within each other; a path of more would take memory, and nobody reads it
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
 
 
@@ -65,10 +64,10 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
             start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's table of its kind),
             launch_start_ns and launch_duration_ns (of the call on the host; NA: not in the capture), process, thread
             (that launched it; -1: not in the capture), phase ("outside": none open), phase_range (its row in
-            ranges; -1), region ("unattributed": none open within the phase), path (the regions open, outermost first,
-            by "/"), step (0, 1, ... in each process; -1: none open).
+            ranges; -1), region ("unattributed": none open within the phase), step (0, 1, ... in each process; -1:
+            none open).
         ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns, process,
-            thread, depth (1: outermost), parent (row; -1: none), path, step.
+            thread, step.
 
     Raises:
         TraceError: the file is absent, no export of nsys, or has no kernels; a value is no integer, or a time ends
@@ -97,7 +96,6 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
     operations["phase"] = phase.set_categories([*phases, OUTSIDE])
     in_region = np.append(ranges["role"] == "region", False)[innermost]
     operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
-    operations["path"] = _pick(ranges["path"], innermost, "")
     operations["step"] = np.append(ranges["step"], -1)[steps]
     return operations, ranges.drop(columns="global_thread")
 
@@ -152,25 +150,21 @@ def _open_range(path: Path | str, ranges: pd.DataFrame, role: str, process: np.n
 
 
 def _nest(path: Path | str, ranges: pd.DataFrame, thread: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-    """Give ranges their parent, depth, step and path; returns the row of the innermost one at each time on a thread.
+    """Give ranges their step; returns the row of the innermost one at each time on a thread.
 
     Raises:
-        TraceError: the ranges of one thread cross, or nest too deep.
+        TraceError: the ranges of one thread cross.
     """
     range_thread, starts, ends = (ranges[column].to_numpy() for column in ("global_thread", "start_ns", "end_ns"))
-    innermost, ranges["parent"], ranges["depth"] = enclosing(range_thread, starts, ends, thread, time_ns)
-    crossing = np.append(ends, NEVER)[ranges["parent"]] < ends
+    innermost, parent, _ = enclosing(range_thread, starts, ends, thread, time_ns)
+    crossing = np.append(ends, NEVER)[parent] < ends
     if crossing.any():
         raise TraceError(f"{path}: {NVTX} range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
                          " began in, expected the push/pop ranges of a thread to nest")
-    if ranges["depth"].max() > DEEPEST:
-        raise TraceError(f"{path}: {NVTX} has {ranges['depth'].max()} ranges within each other, expected at most"
-                         f" {DEEPEST}")
     steps = ranges.loc[ranges["role"] == "step"]
     number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
     number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
     ranges["step"] = number[_open_range(path, ranges, "step", range_thread & PROCESS, starts)]
-    ranges["path"] = _paths(ranges)
     return innermost
 
 
@@ -447,20 +441,6 @@ def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nd
     at = np.searchsorted(key[order], wanted)
     order, key = np.append(order, -1), np.append(key, -1)
     return np.where(key[order[at]] == wanted, order[at], -1)
-
-
-def _paths(ranges: pd.DataFrame) -> pd.Categorical:
-    """The names of the regions around each range, outermost first; a phase or step begins anew, with ""."""
-    names, code = ranges["name"].cat.categories, ranges["name"].cat.codes.to_numpy()
-    parent, depth, is_region = ranges["parent"].to_numpy(), ranges["depth"].to_numpy(), (ranges["role"] == "region").to_numpy()
-    texts, path = {"": 0}, np.zeros(len(ranges) + 1, int)  # the last is for "no range", which is row -1
-    for level in range(1, depth.max(initial=0) + 1):
-        rows = np.flatnonzero((depth == level) & is_region)
-        pairs, index = np.unique(path[parent[rows]] * len(names) + code[rows], return_inverse=True)
-        known = list(texts)
-        new = ["/".join(filter(None, [known[pair // len(names)], names[pair % len(names)]])) for pair in pairs.tolist()]
-        path[rows] = np.array([texts.setdefault(text, len(texts)) for text in new], int)[index]
-    return pd.Categorical.from_codes(path[:-1], list(texts))
 
 
 def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:

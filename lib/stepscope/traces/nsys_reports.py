@@ -87,7 +87,7 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
 
     Returns:
         A row per line, in its order; ranges without the colon of the default domain (":forward" is "forward"). Where nsys
-        says that the capture does not contain such data, no rows, and its words in frame.attrs["empty_because"].
+        says that the capture does not contain such data, no rows.
 
     Raises:
         ReportError: the file is absent, empty, truncated, or another report; a column is missing or has an unknown unit; a
@@ -112,7 +112,7 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
               for name, (place, heading, factor) in _factors(path, places).items()}
     if "range" in values:
         values["range"] = [str(name).removeprefix(":") for name in values["range"]]
-    frame = _table(values, columns, "" if rows else "the report has a header and no rows")
+    frame = _table(values, columns)
     # Each row's share is rounded to a tenth, and all make 100: a file cut between two lines shows in nothing else.
     total = frame["time_percent"].sum() if rows and "time_percent" in values else 100
     if total < 100 - 0.05 * (len(rows) + 1):
@@ -172,7 +172,7 @@ def _nothing(path: Path, report: str, lines: list[str]) -> pd.DataFrame:
     said = [line.strip() for line in lines if line.strip()] or ["nothing"]
     for line in said:
         if "does not contain" in line:
-            return _table({}, REPORTS[report], line)
+            return _table({}, REPORTS[report])
     raise ReportError(f"{path}: no line is the header of {report}, expected its columns, found {said[0][:SHOWN]!r}")
 
 
@@ -253,10 +253,7 @@ def _value(field: str, name: str, kind: str, factor: float, where: str) -> int |
     return round(number)
 
 
-def _table(values: dict[str, list], columns: dict, empty_because: str) -> pd.DataFrame:
+def _table(values: dict[str, list], columns: dict) -> pd.DataFrame:
     """All columns with their types, those without values missing throughout."""
     none = [None] * max(map(len, values.values()), default=0)
-    frame = pd.DataFrame({name: pd.Series(values.get(name, none), dtype=kind) for name, (_, kind) in columns.items()})
-    if empty_because:
-        frame.attrs["empty_because"] = empty_because
-    return frame
+    return pd.DataFrame({name: pd.Series(values.get(name, none), dtype=kind) for name, (_, kind) in columns.items()})
