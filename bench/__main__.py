@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from timeit import default_timer
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -28,12 +29,17 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.nsys.measure import profiler_here
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
-from stepscope.traces.nsys_program import capture, make_reports
+from stepscope.traces.nsys_program import NsysError, capture, make_reports
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
-CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 512}, {"size": "medium", "context_length": 512}],
-                  "cpu": [{"size": "tiny", "context_length": 128, "vocab_size": 1000}]}
+CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
+    "cuda": [{"size": "small", "context_length": 512}, {"size": "medium", "context_length": 512}],
+    "cpu": [{"size": "tiny", "context_length": 128, "vocab_size": 1000}]}
+
+
+def config_of(**values: Any) -> StepConfig:
+    return cast(StepConfig, configure("benchmark", **values))
 
 
 def harness_ms(step: Step) -> float:
@@ -89,14 +95,14 @@ def bench(console: Console) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     library = "triton.testing.do_bench" if device == "cuda" else "torch.utils.benchmark.Timer"
     for values in CONFIGURATIONS[device]:
-        step = build_step(configure("benchmark", device=device, **values))
+        step = build_step(config_of(device=device, **values))
         for _ in range(5):
             step()
         _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}", step,
                  {"the harness": harness_ms, "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
         del step
     size = "small" if device == "cuda" else "nano"
-    step = build_step(configure("benchmark", device=device, size=size, context_length=128, mode="forward"))
+    step = build_step(config_of(device=device, size=size, context_length=128, mode="forward"))
     for _ in range(20):
         step()
     _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
@@ -142,30 +148,41 @@ def _bench_sweep(console: Console, device: str) -> None:
 def _bench_accounting(console: Console, device: str) -> None:
     """The accounting of one event-level export, against nsys's own reports of the same file where nsys is whole."""
     with tempfile.TemporaryDirectory() as folder:
-        export, nsys = Path(folder) / "capture.sqlite", None if device == "cpu" else profiler_here(device)[1]
-        if nsys:
-            config = configure("benchmark", device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
-            captured = capture([config], Path(folder) / "capture", nsys)[0]
-            export = make_reports(nsys, captured.file, Path(folder), "capture")
-        else:
-            make_capture(export, kernels=100_000, ranges=100_000)
+        nsys = None if device == "cpu" else profiler_here(device)[1]
+        export = _export(Path(folder), device, nsys)
 
         def account() -> None:
             operations, ranges = load_trace(export)
             check_conservation(operations, activity_totals(export))
             phase_clocks(operations, ranges)
             operations.groupby(["phase", "region", "name"], observed=True)["duration_ns"].sum()
-        seconds = {"load here": _seconds(lambda: load_trace(export)), "load, check, clocks and summary here": _seconds(account)}
+        first = _seconds(lambda: load_trace(export))
+        seconds: dict[str, float | str] = {"load here": first,
+                                           "load, check, clocks and summary here": _seconds(account)}
         for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
-            seconds[f"nsys stats {report}"] = _seconds(lambda: subprocess.run(
-                [nsys, "stats", "--report", report, "--format", "csv", "--output", "-", str(export)], check=True, capture_output=True))
+            command = [str(nsys), "stats", "--report", report, "--format", "csv", "--output", "-", str(export)]
+            seconds[f"nsys stats {report}"] = _seconds(
+                lambda: subprocess.run(command, check=True, capture_output=True))
         seconds |= _others(export, Path(folder))
         operations = int(activity_totals(export)["operations"].sum())
-    first = seconds["load here"]
-    table = Table("accounting of one capture", "s", "ratio to load here", title=f"{operations:,} GPU operations", title_justify="left")
+    table = Table("accounting of one capture", "s", "ratio to load here", title=f"{operations:,} GPU operations",
+                  title_justify="left")
     for name, value in seconds.items():
         table.add_row(name, *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
     console.print(table)
+
+
+def _export(folder: Path, device: str, nsys: Path | None) -> Path:
+    """A capture's export: of this machine's steps, or a made-up one where there is no nsys."""
+    export = folder / "capture.sqlite"
+    if nsys is None:
+        make_capture(export, kernels=100_000, ranges=100_000)
+        return export
+    config = config_of(device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
+    captured = capture([config], folder / "capture", nsys)[0]
+    if captured.file is None:
+        raise NsysError(f"nothing was captured: {captured.outcome['cause']}")
+    return make_reports(nsys, captured.file, folder, "capture")
 
 
 def _others(export: Path, folder: Path) -> dict[str, float | str]:

@@ -1,7 +1,6 @@
 """What a sweep's engine and the store cost by themselves: a simulated sweep, and a store of many records."""
 import json
 import multiprocessing
-import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
@@ -13,6 +12,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from bench.traces import peak_mib
 from stepscope.config import RunConfig, configure
 from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.store import Record, Store, write_table
@@ -91,8 +91,7 @@ def _in_process(folder: str) -> dict[str, float]:
 def _load(folder: str) -> dict[str, float]:
     (frame, _), load_s = _timed(lambda: Store(Path(folder)).frame())
     _, filter_s = _timed(lambda: frame.query("duration_s > 30 and size == 'small'"))
-    peak_kib = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-    return {"load_s": load_s, "filter_s": filter_s, "peak_mib": peak_kib / 1024}
+    return {"load_s": load_s, "filter_s": filter_s, "peak_mib": peak_mib()}
 
 
 def _timed(work):

@@ -5,7 +5,6 @@
 
 import json
 import multiprocessing
-import re
 import sqlite3
 import sys
 import tempfile
@@ -104,6 +103,12 @@ def write_chrome_trace(export: Path, path: Path) -> None:
     path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [], "traceEvents": trace}))
 
 
+def peak_mib() -> float:
+    """The most memory that this process has had; on Linux."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
+
+
 def _measure(path: str) -> dict[str, float]:
     begin = time.perf_counter()
     operations, ranges = load_trace(path)
@@ -112,9 +117,8 @@ def _measure(path: str) -> dict[str, float]:
     clocks = phase_clocks(operations, ranges)
     operations.groupby(["phase", "region", "family"], observed=True)["duration_ns"].sum()
     accounted = time.perf_counter()
-    peak_kib = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return {"kernels": len(operations), "ranges": len(ranges), "load_s": loaded - begin,
-                "account_s": accounted - loaded, "peak_mib": peak_kib / 1024,
+                "account_s": accounted - loaded, "peak_mib": peak_mib(),
                 "in_phases": int(clocks["operations"].sum())}
 
 

@@ -1,10 +1,11 @@
 """Published reports on the same questions: the figures they print, as data, and what in those figures is in doubt."""
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stepscope import StepscopeError
 from stepscope.config import PRECISIONS, SIZES
@@ -16,7 +17,18 @@ KINDS = {"spread": "a spread of more than 5%", "rate": "more arithmetic than a l
          "clocks": "two times for one pass", "flat": "no growth with the work", "ratios": "parts that do not add up",
          "monotone": "a larger model that is faster", "estimates": "an estimate, not a measurement"}
 
-Positive, Count = Annotated[float, Field(gt=0)], Annotated[int, Field(gt=0)]
+
+
+def _one_of(known: Collection[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"expected one of {', '.join(known)}")
+        return value
+    return AfterValidator(check)
+
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
 
 
 class PublishedError(StepscopeError, ValueError):
@@ -34,7 +46,7 @@ class Strict(BaseModel):
 class Doubt(Strict):
     """What is in doubt about a figure, in words; ``beside``, as printed, are the others that the doubt rests on."""
 
-    kind: Literal[tuple(KINDS)]
+    kind: Annotated[str, _one_of(KINDS)]
     beside: list[str] = []
     says: str
 
@@ -42,11 +54,11 @@ class Doubt(Strict):
 class Figure(Strict):
     """One printed time and what is printed beside it."""
 
-    size: Literal[tuple(SIZES)] | None = None
+    size: Annotated[str, _one_of(SIZES)] | None = None
     context_length: Count | None = None
     batch_size: Count | None = None
     phase: Literal["forward", "backward", "forward_backward", "step"] | None = None
-    precision: Literal[PRECISIONS] | None = None
+    precision: Annotated[str, _one_of(PRECISIONS)] | None = None
     clock: Literal["wall", "nvtx", "nsys", "kernels"] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     timed_steps: Count | None = None

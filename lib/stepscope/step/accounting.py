@@ -9,11 +9,12 @@ What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), a
 """
 import re
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pandas as pd
 
 from stepscope import StepscopeError
-from stepscope.config import PHASES, ConfigError, RunConfig, configure
+from stepscope.config import PHASES, ConfigError, StepConfig, configure
 from stepscope.step.model import parameter_count
 
 MIB = 2**20
@@ -100,7 +101,7 @@ FORMULAS = {
 }
 
 
-def terms(config: RunConfig) -> dict[str, int]:
+def terms(config: StepConfig) -> dict[str, int]:
     """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F d_ff, H heads)."""
     B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff, config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
@@ -113,7 +114,7 @@ def terms(config: RunConfig) -> dict[str, int]:
             "t": T * (C // H), "": 1}                    # a table of RoPE
 
 
-def value(formula: str, config: RunConfig) -> int:
+def value(formula: str, config: StepConfig) -> int:
     """A formula's bytes."""
     letters = terms(config)
     return sum(int(number) * letters[letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula))
@@ -135,7 +136,7 @@ def rounding(size: int, number: int) -> int:
     return number * (exact - size) + (number // fit * left if left <= MIB else 0)
 
 
-def parameter_rounding(config: RunConfig) -> int:
+def parameter_rounding(config: StepConfig) -> int:
     """Bytes that the allocator adds to one set of tensors of the parameters' shapes, each in fresh memory."""
     t = terms(config)
     counts = {"A": 4 * config.num_layers, "M": 3 * config.num_layers, "E": 2, "C": 2 * config.num_layers + 1}
@@ -162,7 +163,7 @@ class Instant:
         return sum(self.categories.values())
 
 
-def require_formulas(config: RunConfig) -> Formulas:
+def require_formulas(config: StepConfig) -> Formulas:
     """The formulas of a configuration's precision.
 
     Raises:
@@ -174,7 +175,7 @@ def require_formulas(config: RunConfig) -> Formulas:
     return FORMULAS["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
-def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
+def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
     """Every instant of a steady step that can be its peak, in order, each with its bytes by category.
 
     In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries. With
@@ -239,7 +240,7 @@ def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]
     return found
 
 
-def at_rest(config: RunConfig) -> dict[str, int]:
+def at_rest(config: StepConfig) -> dict[str, int]:
     """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the batch."""
     t, parameters = terms(config), 4 * parameter_count(config)
     state = 2 * parameters if config.mode == "step" else 0
@@ -249,7 +250,7 @@ def at_rest(config: RunConfig) -> dict[str, int]:
                                            "allocator rounding": sets * parameter_rounding(config) * (config.device == "cuda")}
 
 
-def peak(config: RunConfig, blocks_per_checkpoint: int = 0) -> Instant:
+def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     """The instant of a steady step at which most is allocated.
 
     Raises:
@@ -258,7 +259,7 @@ def peak(config: RunConfig, blocks_per_checkpoint: int = 0) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 
-def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
+def largest_that_fits(config: StepConfig, field: str, memory_mib: float) -> int:
     """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much memory, in MiB.
 
     The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come on top.
@@ -276,9 +277,10 @@ def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
     return low
 
 
-def on_gpu(**fields) -> RunConfig:
+def on_gpu(**fields: Any) -> StepConfig:
     """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
-    return configure("benchmark", **fields | {"device": "cpu"}).model_copy(update={"device": "cuda"})
+    config = cast(StepConfig, configure("benchmark", **fields | {"device": "cpu"}))
+    return config.model_copy(update={"device": "cuda"})
 
 
 def predicted_peak_mib(fields: dict) -> float | None:
@@ -291,7 +293,7 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: RunConfig, memory_mib: float) -> pd.DataFrame:
+def what_fits(config: StepConfig, memory_mib: float) -> pd.DataFrame:
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
     Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits, largest_context (at the batch given), largest_batch (at the

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import nvtx
 import torch
@@ -49,7 +50,7 @@ def use_profiler_ranges() -> None:
 def region(name: str) -> Callable:
     """Name a method as one region of the model; the method itself is returned unchanged."""
     def mark(method: Callable) -> Callable:
-        method.region = name
+        setattr(method, "region", name)  # noqa: B010: no type of a function has the attribute
         return method
     return mark
 
@@ -80,14 +81,15 @@ class Annotation:
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int, str]] = []  # (first, end) of each region's numbers; inner regions before outer
-        self.output = None                          # of the region that ended last
+        self.output: Any = None                     # of the region that ended last
 
     def link_backward(self) -> None:
         """Between forward and backward: hang on each autograd node an NVTX range of the region that made it."""
-        owners = {}
-        for first, end, name in reversed(self.made):  # inner regions overwrite outer ones
-            owners.update(dict.fromkeys(range(first, end), name))
-        todo, seen = [(self.output.grad_fn, None)], set()
+        owners: dict[int, str] = {}
+        for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
+            owners.update(dict.fromkeys(range(first, end), region_name))
+        todo: list[tuple[Any, str | None]] = [(self.output.grad_fn, None)]
+        seen = set()
         while todo:
             node, maker = todo.pop()
             if node is None or node in seen:

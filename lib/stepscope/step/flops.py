@@ -3,10 +3,10 @@
 The convention is that of ``torch.utils.flop_counter`` and of the PaLM paper's appendix B; norms, softmax and other
 pointwise work are left out, and the whole T x T square of attention is counted, since eager attention computes it.
 """
-from stepscope.config import PHASES, RunConfig
+from stepscope.config import PHASES, StepConfig
 
 
-def forward_flops(config: RunConfig) -> dict[str, int]:
+def forward_flops(config: StepConfig) -> dict[str, int]:
     """FLOPs of one forward pass by region."""
     tokens = config.batch_size * config.context_length
     project = 2 * tokens * config.d_model**2
@@ -17,7 +17,7 @@ def forward_flops(config: RunConfig) -> dict[str, int]:
             | {"head": 2 * tokens * config.d_model * config.vocab_size})
 
 
-def forward_bytes(config: RunConfig) -> dict[str, int]:
+def forward_bytes(config: StepConfig) -> dict[str, int]:
     """Bytes that one fp32 forward pass of the eager model has to move, by region.
 
     Every operation of the model as it is written reads each of its inputs once and writes its output once; what a cache
@@ -49,12 +49,12 @@ def forward_bytes(config: RunConfig) -> dict[str, int]:
     return {region: 4 * count for region, count in floats.items()}
 
 
-def phase_flops(config: RunConfig) -> dict[str, int]:
+def phase_flops(config: StepConfig) -> dict[str, int]:
     """FLOPs by phase. Backward needs each product twice, once for either factor's gradient; AdamW multiplies no matrices."""
     forward = sum(forward_flops(config).values())
     return {"forward": forward, "loss": 0, "backward": 2 * forward, "optimizer": 0}
 
 
-def step_flops(config: RunConfig) -> int:
+def step_flops(config: StepConfig) -> int:
     """FLOPs of what the configuration's mode runs."""
     return sum(phase_flops(config)[phase] for phase in PHASES[config.mode])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.step.annotate import region
-from stepscope.config import RunConfig
+from stepscope.config import StepConfig
 
 
 class RMSNorm(nn.Module):
@@ -29,7 +29,8 @@ def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> t
     """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t * base^(-2i/D)."""
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
-    return tuple(table.to(torch.get_default_dtype()) for table in (angle.cos(), angle.sin()))
+    dtype = torch.get_default_dtype()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 class Attention(nn.Module):
@@ -126,7 +127,7 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the embedding."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: StepConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config.d_model, config.d_ff, config.num_heads, config.attention)
@@ -160,7 +161,7 @@ class TransformerLM(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def parameter_count(config: RunConfig) -> int:
+def parameter_count(config: StepConfig) -> int:
     """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""
     block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
     return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model

@@ -2,11 +2,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepscope.config import RunConfig
+from stepscope.config import StepConfig
 from stepscope.step.model import TransformerLM
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -16,9 +17,9 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Step:
     """A model on its device with one batch, and what one step does with them."""
 
-    config: RunConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None  # only where the mode uses it
+    config: StepConfig
+    model: TransformerLM
+    optimizer: Any  # torch.optim.AdamW; None where the mode does not use one
     scaler: torch.amp.GradScaler
     tokens: Tensor   # (B, T) int64
     targets: Tensor  # (B, T) int64
@@ -50,7 +51,7 @@ class Step:
         return torch.autocast(self.config.device, dtype=dtype) if dtype else nullcontext()
 
 
-def build_step(config: RunConfig) -> Step:
+def build_step(config: StepConfig) -> Step:
     """The step of one configuration: weights, batch and targets drawn from its seed, on its device.
 
     A GPU's peaks of memory count from here on: what ran before in this process is none of this step's.
@@ -72,7 +73,9 @@ def build_step(config: RunConfig) -> Step:
             optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
                                           foreach=config.optimizer == "foreach")
     scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
-    return Step(config, torch.compile(model) if config.compile else model, optimizer, scaler, tokens, targets)
+    if config.compile:
+        model = cast(TransformerLM, torch.compile(model))
+    return Step(config, model, optimizer, scaler, tokens, targets)
 
 
 class out_of_memory_names:

@@ -327,8 +327,11 @@ def _integers(path: Path | str, table: str, columns: Sequence[str], where: str =
             row ends before it starts.
     """
     found = _arrow(path, table, columns, where)
-    if found is None:
-        return np.zeros((len(columns), 0), np.int64)
+    return np.zeros((len(columns), 0), np.int64) if found is None else _checked(path, table, found)
+
+
+def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
+    """_integers of what was read of a table."""
     for name, column in zip(found.column_names, found.columns):
         if not pa.types.is_int64(column.type):
             raise TraceError(f"{path}: {table} has {column.type} values in its column {name}, expected integers")
@@ -386,11 +389,13 @@ def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
     and their texts.
     """
     where = f"eventType = {PUSH_POP}"
-    numbers = _integers(path, NVTX, ["start", 'coalesce("end", start) AS "end"', '"end" IS NULL AS open', "globalTid",
-                                     "coalesce(domainId, 0) AS domainId", "textId"], where)
-    texts = _arrow(path, NVTX, ["CAST(coalesce(text, '') AS TEXT) AS text"], where)
-    column = pa.array([], pa.string()) if texts is None else texts["text"].combine_chunks()
-    return numbers, column.dictionary_encode()
+    columns = ["start", 'coalesce("end", start) AS "end"', '"end" IS NULL AS open', "globalTid",
+               "coalesce(domainId, 0) AS domainId", "textId", "coalesce(text, '') AS text"]
+    found = _arrow(path, NVTX, columns, where)
+    if found is None:
+        return np.zeros((len(columns) - 1, 0), np.int64), pa.array([], pa.string()).dictionary_encode()
+    texts = found["text"].combine_chunks().cast(pa.string()).dictionary_encode()
+    return _checked(path, NVTX, found.drop_columns(["text"])), texts
 
 
 def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Connection, phases: Sequence[str],

@@ -100,7 +100,8 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     Each gets the first of these that no other name of the list has: its short_name cut in the middle to `width`
     characters, its whole short_name, its whole template, its full name.
     """
-    pending, shown = list(dict.fromkeys(names)), {}
+    pending = list(dict.fromkeys(names))
+    shown: dict[str, str] = {}
     for form in (lambda name: _cut(short_name(name), width), short_name, _bare):
         candidates = {name: form(name) for name in pending}
         count = Counter([*candidates.values(), *shown.values()])

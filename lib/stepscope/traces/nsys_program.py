@@ -9,7 +9,7 @@ from glob import glob
 from pathlib import Path
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig
+from stepscope.config import StepConfig
 from stepscope.traces.nsys_reports import check_fresh
 
 REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum", "nvtx_kern_sum")
@@ -58,12 +58,12 @@ def missing_libraries(nsys: Path) -> list[str]:
 class Capture:
     """One configuration's profile: its file (None when there is none) and what the profiled process said of it."""
 
-    config: RunConfig
+    config: StepConfig
     file: Path | None
     outcome: dict  # status (captured, oom, crashed), cause, before_ms, within_ms
 
 
-def capture(configs: list[RunConfig], folder: Path, nsys: Path | None) -> list[Capture]:
+def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[Capture]:
     """Profile configurations one after another in one process, each in a capture of its own.
 
     Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the profile it
@@ -75,7 +75,8 @@ def capture(configs: list[RunConfig], folder: Path, nsys: Path | None) -> list[C
     Raises:
         NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler said.
     """
-    captures, left = [], list(configs)
+    captures: list[Capture] = []
+    left = list(configs)
     while left:
         own = folder / f"process{len(captures)}"
         own.mkdir(parents=True)

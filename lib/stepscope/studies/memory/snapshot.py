@@ -62,9 +62,14 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     Raises:
         SnapshotError: the history has another shape than PyTorch's.
     """
-    rows, open_at, event = [], {}, 0
+    rows: list[list[Any]] = []
+    open_at: dict[int, int] = {}
+    event = 0
     try:
         for entry in snapshot["device_traces"][device]:
+            for number in (entry["addr"], entry["size"]):
+                if not isinstance(number, int) or not 0 <= number < 2**63:
+                    raise ValueError(f"{number!r:.80} is no address or size of 64 bits")
             if entry["action"] == "alloc":
                 line, function = _place(entry.get("frames", []))
                 open_at[entry["addr"]] = len(rows)
@@ -75,8 +80,9 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
             else:
                 continue
             event += 1
-    except (KeyError, IndexError, TypeError) as error:
-        raise SnapshotError(f"the snapshot's history of device {device} is not as expected ({type(error).__name__}: {error})") from None
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the snapshot's history of device {device} is not as expected"
+                            f" ({type(error).__name__}: {error})") from None
     return pd.DataFrame(rows, columns=ALLOCATION_COLUMNS).astype({"freed_at": "Int64"})
 
 
