@@ -54,7 +54,9 @@ def harness_ms(step: Step) -> float:
 
 
 def bare_ms(step: Step) -> float:
-    """Median of a step between two CUDA events and nothing else; on a CPU, between two readings of the host's clock."""
+    """Median of a step between two CUDA events and nothing else; on a CPU, between two readings of the host's
+    clock.
+    """
     times_ms = []
     for _ in range(STEPS):
         step.clear_gradients()
@@ -146,7 +148,9 @@ def _bench_sweep(console: Console, device: str) -> None:
 
 
 def _bench_accounting(console: Console, device: str) -> None:
-    """The accounting of one event-level export, against nsys's own reports of the same file where nsys is whole."""
+    """The accounting of one event-level export, against nsys's own reports of the same file where nsys is
+    whole.
+    """
     with tempfile.TemporaryDirectory() as folder:
         nsys = None if device == "cpu" else profiler_here(device)[1]
         export = _export(Path(folder), device, nsys)
@@ -186,10 +190,12 @@ def _export(folder: Path, device: str, nsys: Path | None) -> Path:
 
 
 def _others(export: Path, folder: Path) -> dict[str, float | str]:
-    """What two programs for the same purpose take to give each kernel its range, in s, or why they were not run.
+    """What two programs for the same purpose take to give each kernel its range, in s, or why they were not
+    run.
 
-    Both are asked for less than is done here: nsys-ai leaves out kernels that no range holds, copies and fills; Holistic
-    Trace Analysis reads torch.profiler's format, so it gets the same operations in that, with the phases only.
+    Both are asked for less than is done here: nsys-ai leaves out kernels that no range holds, copies and
+    fills; Holistic Trace Analysis reads torch.profiler's format, so it gets the same operations in that, with
+    the phases only.
     """
     seconds: dict[str, float | str] = {}
     missing = "not installed (it comes with the extra 'bench')"

@@ -33,7 +33,9 @@ def simulated(config: RunConfig, folder: Path, timeout_s: float | None, more: bo
 
 
 def bench_engine(console: Console, runs: int = 10_000, workers: str | None = None) -> None:
-    """Print what a run costs beyond its notebook, over a simulated sweep: in the mean, at its beginning and at its end."""
+    """Print what a run costs beyond its notebook, over a simulated sweep: in the mean, at its beginning and
+    at its end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         sweep, store = Path(folder) / "simulated.yaml", Store(Path(folder) / "runs")
         sweep.write_text(yaml.safe_dump({"study": "benchmark", "axes": {"seed": list(range(runs))}, "fixed":
@@ -72,7 +74,9 @@ def make_store(root: Path, records: int) -> None:
 
 
 def bench_store(console: Console, counts: tuple[int, ...] = (1_000, 10_000, 100_000)) -> None:
-    """Print what it takes to list, filter and load stores of so many records, in a process of their own each."""
+    """Print what it takes to list, filter and load stores of so many records, in a process of their own
+    each.
+    """
     table = Table("records", "list and load, s", "filter, ms", "peak of the process, MiB",
                   title="A store into one DataFrame", title_justify="left")
     for count in counts:

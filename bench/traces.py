@@ -26,8 +26,9 @@ MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
     """A capture of about that many ranges, and exactly that many kernels, launched evenly over its steps.
 
-    A step is a forward and a backward, which are made of blocks of four regions each; backward's blocks and launches are
-    on a second thread. Names of ranges are registered strings; there are 50 kernels of two families.
+    A step is a forward and a backward, which are made of blocks of four regions each; backward's blocks and
+    launches are on a second thread. Names of ranges are registered strings; there are 50 kernels of two
+    families.
     """
     blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # in each phase: a block and its four regions are five ranges
     unit = 10_000  # ns in one region
@@ -76,8 +77,9 @@ def add_short_names(path: Path) -> None:
 def write_chrome_trace(export: Path, path: Path) -> None:
     """The operations, launches and ranges of an export as torch.profiler would have written them.
 
-    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it begins. The phases
-    are also there as the GPU sees them (``gpu_user_annotation``): from the first to the last of their operations.
+    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it
+    begins. The phases are also there as the GPU sees them (``gpu_user_annotation``): from the first to the
+    last of their operations.
     """
     operations, ranges = load_trace(export)
     operations = operations[operations["launch_start_ns"].notna()]
@@ -126,7 +128,8 @@ def bench_trace(kernels: int = 1_000_000, ranges: int = 1_000_000) -> dict[str, 
     """Load a made-up capture in a process of its own; print and return what it took.
 
     Returns:
-        kernels, ranges (in the capture), load_s, account_s (conservation, clocks and a summary), peak_mib (of the whole
+        kernels, ranges (in the capture), load_s, account_s (conservation, clocks and a summary), peak_mib (of
+        the whole
         process: interpreter, pandas and results; Linux only), in_phases (operations in the table of clocks).
     """
     with tempfile.TemporaryDirectory() as folder:

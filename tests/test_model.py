@@ -1,4 +1,6 @@
-"""The model against independent ones: parameter counts, numerics, FLOPs; and the names its parts bear in a profile."""
+"""The model against independent ones: parameter counts, numerics, FLOPs; and the names its parts bear in a
+profile.
+"""
 from contextlib import contextmanager
 
 import pytest
@@ -76,8 +78,9 @@ def in_llama(name):
 def llama_like(model, config, exact):
     """The library's Llama with the same weights.
 
-    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm and tables
-    from complex exponentials in their place, and leaves all else (projections, rotation, attention, MLP, residuals) its.
+    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm
+    and tables from complex exponentials in their place, and leaves all else (projections, rotation,
+    attention, MLP, residuals) its.
     """
     with float64():
         llama = LlamaForCausalLM(LlamaConfig(

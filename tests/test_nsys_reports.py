@@ -1,4 +1,6 @@
-"""Reports of `nsys stats`: a real set of files, the headers of other releases, and files that must be refused."""
+"""Reports of `nsys stats`: a real set of files, the headers of other releases, and files that must be
+refused.
+"""
 
 import os
 from pathlib import Path

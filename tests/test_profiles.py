@@ -1,4 +1,6 @@
-"""The nsys study's accounting: on a real H200 capture of the annotated step (scrubbed), and on real captures made here."""
+"""The nsys study's accounting: on a real H200 capture of the annotated step (scrubbed), and on real captures
+made here.
+"""
 import json
 import shutil
 from pathlib import Path
@@ -66,7 +68,9 @@ def test_a_total_that_differs_from_nsys_own_raises(report, family):
 
 
 def test_a_report_that_cannot_be_used_is_left_out_and_named(tmp_path, monkeypatch):
-    """Everything of the capture but that report is kept, and the answer says so. nsys stands in by a real capture of its."""
+    """Everything of the capture but that report is kept, and the answer says so. nsys stands in by a real
+    capture of its.
+    """
     def make_reports(_, report, folder, mode):
         for name in nsys.REPORTS:
             text = (EXPORT.parent / f"sample_{name}.csv").read_text() if name == "nvtx_kern_sum" else f"x does not contain {name}\n"
@@ -127,7 +131,9 @@ def test_out_of_memory_costs_one_profile_only(tmp_path):
 
 
 def test_a_crash_costs_one_profile_only(tmp_path, monkeypatch):
-    """The process is killed in its second profile; the first is kept and the third made by a process started anew."""
+    """The process is killed in its second profile; the first is kept and the third made by a process started
+    anew.
+    """
     real = nsys.subprocess.run
 
     def run(command, **kwargs):

@@ -1,4 +1,6 @@
-"""Published figures: the shipped file, files to refuse, and that the doubts beside the figures follow from them."""
+"""Published figures: the shipped file, files to refuse, and that the doubts beside the figures follow from
+them.
+"""
 import json
 import math
 

@@ -1,4 +1,6 @@
-"""The timing harness: which rows a measurement has, and that the clocks' readings are put where they belong."""
+"""The timing harness: which rows a measurement has, and that the clocks' readings are put where they
+belong.
+"""
 import pytest
 import torch
 from conftest import HUGE
@@ -57,7 +59,8 @@ def test_the_sm_clock_is_read_once_after_each_step_and_outside_the_clocks(tiny, 
 
 def test_host_times_are_the_differences_of_what_the_clock_showed(tiny, wait_free):
     samples = measure(build_step(tiny(mode="step", timed_steps=1)))
-    # The clock is read at the start, at the end of each of the four phases, and at the end of the step: 5 seconds.
+    # The clock is read at the start, at the end of each of the four phases, and at the end of the step: 5
+    # seconds.
     assert samples["time_ms"].tolist() == [1000, 1000, 1000, 1000, 5000]
     assert samples["enqueue_ms"].tolist() == [1000, 1000, 1000, 1000, 4000]
 
@@ -66,7 +69,9 @@ def test_host_times_are_the_differences_of_what_the_clock_showed(tiny, wait_free
 
 @pytest.fixture
 def watched(tiny):
-    """A measured step's model, with what was true of it at the start of each forward: gradients, and the weights."""
+    """A measured step's model, with what was true of it at the start of each forward: gradients, and the
+    weights.
+    """
     def watch(mode, **fields):
         step, seen = build_step(tiny(mode=mode, **fields)), []
 
@@ -166,7 +171,8 @@ def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
 
 
 def test_a_step_that_does_not_fit_runs_out_of_memory_by_name():
-    # Logits of a million tokens over sixteen million words; weights and batch alone are a few hundred megabytes.
+    # Logits of a million tokens over sixteen million words; weights and batch alone are a few hundred
+    # megabytes.
     shape = {"context_length": 1, "batch_size": 2**20, "vocab_size": 2**24, "mode": "forward"}
     step = build_step(configure("benchmark", **HUGE | shape))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):

@@ -1,4 +1,6 @@
-"""Attribution and accounting of GPU operations: on a real capture against nsys's own reports, and on made-up ones."""
+"""Attribution and accounting of GPU operations: on a real capture against nsys's own reports, and on made-up
+ones.
+"""
 
 import shutil
 import sqlite3
@@ -183,7 +185,9 @@ def nvtx(start, end, name, thread, domain=0) -> tuple:
 
 
 def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
-    """An export of these launches (time, thread), ranges (nvtx's arguments) and kernels (rows of the table)."""
+    """An export of these launches (time, thread), ranges (nvtx's arguments) and kernels (rows of the
+    table).
+    """
     if kernels is None:  # one per launch, of 40 ns, 1000 ns later
         kernels = [(t + 1000, t + 1040, 0, 7, i, thread & trace.PROCESS, 1) for i, (t, thread) in enumerate(launches)]
     write_export(path, StringIds=STRINGS, NVTX_EVENTS=[nvtx(*r) for r in ranges], CUPTI_ACTIVITY_KIND_KERNEL=kernels,
@@ -278,7 +282,8 @@ def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
 
 
 def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
-    # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step: two; in none: one.
+    # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step:
+    # two; in none: one.
     kernels = [(100, 120, 0, 7, 0, PROCESS_ID, 1), (110, 130, 0, 8, 1, PROCESS_ID, 1), (112, 115, 0, 9, 2, PROCESS_ID, 1),
                (140, 160, 0, 7, 3, PROCESS_ID, 2), (170, 180, 0, 7, 4, PROCESS_ID, 2), (175, 190, 0, 8, 5, PROCESS_ID, 2),
                (300, 310, 0, 7, 6, PROCESS_ID, 2)]
@@ -505,6 +510,7 @@ def test_the_benchmarks_capture_is_attributed_as_it_was_made(tmp_path):
     regions = sums(operations, "region")["size"]
     assert set(regions.index) == {"unattributed", "a", "b", "c", "d"}
     assert regions.drop("unattributed").max() - regions.drop("unattributed").min() < 20
-    # A block's time is that of its four regions, and one region's time before the first block and after the last has none.
+    # A block's time is that of its four regions, and one region's time before the first block and after the
+    # last has none.
     blocks = (ranges["name"] == "block").sum() / 20
     assert regions["unattributed"] / 5000 == pytest.approx(2 / (4 * blocks + 2), abs=0.01)

@@ -1,4 +1,6 @@
-"""YAML from people: plain data is read, and what is none is refused in one sentence that names the file, at once."""
+"""YAML from people: plain data is read, and what is none is refused in one sentence that names the file, at
+once.
+"""
 import os
 
 import pytest

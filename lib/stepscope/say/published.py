@@ -1,4 +1,6 @@
-"""Published reports on the same questions: the figures they print, as data, and what in those figures is in doubt."""
+"""Published reports on the same questions: the figures they print, as data, and what in those figures is in
+doubt.
+"""
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -32,7 +34,9 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class PublishedError(StepscopeError, ValueError):
-    """A file of figures that cannot be used; the text names the file, the entry, and what is wrong with it."""
+    """A file of figures that cannot be used; the text names the file, the entry, and what is wrong with
+    it.
+    """
 
 
 INTEGERS = ["assumed_batch_size", "context_length", "batch_size", "warmup_steps", "timed_steps"]
@@ -44,7 +48,9 @@ class Strict(BaseModel):
 
 
 class Doubt(Strict):
-    """What is in doubt about a figure, in words; ``beside``, as printed, are the others that the doubt rests on."""
+    """What is in doubt about a figure, in words; ``beside``, as printed, are the others that the doubt rests
+    on.
+    """
 
     kind: Annotated[str, _one_of(KINDS)]
     beside: list[str] = []
@@ -112,10 +118,12 @@ def _checked(model: type[Strict], content: Any, place: str) -> Any:
 
 
 def load_published(path: Path = SHIPPED) -> pd.DataFrame:
-    """One row a figure, NA where nothing is stated: source (its id), gpu, kernels, assumed_batch_size, then Figure's fields.
+    """One row a figure, NA where nothing is stated: source (its id), gpu, kernels, assumed_batch_size, then
+    Figure's fields.
 
     Raises:
-        PublishedError: no such file, not YAML, unknown keys, values out of range, numbers that as_printed does not show.
+        PublishedError: no such file, not YAML, unknown keys, values out of range, numbers that as_printed
+            does not show.
     """
     try:
         sources = _checked(Published, load_yaml(path), str(path)).sources

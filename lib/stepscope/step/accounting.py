@@ -1,11 +1,13 @@
 """The bytes of a step by closed formula: by category, at every instant that can be its peak; and what fits.
 
-Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`), so each
-instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes. A block saves the same
-whichever it is, and an instant within a block adds to it what is alive just there. Instants that others exceed for every
-shape are left out. The formulas are of eager attention with two heads or more, autocast as CUDA does it.
+Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`),
+so each instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes.
+A block saves the same whichever it is, and an instant within a block adds to it what is alive just there.
+Instants that others exceed for every shape are left out. The formulas are of eager attention with two heads
+or more, autocast as CUDA does it.
 
-What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take workspaces.
+What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take
+workspaces.
 """
 import re
 from dataclasses import dataclass
@@ -29,8 +31,8 @@ class AccountingError(StepscopeError, ValueError):
 
 @dataclass(frozen=True)
 class Formulas:
-    """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result exists beside
-    all that it was made from.
+    """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result
+    exists beside all that it was made from.
 
     ``saved`` and ``copies`` are what a block leaves for its backward, and autocast's copies of its weights.
     """
@@ -102,7 +104,9 @@ FORMULAS = {
 
 
 def terms(config: StepConfig) -> dict[str, int]:
-    """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F d_ff, H heads)."""
+    """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F
+    d_ff, H heads).
+    """
     B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff, config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
             "G": B * T * F,      # feed-forward
@@ -121,11 +125,13 @@ def value(formula: str, config: StepConfig) -> int:
 
 
 def rounding(size: int, number: int) -> int:
-    """Bytes that the caching allocator takes beyond ``number`` tensors of ``size`` bytes, made one after another in fresh memory.
+    """Bytes that the caching allocator takes beyond ``number`` tensors of ``size`` bytes, made one after
+    another in fresh memory.
 
-    The rules of c10/cuda/CUDACachingAllocator.cpp: sizes are multiples of 512 bytes; up to 1 MiB they share segments of 2 MiB;
-    below 10 MiB, segments of 20 MiB; from 10 MiB on each has a segment that is a multiple of 2 MiB. What a segment has left is
-    cut off for others only if it is more than 1 MiB (512 bytes in the small ones); otherwise the last tensor takes it, too.
+    The rules of c10/cuda/CUDACachingAllocator.cpp: sizes are multiples of 512 bytes; up to 1 MiB they share
+    segments of 2 MiB; below 10 MiB, segments of 20 MiB; from 10 MiB on each has a segment that is a multiple
+    of 2 MiB. What a segment has left is cut off for others only if it is more than 1 MiB (512 bytes in the
+    small ones); otherwise the last tensor takes it, too.
     """
     exact = -(-size // 512) * 512
     if size <= MIB:
@@ -178,8 +184,9 @@ def require_formulas(config: StepConfig) -> Formulas:
 def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
     """Every instant of a steady step that can be its peak, in order, each with its bytes by category.
 
-    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries. With
-    ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward again (0: all is kept).
+    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries.
+    With ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward
+    again (0: all is kept).
 
     Raises:
         AccountingError: the configuration has no formulas.
@@ -232,7 +239,8 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
         add("backward", None, operation, of(formula) - head, gradients=head + layers * block, held=logits)
     if config.mode == "step":
         everything = 4 * parameter_count(config)
-        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing beside the state.
+        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing
+        # beside the state.
         root = everything if config.optimizer == "foreach" else 0
         add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4, gradients=everything, held=logits + 4)
         if root and config.device == "cuda":
@@ -241,7 +249,9 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
 
 
 def at_rest(config: StepConfig) -> dict[str, int]:
-    """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the batch."""
+    """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the
+    batch.
+    """
     t, parameters = terms(config), 4 * parameter_count(config)
     state = 2 * parameters if config.mode == "step" else 0
     other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]  # cos and sin, the mask, tokens and targets
@@ -260,9 +270,11 @@ def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
 
 
 def largest_that_fits(config: StepConfig, field: str, memory_mib: float) -> int:
-    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much memory, in MiB.
+    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
+    memory, in MiB.
 
-    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come on top.
+    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come
+    on top.
     """
     def fits(number: int) -> bool:
         return peak(config.model_copy(update={field: number})).allocated <= memory_mib * MIB
@@ -284,7 +296,9 @@ def on_gpu(**fields: Any) -> StepConfig:
 
 
 def predicted_peak_mib(fields: dict) -> float | None:
-    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as of several modes)."""
+    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as
+    of several modes).
+    """
     shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
                                                  "mode", "precision", "attention", "compile", "optimizer")}
     try:
@@ -296,8 +310,8 @@ def predicted_peak_mib(fields: dict) -> float | None:
 def what_fits(config: StepConfig, memory_mib: float) -> pd.DataFrame:
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
-    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits, largest_context (at the batch given), largest_batch (at the
-    context given).
+    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits,
+    largest_context (at the batch given), largest_batch (at the context given).
     """
     rows = []
     for mode in PHASES:

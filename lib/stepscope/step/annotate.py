@@ -1,7 +1,7 @@
 """Names for the parts of a model, as NVTX ranges on demand.
 
-``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for it, so
-that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
+``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for
+it, so that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
 """
 import functools
 import threading
@@ -71,12 +71,13 @@ def _attributes(name: str):
 
 
 class Annotation:
-    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same names.
+    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same
+    names.
 
-    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives each of its
-    nodes the number that its thread's counter had when forward made it. The counter's values at the two ends of a region
-    therefore tell the nodes that the region made: exactly, fused or rewritten operations included, where ranges from
-    module hooks would miss what lies between modules.
+    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives
+    each of its nodes the number that its thread's counter had when forward made it. The counter's values at
+    the two ends of a region therefore tell the nodes that the region made: exactly, fused or rewritten
+    operations included, where ranges from module hooks would miss what lies between modules.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,9 @@ class Annotation:
         self.output: Any = None                     # of the region that ended last
 
     def link_backward(self) -> None:
-        """Between forward and backward: hang on each autograd node an NVTX range of the region that made it."""
+        """Between forward and backward: hang on each autograd node an NVTX range of the region that made
+        it.
+        """
         owners: dict[int, str] = {}
         for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
             owners.update(dict.fromkeys(range(first, end), region_name))
@@ -95,7 +98,8 @@ class Annotation:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            # A parameter's node that stores its gradient has no number of its own; it belongs to the parameter's user.
+            # A parameter's node that stores its gradient has no number of its own; it belongs to the
+            # parameter's user.
             name = owners.get(node._sequence_nr(), maker if node.name().endswith("AccumulateGrad") else None)
             if name:
                 attributes = _attributes(name)

@@ -1,7 +1,8 @@
 """Floating-point operations of the model by closed formula: matrix products only, 2 for each multiply-add.
 
-The convention is that of ``torch.utils.flop_counter`` and of the PaLM paper's appendix B; norms, softmax and other
-pointwise work are left out, and the whole T x T square of attention is counted, since eager attention computes it.
+The convention is that of ``torch.utils.flop_counter`` and of the PaLM paper's appendix B; norms, softmax and
+other pointwise work are left out, and the whole T x T square of attention is counted, since eager attention
+computes it.
 """
 from stepscope.config import PHASES, StepConfig
 
@@ -20,8 +21,9 @@ def forward_flops(config: StepConfig) -> dict[str, int]:
 def forward_bytes(config: StepConfig) -> dict[str, int]:
     """Bytes that one fp32 forward pass of the eager model has to move, by region.
 
-    Every operation of the model as it is written reads each of its inputs once and writes its output once; what a cache
-    spares is not taken off, so that a rate above the memory's shows that data came from the cache.
+    Every operation of the model as it is written reads each of its inputs once and writes its output once;
+    what a cache spares is not taken off, so that a rate above the memory's shows that data came from the
+    cache.
     """
     hidden = config.batch_size * config.context_length * config.d_model
     wide = config.batch_size * config.context_length * config.d_ff
@@ -50,7 +52,9 @@ def forward_bytes(config: StepConfig) -> dict[str, int]:
 
 
 def phase_flops(config: StepConfig) -> dict[str, int]:
-    """FLOPs by phase. Backward needs each product twice, once for either factor's gradient; AdamW multiplies no matrices."""
+    """FLOPs by phase. Backward needs each product twice, once for either factor's gradient; AdamW multiplies
+    no matrices.
+    """
     forward = sum(forward_flops(config).values())
     return {"forward": forward, "loss": 0, "backward": 2 * forward, "optimizer": 0}
 

@@ -11,7 +11,9 @@ from stepscope.config import StepConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in fp32 at least whatever the input's type."""
+    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in fp32 at least whatever the input's
+    type.
+    """
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -26,7 +28,9 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t * base^(-2i/D)."""
+    """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t *
+    base^(-2i/D).
+    """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
     dtype = torch.get_default_dtype()
@@ -34,7 +38,9 @@ def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> t
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with RoPE. Eager attention is written out so that its parts can be seen."""
+    """Causal multi-head self-attention with RoPE. Eager attention is written out so that its parts can be
+    seen.
+    """
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
@@ -125,7 +131,9 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the embedding."""
+    """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the
+    embedding.
+    """
 
     def __init__(self, config: StepConfig):
         super().__init__()
@@ -162,6 +170,8 @@ class TransformerLM(nn.Module):
 
 
 def parameter_count(config: StepConfig) -> int:
-    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""
+    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last
+    norm.
+    """
     block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
     return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model

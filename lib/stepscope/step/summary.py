@@ -10,14 +10,16 @@ GAP = 0.05            # between two groups of samples, over the median
 
 
 def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """One row a group: n, mean, sample standard deviation, median and its bootstrap confidence interval, flags.
+    """One row a group: n, mean, sample standard deviation, median and its bootstrap confidence interval,
+    flags.
 
     Args:
         samples: timing rows (``timing.SAMPLE_COLUMNS``); only timed ones count.
         by: columns that tell the groups; ``phase`` among them.
 
-    Returns columns: by, n, mean_ms, std_ms, median_ms, ci_low_ms, ci_high_ms, enqueue_ms (median), trailing_ms (median
-    time by which the GPU ended after the host's last launch), flags (text, empty when there are none).
+    Returns columns: by, n, mean_ms, std_ms, median_ms, ci_low_ms, ci_high_ms, enqueue_ms (median),
+    trailing_ms (median time by which the GPU ended after the host's last launch), flags (text, empty when
+    there are none).
     """
     timed = samples[samples["timed"]].assign(trailing_ms=trailing_ms)
     rows = []
@@ -35,8 +37,8 @@ def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 def trailing_ms(samples: pd.DataFrame) -> pd.Series:
     """How long after the host had enqueued a row's work the GPU finished it, in ms.
 
-    Both clocks start together at a synchronised step, so the lag at a phase's end is the difference of what each has
-    summed up by then; the whole step's is its wall time less the time to enqueue it.
+    Both clocks start together at a synchronised step, so the lag at a phase's end is the difference of what
+    each has summed up by then; the whole step's is its wall time less the time to enqueue it.
     """
     lag = samples["time_ms"] - samples["enqueue_ms"]
     groups = [column for column in ("study", "run_id", "step") if column in samples]
@@ -54,7 +56,9 @@ def median_interval(times: np.ndarray) -> tuple[float, float]:
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
-    """Percentile bootstrap interval of the ratio of two medians, either side resampled on its own; seeded likewise."""
+    """Percentile bootstrap interval of the ratio of two medians, either side resampled on its own; seeded
+    likewise.
+    """
     if min(len(above), len(below)) < 2:
         return (np.nan, np.nan)
     rng = np.random.default_rng(0)
@@ -64,7 +68,9 @@ def ratio_interval(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
 
 
 def flags(times: np.ndarray) -> list[str]:
-    """Why these samples, in the order they were taken, do not stand for one steady state; empty when they do."""
+    """Why these samples, in the order they were taken, do not stand for one steady state; empty when they
+    do.
+    """
     if len(times) < 4:
         return ["fewer than 4 samples"]
     found, median = [], np.median(times)

@@ -25,7 +25,9 @@ class Step:
     targets: Tensor  # (B, T) int64
 
     def clear_gradients(self) -> None:
-        """Not part of the step, and called before its clocks start: freeing is the allocator's work, not the model's."""
+        """Not part of the step, and called before its clocks start: freeing is the allocator's work, not the
+        model's.
+        """
         self.model.zero_grad(set_to_none=True)
 
     def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
@@ -79,7 +81,9 @@ def build_step(config: StepConfig) -> Step:
 
 
 class out_of_memory_names:
-    """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the GPU's type."""
+    """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the
+    GPU's type.
+    """
 
     def __init__(self, doing: str):
         self.doing = doing

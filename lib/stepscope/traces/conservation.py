@@ -1,4 +1,6 @@
-"""Do the operations of a capture add up, and to what: conservation, the three clocks of a phase, sums by name."""
+"""Do the operations of a capture add up, and to what: conservation, the three clocks of a phase, sums by
+name.
+"""
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +17,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
         totals: as activity_totals returns them.
 
     Raises:
-        ConservationError: an operation is there twice, or the number or time of the operations of some kind, summed over
-            phases, over regions or over steps, is not the capture's.
+        ConservationError: an operation is there twice, or the number or time of the operations of some kind,
+            summed over phases, over regions or over steps, is not the capture's.
     """
     doubled = operations.duplicated(["kind", "row"])
     if doubled.any():
@@ -32,17 +34,19 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
 
 
 def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[str] = ("phase",)) -> pd.DataFrame:
-    """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the operations.
+    """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the
+    operations.
 
     Args:
         operations, ranges: as load_trace returns them; the operations of one process and device.
         by: ("phase",), or ("step", "phase") for a row per step and phase.
 
     Returns:
-        by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the first
-        operation launched in the range to the end of the last), operations_ns (sum of their times), busy_ns (time in
-        which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps (time and number of the
-        pauses between them), operations (their number). Of what was launched outside the phases, only the operations,
+        by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the
+        first operation launched in the range to the end of the last), operations_ns (sum of their times),
+        busy_ns (time in which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps
+        (time and number of the pauses between them), operations (their number). Of what was launched outside
+        the phases, only the operations,
         their time and busy_ns are defined, the others are NaN: in between, the phases themselves run.
 
     Raises:

@@ -1,10 +1,13 @@
-"""Every GPU operation of an Nsight Systems capture, and the phase, region and step of training that launched it.
+"""Every GPU operation of an Nsight Systems capture, and the phase, region and step of training that launched
+it.
 
-Reads the event-level export (`nsys export --type sqlite`). An operation is one kernel, copy or fill, and belongs to what
-its launch was part of: the call on the host that has its correlation id says which thread launched it, and when. NVTX
-push/pop ranges are a stack per thread, and autograd launches backward's kernels from a thread of its own. Therefore
+Reads the event-level export (`nsys export --type sqlite`). An operation is one kernel, copy or fill, and
+belongs to what its launch was part of: the call on the host that has its correlation id says which thread
+launched it, and when. NVTX push/pop ranges are a stack per thread, and autograd launches backward's kernels
+from a thread of its own. Therefore
 
-- its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one another, and
+- its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one
+another, and
   backward() blocks its caller for as long as autograd's threads launch;
 - its region is the innermost range open on the *launching* thread.
 """
@@ -60,18 +63,18 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
         domains: the NVTX domains whose ranges count; "" is the default one.
 
     Returns:
-        operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled), family,
-            start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's table of its kind),
-            launch_start_ns and launch_duration_ns (of the call on the host; NA: not in the capture), process, thread
-            (that launched it; -1: not in the capture), phase ("outside": none open), phase_range (its row in
-            ranges; -1), region ("unattributed": none open within the phase), step (0, 1, ... in each process; -1:
-            none open).
-        ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns, process,
-            thread, step.
+        operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
+            family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's
+            table of its kind), launch_start_ns and launch_duration_ns (of the call on the host; NA: not in
+            the capture), process, thread (that launched it; -1: not in the capture), phase ("outside": none
+            open), phase_range (its row in ranges; -1), region ("unattributed": none open within the phase),
+            step (0, 1, ... in each process; -1: none open).
+        ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns,
+            process, thread, step.
 
     Raises:
-        TraceError: the file is absent, no export of nsys, or has no kernels; a value is no integer, or a time ends
-            before it starts; a CUDA graph was traced as a whole; the ranges of one thread cross.
+        TraceError: the file is absent, no export of nsys, or has no kernels; a value is no integer, or a time
+            ends before it starts; a CUDA graph was traced as a whole; the ranges of one thread cross.
         ConservationError: two phases, or two steps, of one process overlap.
     """
     operations, process, launches, ranges = _read(path, phases, step, domains)
@@ -102,7 +105,8 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
 
 def _read(path: Path | str, phases: Sequence[str], step: str,
           domains: Sequence[str]) -> tuple[pd.DataFrame, np.ndarray, np.ndarray, pd.DataFrame]:
-    """Of load_trace's tables what their own records tell: operations, the globalPid of each, launches, ranges.
+    """Of load_trace's tables what their own records tell: operations, the globalPid of each, launches,
+    ranges.
 
     Launches are (4, n): globalTid, correlationId, start and end.
     """
@@ -122,7 +126,7 @@ def _read(path: Path | str, phases: Sequence[str], step: str,
                          capture_end=launches[3].max(initial=0) + 1)
     # enclosing puts the times of all threads on one axis, one thread's after the other's.
     times = np.concatenate([launches[2], launches[3], ranges["start_ns"], ranges["end_ns"]])
-    threads = len(np.unique(np.concatenate([launches[0], ranges["global_thread"], process])))
+    threads = len(pd.unique(np.concatenate([launches[0], ranges["global_thread"], process])))
     first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
     if len(times) and threads * (last - first + 2) > NEVER:
         raise TraceError(f"{path}: {threads} threads have times from {first} to {last} ns, expected so short a capture"
@@ -173,7 +177,8 @@ def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: 
     """The innermost interval [start, end) around each point, among the intervals of the point's key.
 
     Args:
-        keys, start, end: (n,) int64. Intervals of one key nest: of any two, one holds the other or they are disjoint.
+        keys, start, end: (n,) int64. Intervals of one key nest: of any two, one holds the other or they are
+            disjoint.
         point_keys, points: (m,) int64.
 
     Returns:
@@ -239,8 +244,9 @@ _READ = {
 def scrub(path: Path | str, out_path: Path | str) -> None:
     """Write a new export with only what load_trace reads, which it reads to the same result.
 
-    A capture holds every environment variable, process name and path of its machine. The copy holds times, ids, the
-    names of kernels and copies, and the names of NVTX ranges and domains: nothing else, and no string beside these.
+    A capture holds every environment variable, process name and path of its machine. The copy holds times,
+    ids, the names of kernels and copies, and the names of NVTX ranges and domains: nothing else, and no
+    string beside these.
 
     Raises:
         TraceError: as load_trace for a file that cannot be read.
@@ -297,7 +303,9 @@ def _has(connection: sqlite3.Connection, table: str) -> bool:
 
 
 def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1") -> Iterable[tuple]:
-    """Rows in the order of the table; none where the capture lacks the table, as when there was no such event."""
+    """Rows in the order of the table; none where the capture lacks the table, as when there was no such
+    event.
+    """
     if not _has(connection, table):
         return ()
     return connection.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
@@ -323,8 +331,8 @@ def _integers(path: Path | str, table: str, columns: Sequence[str], where: str =
     """Columns of a table, (columns, rows) of int64; NULL is -1.
 
     Raises:
-        TraceError: a value is no integer, or none where one is needed; a time or correlation id is out of range, or a
-            row ends before it starts.
+        TraceError: a value is no integer, or none where one is needed; a time or correlation id is out of
+            range, or a row ends before it starts.
     """
     found = _arrow(path, table, columns, where)
     return np.zeros((len(columns), 0), np.int64) if found is None else _checked(path, table, found)
@@ -385,8 +393,8 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
 
 
 def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
-    """All push/pop ranges, (6, n): start, end, whether still open (its end is then its start), globalTid, domain, textId;
-    and their texts.
+    """All push/pop ranges, (6, n): start, end, whether still open (its end is then its start), globalTid,
+    domain, textId; and their texts.
     """
     where = f"eventType = {PUSH_POP}"
     columns = ["start", 'coalesce("end", start) AS "end"', '"end" IS NULL AS open', "globalTid",
@@ -425,7 +433,9 @@ def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Co
 
 def _range_names(text: pa.DictionaryArray, text_id: np.ndarray,
                  connection: sqlite3.Connection) -> tuple[np.ndarray, list[str]]:
-    """The place of each range's name in a list of names; a name is in its event, or was registered and has an id."""
+    """The place of each range's name in a list of names; a name is in its event, or was registered and has an
+    id.
+    """
     texts, ids = text.dictionary.to_pylist(), np.unique(text_id)
     registered = _strings(connection, ids) if (ids >= 0).any() else {}
     spelled = texts + [registered.get(i, "") for i in ids.tolist()]
@@ -437,7 +447,9 @@ def _range_names(text: pa.DictionaryArray, text_id: np.ndarray,
 
 
 def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
-    """The column of launches (globalTid, correlationId, start, ...) with each process and correlation id; -1 for none."""
+    """The column of launches (globalTid, correlationId, start, ...) with each process and correlation id; -1
+    for none.
+    """
     _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
     # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
     key = codes << 32 | np.concatenate([launches[1], correlation])

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-# Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule, since names
-# nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied elementwise.
-# Patterns match upper and lower case alike.
+# Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule,
+# since names nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied
+# elementwise. Patterns match upper and lower case alike.
 RULES = [
     # family, pattern, reason
     ("memory", r"^\[?(cuda )?mem(cpy|set)\b",
@@ -82,7 +82,8 @@ def _bare(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """The kernel's own name and the words that tell its template apart: elementwise_kernel<direct_copy_kernel_cuda float>.
+    """The kernel's own name and the words that tell its template apart:
+    elementwise_kernel<direct_copy_kernel_cuda float>.
 
     Different kernels may share a short name: a table of several kernels takes short_names.
     """
@@ -97,8 +98,8 @@ def short_name(name: str) -> str:
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """A name to show for each distinct name; different names stay different.
 
-    Each gets the first of these that no other name of the list has: its short_name cut in the middle to `width`
-    characters, its whole short_name, its whole template, its full name.
+    Each gets the first of these that no other name of the list has: its short_name cut in the middle to
+    `width` characters, its whole short_name, its whole template, its full name.
     """
     pending = list(dict.fromkeys(names))
     shown: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are made."""
+"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are
+made.
+"""
 import json
 import os
 import shutil
@@ -22,7 +24,9 @@ class NsysError(StepscopeError, RuntimeError):
 
 
 def find_nsys() -> Path | None:
-    """The nsys to use: on the PATH, else the newest in the usual install folders, the copy inside Nsight Compute last."""
+    """The nsys to use: on the PATH, else the newest in the usual install folders, the copy inside Nsight
+    Compute last.
+    """
     if on_path := shutil.which("nsys"):
         return Path(on_path)
     for place in PLACES:
@@ -37,9 +41,11 @@ def nsys_version(nsys: Path) -> str:
 
 
 def missing_libraries(nsys: Path) -> list[str]:
-    """Shared libraries that the importer, which turns a capture into a report, cannot find; empty when nsys is whole.
+    """Shared libraries that the importer, which turns a capture into a report, cannot find; empty when nsys
+    is whole.
 
-    The copy inside Nsight Compute comes without ``libdw.so.1`` and ``libelf.so.1`` and then captures, but reports nothing.
+    The copy inside Nsight Compute comes without ``libdw.so.1`` and ``libelf.so.1`` and then captures, but
+    reports nothing.
     """
     real = Path(os.path.realpath(nsys))
     if real.stat().st_size < 4096:  # a wrapper script: what it executes is what matters
@@ -56,7 +62,9 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 @dataclass
 class Capture:
-    """One configuration's profile: its file (None when there is none) and what the profiled process said of it."""
+    """One configuration's profile: its file (None when there is none) and what the profiled process said of
+    it.
+    """
 
     config: StepConfig
     file: Path | None
@@ -66,14 +74,16 @@ class Capture:
 def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[Capture]:
     """Profile configurations one after another in one process, each in a capture of its own.
 
-    Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the profile it
-    happens in: the rest is profiled by a process started anew. Out of memory costs that profile only.
+    Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the
+    profile it happens in: the rest is profiled by a process started anew. Out of memory costs that profile
+    only.
 
     Args:
         nsys: the nsys to use; None for torch.profiler.
 
     Raises:
-        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler said.
+        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler
+            said.
     """
     captures: list[Capture] = []
     left = list(configs)
@@ -87,7 +97,8 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
         tool = "nsys" if nsys else "torch"
         ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(own)],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they were made.
+        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
+        # were made.
         reports = iter(sorted(own.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
         for config in left:
             said = own / f"{config.mode}.json"
@@ -110,7 +121,8 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
 
 
 def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
-    """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the event-level export (sqlite).
+    """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the
+    event-level export (sqlite).
 
     Raises:
         NsysError: nsys stats failed; quotes it.

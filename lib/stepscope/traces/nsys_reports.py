@@ -1,4 +1,6 @@
-"""The CSV reports of `nsys stats`, as typed tables: the same columns and units whichever release wrote them."""
+"""The CSV reports of `nsys stats`, as typed tables: the same columns and units whichever release wrote
+them.
+"""
 
 import csv
 import math
@@ -17,13 +19,17 @@ INT64 = 2**63
 
 
 class ReportError(StepscopeError, ValueError):
-    """A report that cannot be used; the text names the file, where in it, what was found and what was expected."""
+    """A report that cannot be used; the text names the file, where in it, what was found and what was
+    expected.
+    """
 
 
-# A report's columns: our name -> (what releases call it, by "|", without its unit and case; its type). The types:
+# A report's columns: our name -> (what releases call it, by "|", without its unit and case; its type). The
+# types:
 WHOLE, NAME = "int64", "str"  # must be there
 MAYBE_WHOLE, MAYBE_NUMBER, MAYBE_NAME = "Int64", "float64", "string"  # NA where a release, or a row, does not have it
-# Times (_ns) have their unit in the header, whatever --timeunit made it; old releases wrote it at the total only.
+# Times (_ns) have their unit in the header, whatever --timeunit made it; old releases wrote it at the total
+# only.
 _STATISTICS = {"avg_ns": ("avg|average", MAYBE_NUMBER), "med_ns": ("med|median", MAYBE_NUMBER),
                "min_ns": ("min|minimum", MAYBE_NUMBER), "max_ns": ("max|maximum", MAYBE_NUMBER),
                "stddev_ns": ("stddev|std dev", MAYBE_NUMBER)}
@@ -86,12 +92,12 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
         report: a key of REPORTS; by default what the file's name ends in.
 
     Returns:
-        A row per line, in its order; ranges without the colon of the default domain (":forward" is "forward"). Where nsys
-        says that the capture does not contain such data, no rows.
+        A row per line, in its order; ranges without the colon of the default domain (":forward" is
+        "forward"). Where nsys says that the capture does not contain such data, no rows.
 
     Raises:
-        ReportError: the file is absent, empty, truncated, or another report; a column is missing or has an unknown unit; a
-            field is not a number.
+        ReportError: the file is absent, empty, truncated, or another report; a column is missing or has an
+            unknown unit; a field is not a number.
     """
     path = Path(path)
     report = report or next((r for r in REPORTS if path.stem.endswith((r, OLD_NAMES.get(r, r)))), None)
@@ -113,7 +119,8 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
     if "range" in values:
         values["range"] = [str(name).removeprefix(":") for name in values["range"]]
     frame = _table(values, columns)
-    # Each row's share is rounded to a tenth, and all make 100: a file cut between two lines shows in nothing else.
+    # Each row's share is rounded to a tenth, and all make 100: a file cut between two lines shows in nothing
+    # else.
     total = frame["time_percent"].sum() if rows and "time_percent" in values else 100
     if total < 100 - 0.05 * (len(rows) + 1):
         raise ReportError(f"{path}: the percentages of its {len(rows)} rows sum to {total:.1f}, expected 100: the last"
@@ -122,7 +129,8 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
 
 
 def check_fresh(export: Path | str, capture: Path | str) -> None:
-    """Check that an export (.sqlite or .csv) is not older than the capture (.nsys-rep) that it should be made from.
+    """Check that an export (.sqlite or .csv) is not older than the capture (.nsys-rep) that it should be made
+    from.
 
     Raises:
         ReportError: it is older, or one of the two is absent.
@@ -139,7 +147,9 @@ def check_fresh(export: Path | str, capture: Path | str) -> None:
 
 
 def _lines(path: Path, report: str) -> list[str]:
-    """The file's lines with their ends. A line ends where nsys ends it: kernels' names may hold Unicode's other ends."""
+    """The file's lines with their ends. A line ends where nsys ends it: kernels' names may hold Unicode's
+    other ends.
+    """
     expected = f"expected the report {report} of nsys stats"
     lines: list[str] = []
     before = 0
@@ -213,7 +223,9 @@ def _factors(path: Path, places: dict[str, tuple[int, str, str]]) -> dict[str, t
 
 
 def _rows(path: Path, lines: list[str], before: int) -> list[tuple[int, list[str]]]:
-    """The fields of each line below the header (the first of lines) and above a blank one, with the line's number."""
+    """The fields of each line below the header (the first of lines) and above a blank one, with the line's
+    number.
+    """
     if not lines[-1].endswith("\n"):
         raise ReportError(f"{path}: line {before + len(lines)} is cut off, expected the file to end with an end of line")
     reader, rows = csv.reader(lines, strict=True), []

@@ -1,7 +1,7 @@
 """torch.profiler's trace in the shape of an nsys export, so that one accounting (export.py) reads both.
 
-On a GPU its kernels come from CUPTI, as nsys's do. On a CPU there are none: the operators that do work and call no other
-that does stand in their place, each launched by itself.
+On a GPU its kernels come from CUPTI, as nsys's do. On a CPU there are none: the operators that do work and
+call no other that does stand in their place, each launched by itself.
 """
 import json
 import re
@@ -21,7 +21,8 @@ CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid 
 CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER,
     domainId INTEGER);
 """
-# Operators that allocate, or look at the same numbers in another shape: they call for no work and hide what does it.
+# Operators that allocate, or look at the same numbers in another shape: they call for no work and hide what
+# does it.
 NO_WORK = re.compile(r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types"
                      r"|expand|t$|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense"
                      r"|item$)")
@@ -32,7 +33,9 @@ OPERATOR, RANGE = "cpu_op", "user_annotation"
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
+    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's
+    columns.
+    """
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -68,7 +71,8 @@ def convert(trace: Path, export: Path) -> None:
 
 
 def _read_events(trace: Path) -> list[dict[str, Any]]:
-    """The complete events of a trace: cat, name, tid (text), start and end in ns, correlation (None: none), stream.
+    """The complete events of a trace: cat, name, tid (text), start and end in ns, correlation (None: none),
+    stream.
 
     Raises:
         TraceError: as convert.

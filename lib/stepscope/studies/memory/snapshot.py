@@ -1,7 +1,7 @@
 """PyTorch's memory snapshots: read without running what is in them, and reduced to a table of allocations.
 
-A snapshot is a pickle, and a pickle can name any function to be called when it is read. Those that PyTorch writes hold plain
-data only, so the unpickler here refuses every name.
+A snapshot is a pickle, and a pickle can name any function to be called when it is read. Those that PyTorch
+writes hold plain data only, so the unpickler here refuses every name.
 """
 import pickle
 import re
@@ -55,9 +55,10 @@ def load_snapshot(path: Path) -> dict:
 def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     """Every allocation of one device's history, in order: one row each, in :data:`ALLOCATION_COLUMNS`.
 
-    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind from 0 on, both
-    in one numbering; ``freed_at`` is missing while it lives. ``line`` is the innermost line of the model or, failing that, of
-    an installed package, as ``path:line`` without the machine's part of the path; empty where no Python ran (backward).
+    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
+    from 0 on, both in one numbering; ``freed_at`` is missing while it lives. ``line`` is the innermost line
+    of the model or, failing that, of an installed package, as ``path:line`` without the machine's part of the
+    path; empty where no Python ran (backward).
 
     Raises:
         SnapshotError: the history has another shape than PyTorch's.
@@ -87,7 +88,9 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
 
 
 def _place(frames: list[dict]) -> tuple[str, str]:
-    """The innermost frame in this package (its ranges aside), else in the optimizer or another package: line, function."""
+    """The innermost frame in this package (its ranges aside), else in the optimizer or another package: line,
+    function.
+    """
     fallback = ("", "")
     for frame in frames:
         found = PLACE.search(frame["filename"])

@@ -17,7 +17,8 @@ from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.traces.torch_profiler import convert
 from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, ConservationError, activity_totals, load_trace, scrub
 
-# What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was used twice.
+# What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
+# used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 
 
@@ -86,8 +87,8 @@ def profile_run(config: Config, kept: Path | None, measured: Callable[[], None] 
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
-        files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is left out,
-            and ``statuses`` says why.
+        files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is
+            left out, and ``statuses`` says why.
         results: tool, and the number of profiles by status.
 
     Raises:
@@ -151,7 +152,9 @@ def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool)
 
 
 def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Medians over the captured steps, in ms, for each mode and phase: host, GPU-projected, sum of operations; busy share, gaps."""
+    """Medians over the captured steps, in ms, for each mode and phase: host, GPU-projected, sum of
+    operations; busy share, gaps.
+    """
     steps = clocks[clocks["phase"] != OUTSIDE]
     median = steps.groupby([*_run_columns(clocks), "mode", "phase"], sort=False)[
         ["host_ns", "projected_ns", "operations_ns", "busy_ns", "gap_ns", "gaps", "operations"]].median()
@@ -170,7 +173,9 @@ def by_family(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def top_kernels(operations: pd.DataFrame, steps: int, mode: str, phase: str | None = None, count: int = 10) -> pd.DataFrame:
-    """The operations with the most time in a mode (and phase): short name, family, ms and launches a step, share."""
+    """The operations with the most time in a mode (and phase): short name, family, ms and launches a step,
+    share.
+    """
     rows = operations[(operations["mode"] == mode) & ((operations["phase"] == phase) if phase else True)]
     summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns", ascending=False).reset_index()
     shown = summed.head(count)
@@ -203,7 +208,9 @@ def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
 
 
 def all_runs(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """One table of every nsys run that was captured, each row with its run's size, context, layers, steps and so on."""
+    """One table of every nsys run that was captured, each row with its run's size, context, layers, steps and
+    so on.
+    """
     records = [record for record in records if record.study == "nsys" and record.status == "ok"]
     rows = load_table(store, records, name)
     if rows.empty:
