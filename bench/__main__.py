@@ -84,7 +84,8 @@ def library_ms(step: Step) -> float:
         from triton.testing import do_bench  # comes with torch's CUDA build only
         return do_bench(once, warmup=100, rep=STEPS * 60, return_mode="median")
     from torch.utils.benchmark import Timer
-    return Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads()).adaptive_autorange(max_run_time=2).median * 1e3
+    return Timer("once()", globals={"once": once},
+                 num_threads=torch.get_num_threads()).adaptive_autorange(max_run_time=2).median * 1e3
 
 
 def annotated_ms(step: Step) -> float:
@@ -100,14 +101,17 @@ def bench(console: Console) -> None:
         step = build_step(config_of(device=device, **values))
         for _ in range(5):
             step()
-        _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}", step,
-                 {"the harness": harness_ms, "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
+        _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}",
+                 step,
+                 {"the harness": harness_ms,
+                  "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
         del step
     size = "small" if device == "cuda" else "nano"
     step = build_step(config_of(device=device, size=size, context_length=128, mode="forward"))
     for _ in range(20):
         step()
-    _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
+    _compare(console,
+             f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
              {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
     _bench_sweep(console, device)
     bench_engine(console)
@@ -118,11 +122,13 @@ def bench(console: Console) -> None:
 
 def _compare(console: Console, title: str, step: Step, methods: dict[str, Callable[[Step], float]]) -> None:
     rounds = [{name: method(step) for name, method in methods.items()} for _ in range(ROUNDS)]
-    table = Table("measured by", "ms", "ratio", "lowest and highest ratio of the rounds", title=title, title_justify="left")
+    table = Table("measured by", "ms", "ratio", "lowest and highest ratio of the rounds", title=title,
+                  title_justify="left")
     first = next(iter(methods))
     for name in methods:
         ratios = [r[name] / r[first] for r in rounds]
-        table.add_row(name, f"{statistics.median(r[name] for r in rounds):.4g}", f"{statistics.median(ratios):.4f}",
+        table.add_row(name, f"{statistics.median(r[name] for r in rounds):.4g}",
+                      f"{statistics.median(ratios):.4f}",
                       f"{min(ratios):.4f} {max(ratios):.4f}")
     console.print(table)
 
@@ -140,9 +146,12 @@ def _bench_sweep(console: Console, device: str) -> None:
         records = store.records()[0]
     in_steps_s = sum(record.measuring_s for record in records)
     in_runs_s = sum(record.duration_s for record in records)
-    table = Table("time", "s", "of the wall time", title=f"A sweep of {len(records)} runs ({fixed['size']})", title_justify="left")
-    for name, seconds in (("wall time of the sweep", wall_s), ("in runs (kernel start, imports, notebook)", in_runs_s),
-                          ("in warm-up and timed steps", in_steps_s), ("outside of runs", wall_s - in_runs_s)):
+    table = Table("time", "s", "of the wall time", title=f"A sweep of {len(records)} runs ({fixed['size']})",
+                  title_justify="left")
+    for name, seconds in (("wall time of the sweep", wall_s),
+                          ("in runs (kernel start, imports, notebook)", in_runs_s),
+                          ("in warm-up and timed steps", in_steps_s),
+                          ("outside of runs", wall_s - in_runs_s)):
         table.add_row(name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
     console.print(table)
 
@@ -164,15 +173,18 @@ def _bench_accounting(console: Console, device: str) -> None:
         seconds: dict[str, float | str] = {"load here": first,
                                            "load, check, clocks and summary here": _seconds(account)}
         for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
-            command = [str(nsys), "stats", "--report", report, "--format", "csv", "--output", "-", str(export)]
+            command = [str(nsys), "stats", "--report", report, "--format", "csv", "--output", "-",
+                       str(export)]
             seconds[f"nsys stats {report}"] = _seconds(
                 lambda: subprocess.run(command, check=True, capture_output=True))
         seconds |= _others(export, Path(folder))
         operations = int(activity_totals(export)["operations"].sum())
-    table = Table("accounting of one capture", "s", "ratio to load here", title=f"{operations:,} GPU operations",
+    table = Table("accounting of one capture", "s", "ratio to load here",
+                  title=f"{operations:,} GPU operations",
                   title_justify="left")
     for name, value in seconds.items():
-        table.add_row(name, *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
+        table.add_row(name,
+                      *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
     console.print(table)
 
 
@@ -206,7 +218,8 @@ def _others(export: Path, folder: Path) -> dict[str, float | str]:
     else:
         add_short_names(export)
         with closing(sqlite3.connect(export)) as connection:
-            seconds["nsys-ai, kernels to ranges"] = _seconds(lambda: attribute_kernels_to_nvtx(connection, str(export)))
+            seconds["nsys-ai, kernels to ranges"] = _seconds(
+                lambda: attribute_kernels_to_nvtx(connection, str(export)))
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
@@ -217,7 +230,8 @@ def _others(export: Path, folder: Path) -> dict[str, float | str]:
         logging.disable(logging.WARNING)  # its progress
 
         def annotated_kernels() -> None:
-            TraceAnalysis(trace_files={0: str(chrome)}, trace_dir=str(folder)).get_gpu_kernels_with_user_annotations(0)
+            TraceAnalysis(trace_files={0: str(chrome)},
+                          trace_dir=str(folder)).get_gpu_kernels_with_user_annotations(0)
         seconds["Holistic Trace Analysis, kernels to phases"] = _seconds(annotated_kernels)
         logging.disable(logging.NOTSET)
     return seconds

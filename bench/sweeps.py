@@ -19,7 +19,8 @@ from stepscope.runs.store import Record, Store, write_table
 from stepscope.runs.sweep import How, run_sweep
 
 NOTHING = json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-SAMPLES = pd.DataFrame({"step": range(15), "timed": [False] * 5 + [True] * 10, "phase": "step", "time_ms": 1.5})
+SAMPLES = pd.DataFrame({"step": range(15), "timed": [False] * 5 + [True] * 10, "phase": "step",
+                        "time_ms": 1.5})
 MACHINE = {"device_name": "simulated", "cpu": "simulated", "cpu_cores": 1, "ram_gib": 1.0}
 
 
@@ -27,8 +28,11 @@ def simulated(config: RunConfig, folder: Path, timeout_s: float | None, more: bo
     """Stands where papermill would be called: leaves what a run leaves, at once."""
     (folder / "notebook.ipynb").write_text(NOTHING, encoding="utf-8")
     table = write_table(folder, "samples", SAMPLES)
-    (folder / OUTCOME).write_text(json.dumps({"finished": True, "machine": {}, "software": {"torch": "simulated"}, "results": {"parameters": config.seed},
-                                              "tables": {"samples": table.model_dump()}, "measuring_s": 0.0}), encoding="utf-8")
+    (folder / OUTCOME).write_text(json.dumps({"finished": True, "machine": {},
+                                              "software": {"torch": "simulated"},
+                                              "results": {"parameters": config.seed},
+                                              "tables": {"samples": table.model_dump()},
+                                              "measuring_s": 0.0}), encoding="utf-8")
     return "ok", None
 
 
@@ -50,11 +54,14 @@ def bench_engine(console: Console, runs: int = 10_000, workers: str | None = Non
         again_s = default_timer() - started
         begun = frame["started_at"].sort_values()
         tenth = max(runs // 10, 2)
-        ends = [(part.iloc[-1] - part.iloc[0]).total_seconds() / (len(part) - 1) for part in (begun.iloc[:tenth], begun.iloc[-tenth:])]
+        ends = [(part.iloc[-1] - part.iloc[0]).total_seconds() / (len(part) - 1)
+                for part in (begun.iloc[:tenth], begun.iloc[-tenth:])]
     where = f"on {workers} Dask workers" if workers else "one after another"
     table = Table("simulated sweep", "", title=f"{runs:,} runs {where}", title_justify="left")
-    for name, value in (("whole sweep, a run", f"{swept_s / runs * 1e3:.1f} ms"), ("first tenth, a run", f"{ends[0] * 1e3:.1f} ms"),
-                        ("last tenth, a run", f"{ends[1] * 1e3:.1f} ms"), ("the same sweep when all is done", f"{again_s:.2f} s"),
+    for name, value in (("whole sweep, a run", f"{swept_s / runs * 1e3:.1f} ms"),
+                        ("first tenth, a run", f"{ends[0] * 1e3:.1f} ms"),
+                        ("last tenth, a run", f"{ends[1] * 1e3:.1f} ms"),
+                        ("the same sweep when all is done", f"{again_s:.2f} s"),
                         ("into one DataFrame", f"{listed_s:.2f} s"), ("runs in it", f"{len(frame):,}")):
         table.add_row(name, value)
     console.print(table)
@@ -65,8 +72,10 @@ def make_store(root: Path, records: int) -> None:
     for seed in range(records):
         # Ids of 8 digits: among 100,000 that differ in nothing but a hash, two would be the same.
         config = configure("benchmark", size="small", context_length=8 + seed % 100, device="cpu", seed=seed)
-        record = Record(run_id=config.run_id, study="benchmark", status="ok", config=config.model_dump(mode="json"), machine=MACHINE,
-                        results={"parameters": seed, "peak_allocated_mib": seed / 7}, software={"torch": "simulated"},
+        record = Record(run_id=config.run_id, study="benchmark", status="ok",
+                        config=config.model_dump(mode="json"), machine=MACHINE,
+                        results={"parameters": seed, "peak_allocated_mib": seed / 7},
+                        software={"torch": "simulated"},
                         started_at=datetime.now(timezone.utc), duration_s=seed % 60)
         folder = root / "benchmark" / config.run_id
         folder.mkdir(parents=True)
@@ -83,7 +92,8 @@ def bench_store(console: Console, counts: tuple[int, ...] = (1_000, 10_000, 100_
         with tempfile.TemporaryDirectory() as folder:
             make_store(Path(folder), count)
             took = _in_process(folder)
-        table.add_row(f"{count:,}", f"{took['load_s']:.2f}", f"{took['filter_s'] * 1e3:.1f}", f"{took['peak_mib']:.0f}")
+        table.add_row(f"{count:,}", f"{took['load_s']:.2f}", f"{took['filter_s'] * 1e3:.1f}",
+                      f"{took['peak_mib']:.0f}")
     console.print(table)
 
 

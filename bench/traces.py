@@ -30,7 +30,8 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
     launches are on a second thread. Names of ranges are registered strings; there are 50 kernels of two
     families.
     """
-    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # in each phase: a block and its four regions are five ranges
+    # in each phase: a block and its four regions are five ranges
+    blocks = max(1, round((ranges / steps - 3) / 2 / 5))
     unit = 10_000  # ns in one region
     phase_time = (4 * blocks + 2) * unit
     names = ["step", "forward", "backward", "block", "a", "b", "c", "d"]
@@ -53,7 +54,8 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
     launched = np.linspace(0, steps * 2 * phase_time - 1, kernels).astype(int)
     thread = np.where(launched // phase_time % 2, AUTOGRAD, MAIN).tolist()
     index, launched = range(1, kernels + 1), launched.tolist()
-    kernel_names = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}" for i in range(50)]
+    kernel_names = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}"
+                    for i in range(50)]
     write_export(
         path,
         StringIds=enumerate(names + kernel_names),
@@ -85,24 +87,32 @@ def write_chrome_trace(export: Path, path: Path) -> None:
     operations = operations[operations["launch_start_ns"].notna()]
 
     def events(category: str, names, process, thread, start_ns, duration_ns, **args) -> Iterator[dict]:
-        for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns, *args.values()):
-            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000, "dur": duration // 1000 + 1,
+        for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns,
+                                                            *args.values()):
+            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000,
+                   "dur": duration // 1000 + 1,
                    "args": dict(zip(args, values))}
 
     work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(["phase_range", "device", "stream"])
-    phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), name=("phase", "first")).reset_index()
+    phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"),
+                      name=("phase", "first")).reset_index()
     phases = phases[phases["phase_range"] >= 0]
     correlation, stream, device = (operations[c].tolist() for c in ("correlation_id", "stream", "device"))
     calls = ["cudaLaunchKernel"] * len(operations)
     trace = [*events("cuda_runtime", calls, operations["process"].tolist(), operations["thread"].tolist(),
-                     operations["launch_start_ns"].tolist(), operations["launch_duration_ns"].tolist(), correlation=correlation),
+                     operations["launch_start_ns"].tolist(), operations["launch_duration_ns"].tolist(),
+                     correlation=correlation),
              *events("kernel", operations["name"].tolist(), device, stream, operations["start_ns"].tolist(),
-                     operations["duration_ns"].tolist(), correlation=correlation, stream=stream, device=device),
-             *events("user_annotation", ranges["name"].tolist(), ranges["process"].tolist(), ranges["thread"].tolist(),
+                     operations["duration_ns"].tolist(), correlation=correlation, stream=stream,
+                     device=device),
+             *events("user_annotation", ranges["name"].tolist(), ranges["process"].tolist(),
+                     ranges["thread"].tolist(),
                      ranges["start_ns"].tolist(), (ranges["end_ns"] - ranges["start_ns"]).tolist()),
-             *events("gpu_user_annotation", phases["name"].tolist(), phases["device"].tolist(), phases["stream"].tolist(),
+             *events("gpu_user_annotation", phases["name"].tolist(), phases["device"].tolist(),
+                     phases["stream"].tolist(),
                      phases["start_ns"].tolist(), (phases["end_ns"] - phases["start_ns"]).tolist())]
-    path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [], "traceEvents": trace}))
+    path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [],
+                                "traceEvents": trace}))
 
 
 def peak_mib() -> float:
@@ -138,7 +148,9 @@ def bench_trace(kernels: int = 1_000_000, ranges: int = 1_000_000) -> dict[str, 
         # A fresh process, so that making the capture is not in its peak.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             result = pool.submit(_measure, str(path)).result()
-    print("  ".join(f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value:,}" for key, value in result.items()))
+    for key, value in result.items():
+        print(key, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}", end="  ")
+    print()
     return result
 
 

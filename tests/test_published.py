@@ -38,9 +38,11 @@ def test_shipped_figures_are_loaded_with_types_and_units():
     assert not figures.duplicated([*key, "mean_ms"]).any()
     assert figures["mean_ms"].gt(0).all() and figures["as_printed"].str.len().gt(0).all()
     found = figures.set_index("as_printed")
-    assert found.loc["129.17 ± 0.11", ["size", "context_length", "phase"]].tolist() == ["large", 512, "forward"]
+    assert found.loc["129.17 ± 0.11", ["size", "context_length", "phase"]].tolist() == ["large", 512,
+                                                                                        "forward"]
     row = found.loc["34.1995732 ms / 34.42309040537658 ms"]
-    assert (row["mean_ms"], row["std_ms"], row["warmup_steps"], row["timed_steps"]) == (34.1995732, 34.42309040537658, 5, 10)
+    assert (row["mean_ms"], row["std_ms"], row["warmup_steps"],
+            row["timed_steps"]) == (34.1995732, 34.42309040537658, 5, 10)
     assert pd.isna(row["size"]) and pd.isna(row["batch_size"])
     row = found.loc["182.841 / 0.031 / 11,201 / 17,534"]
     assert (row["gpu"], row["precision"]) == ("RTX 5090", "bf16")
@@ -77,7 +79,8 @@ def test_a_missing_time_and_several_mistakes_are_one_error(load):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("sources: [{id: X, gpu: H100, entries: [], cpu: none}]", "sources.0.cpu: Extra inputs are not permitted"),
+    ("sources: [{id: X, gpu: H100, entries: [], cpu: none}]",
+     "sources.0.cpu: Extra inputs are not permitted"),
     ("sources: [{id: X, entries: []}]", "sources.0.gpu: Field required"),
     ("{}", "sources: Field required"),
     ("- 1", "valid dictionary"),
@@ -135,12 +138,15 @@ def by_arithmetic(kind: str, rows: list[pd.Series]) -> list[str]:
         slow, rest = ms[0] + std * (n - 1) / math.sqrt(n), ms[0] - std / math.sqrt(n)
         return [share, f"one sample of {slow:.3g} ms and {n - 1} of {rest:.3g} ms would give"]
     if kind == "rate":
-        config = configure("benchmark", size=first["size"], device="cpu", context_length=int(first["context_length"]),
+        config = configure("benchmark", size=first["size"], device="cpu",
+                           context_length=int(first["context_length"]),
                            batch_size=int(first["assumed_batch_size"]))
         tflops = phase_flops(config)[first["phase"]] / ms[0] / 1e9
-        return [f"{tflops:.3g} TFLOP/s", *(f"{gpu} ({most:g})" for gpu, most in SHEETS.items() if tflops > most)]
+        return [f"{tflops:.3g} TFLOP/s",
+                *(f"{gpu} ({most:g})" for gpu, most in SHEETS.items() if tflops > most)]
     if kind == "clocks":
-        return [f"{ms[0] / ms[1]:.2f} times the {ms[1]:.4g} ms of {others[0]['clock']},", f" {ms[0] - ms[1]:.3g} ms more"]
+        return [f"{ms[0] / ms[1]:.2f} times the {ms[1]:.4g} ms of {others[0]['clock']},",
+                f" {ms[0] - ms[1]:.3g} ms more"]
     if kind == "flat":
         contexts = [row["context_length"] for row in rows]
         more = contexts[1] // contexts[0]

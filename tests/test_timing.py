@@ -77,7 +77,8 @@ def watched(tiny):
 
         def look(model, args):
             parameters = list(model.parameters())
-            seen.append(([p.grad is not None for p in parameters], torch.cat([p.detach().flatten() for p in parameters])))
+            seen.append(([p.grad is not None for p in parameters],
+                         torch.cat([p.detach().flatten() for p in parameters])))
         step.model.register_forward_pre_hook(look)
         return step, seen
     return watch
@@ -112,7 +113,8 @@ def test_forward_alone_is_inference_and_the_other_modes_train(tiny):
         assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("precision, dtype",
+                         [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_precision_is_autocasts(precision, dtype, tiny):
     step, seen = build_step(tiny(mode="step", precision=precision)), []
     ffn = step.model.blocks[0].ffn.gate_proj
@@ -120,7 +122,8 @@ def test_precision_is_autocasts(precision, dtype, tiny):
     before = [p.detach().clone() for p in step.model.parameters()]
     measure(step)
     assert seen == [dtype] * 2
-    assert {p.dtype for p in step.model.parameters()} == {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in step.model.parameters()} == {p.grad.dtype
+                                                          for p in step.model.parameters()} == {torch.float32}
     assert step.scaler.is_enabled() == (precision == "fp16")
     assert all(torch.isfinite(p).all() for p in step.model.parameters())
     assert not all(torch.equal(p, was) for p, was in zip(step.model.parameters(), before))
@@ -232,7 +235,8 @@ def test_cuda_events_stand_at_the_borders_of_phases_and_are_read_after_the_step(
         return clock.stop()
 
     assert step("forward", "loss", "backward", "optimizer") == [
-        ("forward", 1, 1000), ("loss", 20, 1000), ("backward", 300, 1000), ("optimizer", 4000, 1000), (WHOLE, 5000, 4000)]
+        ("forward", 1, 1000), ("loss", 20, 1000), ("backward", 300, 1000), ("optimizer", 4000, 1000),
+        (WHOLE, 5000, 4000)]
     assert gpu.waits == 2  # once before and once after: no phase waited
     assert step("forward", "loss") == [("forward", 5, 1000), ("loss", 60, 1000), (WHOLE, 3000, 2000)]
     assert gpu.made == 5  # events are made once, not in the step

@@ -63,7 +63,8 @@ def test_what_is_no_plain_yaml_is_refused_in_one_sentence(yaml_file, content, pr
 
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    for name, problem in (("pipe.yaml", "no regular file"), (".", "no regular file"), ("absent.yaml", "No such file")):
+    for name, problem in (("pipe.yaml", "no regular file"), (".", "no regular file"),
+                          ("absent.yaml", "No such file")):
         with pytest.raises(StepscopeError, match=problem):
             load_yaml(tmp_path / name)
 

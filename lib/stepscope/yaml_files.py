@@ -38,7 +38,8 @@ class PlainLoader(SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r:.80} is there twice", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r:.80} is there twice",
+                                           problem_mark=key_node.start_mark)
             if isinstance(key, Hashable):
                 seen.add(key)
         return super().construct_mapping(node, deep)

@@ -16,7 +16,8 @@ from stepscope.yaml_files import YamlFileError, load_yaml
 SHIPPED = Path(__file__).with_name("published.yaml")
 # Kinds of doubt, in the order in which they are told.
 KINDS = {"spread": "a spread of more than 5%", "rate": "more arithmetic than a listed GPU has",
-         "clocks": "two times for one pass", "flat": "no growth with the work", "ratios": "parts that do not add up",
+         "clocks": "two times for one pass", "flat": "no growth with the work",
+         "ratios": "parts that do not add up",
          "monotone": "a larger model that is faster", "estimates": "an estimate, not a measurement"}
 
 
@@ -100,7 +101,8 @@ class Published(Strict):
 
 
 COLUMNS = ["source", "gpu", "kernels", "assumed_batch_size", *Figure.model_fields]
-DTYPES = {**dict.fromkeys(COLUMNS, "string"), **dict.fromkeys(INTEGERS, "Int64"), **dict.fromkeys(FLOATS, "float64"),
+DTYPES = {**dict.fromkeys(COLUMNS, "string"), **dict.fromkeys(INTEGERS, "Int64"),
+          **dict.fromkeys(FLOATS, "float64"),
           "estimated": "bool", "doubts": "object"}
 
 
@@ -113,7 +115,8 @@ def _checked(model: type[Strict], content: Any, place: str) -> Any:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.80}"
+                    for e in error.errors()]
         raise PublishedError(f"{place}: {'; '.join(problems)}") from None
 
 

@@ -20,9 +20,11 @@ from stepscope.config import PHASES, ConfigError, StepConfig, configure
 from stepscope.step.model import parameter_count
 
 MIB = 2**20
-CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries", "cuBLAS workspace",
+CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries",
+              "cuBLAS workspace",
               "other", "allocator rounding"]
-WORKSPACE = 32 * MIB  # of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
+# of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
+WORKSPACE = 32 * MIB
 
 
 class AccountingError(StepscopeError, ValueError):
@@ -45,7 +47,8 @@ class Formulas:
     end: str                       # alive after forward beside the blocks': final norm, head's copy, logits
     loss: dict[str, str]           # beside what all blocks saved; with their copies
     backward_head: dict[str, str]
-    backward: dict[str, str]       # in a block, beside the gradients above, and saved and copies of the blocks below
+    # in a block, beside the gradients above, and saved and copies of the blocks below
+    backward: dict[str, str]
     backward_end: dict[str, str]   # after the first block
     head_copies: str
     logits: str
@@ -57,15 +60,19 @@ HEAD_GRADIENTS = "4E + 4C"
 FORMULAS = {
     "fp32": Formulas(
         saved="40X + 20G + 8S + 4n + 8r", copies="0X",
-        infer={"attention.rope: mul": "36X", "attention.scores: bmm": "28X + 4S", "attention.softmax: div": "20X + 12S + 4n",
+        infer={"attention.rope: mul": "36X", "attention.scores: bmm": "28X + 4S",
+               "attention.softmax: div": "20X + 12S + 4n",
                "ffn: mul": "12X + 16G", "ffn: down_proj": "16X + 8G", "norm: mul": "16X + 4r"},
         infer_head={"norm: mul": "12X + 4r", "head: mm": "8X + 4V"},
-        forward={"attention.softmax: div": "32X + 12S + 4n + 4r", "residual: add": "48X + 20G + 8S + 4n + 8r"},
+        forward={"attention.softmax: div": "32X + 12S + 4n + 4r",
+                 "residual: add": "48X + 20G + 8S + 4n + 8r"},
         end="12X + 4r + 4V",
         loss={"cross_entropy: log_softmax": "12X + 4r + 8V + 8"},
-        backward_head={"cross_entropy: nll_loss": "12X + 4r + 12V + 12", "cross_entropy: log_softmax": "12X + 4r + 16V + 8",
+        backward_head={"cross_entropy: nll_loss": "12X + 4r + 12V + 12",
+                       "cross_entropy: log_softmax": "12X + 4r + 16V + 8",
                        "head: mm": "16X + 4r + 8V + 4E + 8", "norm: mul": "24X + 4V + 4E + 4C + 8"},
-        backward={"ffn: mul": "44X + 28G + 8S + 4n + 8r + 4V + 4M + 8", "ffn: up_proj": "48X + 20G + 8S + 4n + 8r + 4V + 8M + 8",
+        backward={"ffn: mul": "44X + 28G + 8S + 4n + 8r + 4V + 4M + 8",
+                  "ffn: up_proj": "48X + 20G + 8S + 4n + 8r + 4V + 8M + 8",
                   "ffn: gate_proj": "52X + 4G + 8S + 4n + 8r + 4V + 12M + 8",
                   "norm: mul": "52X + 8S + 4n + 8r + 4V + 12M + 4C + 8",
                   "attention.value: bmm": "36X + 12S + 4n + 4r + 4V + 4A + 12M + 4C + 8",
@@ -78,14 +85,17 @@ FORMULAS = {
     "bf16": Formulas(
         saved="34X + 10G + 6S + 4n + 8r + 4t", copies="8A + 6M",
         infer={"attention.rope: mul": "22X + 6A + 4t", "attention.softmax: exp": "14X + 12S + 6A",
-               "attention.output: o_proj": "20X + 8A", "norm: mul": "16X + 4r + 8A", "ffn: up_proj": "14X + 6G + 8A + 4M",
+               "attention.output: o_proj": "20X + 8A", "norm: mul": "16X + 4r + 8A",
+               "ffn: up_proj": "14X + 6G + 8A + 4M",
                "ffn: mul": "12X + 8G + 8A + 4M", "ffn: down_proj": "14X + 4G + 8A + 6M"},
         infer_head={"norm: mul": "12X + 4r", "head: mm": "10X + 2V + 2E"},
-        forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t", "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
+        forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t",
+                 "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
                  "ffn: down_proj": "40X + 10G + 6S + 4n + 8r + 8A + 6M + 4t"},
         end="10X + 4r + 2V + 2E",
         loss={"cross_entropy: to fp32": "10X + 4r + 8V + 2E + 8"},
-        backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12", "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
+        backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12",
+                       "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
                        "norm: mul": "24X + 2V + 4E + 4C + 8"},
         backward={"ffn: down_proj": "40X + 12G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
                   "ffn: mul": "38X + 14G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
@@ -107,14 +117,16 @@ def terms(config: StepConfig) -> dict[str, int]:
     """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F
     d_ff, H heads).
     """
-    B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff, config.num_heads, config.vocab_size)
+    B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff,
+                        config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
             "G": B * T * F,      # feed-forward
             "S": B * H * T * T,  # attention scores
             "V": B * T * V,      # logits
             "n": B * H * T,      # a number for each row of scores
             "r": B * T,          # a number for each token
-            "A": C * C, "M": C * F, "E": C * V, "C": C,  # weights: attention, feed-forward, embedding or head, a norm
+            # weights: attention, feed-forward, embedding or head, a norm
+            "A": C * C, "M": C * F, "E": C * V, "C": C,
             "t": T * (C // H), "": 1}                    # a table of RoPE
 
 
@@ -199,17 +211,21 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
     saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
 
-    def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0, gradients: int = 0,
+    def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0,
+            gradients: int = 0,
             held: int = 0) -> None:
         categories = fixed | {"activations": activations, "autocast copies": copied, "gradients": gradients,
                               "temporaries": total - held, "other": fixed["other"] + held}
         if config.device == "cuda":
-            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)  # backward has a thread, and it a workspace
+            # backward has a thread, and it a workspace
+            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)
             if gradients:
-                categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4 * parameter_count(config)))
+                categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4
+                                                                                                    * parameter_count(config)))
         found.append(Instant(phase, layer, operation, categories))
 
-    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved  # beside the first block's input
+    # beside the first block's input
+    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved
     for layer in range(layers):
         within = layer * saved if not blocks_per_checkpoint else layer // k * stream
         for operation, formula in (f.forward if training and not blocks_per_checkpoint else f.infer).items():
@@ -230,19 +246,23 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
             done = head + (layers - 1 - layer) * block
             for again in range(first, layer + 1):
                 for operation, formula in f.forward.items():
-                    add("backward", again, f"again {operation}", of(formula) + stream + logits, below + (again - first) * saved,
+                    add("backward", again, f"again {operation}", of(formula) + stream + logits,
+                        below + (again - first) * saved,
                         (again - first) * copies, done, held=logits)
         for operation, formula in f.backward.items():
-            add("backward", layer, operation, of(formula), below + (layer - first) * saved, (layer - first) * copies,
+            add("backward", layer, operation, of(formula), below + (layer - first) * saved,
+                (layer - first) * copies,
                 head + (layers - 1 - layer) * block, held=logits)
-    for operation, formula in f.backward_end.items():  # the gradients of embedding, head and final norm stand in the formula
+    # the gradients of embedding, head and final norm stand in the formula
+    for operation, formula in f.backward_end.items():
         add("backward", None, operation, of(formula) - head, gradients=head + layers * block, held=logits)
     if config.mode == "step":
         everything = 4 * parameter_count(config)
         # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing
         # beside the state.
         root = everything if config.optimizer == "foreach" else 0
-        add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4, gradients=everything, held=logits + 4)
+        add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4,
+            gradients=everything, held=logits + 4)
         if root and config.device == "cuda":
             found[-1].categories["allocator rounding"] += parameter_rounding(config)
     return found
@@ -254,10 +274,12 @@ def at_rest(config: StepConfig) -> dict[str, int]:
     """
     t, parameters = terms(config), 4 * parameter_count(config)
     state = 2 * parameters if config.mode == "step" else 0
-    other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]  # cos and sin, the mask, tokens and targets
+    # cos and sin, the mask, tokens and targets
+    other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]
     sets = 1 + 2 * (config.mode == "step")
     return dict.fromkeys(CATEGORIES, 0) | {"parameters": parameters, "optimizer state": state, "other": other,
-                                           "allocator rounding": sets * parameter_rounding(config) * (config.device == "cuda")}
+                                           "allocator rounding": sets
+                                           * parameter_rounding(config) * (config.device == "cuda")}
 
 
 def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
@@ -299,7 +321,8 @@ def predicted_peak_mib(fields: dict) -> float | None:
     """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as
     of several modes).
     """
-    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
+    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size",
+                                                 "context_length", "batch_size",
                                                  "mode", "precision", "attention", "compile", "optimizer")}
     try:
         return peak(on_gpu(**shape).model_copy(update={"device": fields["device"]})).allocated / MIB
@@ -318,7 +341,8 @@ def what_fits(config: StepConfig, memory_mib: float) -> pd.DataFrame:
         for precision in ("fp32", "bf16"):
             own = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
             top = peak(own)
-            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase, "operation": top.operation,
+            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB,
+                         "phase": top.phase, "operation": top.operation,
                          "fits": top.allocated <= memory_mib * MIB,
                          "largest_context": largest_that_fits(own, "context_length", memory_mib),
                          "largest_batch": largest_that_fits(own, "batch_size", memory_mib)})

@@ -50,7 +50,7 @@ def use_profiler_ranges() -> None:
 def region(name: str) -> Callable:
     """Name a method as one region of the model; the method itself is returned unchanged."""
     def mark(method: Callable) -> Callable:
-        setattr(method, "region", name)  # noqa: B010: no type of a function has the attribute
+        setattr(method, "region", name)  # noqa: B010
         return method
     return mark
 
@@ -81,7 +81,8 @@ class Annotation:
     """
 
     def __init__(self) -> None:
-        self.made: list[tuple[int, int, str]] = []  # (first, end) of each region's numbers; inner regions before outer
+        # (first, end) of each region's numbers; inner regions before outer
+        self.made: list[tuple[int, int, str]] = []
         self.output: Any = None                     # of the region that ended last
 
     def link_backward(self) -> None:

@@ -36,13 +36,18 @@ def forward_bytes(config: StepConfig) -> dict[str, int]:
         # q and k each: negate half (1), concatenate (2), two products with the tables (4), their sum (3).
         "attention.rope": 2 * 10 * hidden,
         "attention.scores": 2 * hidden + square + 2 * square,                        # product, then scaled
-        "attention.mask": 2 * square + 2 * square,                                   # copied, then filled in place
-        "attention.softmax": 8 * square + 4 * rows,                                  # max, subtract, exp, sum, divide
+        # copied, then filled in place
+        "attention.mask": 2 * square + 2 * square,
+        # max, subtract, exp, sum, divide
+        "attention.softmax": 8 * square + 4 * rows,
         "attention.value": square + 2 * hidden,
-        "attention.output": 2 * hidden + 2 * hidden + weight,                        # heads joined by a copy, then the product
+        # heads joined by a copy, then the product
+        "attention.output": 2 * hidden + 2 * hidden + weight,
         "ffn": 2 * (hidden + wide + config.d_model * config.d_ff) + 2 * wide + 3 * wide + 3 * wide
-               + wide + config.d_model * config.d_ff + hidden,                       # gate, up, sigmoid, two products, down
-        "norm": 2 * (2 + 1 + 2 + 2) * hidden,                                        # square, mean, scale, weight; two norms
+               # gate, up, sigmoid, two products, down
+               + wide + config.d_model * config.d_ff + hidden,
+        # square, mean, scale, weight; two norms
+        "norm": 2 * (2 + 1 + 2 + 2) * hidden,
         "residual": 2 * 3 * hidden,
     }
     floats = {region: config.num_layers * count for region, count in per_layer.items()}

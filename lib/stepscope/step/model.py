@@ -45,10 +45,12 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
         self.num_heads, self.kind = num_heads, kind
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False)
+                                                              for _ in range(4))
 
     @region("attention")
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    # (B, T, C) -> (B, T, C)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:
         q, k, v = self.qkv(x)
         q, k = self.rope(q, k, cos, sin)
         if self.kind == "sdpa":

@@ -27,7 +27,8 @@ def summarize(samples: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         times = group["time_ms"].to_numpy()
         low, high = median_interval(times)
         enqueue, trailing = group["enqueue_ms"].median(), group["trailing_ms"].median()
-        rows.append({**dict(zip(by, key if isinstance(key, tuple) else (key,))), "n": len(times), "mean_ms": times.mean(),
+        rows.append({**dict(zip(by, key if isinstance(key, tuple) else (key,))), "n": len(times),
+                     "mean_ms": times.mean(),
                      "std_ms": times.std(ddof=1) if len(times) > 1 else np.nan, "median_ms": np.median(times),
                      "ci_low_ms": low, "ci_high_ms": high, "enqueue_ms": enqueue, "trailing_ms": trailing,
                      "flags": "; ".join(flags(times))})
@@ -50,7 +51,8 @@ def median_interval(times: np.ndarray) -> tuple[float, float]:
     """Percentile bootstrap interval of the median, seeded: the same samples always give the same interval."""
     if len(times) < 2:
         return (np.nan, np.nan)
-    interval = stats.bootstrap((times,), np.median, vectorized=True, n_resamples=2000, confidence_level=CONFIDENCE,
+    interval = stats.bootstrap((times,), np.median, vectorized=True, n_resamples=2000,
+                               confidence_level=CONFIDENCE,
                                method="percentile", rng=np.random.default_rng(0)).confidence_interval
     return float(interval.low), float(interval.high)
 

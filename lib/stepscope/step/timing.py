@@ -15,7 +15,8 @@ import torch
 from stepscope.step.training_step import Step, out_of_memory_names
 
 SAMPLE_COLUMNS = ["step", "timed", "phase", "time_ms", "enqueue_ms", "sm_clock_mhz"]
-WHOLE = "step"  # the row of a whole step, whose time is host wall time; the others' is GPU time (on a CPU, host time)
+# the row of a whole step, whose time is host wall time; the others' is GPU time (on a CPU, host time)
+WHOLE = "step"
 
 
 class Synchronized:

@@ -69,7 +69,8 @@ def build_step(config: StepConfig) -> Step:
     with out_of_memory_names("building the model"):
         with torch.device(config.device):
             model = TransformerLM(config)
-            tokens, targets = torch.randint(config.vocab_size, (2, config.batch_size, config.context_length)).unbind()
+            tokens, targets = torch.randint(config.vocab_size,
+                                            (2, config.batch_size, config.context_length)).unbind()
         optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
         if config.mode == "step":
             optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
@@ -92,5 +93,6 @@ class out_of_memory_names:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        if isinstance(error,
+                      torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
             raise torch.OutOfMemoryError(f"while {self.doing}: {error}") from error

@@ -33,7 +33,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
                                       f"capture's {expected_count} and {expected_ns} ns")
 
 
-def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[str] = ("phase",)) -> pd.DataFrame:
+def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
+                 by: Sequence[str] = ("phase",)) -> pd.DataFrame:
     """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the
     operations.
 
@@ -56,7 +57,8 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[st
         raise ConservationError("operations of several processes or devices, expected those of one: their clocks run side by side")
     # What one range launched, and per step what none did (as -2 - step), in order of start.
     launcher = operations["phase_range"].where(operations["phase_range"] >= 0, -2 - operations["step"])
-    runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"], "time": operations["duration_ns"]})
+    runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"],
+                         "time": operations["duration_ns"]})
     runs = runs.assign(end=runs["start"] + runs["time"]).sort_values(["launcher", "start"])
     latest_end = runs.groupby("launcher")["end"].cummax()
     idle = (runs["start"] - latest_end.groupby(runs["launcher"]).shift()).clip(lower=0).fillna(0)
@@ -77,5 +79,6 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[st
     clocks["phase"] = pd.Categorical(names, categories=operations["phase"].cat.categories)
     table = clocks.groupby(list(by), observed=True).sum(min_count=1).reset_index()
     table["busy_share"] = table["busy_ns"] / table["projected_ns"]
-    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns", "busy_ns",
+    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns",
+                                              "busy_ns",
                                               "busy_share", "gap_ns", "gaps", "operations"]]

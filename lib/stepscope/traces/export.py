@@ -30,7 +30,8 @@ from stepscope.config import PHASE_NAMES
 from stepscope.traces.families import FAMILIES, families
 
 STEP = "step"
-DOMAINS = ("", "stepscope")  # NVTX's default domain and this project's; ranges of libraries' domains are no regions
+# NVTX's default domain and this project's; ranges of libraries' domains are no regions
+DOMAINS = ("", "stepscope")
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 
 ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in ("kernel", "memcpy", "memset")}
@@ -119,7 +120,8 @@ def _read(path: Path | str, phases: Sequence[str], step: str,
             raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected their"
                              " kernels (nsys profile --cuda-graph-trace=node)")
         events, calls = pool.submit(_events, path), pool.submit(
-            _integers, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"], "correlationId IS NOT NULL")
+            _integers, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"],
+            "correlationId IS NOT NULL")
         operations, process = _operations(path, connection)
         launches = calls.result()
         ranges = _ranges(*events.result(), connection, phases, step, domains,
@@ -142,7 +144,8 @@ def _open_range(path: Path | str, ranges: pd.DataFrame, role: str, process: np.n
         ConservationError: two of them overlap.
     """
     rows = np.flatnonzero(ranges["role"] == role)
-    thread, starts, ends = (ranges[column].to_numpy()[rows] for column in ("global_thread", "start_ns", "end_ns"))
+    thread, starts, ends = (ranges[column].to_numpy()[rows]
+                            for column in ("global_thread", "start_ns", "end_ns"))
     found, parent, _ = enclosing(thread & PROCESS, starts, ends, process, time_ns)
     within = np.flatnonzero(parent >= 0)
     if len(within):
@@ -159,7 +162,8 @@ def _nest(path: Path | str, ranges: pd.DataFrame, thread: np.ndarray, time_ns: n
     Raises:
         TraceError: the ranges of one thread cross.
     """
-    range_thread, starts, ends = (ranges[column].to_numpy() for column in ("global_thread", "start_ns", "end_ns"))
+    range_thread, starts, ends = (ranges[column].to_numpy()
+                                  for column in ("global_thread", "start_ns", "end_ns"))
     innermost, parent, _ = enclosing(range_thread, starts, ends, thread, time_ns)
     crossing = np.append(ends, NEVER)[parent] < ends
     if crossing.any():
@@ -256,7 +260,8 @@ def scrub(path: Path | str, out_path: Path | str) -> None:
     with _reading(path) as source:
         tables = {table: parts for table, parts in _READ.items() if _has(source, table)}
         out_path.touch(exist_ok=False)
-        with closing(sqlite3.connect(out_path.resolve().as_uri(), uri=True)) as copy, _removed_on_error(out_path):
+        with closing(sqlite3.connect(out_path.resolve().as_uri(),
+                                     uri=True)) as copy, _removed_on_error(out_path):
             copy.execute("ATTACH ? AS source", [_uri(path)])
             for table, (columns, rows) in tables.items():
                 copy.execute(f"CREATE TABLE {table} AS SELECT {', '.join(columns)} FROM source.{table} WHERE {rows}")
@@ -299,10 +304,12 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _has(connection: sqlite3.Connection, table: str) -> bool:
-    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", [table]).fetchall())
+    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?",
+                                   [table]).fetchall())
 
 
-def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1") -> Iterable[tuple]:
+def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str],
+          where: str = "1") -> Iterable[tuple]:
     """Rows in the order of the table; none where the capture lacks the table, as when there was no such
     event.
     """
@@ -346,8 +353,10 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
         if column.null_count and name in NEEDED:
             raise TraceError(f"{path}: {table} has no value in column {name} of {column.null_count} rows, expected"
                              " one in each")
-    values = {name: column.fill_null(-1).to_numpy() for name, column in zip(found.column_names, found.columns)}
-    for name, least, most in (("start", -LATEST, LATEST), ("end", -LATEST, LATEST), ("correlationId", -1, CORRELATIONS)):
+    values = {name: column.fill_null(-1).to_numpy() for name,
+              column in zip(found.column_names, found.columns)}
+    for name, least, most in (("start", -LATEST, LATEST), ("end", -LATEST, LATEST),
+                              ("correlationId", -1, CORRELATIONS)):
         if name in values:
             wrong = (values[name] < least) | (values[name] >= most)
             if wrong.any():
@@ -375,7 +384,8 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
     parts = np.concatenate(found, axis=1)
-    kinds, name, row, start, end, device, stream, correlation, process = parts[:, np.argsort(parts[3], kind="stable")]
+    kinds, name, row, start, end, device, stream, correlation, process = parts[:, np.argsort(parts[3],
+                                                                                             kind="stable")]
     return pd.DataFrame({
         "kind": pd.Categorical.from_codes(kinds, list(ACTIVITIES)),
         "name": pd.Categorical.from_codes(name, list(names)),
@@ -406,7 +416,8 @@ def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
     return _checked(path, NVTX, found.drop_columns(["text"])), texts
 
 
-def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Connection, phases: Sequence[str],
+def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Connection,
+            phases: Sequence[str],
             step: str, domains: Sequence[str], capture_end: int) -> pd.DataFrame:
     """load_trace's ranges, with what their own records tell and their globalTid as global_thread."""
     start, end, still_open, thread, domain, text_id = events
@@ -427,7 +438,8 @@ def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Co
         "name": pd.Categorical.from_codes(code[order], names),
         "role": pd.Categorical.from_codes(role[code[order]], ["region", "phase", "step"]),
         "start_ns": start[order], "end_ns": end[order],
-        "process": thread[order] >> 24 & 0xFFFFFF, "thread": thread[order] & 0xFFFFFF, "global_thread": thread[order],
+        "process": thread[order] >> 24 & 0xFFFFFF, "thread": thread[order] & 0xFFFFFF,
+        "global_thread": thread[order],
     })
 
 
@@ -454,7 +466,8 @@ def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nd
     # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
     key = codes << 32 | np.concatenate([launches[1], correlation])
     key, wanted = key[: launches.shape[1]], key[launches.shape[1]:]
-    order = np.lexsort((launches[2], key))  # where a runtime call made a driver call under the same id: the outer one
+    # where a runtime call made a driver call under the same id: the outer one
+    order = np.lexsort((launches[2], key))
     at = np.searchsorted(key[order], wanted)
     order, key = np.append(order, -1), np.append(key, -1)
     return np.where(key[order[at]] == wanted, order[at], -1)

@@ -17,12 +17,14 @@ RULES = [
     ("communication", r"nccl|nvshmem", "collectives between GPUs"),
     ("compiler-generated", r"^triton_",
      "TorchInductor names what it generates triton_<kind>_<fused operators>; one kernel may do several families' work"),
-    ("fused attention", r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
+    ("fused attention",
+     r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
      "scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient (fmha_cutlass)"),
     ("optimizer", r"multi_tensor_apply|fused_?(adam|sgd|adagrad|lamb)|amp_update_scale|^aten::_foreach_",
      "one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling"),
     ("softmax", r"softmax", "row-wise softmax and log-softmax, forward and backward"),
-    ("matrix multiply", r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
+    ("matrix multiply",
+     r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
      "cuBLAS, cuBLASLt (xmma, nvjet) and CUTLASS products, and the reductions that finish their split-K variants"),
     ("random", r"philox|curand|distribution_elementwise|bernoulli|dropout|random",
      "draws random numbers: dropout, initialisation"),
@@ -35,7 +37,8 @@ RULES = [
     ("reduction and norm",
      r"reduce|(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|welford|nll_loss|cross_entropy|scan_|^aten::(sum|mean|amax|max|min|argmax)$",
      "many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the batch"),
-    ("copy and cast", r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
+    ("copy and cast",
+     r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
     ("elementwise", r"elementwise|triu_tril|fillfunctor|pointwise|^aten::",
      "one output per input: arithmetic, activations, masks, fills by a kernel"),
@@ -58,7 +61,8 @@ def family(name: str) -> str:
 def families(names: Iterable[str]) -> pd.Categorical:
     """The family of each name, in order; every distinct name is matched once."""
     codes, unique = pd.factorize(pd.Series(list(names), dtype="str"))
-    return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes], FAMILIES)
+    return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes],
+                                     FAMILIES)
 
 
 # What says little in a template's arguments; element types are kept, since they tell precisions apart.
@@ -66,7 +70,8 @@ _DULL = re.compile(
     r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10|cuda|cutlass"
     r"|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?|binary_internal|T\d+"
 )
-_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")  # nsys writes template constants as (int)4, (bool)0
+# nsys writes template constants as (int)4, (bool)0
+_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")
 
 
 def _bare(name: str) -> str:
@@ -89,7 +94,8 @@ def short_name(name: str) -> str:
     """
     base, _, template = _bare(name).partition("<")
     words = [w for w in dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template)) if not _DULL.fullmatch(w)]
-    if words and re.fullmatch(r"Kernel2?|device_kernel", base):  # CUTLASS: the wrapper's argument has the name
+    # CUTLASS: the wrapper's argument has the name
+    if words and re.fullmatch(r"Kernel2?|device_kernel", base):
         base, *words = words
     base = re.sub(r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base)  # on every xmma kernel
     return f"{base}<{' '.join(words)}>" if words else base or name

@@ -14,8 +14,10 @@ from stepscope import StepscopeError
 from stepscope.config import StepConfig
 from stepscope.traces.nsys_reports import check_fresh
 
-REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum", "nvtx_kern_sum")
-PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys", "/usr/local/cuda*/bin/nsys",
+REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum",
+           "nvtx_gpu_proj_sum", "nvtx_kern_sum")
+PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
+          "/usr/local/cuda*/bin/nsys",
           "/usr/local/bin/nsys", "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
 
 
@@ -37,7 +39,8 @@ def find_nsys() -> Path | None:
 
 def nsys_version(nsys: Path) -> str:
     """What ``nsys --version`` says of itself."""
-    return subprocess.run([nsys, "--version"], capture_output=True, text=True, check=True).stdout.strip().rpartition(" ")[2]
+    return subprocess.run([nsys, "--version"], capture_output=True, text=True,
+                          check=True).stdout.strip().rpartition(" ")[2]
 
 
 def missing_libraries(nsys: Path) -> list[str]:
@@ -90,7 +93,8 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
     while left:
         own = folder / f"process{len(captures)}"
         own.mkdir(parents=True)
-        (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json()) for config in left]))
+        (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json())
+                                                       for config in left]))
         profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
                     "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
                     "--output", str(own / "capture")] if nsys else []
@@ -128,7 +132,8 @@ def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
         NsysError: nsys stats failed; quotes it.
         ReportError: the export is older than the capture.
     """
-    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output", str(folder / prefix),
+    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output",
+                            str(folder / prefix),
                             *(part for name in REPORTS for part in ("--report", name)), str(report)],
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     export = report.with_suffix(".sqlite")

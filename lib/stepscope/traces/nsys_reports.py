@@ -27,47 +27,60 @@ class ReportError(StepscopeError, ValueError):
 # A report's columns: our name -> (what releases call it, by "|", without its unit and case; its type). The
 # types:
 WHOLE, NAME = "int64", "str"  # must be there
-MAYBE_WHOLE, MAYBE_NUMBER, MAYBE_NAME = "Int64", "float64", "string"  # NA where a release, or a row, does not have it
+# NA where a release, or a row, does not have it
+MAYBE_WHOLE, MAYBE_NUMBER, MAYBE_NAME = "Int64", "float64", "string"
 # Times (_ns) have their unit in the header, whatever --timeunit made it; old releases wrote it at the total
 # only.
 _STATISTICS = {"avg_ns": ("avg|average", MAYBE_NUMBER), "med_ns": ("med|median", MAYBE_NUMBER),
                "min_ns": ("min|minimum", MAYBE_NUMBER), "max_ns": ("max|maximum", MAYBE_NUMBER),
                "stddev_ns": ("stddev|std dev", MAYBE_NUMBER)}
-_PROJECTED = {f"proj_{name}": (re.sub(r"(^|\|)", r"\1proj ", headers), kind) for name, (headers, kind) in _STATISTICS.items()}
+_PROJECTED = {f"proj_{name}": (re.sub(r"(^|\|)", r"\1proj ", headers), kind) for name,
+              (headers, kind) in _STATISTICS.items()}
 _TOTAL = {"total_time_ns": ("total time", WHOLE)}
 _SUMMARY = {"time_percent": ("time", MAYBE_NUMBER), **_TOTAL}
 _THREAD = {"style": ("style", MAYBE_NAME), "process": ("pid", MAYBE_WHOLE), "thread": ("tid", MAYBE_WHOLE)}
 REPORTS = {
-    "cuda_gpu_kern_sum": {**_SUMMARY, "instances": ("instances", WHOLE), **_STATISTICS, "name": ("name", NAME)},
-    "cuda_api_sum": {**_SUMMARY, "num_calls": ("num calls|calls", WHOLE), **_STATISTICS, "name": ("name", NAME)},
+    "cuda_gpu_kern_sum": {**_SUMMARY, "instances": ("instances", WHOLE), **_STATISTICS,
+                          "name": ("name", NAME)},
+    "cuda_api_sum": {**_SUMMARY, "num_calls": ("num calls|calls", WHOLE), **_STATISTICS,
+                     "name": ("name", NAME)},
     "cuda_gpu_mem_time_sum": {**_SUMMARY, "count": ("count|operations|instances", WHOLE), **_STATISTICS,
                               "operation": ("operation", NAME)},
-    "nvtx_pushpop_sum": {**_SUMMARY, "instances": ("instances", WHOLE), **_STATISTICS, "range": ("range", NAME)},
+    "nvtx_pushpop_sum": {**_SUMMARY, "instances": ("instances", WHOLE), **_STATISTICS,
+                         "range": ("range", NAME)},
     "nvtx_gpu_proj_sum": {
-        "range": ("range", NAME), "style": ("style", MAYBE_NAME), "total_proj_time_ns": ("total proj time", WHOLE),
-        "total_range_time_ns": ("total range time", WHOLE), "range_instances": ("range instances", WHOLE), **_PROJECTED,
+        "range": ("range", NAME), "style": ("style", MAYBE_NAME),
+        "total_proj_time_ns": ("total proj time", WHOLE),
+        "total_range_time_ns": ("total range time", WHOLE), "range_instances": ("range instances", WHOLE),
+        **_PROJECTED,
         "total_gpu_ops": ("total gpu ops", WHOLE), "avg_gpu_ops": ("avg gpu ops", MAYBE_NUMBER),
         "avg_range_level": ("avg range lvl", MAYBE_NUMBER), "avg_num_child": ("avg num child", MAYBE_NUMBER)},
     "nvtx_kern_sum": {
         "range": ("nvtx range", NAME), **_THREAD, "range_instances": ("nvtx inst", WHOLE),
-        "kernel_instances": ("kern inst", WHOLE), **_TOTAL, **_STATISTICS, "kernel_name": ("kernel name", NAME)},
+        "kernel_instances": ("kern inst", WHOLE), **_TOTAL, **_STATISTICS,
+        "kernel_name": ("kernel name", NAME)},
     "nvtx_gpu_proj_trace": {
         "range": ("name", NAME), "projected_start_ns": ("projected start", WHOLE),
         "projected_duration_ns": ("projected duration", WHOLE), "range_start_ns": ("orig start", WHOLE),
         "range_duration_ns": ("orig duration", WHOLE), **_THREAD, "gpu_ops": ("numgpuops", WHOLE),
-        "level": ("lvl", MAYBE_WHOLE), "num_child": ("numchild", MAYBE_WHOLE), "range_id": ("rangeid", MAYBE_WHOLE),
+        "level": ("lvl", MAYBE_WHOLE), "num_child": ("numchild", MAYBE_WHOLE),
+        "range_id": ("rangeid", MAYBE_WHOLE),
         "parent_id": ("parentid", MAYBE_WHOLE), "range_stack": ("rangestack", MAYBE_NAME)},
 }
 # What the reports were called until 2022, in the names of their files.
-OLD_NAMES = {"cuda_gpu_kern_sum": "gpukernsum", "cuda_api_sum": "cudaapisum", "cuda_gpu_mem_time_sum": "gpumemtimesum",
-             "nvtx_pushpop_sum": "nvtxppsum", "nvtx_kern_sum": "nvtxkernsum", "nvtx_gpu_proj_trace": "nvtxgpuproj"}
-UNITS_NS: dict[str, float] = {"ns": 1, "nsec": 1, "us": 1e3, "µs": 1e3, "μs": 1e3, "usec": 1e3, "ms": 1e6, "msec": 1e6, "s": 1e9, "sec": 1e9}
+OLD_NAMES = {"cuda_gpu_kern_sum": "gpukernsum", "cuda_api_sum": "cudaapisum",
+             "cuda_gpu_mem_time_sum": "gpumemtimesum",
+             "nvtx_pushpop_sum": "nvtxppsum", "nvtx_kern_sum": "nvtxkernsum",
+             "nvtx_gpu_proj_trace": "nvtxgpuproj"}
+UNITS_NS: dict[str, float] = {"ns": 1, "nsec": 1, "us": 1e3, "µs": 1e3, "μs": 1e3, "usec": 1e3, "ms": 1e6,
+                              "msec": 1e6, "s": 1e9, "sec": 1e9}
 SHOWN, LONGEST_NUMBER = 80, 40  # characters: of what was found, in an error; of a number
 _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?([eE][-+]?\d+)?")
 
 
 def load_reports(folder: Path | str, prefix: str,
-                 reports: Iterable[str] = tuple(REPORTS)) -> tuple[dict[str, pd.DataFrame], list[ReportError]]:
+                 reports: Iterable[str] = tuple(REPORTS)) -> tuple[dict[str, pd.DataFrame],
+                                                                   list[ReportError]]:
     """The reports `<prefix>_<report>.csv` of a folder, and an error for each that cannot be used.
 
     Returns:
@@ -113,7 +126,8 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
         raise ReportError(f"{path}: line {top + 1} has no column for {', '.join(missing)}, expected the header of"
                           f" {report}, found {lines[top].strip()[:SHOWN]!r}")
     rows = _rows(path, lines[top:], top)
-    values = {name: [_value(row[place], name, columns[name][1], factor, f"{path}: line {number}, column {heading!r}")
+    values = {name: [_value(row[place], name, columns[name][1], factor,
+                            f"{path}: line {number}, column {heading!r}")
                      for number, row in rows]
               for name, (place, heading, factor) in _factors(path, places).items()}
     if "range" in values:
@@ -268,4 +282,5 @@ def _value(field: str, name: str, kind: str, factor: float, where: str) -> int |
 def _table(values: dict[str, list], columns: dict) -> pd.DataFrame:
     """All columns with their types, those without values missing throughout."""
     none = [None] * max(map(len, values.values()), default=0)
-    return pd.DataFrame({name: pd.Series(values.get(name, none), dtype=kind) for name, (_, kind) in columns.items()})
+    return pd.DataFrame({name: pd.Series(values.get(name, none), dtype=kind) for name,
+                         (_, kind) in columns.items()})

@@ -51,7 +51,8 @@ def convert(trace: Path, export: Path) -> None:
         TraceError: the file is no such trace, or an event has no times or correlation id that can be used.
     """
     events = _read_events(trace)
-    threads = {tid: PROCESS_ID | number for number, tid in enumerate(sorted({e["tid"] for e in events}), start=1)}
+    threads = {tid: PROCESS_ID | number for number,
+               tid in enumerate(sorted({e["tid"] for e in events}), start=1)}
     work = [e for e in events if e["cat"] in WORK]
     if work:
         launches = [e for e in events if e["cat"] in LAUNCHES and e["correlation"] is not None]
@@ -63,9 +64,11 @@ def convert(trace: Path, export: Path) -> None:
     write_export(
         export,
         StringIds=((number, name) for name, number in names.items()),
-        CUPTI_ACTIVITY_KIND_KERNEL=((e["start"], e["end"], 0, e["stream"], e["correlation"], PROCESS_ID, names[e["name"]])
+        CUPTI_ACTIVITY_KIND_KERNEL=((e["start"], e["end"], 0, e["stream"], e["correlation"], PROCESS_ID,
+                                     names[e["name"]])
                                     for e in work),
-        CUPTI_ACTIVITY_KIND_RUNTIME=((e["start"], e["end"], threads[e["tid"]], e["correlation"]) for e in launches),
+        CUPTI_ACTIVITY_KIND_RUNTIME=((e["start"], e["end"], threads[e["tid"]], e["correlation"])
+                                     for e in launches),
         NVTX_EVENTS=((e["start"], e["end"], 59, e["name"], threads[e["tid"]], None, 0) for e in events
                      if e["cat"] == RANGE and "#" not in e["name"]))  # torch's own: Optimizer.step#AdamW.step
 
@@ -79,7 +82,8 @@ def _read_events(trace: Path) -> list[dict[str, Any]]:
     """
     try:
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-        complete = [e for e in events if e.get("ph") == "X" and e.get("cat") in (*WORK, *LAUNCHES, OPERATOR, RANGE)]
+        complete = [e for e in events if e.get("ph") == "X"
+                    and e.get("cat") in (*WORK, *LAUNCHES, OPERATOR, RANGE)]
     except OSError as error:
         raise TraceError(f"{trace}: cannot be read ({error.strerror}), expected torch.profiler's trace") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -17,7 +17,8 @@ ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "fu
 PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
 
 # What reading a pickle that is none, or a damaged one, ends in.
-DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
+           TypeError, ValueError)
 
 
 class SnapshotError(StepscopeError, ValueError):
@@ -99,6 +100,7 @@ def _place(frames: list[dict]) -> tuple[str, str]:
         place = f"{found[1] or found[2]}:{frame['line']}", frame["name"]
         if found[1]:
             return place if not fallback[0].startswith("torch/optim") else fallback
-        if not fallback[0] or (found[2].startswith("torch/optim") and not fallback[0].startswith("torch/optim")):
+        if not fallback[0] or (found[2].startswith("torch/optim")
+                               and not fallback[0].startswith("torch/optim")):
             fallback = place
     return fallback
