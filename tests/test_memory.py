@@ -154,6 +154,13 @@ def test_file_that_is_no_snapshot_is_named(tmp_path, content):
         snapshot.load_snapshot(file)
 
 
+@pytest.mark.parametrize("entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}])
+def test_sizes_and_addresses_that_no_memory_has_are_refused(entry):
+    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": []} | entry]]}
+    with pytest.raises(snapshot.SnapshotError, match="is no address or size of 64 bits"):
+        snapshot.allocations(history)
+
+
 def test_places_are_the_projects():
     frames = [{"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
               {"filename": "/somewhere/lib/stepscope/annotate.py", "line": 2, "name": "call"},
