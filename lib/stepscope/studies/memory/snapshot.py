@@ -69,10 +69,10 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     event = 0
     try:
         for entry in snapshot["device_traces"][device]:
-            for number in (entry["addr"], entry["size"]):
-                if not isinstance(number, int) or not 0 <= number < 2**63:
-                    raise ValueError(f"{number!r:.80} is no address or size of 64 bits")
             if entry["action"] == "alloc":
+                for number in (entry["addr"], entry["size"]):
+                    if not isinstance(number, int) or not 0 <= number < 2**63:
+                        raise ValueError(f"{number!r:.80} is no address or size of 64 bits")
                 line, function = _place(entry.get("frames", []))
                 open_at[entry["addr"]] = len(rows)
                 rows.append([entry["size"], entry["addr"], event, None, line, function])
