@@ -10,11 +10,12 @@ import tempfile
 import psutil
 import pytest
 import yaml
-from conftest import TINY
 from rich.console import Console
-from stepscope.runs import one_run as execute
-from stepscope.runs import jupyter_kernel as kernel
+
+from conftest import TINY
 from stepscope.config import configure
+from stepscope.runs import jupyter_kernel as kernel
+from stepscope.runs import one_run as execute
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import How, run_sweep
 

@@ -5,8 +5,8 @@ import shutil
 
 import pandas as pd
 import pytest
-from reference import ROOT, STORE, records
 
+from reference import STORE, records
 from stepscope.report.check import StaleReport, check
 from stepscope.report.load import Data, load_data, tables_of, told_apart
 from stepscope.report.render import draw_figures, render, sections, writeup

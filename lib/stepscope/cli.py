@@ -122,8 +122,8 @@ def list_runs(runs: RunsOption = None,
     Beside what ran out of memory stands the peak that the accounting predicts for it. Where the output is not a terminal,
     it is a line of names and then a line for each run, with tabs between the columns.
     """
-    from stepscope.step.accounting import predicted_peak_mib
     from stepscope.runs.store import Store, read_record
+    from stepscope.step.accounting import predicted_peak_mib
     folder = _local_runs(runs)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
@@ -232,10 +232,10 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
     """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.step.accounting import on_gpu, what_fits
-    from stepscope.say.formats import MODE_WORDS
     from stepscope.config import SIZES, device_here
     from stepscope.runs.machine import machine
+    from stepscope.say.formats import MODE_WORDS
+    from stepscope.step.accounting import on_gpu, what_fits
     if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
         raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:

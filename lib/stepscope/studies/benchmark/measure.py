@@ -4,15 +4,15 @@ import torch
 
 from stepscope.config import StepConfig
 from stepscope.step.flops import phase_flops, step_flops
-from stepscope.step.training_step import Step
 from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
+from stepscope.step.training_step import Step
 
 LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch the GPU is done with it
 
 
 def peak_memory(step: Step) -> dict[str, float | int]:
-    """Parameters, and on a GPU the allocator's peaks so far in MiB."""
+    """Parameters, and on a GPU the allocator's peaks in MiB since the step was built."""
     results: dict[str, float | int] = {"parameters": sum(p.numel() for p in step.model.parameters())}
     if step.config.device == "cuda":
         results |= {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,

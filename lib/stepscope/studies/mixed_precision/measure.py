@@ -8,15 +8,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.studies.nsys import measure as profiles
-from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, configure, require_device
-from stepscope.studies.mixed_precision.config import Config
-from stepscope.step.model import parameter_count
-from stepscope.step.training_step import Step, build_step
 from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.step.model import parameter_count
 from stepscope.step.summary import ratio_interval, summarize
 from stepscope.step.timing import WHOLE, measure
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
+from stepscope.studies.mixed_precision.config import Config
+from stepscope.studies.nsys import measure as profiles
 
 BASE = "fp32"
 LOW = ("fp16", "bf16")  # the precisions that autocast casts for
@@ -56,17 +56,15 @@ def measure_all(config: Config,
 
 def _cell(config: StepConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, float]:
     require_device(config)
-    _empty_cache(config.device, reset_peak=True)
+    _empty_cache(config.device)
     samples = measure(build_step(config), read_sm_clock)
     return samples, torch.cuda.max_memory_allocated() / 2**20 if config.device == "cuda" else np.nan
 
 
-def _empty_cache(device: str, reset_peak: bool = False) -> None:
+def _empty_cache(device: str) -> None:
     gc.collect()  # a step that ended in an error is held by its traceback's cycle
     if device == "cuda":
         torch.cuda.empty_cache()
-        if reset_peak:
-            torch.cuda.reset_peak_memory_stats()
 
 
 def health(config: Config) -> pd.DataFrame:

@@ -2,14 +2,14 @@
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
-from stepscope.say.formats import Answer, ms, no_data, number, percent, runs_of
-from stepscope.say.selections import pick, reference
-from stepscope.studies.nsys.answers import MATMUL, attention_parts, config_of, per_kernel
 from stepscope.config import SIZES
-from stepscope.step.flops import forward_flops
+from stepscope.say.formats import Answer, ms, no_data, number, percent, runs_of
 from stepscope.say.published import load_published
+from stepscope.say.selections import pick, reference
+from stepscope.step.flops import forward_flops
+from stepscope.studies.nsys.answers import MATMUL, attention_parts, config_of, per_kernel
+from stepscope.yaml_files import load_yaml
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches a layer that one product's kernel can have in forward
@@ -22,7 +22,7 @@ def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks_table:
         return no_data("nsys-claims", question, "nsys")
     gpus = load_published().drop_duplicates("source").set_index("source")["gpu"]
     rows = []
-    for claim in yaml.safe_load(CLAIMS.read_text(encoding="utf-8")):
+    for claim in load_yaml(CLAIMS):
         size, context = claim["size"], claim["context_length"]
         stated = size is not None
         if not stated or pick(operations, size=size, context_length=context).empty:

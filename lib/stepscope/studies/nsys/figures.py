@@ -6,12 +6,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.config import PHASE_NAMES
 from stepscope.say.selections import reference
+from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.studies.nsys.answers import clocks_beside, region_rates
 from stepscope.studies.nsys.measure import by_family
 
-PHASES = ("forward", "loss", "backward", "optimizer")
 FAMILY_COLORS = {"matrix multiply": "#0072B2", "fused attention": "#56B4E9", "softmax": "#CC79A7", "reduction and norm": "#E69F00",
                  "elementwise": "#F0E442", "copy and cast": "#009E73", "memory": "#8FBC8F", "embedding and indexing": "#999999",
                  "optimizer": "#D55E00", "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
@@ -21,9 +21,9 @@ FAMILY_COLORS = {"matrix multiply": "#0072B2", "fused attention": "#56B4E9", "so
 def families(operations: pd.DataFrame, where: str) -> Figure | None:
     """Share of device time by family: a bar for each mode's phases and for its whole."""
     shares = by_family(operations)
-    shares = shares[shares["phase"].isin([*PHASES, "all"])]
+    shares = shares[shares["phase"].isin([*PHASE_NAMES, "all"])]
     table = shares.pivot_table(index=["mode", "phase"], columns="family", values="share", sort=False).fillna(0)
-    order = [(mode, phase) for mode in ("forward", "forward_backward", "step") for phase in (*PHASES, "all")
+    order = [(mode, phase) for mode in ("forward", "forward_backward", "step") for phase in (*PHASE_NAMES, "all")
              if (mode, phase) in table.index and phase != "loss" and (mode, phase) != ("forward", "all")]
     if not order:
         return None
@@ -56,7 +56,7 @@ def timeline(operations: pd.DataFrame, where: str, mode: str = "step") -> Figure
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.2))
     start, length = rows["start_ns"] / 1e6, rows["duration_ns"] / 1e6
-    for phase in PHASES:
+    for phase in PHASE_NAMES:
         own = rows[rows["phase"] == phase]
         if len(own):
             gpu = (own["start_ns"].min() / 1e6, (own["start_ns"] + own["duration_ns"]).max() / 1e6)
