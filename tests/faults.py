@@ -78,7 +78,5 @@ def in_namespace(faults: str, sweep: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    from faults import (
-        in_namespace as by_name,  # so that workers find the notebook's function under this module's name
-    )
+    from faults import in_namespace as by_name  # so that workers find the notebook's function under this module's name
     by_name(*sys.argv[1:])

@@ -3,23 +3,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
-from stepscope.config import ATTENTIONS, configure
-from stepscope.report.render import FIGURES, load_data, writeup
-from stepscope.runs.one_run import make_run
-from stepscope.studies.attention import answers as answers
-from stepscope.studies.attention import ending as attention_memory
-from stepscope.studies.attention import figures as figures
 from stepscope.studies.attention import measure as attention
+from stepscope.studies.attention import ending as attention_memory
+from stepscope.studies.attention import answers as answers
 from stepscope.studies.attention import memory_answers as memory_answers
-from stepscope.studies.attention.measure import (
-    Implementations,
-    Inputs,
-    errors,
-    measure_attention,
-    measure_cell,
-    reference,
-)
+from stepscope.studies.attention.measure import Implementations, Inputs, errors, measure_attention, measure_cell, reference
+from stepscope.config import ATTENTIONS, configure
+from stepscope.runs.one_run import make_run
+from stepscope.studies.attention import figures as figures
+from stepscope.report.render import FIGURES, load_data, writeup
 
 SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3, "warmup_steps": 1,
          "cell_seconds": 0.05}

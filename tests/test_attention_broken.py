@@ -1,11 +1,10 @@
 """Attention and compile runs in which something is broken: nothing wrong is timed, and nothing measured is lost."""
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
-
-from stepscope.config import configure
 from stepscope.studies.attention import measure as attention
 from stepscope.studies.compile import measure as compiled
+from stepscope.config import configure
+from torch._dynamo.exc import BackendCompilerFailed
 
 WRITTEN_OUT = attention.written_out
 

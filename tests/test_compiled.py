@@ -6,13 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
 from conftest import record_of
-from stepscope.config import PHASES, configure
-from stepscope.runs.store import write_table
-from stepscope.studies.attention import figures as figures
-from stepscope.studies.compile import answers as answers
 from stepscope.studies.compile import measure as compiled
+from stepscope.studies.compile import answers as answers
+from stepscope.config import PHASES, configure
+from stepscope.studies.attention import figures as figures
+from stepscope.runs.store import write_table
 
 COMPILE = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 1, "timed_steps": 3}
 

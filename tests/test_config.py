@@ -5,7 +5,6 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-
 from conftest import TINY
 from stepscope.config import SIZES, STUDIES, ConfigError, configure, from_notebook, require_device
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT

@@ -6,8 +6,8 @@ from collections import Counter
 import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
-
 from reference import STORE, records
+
 from stepscope.report.load import load_data
 from stepscope.report.page import render_page
 from stepscope.report.render import draw_figures, writeup

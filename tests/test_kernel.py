@@ -10,12 +10,11 @@ import tempfile
 import psutil
 import pytest
 import yaml
-from rich.console import Console
-
 from conftest import TINY
-from stepscope.config import configure
-from stepscope.runs import jupyter_kernel as kernel
+from rich.console import Console
 from stepscope.runs import one_run as execute
+from stepscope.runs import jupyter_kernel as kernel
+from stepscope.config import configure
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import How, run_sweep
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import HUGE, TINY
 from stepscope.config import configure
 from stepscope.runs.store import Store

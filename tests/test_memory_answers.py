@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-
 from memory_recording import CudaAutocast, stand_in
-from stepscope.config import configure
-from stepscope.step.accounting import MIB, on_gpu, peak
-from stepscope.step.training_step import Step
-from stepscope.studies.memory import answers as answers
-from stepscope.studies.memory import figures as figures
 from stepscope.studies.memory import measure as memory
+from stepscope.step.accounting import MIB, on_gpu, peak
+from stepscope.studies.memory import answers as answers
 from stepscope.studies.memory import options_answers as memory_options
+from stepscope.config import configure
+from stepscope.studies.memory import figures as figures
+from stepscope.step.training_step import Step
 from stepscope.studies.memory.timeline_page import timeline_page
 
 SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40, "batch_size": 3}

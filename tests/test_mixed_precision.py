@@ -7,18 +7,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
 from conftest import TINY
-from stepscope.config import ConfigError, configure, require_device
-from stepscope.report.render import SECTIONS, load_data
-from stepscope.report.render import render as report
-from stepscope.runs.store import Store
-from stepscope.runs.sweep import run_sweep
-from stepscope.say.published import load_published
-from stepscope.step.summary import ratio_interval
-from stepscope.studies.mixed_precision import answers as answers
 from stepscope.studies.mixed_precision import measure as mixed_precision
 from stepscope.studies.mixed_precision import numerics
+from stepscope.report.render import render as report
+from stepscope.studies.mixed_precision import answers as answers
+from stepscope.config import ConfigError, configure, require_device
+from stepscope.say.published import load_published
+from stepscope.report.render import SECTIONS, load_data
+from stepscope.runs.store import Store
+from stepscope.step.summary import ratio_interval
+from stepscope.runs.sweep import run_sweep
 
 ROOT = Path(__file__).parents[1]
 

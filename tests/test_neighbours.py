@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-
-from stepscope.runs.store import ENDED, RecordError
+from stepscope.studies.neighbours import measure as neighbours
 from stepscope.studies.neighbours import answers as answers
 from stepscope.studies.neighbours import figures as figures
-from stepscope.studies.neighbours import measure as neighbours
+from stepscope.runs.store import ENDED, RecordError
 
 REFERENCE = Path(__file__).parent.parent / "runs" / "h200"
 RUNS = ["small-ctx128-all-fp32-9beec75f", "large-ctx512-all-fp32-339d56d3"]

@@ -6,7 +6,6 @@ import re
 
 import pytest
 from bs4 import BeautifulSoup
-
 from stepscope.report.page import github_slug, render_page
 
 PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")

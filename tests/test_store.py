@@ -9,20 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
-
 from conftest import record_of
+from rich.console import Console
 from stepscope.runs.machine import machine
-from stepscope.runs.store import (
-    RecordError,
-    Store,
-    StoreBusy,
-    load_table,
-    read_record,
-    runs_frame,
-    write_table,
-    write_text_durably,
-)
+from stepscope.runs.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
+                             write_text_durably)
 from stepscope.runs.sweep import How, SweepError, run_sweep
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import HUGE, TINY
 from stepscope import __version__, cli
-from stepscope.config import PHASES, configure
 from stepscope.runs import one_run as execute
 from stepscope.runs import workers
+from stepscope.config import PHASES, configure
 from stepscope.runs.store import Store, load_table
 from stepscope.runs.sweep import run_sweep
 from stepscope.step.timing import WHOLE

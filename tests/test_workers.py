@@ -11,15 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import faults
 import psutil
 import pytest
-from rich.console import Console
-
-import faults
 from conftest import TINY
 from faults import FILLS, HANGS, KILLS_SCHEDULER, KILLS_WORKER, LOCKS, MEETS
-from stepscope.config import configure
+from rich.console import Console
 from stepscope.runs import workers
+from stepscope.config import configure
 from stepscope.runs.logs import run_log
 from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.store import RecordError

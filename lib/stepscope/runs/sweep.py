@@ -18,20 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import stepscope
 from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, require_device, studies
+from stepscope.config import ConfigError, RunConfig, StepConfig, configure, require_device, studies
+from stepscope.step.flops import forward_flops
 from stepscope.runs.jupyter_kernel import asked, clear_dead
 from stepscope.runs.machine import machine
 from stepscope.runs.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
-from stepscope.runs.workers import (
-    Dask,
-    Here,
-    NotBegun,
-    SchedulerGone,
-    check_workers,
-    join_cluster,
-    local_cluster,
-)
-from stepscope.step.flops import forward_flops
+from stepscope.runs.workers import Dask, Here, NotBegun, SchedulerGone, check_workers, join_cluster, local_cluster
 
 SHIPPED = Path(stepscope.__file__).parent / "studies"
 BLOCK_KEYS = ("study", "fixed", "axes")

@@ -22,8 +22,8 @@ import numpy as np
 
 from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
-from stepscope.runs.jupyter_kernel import THREADS, clear_dead, set_environment, spare
 from stepscope.runs.one_run import PROJECT, make_run
+from stepscope.runs.jupyter_kernel import THREADS, clear_dead, set_environment, spare
 from stepscope.runs.store import AlreadyBegun, Record, Store
 
 ANSWER_S = 10  # a scheduler that is there answers within this time

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+
 NEARLY = 0.05  # two figures this close count as the same in words
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 

@@ -1,29 +1,10 @@
 """The memory questions, answered from the tables of ``stepscope.memory.all_runs``."""
 import pandas as pd
 
+from stepscope.step.accounting import BLOCK_GRADIENTS, CATEGORIES, MIB, on_gpu, peak, require_formulas, value, what_fits
+from stepscope.say.formats import Answer, count, listing, no_data, number, percent, runs_of, span
+from stepscope.say.formats import MODE_WORDS, NEARLY
 from stepscope.config import RunConfig
-from stepscope.say.formats import (
-    MODE_WORDS,
-    NEARLY,
-    Answer,
-    count,
-    listing,
-    no_data,
-    number,
-    percent,
-    runs_of,
-    span,
-)
-from stepscope.step.accounting import (
-    BLOCK_GRADIENTS,
-    CATEGORIES,
-    MIB,
-    on_gpu,
-    peak,
-    require_formulas,
-    value,
-    what_fits,
-)
 from stepscope.studies.memory.measure import at_peak, largest_allocations
 from stepscope.studies.memory.saved import largest
 

@@ -10,14 +10,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from stepscope import StepscopeError
-from stepscope.config import configure
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.step import annotate
 from stepscope.step.accounting import CATEGORIES, MIB, at_rest, instants, peak, require_formulas, value
-from stepscope.step.timing import measure
-from stepscope.step.training_step import Step, build_step, out_of_memory_names
+from stepscope.config import configure
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.snapshot import allocations, load_snapshot
+from stepscope.step.training_step import Step, build_step, out_of_memory_names
+from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.step.timing import measure
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
                 "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes"]

@@ -1,10 +1,11 @@
 """What two options change about memory: activation checkpointing, and the allocator's expandable segments."""
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, Answer, count, listing, ms, no_data, number, percent, runs_of
 from stepscope.step.accounting import MIB, peak, require_formulas, value
-from stepscope.step.timing import WHOLE
+from stepscope.say.formats import Answer, count, listing, ms, no_data, number, percent, runs_of
+from stepscope.say.formats import MODE_WORDS
 from stepscope.studies.memory.answers import NO_HISTORY, Tables, config_of, gib, mib
+from stepscope.step.timing import WHOLE
 
 QUICKER = 0.02  # of a step: a smaller difference of times is not explained
 UNMOVED = 0.01  # a share of reserved memory that counts as no change

@@ -4,26 +4,15 @@ from decimal import Decimal
 import numpy as np
 import pandas as pd
 
-from stepscope.runs.store import by_size
-from stepscope.say.formats import (
-    MODE_WORDS,
-    Answer,
-    capital,
-    count,
-    listing,
-    ms,
-    no_data,
-    number,
-    percent,
-    runs_of,
-    span,
-)
-from stepscope.say.published import source_name
+from stepscope.say.formats import Answer, capital, count, listing, ms, no_data, number, percent, runs_of, span
+from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick, reference
-from stepscope.step.timing import WHOLE
+from stepscope.studies.nsys.answers import MATMUL
+from stepscope.say.published import source_name
 from stepscope.studies.mixed_precision.measure import LOW, SAME
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
-from stepscope.studies.nsys.answers import MATMUL
+from stepscope.runs.store import by_size
+from stepscope.step.timing import WHOLE
 
 # The handout's four loops, and what another report (E of data/published.yaml) prints for each.
 PUBLISHED_SUMS = {"fp32 into fp32": "10.0001", "fp16 into fp16": "9.9531", "fp16 into fp32": "10.0021",

@@ -5,11 +5,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 
-from stepscope.say.formats import MODE_WORDS, ms
+from stepscope.say.formats import ms
+from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import pick, reference
+from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
 
 PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}

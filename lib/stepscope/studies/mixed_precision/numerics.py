@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.step.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.studies.mixed_precision.config import Config
+from stepscope.step.training_step import AUTOCAST_DTYPES, build_step
 
 TERM, ADDITIONS = 0.01, 1000
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

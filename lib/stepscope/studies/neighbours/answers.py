@@ -3,8 +3,8 @@ they measure is the same."""
 import pandas as pd
 
 from stepscope.say.formats import Answer, capital, count, listing, no_data, number, percent
-from stepscope.step.summary import median_interval
 from stepscope.studies.neighbours.measure import ALONE, verdict
+from stepscope.step.summary import median_interval
 
 SAME = 0.02      # ratios this close to 1 are no change
 FAR = 0.05       # a phase whose ratio is further from 1 is named

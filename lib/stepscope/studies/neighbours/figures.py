@@ -3,8 +3,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.studies.neighbours.answers import GROUPS, SAME, ratios
+from stepscope.say.style import WIDTH_IN, use_style
 
 
 def agree(timings: pd.DataFrame, where: str) -> Figure | None:

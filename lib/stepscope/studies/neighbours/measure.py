@@ -20,10 +20,10 @@ from rich.table import Table
 from stepscope import StepscopeError
 from stepscope.config import device_here
 from stepscope.runs.store import ENDED, Record, RecordError, Store, load_table, runs_frame
-from stepscope.runs.sweep import How, run_sweep
-from stepscope.runs.workers import local_cluster
 from stepscope.step.summary import median_interval
+from stepscope.runs.sweep import How, run_sweep
 from stepscope.step.timing import WHOLE
+from stepscope.runs.workers import local_cluster
 
 # Of each device, a step that waits for the host and one that does not.
 CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "forward"}, {"size": "small", "context_length": 512, "mode": "step"}],

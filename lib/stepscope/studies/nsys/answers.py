@@ -1,26 +1,17 @@
 """Questions (a) to (e) of the profiling assignment, answered from the tables of ``stepscope.profiles``."""
 import pandas as pd
 
-from stepscope.config import configure
-from stepscope.runs.store import by_size
-from stepscope.say.formats import (
-    MODE_WORDS,
-    Answer,
-    count,
-    listing,
-    ms,
-    no_data,
-    number,
-    percent,
-    runs_of,
-    span,
-)
+from stepscope.say.formats import Answer, count, listing, ms, no_data, number, percent, runs_of, span
+from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick, reference
+from stepscope.config import configure
 from stepscope.step.flops import forward_bytes, forward_flops
-from stepscope.step.timing import WHOLE
+from stepscope.traces.families import rules, short_names
 from stepscope.studies.nsys.measure import by_family, three_clocks
-from stepscope.traces.families import MATMUL, rules, short_names
+from stepscope.runs.store import by_size
+from stepscope.step.timing import WHOLE
 
+from stepscope.traces.families import MATMUL
 NONTRIVIAL = 0.02  # of the time of forward's operations
 AGREE = 0.02       # two clocks this close agree
 SOFTMAX_FLOPS = 5  # per score: maximum, subtract, exponentiate, sum, divide

@@ -5,6 +5,7 @@ from stepscope.say.chapter import Chapter, Picture
 from stepscope.studies.nsys import answers, claims, figures
 from stepscope.studies.nsys.measure import all_runs
 
+
 TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions", "timeline": "timeline.parquet",
           "walls": "walls", "statuses": "statuses"}
 
