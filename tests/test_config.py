@@ -6,10 +6,11 @@ from typing import Literal, get_args, get_origin
 import pytest
 import torch
 from conftest import TINY
-from stepscope.config import SIZES, STUDIES, ConfigError, configure, from_notebook, require_device
+from stepscope.config import SIZES, ConfigError, configure, free_fields, from_notebook, require_device, studies
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
-from stepscope.runs.sweep import SHIPPED, SweepError, load_sweep
+from stepscope.runs.sweep import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
 
+STUDIES = studies()
 CUSTOM = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 
 
@@ -224,13 +225,17 @@ def test_a_sweep_file_that_is_not_there_names_those_that_are(tmp_path):
         load_sweep(tmp_path / "nowhere.yaml")
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_sweeps_are_valid(path):
-    assert load_sweep(path)
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/sweep*.yaml")), ids=sweep_name)
+def test_shipped_sweeps_are_valid_and_of_their_study(path):
+    assert path.parent.name in {config.study for config in load_sweep(path)}
+
+
+def test_sweeps_are_found_by_their_studys_name():
+    assert [sweep_name(path) for name in ("benchmark", "cpu") for path in find_sweeps(name)][:2] == ["benchmark", "attention-cpu"]
 
 
 def test_the_shipped_benchmark_sweep_holds_the_handouts_matrix():
-    asked = [c for c in load_sweep(SHIPPED / "benchmark.yaml") if c.optimizer == "foreach" and c.precision == "fp32"
+    asked = [c for c in load_sweep(find_sweeps("benchmark")[0]) if c.optimizer == "foreach" and c.precision == "fp32"
              and c.attention == "eager" and not c.compile]
     assert {(c.size, c.context_length, c.mode) for c in asked} >= {
         (size, context, mode) for size in ("small", "medium", "large", "xl", "2.7B") for context in (128, 256, 512, 1024)
@@ -240,7 +245,7 @@ def test_the_shipped_benchmark_sweep_holds_the_handouts_matrix():
 
 def test_the_warmup_sweep_holds_0_1_2_and_5_warmups():
     sizes = {}
-    for config in load_sweep(SHIPPED / "warmup.yaml"):
+    for config in load_sweep(find_sweeps("warmup")[0]):
         sizes.setdefault(config.size, set()).add(config.warmup_steps)
     assert sizes == dict.fromkeys(("small", "medium", "large", "xl", "2.7B"), {0, 1, 2, 5})
 
@@ -262,7 +267,8 @@ def parameters_of(path):
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_notebooks_parameters_are_its_studys_fields(study):
     names = parameters_of(NOTEBOOKS / f"{study}.ipynb")
-    assert names.keys() == STUDIES[study].model_fields.keys() - {"study"} | {"run_folder"}
+    derived = {"context_length"} if study == "attention" else set()  # there it is the longest of the sequences
+    assert names.keys() == set(free_fields(study)) - derived | {"run_folder"}
     assert names["run_folder"] == ""  # by hand, nothing is written
     config = from_notebook(study, names)
     assert {field: value for field, value in names.items() if value not in (None, "auto", "")} == {

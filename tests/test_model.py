@@ -3,10 +3,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from stepscope.step.training_step import annotate
+from stepscope.step import annotate
 from stepscope.config import SIZES, configure
-from stepscope.step.flops import forward_flops, phase_flops, step_flops
-from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
+from stepscope.step.flops import forward_flops, parameter_count, phase_flops, step_flops
+from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
 from stepscope.step.training_step import build_step
 from torch import nn
 from torch.nn import functional

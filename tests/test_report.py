@@ -16,7 +16,8 @@ from stepscope.studies.benchmark import published_answers as published
 from stepscope.say.formats import span
 from stepscope.studies.warmup import answers as warmup
 from stepscope.report.render import SECTIONS, StaleReport, load_data
-from stepscope.runs.store import Store, runs_frame
+from stepscope.runs.store import Store
+from stepscope.runs.tables import runs_frame
 from stepscope.runs.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]

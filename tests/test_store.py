@@ -12,8 +12,8 @@ import pytest
 from conftest import record_of
 from rich.console import Console
 from stepscope.runs.machine import machine
-from stepscope.runs.store import (RecordError, Store, StoreBusy, load_table, read_record, runs_frame, write_table,
-                             write_text_durably)
+from stepscope.runs.store import RecordError, Store, StoreBusy, read_record, write_text_durably
+from stepscope.runs.tables import load_table, runs_frame, write_table
 from stepscope.runs.sweep import How, SweepError, run_sweep
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
@@ -333,41 +333,6 @@ def test_a_record_is_not_read_for_the_tables_of_another(store, tiny):
     read_record(place)  # the list of runs does not read every table
     with pytest.raises(RecordError, match="differs"):
         read_record(place, check_tables=True)
-
-
-# The index
-
-def frame_of(store):
-    frame, errors = store.frame()
-    return frame.set_index("run_id")["results_of"].to_dict() if len(frame) else {}, errors
-
-
-def test_the_index_saves_reading_and_never_says_anything_else_than_the_records(store, tiny, monkeypatch):
-    for seed, value in enumerate([1, "text", 2.5]):  # one result, of three types
-        put(store, tiny(seed=seed), results={"results_of": value})
-    ids = [tiny(seed=seed).run_id for seed in range(3)]
-    assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
-    pd.testing.assert_frame_equal(store.frame()[0], runs_frame(store.records()[0]), check_dtype=False)
-    with monkeypatch.context() as patch:
-        patch.setattr("stepscope.runs.store.read_record", lambda *arguments: pytest.fail("read although the index has it"))
-        assert frame_of(store) == (dict(zip(ids, [1, "text", 2.5])), [])
-    edit(results={"results_of": 7})(store.folder(tiny()))                     # altered in place
-    shutil.rmtree(store.folder(tiny(seed=1)))                                 # taken away
-    os.truncate(store.folder(tiny(seed=2)) / "record.json", 50)               # broken
-    put(store, tiny(seed=3), results={"results_of": "new"})
-    values, errors = frame_of(store)
-    assert values == {ids[0]: 7, tiny(seed=3).run_id: "new"} and len(errors) == 1 and ids[2] in str(errors[0])
-    assert frame_of(store)[0] == values and str(frame_of(store)[1]) == str(errors)  # still named
-
-
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"PAR1 no table"), lambda path: path.unlink(),
-                                    lambda path: (path.unlink(), path.mkdir()),
-                                    lambda path: pd.DataFrame({"run_id": ["other"], "study": ["x"]}).to_parquet(path)])
-def test_an_index_that_cannot_be_used_is_made_anew_or_done_without(damage, store, tiny):
-    put(store, tiny(), results={"results_of": 1})
-    store.frame()
-    damage(store.root / ".index.parquet")
-    assert frame_of(store) == ({tiny().run_id: 1}, []) and frame_of(store) == ({tiny().run_id: 1}, [])
 
 
 def test_two_sweeps_of_one_name_are_both_kept(store, tiny, write_sweep):

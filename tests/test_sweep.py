@@ -15,7 +15,8 @@ from stepscope import __version__, cli
 from stepscope.runs import one_run as execute
 from stepscope.runs import workers
 from stepscope.config import PHASES, configure
-from stepscope.runs.store import Store, load_table
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table
 from stepscope.runs.sweep import run_sweep
 from stepscope.step.timing import WHOLE
 

@@ -125,10 +125,12 @@ def list_runs(runs: RunsOption = None,
     """
     from stepscope.step.accounting import predicted_peak_mib
     from stepscope.runs.store import Store, read_record
+    from stepscope.runs.tables import runs_frame
     folder = _local_runs(runs)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
-    frame, errors = Store(folder).frame()
+    records, errors = Store(folder).records()
+    frame = runs_frame(records)
     if where is not None and not frame.empty:
         try:
             asked = frame.eval(where)

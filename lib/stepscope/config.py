@@ -70,7 +70,7 @@ class RunConfig(BaseModel):
     times_imports: ClassVar[bool] = False  # whether the notebook clocks its own imports, so that none may be done ahead
 
     study: str
-    d_model: Dimension = Field(ge=2)
+    d_model: int = Field(ge=2, le=2**20)
     context_length: Length
     batch_size: Dimension = 4
     precision: Literal[PRECISIONS] = "fp32"

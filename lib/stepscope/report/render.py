@@ -46,10 +46,11 @@ from stepscope.studies.neighbours import figures as neighbours_figures
 from stepscope.studies.nsys import figures as nsys_figures
 from stepscope.config import studies
 from stepscope.say.style import save
-from stepscope.step.model import parameter_count
+from stepscope.step.flops import parameter_count
 from stepscope.report.page import render_page
 from stepscope.say.published import load_published
-from stepscope.runs.store import Record, RecordError, Store, by_size, load_table, read_record, runs_frame
+from stepscope.runs.store import Record, RecordError, Store, read_record
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.studies.memory.timeline_page import timeline_page
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md

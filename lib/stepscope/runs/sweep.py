@@ -279,12 +279,12 @@ def _valid_record(config: RunConfig, store: Store, console: Console):
 
 def _same_machine(store: Store, configs: list[RunConfig], there: dict) -> None:
     """Figures of two kinds of machine in one folder would be compared as if they were one's."""
-    runs, _ = store.frame()
-    if runs.empty:
+    records, _ = store.records()
+    if not records:
         return
     for device in {config.device for config in configs}:
         here = there.get("device_name") or machine(device)["device_name"]
-        others = set(runs.loc[runs["device"] == device, "device_name"].dropna()) - {here}
+        others = {record.machine.get("device_name") for record in records if record.config["device"] == device} - {here, None}
         if others:
             raise SweepError(f"{store.root}: holds runs of {min(others)!r}, and this machine is {here!r};"
                              " choose another --runs folder")

@@ -9,12 +9,14 @@ What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), a
 """
 import re
 from dataclasses import dataclass
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from stepscope import StepscopeError
 from stepscope.config import PHASES, ConfigError, RunConfig, configure
-from stepscope.step.model import parameter_count
+from stepscope.step.flops import parameter_count
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIB = 2**20
 CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries", "cuBLAS workspace",
@@ -291,12 +293,13 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: RunConfig, memory_mib: float) -> pd.DataFrame:
+def what_fits(config: RunConfig, memory_mib: float) -> "pd.DataFrame":
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
     Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits, largest_context (at the batch given), largest_batch (at the
     context given).
     """
+    import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
     rows = []
     for mode in PHASES:
         for precision in ("fp32", "bf16"):

@@ -6,6 +6,12 @@ pointwise work are left out, and the whole T x T square of attention is counted,
 from stepscope.config import PHASES, RunConfig
 
 
+def parameter_count(config: RunConfig) -> int:
+    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""
+    block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
+    return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model
+
+
 def forward_flops(config: RunConfig) -> dict[str, int]:
     """FLOPs of one forward pass by region."""
     tokens = config.batch_size * config.context_length

@@ -10,7 +10,7 @@ from stepscope.studies.benchmark.answers import MODE_WORDS, matrix, pick
 from stepscope.studies.benchmark.published_answers import compared
 from stepscope.studies.warmup.answers import whole_steps
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 

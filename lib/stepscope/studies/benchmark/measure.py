@@ -5,7 +5,8 @@ import torch
 from stepscope.config import RunConfig, configure
 from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.training_step import Step
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.store import Record, Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
 

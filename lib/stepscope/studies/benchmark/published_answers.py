@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.say.formats import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
 from stepscope.studies.benchmark.answers import MODE_WORDS, matrix
 from stepscope.say.published import doubts
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 

@@ -16,7 +16,8 @@ from stepscope.config import configure
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.snapshot import allocations, load_snapshot
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.runs.store import Record, Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.step.timing import measure
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",

@@ -12,9 +12,10 @@ from stepscope.studies.nsys import measure as profiles
 from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, configure, require_device
 from stepscope.studies.mixed_precision.config import Config
-from stepscope.step.model import parameter_count
+from stepscope.step.flops import parameter_count
 from stepscope.step.training_step import Step, build_step
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.runs.store import Record, Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.step.summary import ratio_interval, summarize
 from stepscope.step.timing import WHOLE, measure
 

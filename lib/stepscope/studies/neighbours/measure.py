@@ -19,7 +19,8 @@ from rich.table import Table
 
 from stepscope import StepscopeError
 from stepscope.config import device_here
-from stepscope.runs.store import ENDED, Record, RecordError, Store, load_table, runs_frame
+from stepscope.runs.store import ENDED, Record, RecordError, Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.summary import median_interval
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.step.timing import WHOLE

@@ -13,7 +13,8 @@ from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.families import OTHER, short_names
 from stepscope.traces.nsys_program import REPORTS, Capture, capture, find_nsys, make_reports, missing_libraries, nsys_version
 from stepscope.traces.nsys_reports import load_reports
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.runs.store import Record, Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.traces.torch_profiler import convert
 from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, load_trace, scrub
 

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.say.formats import Answer, capital, count, listing, no_data, number, percent, plus_minus, runs_of, span
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 SETTLED = 0.02  # of the steady median

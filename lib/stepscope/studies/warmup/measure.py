@@ -9,7 +9,8 @@ import torch
 
 from stepscope.studies.warmup.config import Config
 from stepscope.step.training_step import Step, build_step
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.store import Record, Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.timing import PhaseClock
 
 REPEATS = 3
