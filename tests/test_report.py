@@ -16,6 +16,7 @@ from stepscope.studies.benchmark import published_answers as published
 from stepscope.say.formats import span
 from stepscope.studies.warmup import answers as warmup
 from stepscope.report.render import SECTIONS, StaleReport, load_data
+from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
 from stepscope.runs.tables import runs_frame
 from stepscope.runs.sweep import load_sweep
@@ -296,10 +297,10 @@ def test_runs_that_differ_in_what_no_table_shows_are_told_apart(data):
     benchmarks = [r for r in data.records if r.study == "benchmark"]
     small = next(r for r in benchmarks if r.config["size"] == "small" and r.config["mode"] == "step" and r.config["context_length"] == 512)
     other = small.model_copy(update={"run_id": "other", "config": small.config | {"batch_size": 8}})
-    kept, aside = report.told_apart([other, *benchmarks])
+    kept, aside = told_apart([other, *benchmarks])
     assert aside == [other] and kept == benchmarks
     warm = [small.model_copy(update={"study": "warmup", "run_id": str(n), "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
-    assert report.told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
+    assert told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
 
 
 def test_what_no_answer_is_made_from_is_listed(data):

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -15,6 +15,9 @@ from rich.table import Column, Table
 
 from stepscope import StepscopeError, __version__
 
+if TYPE_CHECKING:
+    from stepscope.runs.store import Record
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
@@ -23,7 +26,8 @@ writeup and figures of a runs folder; [bold]report[/] does both for this machine
 continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
-LIST_COLUMNS = ("study", "run", "status", "seconds", "runs beside", "cause")
+LIST_COLUMNS = ("study", "run", "shape", "status", "seconds", "runs beside", "cause")
+WHOLE_COLUMNS = LIST_COLUMNS[:4]  # what no terminal is too narrow for
 CAUSE_WIDTH = 24  # characters that a cause gets at least
 MOST_GIB = 100_000  # a GPU's memory that fit believes
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
@@ -115,59 +119,72 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
     _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
 
 
+def _runs_to_read(runs: Path | None) -> Path:
+    """The one local folder that there is; only between several does this machine's device decide, for which torch is needed."""
+    local = sorted((Path(__file__).resolve().parents[2] / "runs").glob("local-*/"))
+    return runs or (local[0] if len(local) == 1 else _local_runs(None))
+
+
 @app.command("list")
 def list_runs(runs: RunsOption = None,
-              where: Annotated[str | None, typer.Option(help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
+              where: Annotated[str | None, typer.Option(
+                  help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    Beside what ran out of memory stands the peak that the accounting predicts for it. Where the output is not a terminal,
-    it is a line of names and then a line for each run, with tabs between the columns.
+    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of memory stands the
+    peak that the accounting predicts for it. Where the output is not a terminal, it is a line of names and then a line for
+    each run, with tabs between the columns.
     """
-    from stepscope.step.accounting import predicted_peak_mib
-    from stepscope.runs.store import Store, read_record
-    from stepscope.runs.tables import runs_frame
-    folder = _local_runs(runs)
+    from stepscope.runs.store import Store
+    folder = _runs_to_read(runs)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
     records, errors = Store(folder).records()
-    frame = runs_frame(records)
-    if where is not None and not frame.empty:
-        try:
-            asked = frame.eval(where)
-            if getattr(asked, "dtype", None) != bool:
-                raise TypeError("it is not true or false of each")
-            frame = frame[asked]
-        except Exception as error:  # whatever Python says to an expression that is somebody's
-            raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
-    rows = []
-    for run in frame.to_dict("records"):
-        cause = " ".join(run["cause"].split()) if isinstance(run["cause"], str) else ""
-        if run["status"] == "oom" and (predicted := predicted_peak_mib(read_record(folder / run["study"] / run["run_id"]).config)):
-            cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
-        rows.append({"study": run["study"], "run": run["run_id"], "status": run["status"], "seconds": f"{run['duration_s']:.1f}",
-                     "runs beside": str(run["beside"] or ""), "cause": cause})
+    if where is not None and records:
+        records = _asked_for(records, where)
+    rows = [_list_row(record) for record in records]
     if sys.stdout.isatty():
         _print_runs(rows, str(folder))
     else:
         for row in [dict(zip(LIST_COLUMNS, LIST_COLUMNS)), *rows]:
             print(*row.values(), sep="\t")
     for error in errors:
-        console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(f'{folder}/{error}')}[/]", soft_wrap=True)
+
+
+def _asked_for(records: list["Record"], where: str) -> list["Record"]:
+    from stepscope.runs.tables import runs_frame  # here only: tables are pandas', which takes longer than the list itself
+    frame = runs_frame(records)
+    try:
+        asked = frame.eval(where)
+        if getattr(asked, "dtype", None) != bool:
+            raise TypeError("it is not true or false of each")
+    except Exception as error:  # whatever Python says to an expression that is somebody's
+        reason = " ".join(str(error).split())
+        raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({reason}); columns are {', '.join(frame.columns)}") from None
+    return [record for record, is_asked in zip(records, asked) if is_asked]
+
+
+def _list_row(record: "Record") -> dict[str, str]:
+    from stepscope.config import configure
+    from stepscope.step.accounting import predicted_peak_mib
+    config = configure(**record.config)
+    cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())
+    if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
+        cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
+    own = config.shape if record.config.get("size") == "custom" else ""
+    values = (record.study, record.run_id, own, record.status, f"{record.duration_s:.1f}", str(len(record.beside) or ""), cause)
+    return dict(zip(LIST_COLUMNS, values))
 
 
 def _print_runs(rows: list[dict[str, str]], title: str) -> None:
     """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, and then lines are too long."""
     out = Console()
-    columns = [name for name in LIST_COLUMNS if name in ("study", "run", "status") or any(row[name] for row in rows)]
+    needed = ("study", "run", "status")
+    columns = [name for name in LIST_COLUMNS if name in needed or any(row[name] for row in rows)]
     gone = []
     while True:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name in columns:
-            right = name in ("seconds", "runs beside")
-            table.add_column(name, no_wrap=name in ("study", "run", "status"), overflow="fold", justify="right" if right else "left",
-                             min_width=min(CAUSE_WIDTH, max(len(row[name]) for row in rows)) if name == "cause" else None)
-        for row in rows:
-            table.add_row(*(escape(row[name][:100] if name == "cause" else row[name]) for name in columns))
+        table = _runs_table(rows, columns, title)
         width = Measurement.get(out, out.options.update(width=1000), table).minimum
         spare = [name for name in ("runs beside", "seconds") if name in columns]
         if width <= out.width or not spare:
@@ -179,12 +196,24 @@ def _print_runs(rows: list[dict[str, str]], title: str) -> None:
         console.print(f"Not shown for want of room: {' and '.join(gone)}; a wider terminal or a pipe gets all columns.", soft_wrap=True)
 
 
+def _runs_table(rows: list[dict[str, str]], columns: list[str], title: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        widest = max((len(row[name]) for row in rows), default=0)
+        table.add_column(name, no_wrap=name in WHOLE_COLUMNS, overflow="fold",
+                         justify="right" if name in ("seconds", "runs beside") else "left",
+                         min_width=min(CAUSE_WIDTH, widest) if name == "cause" else None)
+    for row in rows:
+        table.add_row(*(escape(row[name][:100] if name == "cause" else row[name]) for name in columns))
+    return table
+
+
 @app.command()
 def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")], runs: RunsOption = None) -> None:
     """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
     from stepscope.runs.logs import run_log
     from stepscope.runs.store import Store
-    print(run_log(Store(_local_runs(runs)), run), end="")
+    print(run_log(Store(_runs_to_read(runs)), run), end="")
 
 
 @app.command()

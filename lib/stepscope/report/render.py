@@ -1,5 +1,4 @@
 """From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML page."""
-import json
 import os
 import re
 import tempfile
@@ -49,12 +48,12 @@ from stepscope.say.style import save
 from stepscope.step.flops import parameter_count
 from stepscope.report.page import render_page
 from stepscope.say.published import load_published
+from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Record, RecordError, Store, read_record
 from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.studies.memory.timeline_page import timeline_page
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
-VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")  # fields that no table has a column for
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
 
 
@@ -103,22 +102,6 @@ class Data:
         return f"CPU preset: tiny models on {self.device_name}" if self.is_preset else self.device_name
 
 
-def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Records that answers are made from, and those put aside: of runs of a study that differ in :data:`VARIANTS` only, which
-    no table tells apart, answers take the one whose variant the study has most of (the first, where several do)."""
-    def key(record: Record, fields_in: bool) -> str:
-        fields = set(VARIANTS) - ({"warmup_steps"} if record.study == "warmup" else set())  # there it is what is studied
-        return json.dumps([record.study, {field: value for field, value in record.config.items() if (field in fields) == fields_in}], sort_keys=True)
-    common = Counter(key(record, True) for record in records)
-    best: dict[str, Record] = {}
-    for record in records:
-        held = best.setdefault(key(record, False), record)
-        if common[key(record, True)] > common[key(held, True)]:
-            best[key(record, False)] = record
-    kept = {id(record) for record in best.values()}
-    return [record for record in records if id(record) in kept], [record for record in records if id(record) not in kept]
-
-
 def load_data(store: Store) -> Data:
     """Read a runs folder. Unusable records are left out and named in ``errors``.
 
@@ -127,7 +110,7 @@ def load_data(store: Store) -> Data:
     """
     if not store.root.is_dir():
         raise RecordError(f"{store.root}: no such runs folder")
-    everything, errors = store.records()
+    everything, errors = store.records(check_tables=True)
     records, aside = told_apart(everything)
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
     in_fp32 = [record for record in records if record.config["precision"] == "fp32"]  # others' profiles are mixed precision's
@@ -424,7 +407,7 @@ def check(store: Store, folder: Path) -> None:
     if data.errors:
         raise data.errors[0]
     for record in data.records:
-        read_record(store.root / record.study / record.run_id, check_tables=True)
+        read_record(store.root / record.study / record.run_id, check_notebook=True)
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:

@@ -405,9 +405,9 @@ class _Sweep:
         running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
                    for config in self.pool.running()]
         if not self.pool.parallel:
-            words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
+            words = "".join(f" | {config.label}" for _, config in running)
         else:
-            words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))
+            words = "".join(f"\n  {where}: {config.label}" for where, config in sorted(running, key=lambda item: item[0]))
         if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
             words = "\n  waiting for a worker"
         mean_s = sum(self.durations) / len(self.durations) if self.durations else 0

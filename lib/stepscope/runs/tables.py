@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from stepscope.config import SIZES, configure
-from stepscope.runs.store import Record, RecordError, Store, Table
+from stepscope.config import SIZES, StepConfig, configure, shown
+from stepscope.runs.store import Record, RecordError, Store, Table, open_within
 
 
 def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
@@ -20,42 +20,58 @@ def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
 
 
 def runs_frame(records: list[Record]) -> pd.DataFrame:
-    """One row a run: run_id, study, status, cause, every field of its configuration, and its results. A shape that has no
-    name is named by its dimensions, so that two of them are two sizes."""
-    frame = pd.DataFrame([_row(record) for record in records])
-    if "size" in frame and (nameless := frame["size"] == "custom").any():
-        frame.loc[nameless, "size"] = [f"d{row.d_model} f{row.d_ff} l{row.num_layers} h{row.num_heads}" for row in frame[nameless].itertuples()]
-    return frame
+    """One row a run: run_id, study, status, cause, every field of its configuration, and its results.
+
+    The size of a shape that has no name is its dimensions, so that two of them are two sizes.
+    """
+    return pd.DataFrame([_row(record) for record in records])
 
 
 def _row(record: Record) -> dict:
-    return {**configure(**record.config).model_dump(), **record.results, "run_id": record.run_id, "study": record.study,
-            "status": record.status, "cause": record.cause, "started_at": record.started_at,
-            "duration_s": record.duration_s, "measuring_s": record.measuring_s,
-            "device_name": record.machine.get("device_name"), "beside": len(record.beside)}
+    config = configure(**record.config)
+    fields = config.model_dump() | ({"size": config.shape} if isinstance(config, StepConfig) else {})
+    return fields | record.results | {
+        "run_id": record.run_id, "study": record.study, "status": record.status, "cause": record.cause,
+        "started_at": record.started_at, "duration_s": record.duration_s, "measuring_s": record.measuring_s,
+        "device_name": record.machine.get("device_name"), "beside": len(record.beside)}
+
+
+def read_table(root: Path, name: str) -> pd.DataFrame:
+    """A CSV or Parquet file of a runs folder; ``name`` is its path in there.
+
+    Raises:
+        RecordError: it is not there, or is no such file.
+    """
+    try:
+        with open_within(root, name) as file:
+            return pd.read_parquet(file) if name.endswith(".parquet") else pd.read_csv(file)
+    except (OSError, ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as error:  # all of pyarrow's
+        reason = getattr(error, "strerror", None) or shown(" ".join(str(error).split()))
+        raise RecordError(f"{name}: cannot be read as a table ({reason})") from None
 
 
 def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:
     """The table ``name`` of every record that has one, stacked, with study and run_id: one row an observation.
 
     Raises:
-        RecordError: a table that a record names is missing or cannot be read.
+        RecordError: a table that a record names is missing, cannot be read, or has not the rows that the record says.
     """
     frames = []
     for record in records:
         if name in record.tables:
-            path = store.root / record.study / record.run_id / record.tables[name].file
-            try:
-                frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-            except (OSError, ValueError) as error:
-                raise RecordError(f"{path}: cannot be read as a table ({error})") from None
+            table = record.tables[name]
+            path = f"{record.study}/{record.run_id}/{table.file}"
+            frame = read_table(store.root, path)
+            if table.rows not in (None, len(frame)):
+                raise RecordError(f"{path}: has {len(frame)} rows, but the record says {table.rows}")
             frames.append(frame.assign(study=record.study, run_id=record.run_id))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def by_size(frame: pd.DataFrame) -> pd.DataFrame:
     """Sizes as an ordered category, smallest first, so that tables and figures keep that order."""
-    order = sorted((size for size in frame["size"].unique() if size in SIZES), key=lambda s: SIZES[s].d_model * SIZES[s].num_layers)
+    named = [size for size in frame["size"].unique() if size in SIZES]
+    order = sorted(named, key=lambda size: SIZES[size].d_model * SIZES[size].num_layers)
     order += sorted(set(frame["size"]) - set(order))
     return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
         ["size", "context_length"], kind="stable", ignore_index=True)
