@@ -3,8 +3,11 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
+import socket
 from contextlib import contextmanager
+from datetime import datetime, timezone
 
 import numpy as np
 import pandas as pd
@@ -12,7 +15,9 @@ import pytest
 from conftest import record_of
 from rich.console import Console
 from stepscope.runs.machine import machine
-from stepscope.runs.store import RecordError, Store, StoreBusy, read_record, write_text_durably
+from stepscope.runs.selection import told_apart
+from stepscope.runs.store import (Record, RecordError, Store, StoreBusy, StoreError, open_within, read_record, read_within,
+                                  write_text_durably)
 from stepscope.runs.tables import load_table, runs_frame, write_table
 from stepscope.runs.sweep import How, SweepError, run_sweep
 
@@ -40,7 +45,9 @@ def check(store, write_sweep):
 
 
 def snapshot(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Files by their path, links and all else by what they are."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else os.lstat(path).st_mode
+            for path in sorted(folder.rglob("*"))}
 
 
 # Writing and finding
@@ -206,6 +213,56 @@ def replace_by_file(folder):
     folder.write_text("what is this?")
 
 
+def edit_table(file, **fields):
+    def change(folder):
+        table = json.loads((folder / "record.json").read_text())["tables"]["samples"]
+        edit(tables={"samples": table | {"file": file} | fields})(folder)
+    return change
+
+
+def with_digest(folder, content):
+    """The table as this content, and a record that agrees."""
+    (folder / "samples.csv").write_bytes(content)
+    edit_table("samples.csv", sha256=hashlib.sha256(content).hexdigest())(folder)
+
+
+def keep_header(folder):
+    with_digest(folder, b"step,phase,time_ms\n")
+
+
+def empty_table(folder):
+    with_digest(folder, b"")
+
+
+def link_table(folder):
+    (folder / "samples.csv").rename(folder / "moved.csv")
+    (folder / "samples.csv").symlink_to("moved.csv")
+
+
+def link_folder_of_table(folder):
+    other = folder.parents[2] / "other"
+    other.mkdir(exist_ok=True)
+    shutil.copy(folder / "samples.csv", other)
+    (folder / "nsys").symlink_to(other)
+    edit_table("nsys/samples.csv")(folder)
+
+
+def replace_by_pipe(folder):
+    (folder / "record.json").unlink()
+    os.mkfifo(folder / "record.json")
+
+
+def replace_by_link(folder):
+    (folder / "record.json").rename(folder / "moved.json")
+    (folder / "record.json").symlink_to("moved.json")
+
+
+def replace_folder_by_link(folder):
+    other = folder.parents[2] / "other"
+    folder.rename(other)
+    folder.symlink_to(other)
+
+
 NOT_JSON = "record.json: not a valid record .the file: "
 BROKEN = {
     "no record": (lambda f: (f / "record.json").unlink(), "record.json: no record in this run folder"),
@@ -228,6 +285,33 @@ BROKEN = {
                      "samples.csv: the record names this table, and it is not there"),
     "a table altered": (lambda f: (f / "samples.csv").write_text((f / "samples.csv").read_text().replace("1.25", "1.24")),
                         "samples.csv: differs from the table that the record was written with"),
+    "a seed that no column holds": (edit_config(seed=2**64), "holds a configuration that is not valid .seed: got"),
+    "no configuration": (edit(config={}), "holds a configuration that is not valid .study: got None"),
+    "no device": (edit_config(device="auto"), "holds a configuration that is not valid .device: got 'auto'"),
+    "a context beyond all bounds": (edit_config(context_length=10**40), "not valid .context_length: got 10"),
+    "a result beyond all bounds": (edit(results={"parameters": 10**30}), "not a valid record .results: 'parameters' is 10"),
+    "a result that is words": (edit(results={"peak_mib": "much"}), "not a valid record .results: 'peak_mib' is 'much'"),
+    "a time without a zone": (edit(started_at="2025-01-02T00:00:00"), "not a valid record .started_at: "),
+    "a time before all machines": (edit(started_at="0001-01-02T00:00:00+14:00"), "not a valid record .started_at: "),
+    "a list for a text": (edit(machine={"device_name": ["A"]}), "not a valid record .machine.device_name: "),
+    "a text for a list": (edit(gpu_after={"throttle_reasons": "heat"}), "not a valid record .gpu_after.throttle_reasons"),
+    "a negative duration": (edit(duration_s=-1), "not a valid record .duration_s: "),
+    "an endless duration": (edit(duration_s=float("inf")), "not a valid record .duration_s: "),
+    "a study's name that is a path": (edit(study="../other"), "not a valid record .study: '../other' is no plain name"),
+    "a run id that is markup": (edit(run_id="<b>"), "not a valid record .run_id: '<b>' is no plain name"),
+    "a table's name that is markup": (edit(tables={"<b>": {"file": "samples.csv", "sha256": "0" * 64}}), "'<b>' is no plain"),
+    "a table beside the folder": (edit_table("../../secret.csv"), "'../../secret.csv' is no plain name"),
+    "a table anywhere": (edit_table("/etc/passwd"), "'/etc/passwd' is no plain name"),
+    "a table through a link": (link_table, "samples.csv: cannot be read .it is a link"),
+    "a table through a linked folder": (link_folder_of_table, "nsys/samples.csv: cannot be read .Not a directory"),
+    "a table without its rows": (keep_header, "samples.csv: has fewer lines than a header and the 3 rows"),
+    "an empty table": (empty_table, "samples.csv: has fewer lines than a header and the 3 rows"),
+    "a notebook lost": (lambda f: (f / "notebook.ipynb").unlink(), "the run is done, and its executed notebook is not there"),
+    "a notebook replaced": (lambda f: (f / "notebook.ipynb").write_text("[]"), "notebook.ipynb: differs from the notebook"),
+    "a record that is a pipe": (replace_by_pipe, "record.json: cannot be read .it is no regular file"),
+    "a record that is a link": (replace_by_link, "record.json: cannot be read .it is a link"),
+    "a record that is too large": (lambda f: (f / "record.json").write_bytes(b" " * (2**24 + 1)), "has more than 16,777,216"),
+    "a run folder that is a link": (replace_folder_by_link, "record.json: cannot be read .Not a directory"),
     "a table cut": (lambda f: os.truncate(f / "samples.csv", 20), "samples.csv: differs from the table"),
     "a folder as record": (replace_by_folder, "record.json: cannot be read .it is no regular file"),
     "a file as run folder": (replace_by_file, "record.json: cannot be read .Not a directory"),
@@ -248,7 +332,6 @@ def test_a_record_from_before_a_field_was_added_is_still_that_configurations(sto
 def test_a_broken_run_is_named_set_aside_and_to_be_done_again(damage, told, store, check, tiny):
     put(store, tiny())
     put(store, tiny(seed=1))
-    assert check(tiny(), tiny(seed=1))[0].left == []
     place = store.folder(tiny())
     damage(place)
     with pytest.raises(RecordError, match=told):
@@ -262,6 +345,147 @@ def test_a_broken_run_is_named_set_aside_and_to_be_done_again(damage, told, stor
     assert (snapshot(aside[0]) if aside[0].is_dir() else aside[0].read_bytes()) == left  # all that was in it is kept
     put(store, tiny())
     assert check(tiny(), tiny(seed=1))[0].counts == {"ok": 2}
+
+
+# What no list shows: files other than the record, a configuration that is merely not the one asked for, no folder.
+BESIDES = ("samples.csv", "notebook", "another configuration .", "Not a directory")
+RECORDS = [name for name, (_, told) in BROKEN.items() if not any(part in told for part in BESIDES)]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_cannot_be_used_is_left_out_and_nothing_else_suffers(name, store, tiny):
+    put(store, tiny(seed=1))
+    damage, told = BROKEN[name]
+    damage(put(store, tiny()))
+    records, errors = store.records()
+    assert [record.config["seed"] for record in records] == [1]
+    assert len(errors) == 1 and re.search(told, str(errors[0]))
+    assert str(errors[0]).startswith("benchmark/nano-") and str(store.root) not in str(errors[0])
+    assert "\n" not in str(errors[0]) and len(str(errors[0])) < 1000
+
+
+def test_tables_are_compared_with_their_record_where_that_is_asked_for(store, tiny):
+    for seed, name in enumerate(("a table lost", "a table altered", "a table without its rows", "an empty table")):
+        BROKEN[name][0](put(store, tiny(seed=seed)))
+    put(store, tiny(seed=9))
+    assert len(store.records()[0]) == 5
+    records, errors = store.records(check_tables=True)
+    assert [record.config["seed"] for record in records] == [9] and len(errors) == 4
+
+
+def test_a_field_that_a_record_of_before_lacks_has_its_default(store, tiny):
+    place = put(store, tiny())
+    edit_config(precision="drop", optimizer="drop")(place)
+    assert store.records()[0][0].config == tiny().model_dump(mode="json")
+    edit(notebook_sha256="drop")(place)  # nor is there one of the notebook
+    assert store.find(tiny()).notebook_sha256 is None
+
+
+def test_times_are_in_utc_whatever_zone_they_were_written_in(store, tiny):
+    edit(started_at="2025-01-02T09:00:00+09:00")(put(store, tiny()))
+    assert store.find(tiny()).started_at == datetime(2025, 1, 2, tzinfo=timezone.utc)
+    assert store.find(tiny()).started_at.hour == 0
+
+
+def test_a_number_that_is_none_is_no_result(tiny):
+    record = record_of(tiny(), results={"peak_mib": float("nan"), "share": float("inf"), "parameters": 3})
+    assert record.results == {"peak_mib": None, "share": None, "parameters": 3}
+    assert Record.model_validate_json(record.model_dump_json()) == record
+
+
+def test_no_read_leaves_the_folder_or_waits(tmp_path, monkeypatch):
+    root = tmp_path / "runs"
+    (root / "inner").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (root / "file").write_text("content")
+    (root / "inner" / "link").symlink_to(tmp_path / "secret")
+    (root / "linked").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(root)
+        listening.bind("socket")  # such a path is limited to 107 bytes
+        for name in ("../secret", f"{tmp_path}/secret", "inner/../../secret", "inner/link", "linked/secret", "pipe", "socket",
+                     "inner", "", ".", "nothing"):
+            with pytest.raises(OSError):
+                open_within(root, name)
+    assert read_within(root, "file", 7) == b"content"
+    with pytest.raises(OSError, match="more than 6 bytes"):
+        read_within(root, "file", 6)
+
+
+@pytest.mark.parametrize("name", [".lock", ".lock-holder", ".partial"])
+def test_what_a_sweep_writes_for_itself_goes_through_no_link(name, store, tmp_path, tiny):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("theirs")
+    store.root.mkdir()
+    (store.root / name).symlink_to(tmp_path / "theirs" / ("" if name == ".partial" else "file"))
+    if name == ".lock-holder":  # its place is taken
+        with store.writing():
+            assert not (store.root / name).is_symlink()
+    else:
+        with pytest.raises(StoreError, match="is a link"), store.writing():
+            pass
+    assert snapshot(tmp_path / "theirs") == {"file": b"theirs"}
+
+
+def test_pipes_where_a_sweep_keeps_its_lock_and_claims_do_not_hang_it(store, tiny):
+    with store.writing():
+        store.begin(tiny())
+        claim = store.partial / "claims" / f"benchmark-{tiny().run_id}"
+        assert store.claim(tiny())["run"] == f"benchmark/{tiny().run_id}"
+        claim.unlink()
+        os.mkfifo(claim)
+        assert store.claim(tiny()) is None
+        (store.root / ".lock-holder").unlink()
+        os.mkfifo(store.root / ".lock-holder")
+        with pytest.raises(StoreBusy, match="just started"), Store(store.root).writing():
+            pass
+    (store.root / ".lock").unlink()
+    os.mkfifo(store.root / ".lock")
+    with pytest.raises(StoreError, match="no regular file"), store.writing():
+        pass
+
+
+def test_a_study_folder_that_is_a_link_is_neither_read_nor_written_to(store, tmp_path, tiny):
+    put(store, tiny())
+    (store.root / "benchmark").rename(tmp_path / "elsewhere")
+    (store.root / "benchmark").symlink_to(tmp_path / "elsewhere")
+    before = snapshot(tmp_path / "elsewhere")
+    assert [len(found) for found in store.records()] == [0, 1]
+    with pytest.raises(StoreError, match="benchmark: is a link"), store.writing():
+        pass
+    assert snapshot(tmp_path / "elsewhere") == before
+
+
+def test_a_write_that_fails_leaves_nothing_behind_and_a_link_in_its_way_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "theirs")
+    write_text_durably(tmp_path / "file", "content")
+    assert (tmp_path / "theirs").read_text() == "theirs" and (tmp_path / "file").read_text() == "content"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError):
+        write_text_durably(tmp_path / "file", "more")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "theirs"] and (tmp_path / "file").read_text() == "content"
+
+
+# Which runs answers are made from
+
+def test_a_failed_run_never_displaces_one_that_is_done(tiny):
+    good, other, tried = (record_of(tiny(seed=seed), status=status) for seed, status in
+                          ((5, "ok"), (5, "failed"), (1, "failed")))
+    more_failed = [record_of(tiny(seed=1, context_length=length), status="failed") for length in (16, 32, 64)]
+    assert told_apart([tried, good]) == ([good], [tried])
+    assert told_apart([*more_failed, tried, good]) == ([*more_failed, good], [tried])
+    assert told_apart([tried]) == ([tried], [])  # that it failed is still to be said
+    assert told_apart([tried, other]) == ([tried], [other])
+    out = record_of(tiny(seed=2), status="oom")
+    assert told_apart([tried, out]) == ([out], [tried])
+
+
+def test_the_variant_that_most_is_done_of_is_taken(tiny):
+    few = record_of(tiny(batch_size=2))
+    many = [record_of(tiny(context_length=length)) for length in (8, 16)]
+    assert told_apart([few, *many]) == (many, [few])
 
 
 def test_what_is_set_aside_twice_is_kept_twice(store, check, tiny):
@@ -322,10 +546,18 @@ def test_one_frame_over_all_records(store, tiny):
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b""),
-                                    lambda path: path.write_bytes(b'a,b\n"')])
+                                    lambda path: path.write_bytes(b'a,b\n"'),
+                                    lambda path: (path.unlink(), os.mkfifo(path)),
+                                    lambda path: (path.rename(path.with_name("x")), path.symlink_to("x"))])
 def test_a_table_that_cannot_be_read_is_named(damage, store, tiny):
     damage(put(store, tiny()) / "samples.csv")
     with pytest.raises(RecordError, match="samples.csv: cannot be read as a table"):
+        load_table(store, store.records()[0], "samples")
+
+
+def test_a_table_of_other_rows_than_its_record_says_is_named(store, tiny):
+    keep_header(put(store, tiny()))
+    with pytest.raises(RecordError, match="samples.csv: has 0 rows, but the record says 3"):
         load_table(store, store.records()[0], "samples")
 
 

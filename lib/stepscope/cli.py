@@ -116,6 +116,9 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
     paths = sorted((folder / "sweeps").glob("*.yaml"))
     if not paths:
         raise SweepError(f"{folder}: no sweep was begun here (there is no sweeps/*.yaml in it)")
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise SweepError(f"{path}: is no regular file")
     _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
 
 
