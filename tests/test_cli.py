@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import yaml
-from conftest import record_of
 from rich.console import Console
+
+from conftest import record_of
 from stepscope import cli
 from stepscope.config import configure
 from stepscope.report.render import load_data

@@ -5,8 +5,17 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+
 from conftest import TINY
-from stepscope.config import SIZES, ConfigError, configure, free_fields, from_notebook, require_device, studies
+from stepscope.config import (
+    SIZES,
+    ConfigError,
+    configure,
+    free_fields,
+    from_notebook,
+    require_device,
+    studies,
+)
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
 from stepscope.runs.sweep import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
 

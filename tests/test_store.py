@@ -12,14 +12,16 @@ from datetime import datetime, timezone
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import record_of
 from rich.console import Console
+
+from conftest import record_of
+from stepscope.runs.files import open_within, read_within, write_text_durably
 from stepscope.runs.machine import machine
+from stepscope.runs.record import Record, RecordError, read_record
 from stepscope.runs.selection import told_apart
-from stepscope.runs.store import (Record, RecordError, Store, StoreBusy, StoreError, open_within, read_record, read_within,
-                                  write_text_durably)
-from stepscope.runs.tables import load_table, runs_frame, write_table
+from stepscope.runs.store import Store, StoreBusy, StoreError
 from stepscope.runs.sweep import How, SweepError, run_sweep
+from stepscope.runs.tables import load_table, runs_frame, write_table
 
 TABLE = pd.DataFrame({"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]})
 

@@ -16,14 +16,15 @@ from rich.table import Column, Table
 from stepscope import StepscopeError, __version__
 
 if TYPE_CHECKING:
-    from stepscope.runs.store import Record
+    from stepscope.runs.record import Record
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                  help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
-[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder; [bold]render[/] makes
-writeup and figures of a runs folder; [bold]report[/] does both for this machine. A sweep that was interrupted is
-continued by giving the same command again, or by [bold]resume[/].
+[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder; [bold]render[/]
+makes writeup and figures of a runs folder; [bold]report[/] does both for this machine. A sweep that was interrupted
+is continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
 LIST_COLUMNS = ("study", "run", "shape", "status", "seconds", "runs beside", "cause")
@@ -32,7 +33,8 @@ CAUSE_WIDTH = 24  # characters that a cause gets at least
 MOST_GIB = 100_000  # a GPU's memory that fit believes
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
 
-RunsOption = Annotated[Path, typer.Option("--runs", help="Runs folder.", show_default="runs/local-<this machine's device>")]
+RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
+                                                 show_default="runs/local-<this machine's device>")]
 BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|20m|1h",
                          help="Start no run that would end after this time, and say what is left.")]
 WorkersOption = Annotated[str | None, typer.Option("--workers", metavar="gpus|N",
@@ -52,7 +54,8 @@ def _say_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True,
+                                                  help="Print the version and exit.")] = False) -> None:
     pass
 
 
@@ -70,8 +73,8 @@ def _local_runs(runs: Path | None) -> Path:
     if runs:
         return runs
     from stepscope.config import device_here
-    from stepscope.runs.one_run import PROJECT
     from stepscope.runs.machine import machine
+    from stepscope.runs.one_run import PROJECT
     device = device_here("auto")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device)["device_name"].lower())
     return PROJECT / "runs" / f"local-{name}"
@@ -123,7 +126,7 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
 
 def _runs_to_read(runs: Path | None) -> Path:
-    """The one local folder that there is; only between several does this machine's device decide, for which torch is needed."""
+    """The one local folder that there is; between several this machine's device decides, which torch has to say."""
     local = sorted((Path(__file__).resolve().parents[2] / "runs").glob("local-*/"))
     return runs or (local[0] if len(local) == 1 else _local_runs(None))
 
@@ -134,9 +137,9 @@ def list_runs(runs: RunsOption = None,
                   help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of memory stands the
-    peak that the accounting predicts for it. Where the output is not a terminal, it is a line of names and then a line for
-    each run, with tabs between the columns.
+    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of memory
+    stands the peak that the accounting predicts for it. Where the output is not a terminal, it is a line of names and
+    then a line for each run, with tabs between the columns.
     """
     from stepscope.runs.store import Store
     folder = _runs_to_read(runs)
@@ -156,15 +159,16 @@ def list_runs(runs: RunsOption = None,
 
 
 def _asked_for(records: list["Record"], where: str) -> list["Record"]:
-    from stepscope.runs.tables import runs_frame  # here only: tables are pandas', which takes longer than the list itself
+    from stepscope.runs.tables import runs_frame  # pandas: takes longer to import than the list itself
     frame = runs_frame(records)
     try:
         asked = frame.eval(where)
-        if getattr(asked, "dtype", None) != bool:
+        if str(getattr(asked, "dtype", None)) != "bool":
             raise TypeError("it is not true or false of each")
-    except Exception as error:  # whatever Python says to an expression that is somebody's
+    except Exception as error:  # noqa: BLE001 - whatever Python says to an expression that is somebody's
         reason = " ".join(str(error).split())
-        raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({reason}); columns are {', '.join(frame.columns)}") from None
+        raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({reason});"
+                             f" columns are {', '.join(frame.columns)}") from None
     return [record for record, is_asked in zip(records, asked) if is_asked]
 
 
@@ -176,12 +180,13 @@ def _list_row(record: "Record") -> dict[str, str]:
     if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
         cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
     own = config.shape if record.config.get("size") == "custom" else ""
-    values = (record.study, record.run_id, own, record.status, f"{record.duration_s:.1f}", str(len(record.beside) or ""), cause)
+    beside = str(len(record.beside) or "")
+    values = (record.study, record.run_id, own, record.status, f"{record.duration_s:.1f}", beside, cause)
     return dict(zip(LIST_COLUMNS, values))
 
 
 def _print_runs(rows: list[dict[str, str]], title: str) -> None:
-    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, and then lines are too long."""
+    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, then lines grow."""
     out = Console()
     needed = ("study", "run", "status")
     columns = [name for name in LIST_COLUMNS if name in needed or any(row[name] for row in rows)]
@@ -196,11 +201,13 @@ def _print_runs(rows: list[dict[str, str]], title: str) -> None:
         gone.append(spare[0])
     Console(width=max(width, out.width)).print(table)
     if gone:
-        console.print(f"Not shown for want of room: {' and '.join(gone)}; a wider terminal or a pipe gets all columns.", soft_wrap=True)
+        console.print(f"Not shown for want of room: {' and '.join(gone)};"
+                      " a wider terminal or a pipe gets all columns.", soft_wrap=True)
 
 
 def _runs_table(rows: list[dict[str, str]], columns: list[str], title: str) -> Table:
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+                  collapse_padding=True)
     for name in columns:
         widest = max((len(row[name]) for row in rows), default=0)
         table.add_column(name, no_wrap=name in WHOLE_COLUMNS, overflow="fold",
@@ -212,7 +219,8 @@ def _runs_table(rows: list[dict[str, str]], columns: list[str], title: str) -> T
 
 
 @app.command()
-def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")], runs: RunsOption = None) -> None:
+def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")],
+         runs: RunsOption = None) -> None:
     """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
     from stepscope.runs.logs import run_log
     from stepscope.runs.store import Store
@@ -221,7 +229,8 @@ def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, 
 
 @app.command()
 def render(runs: RunsOption = None,
-           out: Annotated[Path | None, typer.Option(help="Where the report goes.", show_default="the runs folder")] = None) -> None:
+           out: Annotated[Path | None, typer.Option(help="Where the report goes.",
+                                                    show_default="the runs folder")] = None) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
     from stepscope.report.render import render
     from stepscope.runs.store import Store
@@ -232,7 +241,8 @@ def render(runs: RunsOption = None,
 
 @app.command()
 def check(runs: RunsOption = None,
-          out: Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")] = None) -> None:
+          out: Annotated[Path | None, typer.Option(help="Where the report is.",
+                                                   show_default="the runs folder")] = None) -> None:
     """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
     from stepscope.report.render import check
     from stepscope.runs.store import Store
@@ -263,14 +273,15 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B.")],
         context: Annotated[int, typer.Option(help="Context length.")] = 512,
         batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
-        memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
+        memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.",
+                                                     show_default="this machine's GPU's, else 80")] = None) -> None:
     """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.step.accounting import on_gpu, what_fits
-    from stepscope.studies.benchmark.answers import MODE_WORDS
     from stepscope.config import SIZES, device_here
     from stepscope.runs.machine import machine
+    from stepscope.step.accounting import on_gpu, what_fits
+    from stepscope.studies.benchmark.answers import MODE_WORDS
     if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
         raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:
@@ -278,10 +289,11 @@ def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, 
     found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
     table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in", "fits",
                   Column("largest\ncontext", justify="right"), Column("largest\nbatch", justify="right"),
-                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left", title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
+                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left",
+                  title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
     for row in found.itertuples():
-        table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
-                      f"{row.largest_context:,}", f"{row.largest_batch:,}")
+        table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
+                      "yes" if row.fits else "no", f"{row.largest_context:,}", f"{row.largest_batch:,}")
     Console().print(table)
 
 
@@ -307,29 +319,36 @@ def _nsys_words() -> str:
     from stepscope.traces.nsys_program import find_nsys, missing_libraries, nsys_version
     nsys = find_nsys()
     if nsys is None:
-        return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are torch.profiler's."
-                " It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli.")
+        return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
+                " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli.")
     words = f"nsys: {nsys}, version {nsys_version(nsys)}"
     if missing := missing_libraries(nsys):
-        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes no reports; profiles are"
-                f" torch.profiler's. Install the libraries (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
+        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes no reports;"
+                " profiles are torch.profiler's. Install the libraries"
+                " (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
     return f"{words}, complete"
 
 
 @app.command()
 def neighbours(workers: WorkersOption = None,
-               repeat: Annotated[int, typer.Option(min=2, help="Runs of each configuration on each busy worker.")] = 3,
-               runs: Annotated[Path | None, typer.Option(help="Keep the runs here.", show_default="a temporary folder")] = None,
-               of: Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Measure nothing; compare folders of one nsys sweep that"
-                             " ran on more or fewer workers, the first with the others, for the report of --runs.")] = None) -> None:
+               repeat: Annotated[int, typer.Option(
+                   min=2, help="Runs of each configuration on each busy worker.")] = 3,
+               runs: Annotated[Path | None, typer.Option(
+                   help="Keep the runs here.", show_default="a temporary folder")] = None,
+               of: Annotated[list[str] | None, typer.Option(
+                   metavar="NAME=FOLDER",
+                   help="Measure nothing; compare folders of one nsys sweep that ran on more or fewer workers,"
+                        " the first with the others, for the report of --runs.")] = None) -> None:
     """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
     from stepscope.studies.neighbours.measure import KEPT, compare_folders, experiment
     if of is None:
         experiment(workers or "gpus", repeat, runs, Console())
         return
-    folders = {name: Path(folder) for name, _, folder in (item.partition("=") for item in of) if name and folder}
+    named = [item.partition("=") for item in of]
+    folders = {name: Path(folder) for name, _, folder in named if name and folder}
     if len(folders) != len(of) or len(of) < 2:
-        raise StepscopeError(f"--of: got {', '.join(of)}, but expected it twice or more, each as NAME=FOLDER with a name of its own")
+        raise StepscopeError(f"--of: got {', '.join(of)}, but expected it twice or more,"
+                             " each as NAME=FOLDER with a name of its own")
     if workers is not None:
         raise StepscopeError("--of and --workers: one or the other; --of compares what has been measured")
     kept = _local_runs(runs) / KEPT

@@ -1,8 +1,8 @@
 """One run's configuration: typed, validated, and named by what it says.
 
 :class:`RunConfig` holds what every run has, :class:`StepConfig` what a run of the model's training step has.
-A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. Everything that a
-run depends on is a field, so that the run id, made from the fields, names it completely.
+A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. All that a run
+depends on is a field, so that the run id, made from the fields, names it completely.
 """
 import functools
 import hashlib
@@ -85,7 +85,7 @@ class RunConfig(BaseModel):
     d_model: int = Field(ge=2, le=2**20)
     context_length: Length
     batch_size: Dimension = 4
-    precision: Literal[PRECISIONS] = "fp32"
+    precision: Literal[PRECISIONS] = "fp32"  # type: ignore[valid-type]
     device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
     warmup_steps: int = Field(5, ge=0, le=10**6)
     timed_steps: Steps = 10
@@ -132,7 +132,7 @@ class StepConfig(RunConfig):
     num_layers: Layers
     num_heads: Dimension
     vocab_size: int = Field(10_000, ge=2, le=2**24)
-    mode: Literal[tuple(PHASES)] = "step"
+    mode: Literal[tuple(PHASES)] = "step"  # type: ignore[valid-type]
     attention: Literal["eager", "sdpa"] = "eager"
     compile: bool = False
     optimizer: Literal["foreach", "fused", "forloop"] = "foreach"
@@ -192,7 +192,7 @@ class StepConfig(RunConfig):
 def studies() -> dict[str, type[RunConfig]]:
     """The configuration class of every study that is run, by name, in the report's order.
 
-    They are listed in :mod:`stepscope.studies`, above this module, and found by name: nothing here depends on one.
+    They are listed in :mod:`stepscope.studies`, above this module, and found by name: nothing here needs one.
     """
     listed = importlib.import_module("stepscope.studies").STUDIES
     return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config
@@ -216,7 +216,7 @@ def configure(study: str, **values: Any) -> RunConfig:
 
 
 def place_of(item: Any) -> str:
-    """Where in its input pydantic found an error, such as ``tables.samples.rows``; names that are none are quoted."""
+    """Where in its input pydantic found an error, such as ``tables.samples.rows``; names that are odd are quoted."""
     plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
     return ".".join(plain)
 

@@ -21,7 +21,7 @@ import psutil
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config as Traits
 
-from stepscope.runs.store import LOG
+from stepscope.runs.record import LOG
 
 SOCKETS = "stepscope-"
 MARK = "STEPSCOPE_KERNEL"  # in the environment of a kernel and all it starts: its socket folder

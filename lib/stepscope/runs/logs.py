@@ -3,7 +3,9 @@ import json
 import re
 from collections.abc import Iterator
 
-from stepscope.runs.store import LOG, NOTEBOOK, Record, RecordError, Store, read_record, read_within
+from stepscope.runs.files import read_within
+from stepscope.runs.record import LOG, NOTEBOOK, Record, RecordError, read_record
+from stepscope.runs.store import Store
 
 # What a terminal would obey: colours, and other control characters than ends of lines and tabs.
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -30,14 +32,15 @@ def find_run(store: Store, name: str) -> Record:
 
 
 def run_log(store: Store, name: str) -> str:
-    """Status and cause, every text that the notebook's cells put out, its traceback, and what its process wrote itself.
+    """Status and cause, every text that the notebook's cells put out, its traceback, and what its process wrote.
 
     Raises:
         RecordError: there is no such run, or its record, its notebook or its log cannot be read.
     """
     record = find_run(store, name)
     run = f"{record.study}/{record.run_id}"
-    parts = [f"{run}: {record.status}, {record.duration_s:.1f} s from {record.started_at:%Y-%m-%d %H:%M:%S} UTC"]
+    started = f"{record.started_at:%Y-%m-%d %H:%M:%S} UTC"
+    parts = [f"{run}: {record.status}, {record.duration_s:.1f} s from {started}"]
     if record.cause:
         parts.append(f"cause: {record.cause}")
     if record.beside:
@@ -62,7 +65,7 @@ def _read(store: Store, name: str) -> bytes | None:
 
 
 def _outputs(notebook: dict) -> Iterator[str]:
-    """The texts of a notebook in nbformat 4; of anything else some error of those that ``run_log`` expects."""
+    """The texts of a notebook in nbformat 4; of anything else an error of those that :func:`run_log` expects."""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output["output_type"] == "stream":

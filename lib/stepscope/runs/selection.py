@@ -2,16 +2,17 @@
 import json
 from collections import Counter
 
-from stepscope.runs.store import Record
+from stepscope.runs.record import Record
 
-VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")  # fields that no table has a column for
+# Fields that no table has a column for.
+VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")
 
 
 def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
     """Records that answers are made from, and those put aside, both in the order given.
 
-    Runs of a study that differ in :data:`VARIANTS` only are told apart by no table, so answers take one of them: one that
-    is done before one that failed, then one whose variant the study has done most of, then the first.
+    Runs of a study that differ in :data:`VARIANTS` only are told apart by no table, so answers take one of them: one
+    that is done before one that failed, then one whose variant the study has done most of, then the first.
     """
     done = Counter(_key(record, varying=True) for record in records if record.done)
 
@@ -23,11 +24,13 @@ def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
         if rank(record) > rank(held):
             best[_key(record, varying=False)] = record
     kept = {id(record) for record in best.values()}
-    return [record for record in records if id(record) in kept], [record for record in records if id(record) not in kept]
+    return ([record for record in records if id(record) in kept],
+            [record for record in records if id(record) not in kept])
 
 
 def _key(record: Record, varying: bool) -> str:
     """The record's study, and those of its fields that are variants, or those that are not."""
-    variants = set(VARIANTS) - ({"warmup_steps"} if record.study == "warmup" else set())  # there it is what is studied
+    studied = {"warmup_steps"} if record.study == "warmup" else set()
+    variants = set(VARIANTS) - studied
     fields = {field: value for field, value in record.config.items() if (field in variants) == varying}
     return json.dumps([record.study, fields], sort_keys=True)

@@ -5,11 +5,13 @@ from pathlib import Path
 import pandas as pd
 
 from stepscope.config import SIZES, StepConfig, configure, shown
-from stepscope.runs.store import Record, RecordError, Store, Table, open_within
+from stepscope.runs.files import open_within
+from stepscope.runs.record import Record, RecordError, Table
+from stepscope.runs.store import Store
 
 
 def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
-    """Write a table: Parquet when ``name`` ends so, else CSV, a header row, then numbers to 7 significant digits."""
+    """Write a table: Parquet when ``name`` ends so, else CSV with a header, numbers to 7 significant digits."""
     path = folder / name
     if path.suffix == ".parquet":
         table.to_parquet(path, index=False, compression="zstd")
@@ -45,16 +47,16 @@ def read_table(root: Path, name: str) -> pd.DataFrame:
     try:
         with open_within(root, name) as file:
             return pd.read_parquet(file) if name.endswith(".parquet") else pd.read_csv(file)
-    except (OSError, ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as error:  # all of pyarrow's
+    except (OSError, ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as error:  # pyarrow's
         reason = getattr(error, "strerror", None) or shown(" ".join(str(error).split()))
         raise RecordError(f"{name}: cannot be read as a table ({reason})") from None
 
 
 def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """The table ``name`` of every record that has one, stacked, with study and run_id: one row an observation.
+    """The table ``name`` of every record that has one, stacked, with study and run_id: a row an observation.
 
     Raises:
-        RecordError: a table that a record names is missing, cannot be read, or has not the rows that the record says.
+        RecordError: a table that a record names is missing, cannot be read, or has other rows than it says.
     """
     frames = []
     for record in records:
