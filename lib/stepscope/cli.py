@@ -18,13 +18,13 @@ from stepscope import StepscopeError, __version__
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                  help="""
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                  pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
-[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder; [bold]render[/]
-makes writeup and figures of a runs folder; [bold]report[/] does both for this machine. A sweep that was interrupted
-is continued by giving the same command again, or by [bold]resume[/].
+[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder;
+[bold]render[/] makes writeup and figures of a runs folder; [bold]report[/] does both for this machine. A
+sweep that was interrupted is continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
 LIST_COLUMNS = ("study", "run", "shape", "status", "seconds", "runs beside", "cause")
@@ -38,7 +38,7 @@ RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
 BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|20m|1h",
                          help="Start no run that would end after this time, and say what is left.")]
 WorkersOption = Annotated[str | None, typer.Option("--workers", metavar="gpus|N",
-                          help="Runs side by side on a local Dask cluster: a worker for each GPU, or N workers.")]
+                          help="Runs side by side on a local Dask cluster: a worker for each GPU, or N.")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT",
                             help="Runs side by side on the workers of this Dask scheduler.")]
 ExclusiveOption = Annotated[list[str] | None, typer.Option("--exclusive", metavar="STUDY|all",
@@ -102,9 +102,10 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
 def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
-    """Run sweeps: everything asked for that has no valid record yet, one run after another or on Dask workers.
+    """Run sweeps: all that is asked for and has no valid record yet, one run after another or on Dask workers.
 
-    Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs left.
+    Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
+    left.
     """
     from stepscope.runs.sweep import find_sweeps
     _sweep([path for name in sweeps for path in find_sweeps(name)], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
@@ -126,7 +127,7 @@ def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
 
 def _runs_to_read(runs: Path | None) -> Path:
-    """The one local folder that there is; between several this machine's device decides, which torch has to say."""
+    """The one local folder that there is; between several the device decides, which torch has to say."""
     local = sorted((Path(__file__).resolve().parents[2] / "runs").glob("local-*/"))
     return runs or (local[0] if len(local) == 1 else _local_runs(None))
 
@@ -134,12 +135,13 @@ def _runs_to_read(runs: Path | None) -> Path:
 @app.command("list")
 def list_runs(runs: RunsOption = None,
               where: Annotated[str | None, typer.Option(
-                  help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
+                  help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query)."
+              )] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of memory
-    stands the peak that the accounting predicts for it. Where the output is not a terminal, it is a line of names and
-    then a line for each run, with tabs between the columns.
+    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of
+    memory stands the peak that the accounting predicts for it. Where the output is not a terminal, it is a
+    line of names and then a line for each run, with tabs between the columns.
     """
     from stepscope.runs.store import Store
     folder = _runs_to_read(runs)
@@ -186,7 +188,7 @@ def _list_row(record: "Record") -> dict[str, str]:
 
 
 def _print_runs(rows: list[dict[str, str]], title: str) -> None:
-    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, then lines grow."""
+    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go."""
     out = Console()
     needed = ("study", "run", "status")
     columns = [name for name in LIST_COLUMNS if name in needed or any(row[name] for row in rows)]
@@ -221,7 +223,7 @@ def _runs_table(rows: list[dict[str, str]], columns: list[str], title: str) -> T
 @app.command()
 def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")],
          runs: RunsOption = None) -> None:
-    """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
+    """Print what a run said: its end and cause, its notebook's output and traceback, its process's words."""
     from stepscope.runs.logs import run_log
     from stepscope.runs.store import Store
     print(run_log(Store(_runs_to_read(runs)), run), end="")
@@ -273,22 +275,23 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B.")],
         context: Annotated[int, typer.Option(help="Context length.")] = 512,
         batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
-        memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.",
-                                                     show_default="this machine's GPU's, else 80")] = None) -> None:
-    """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
+        memory: Annotated[float | None, typer.Option(
+            help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
+    """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import SIZES, device_here
     from stepscope.runs.machine import machine
     from stepscope.step.accounting import on_gpu, what_fits
     from stepscope.studies.benchmark.answers import MODE_WORDS
-    if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
+    if size not in SIZES:  # said here: configure would offer to give dimensions, which this does not take
         raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:
         memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
     found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
-    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in", "fits",
-                  Column("largest\ncontext", justify="right"), Column("largest\nbatch", justify="right"),
+    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in",
+                  "fits", Column("largest\ncontext", justify="right"),
+                  Column("largest\nbatch", justify="right"),
                   box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left",
                   title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
     for row in found.itertuples():
@@ -320,11 +323,12 @@ def _nsys_words() -> str:
     nsys = find_nsys()
     if nsys is None:
         return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
-                " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli.")
+                " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package"
+                " nsight-systems-cli.")
     words = f"nsys: {nsys}, version {nsys_version(nsys)}"
     if missing := missing_libraries(nsys):
-        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes no reports;"
-                " profiles are torch.profiler's. Install the libraries"
+        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes"
+                " no reports; profiles are torch.profiler's. Install the libraries"
                 " (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
     return f"{words}, complete"
 
@@ -337,9 +341,9 @@ def neighbours(workers: WorkersOption = None,
                    help="Keep the runs here.", show_default="a temporary folder")] = None,
                of: Annotated[list[str] | None, typer.Option(
                    metavar="NAME=FOLDER",
-                   help="Measure nothing; compare folders of one nsys sweep that ran on more or fewer workers,"
-                        " the first with the others, for the report of --runs.")] = None) -> None:
-    """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
+                   help="Measure nothing; compare folders of one nsys sweep that ran on more or fewer"
+                        " workers, the first with the others, for the report of --runs.")] = None) -> None:
+    """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, compared."""
     from stepscope.studies.neighbours.measure import KEPT, compare_folders, experiment
     if of is None:
         experiment(workers or "gpus", repeat, runs, Console())
@@ -365,7 +369,8 @@ def bench() -> None:
 
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
-    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may be swallowed there.
+    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may
+    # be swallowed there.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -374,7 +379,7 @@ def main() -> None:
         console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_BAD_INPUT)
     finally:
-        gc.freeze()  # or Python, ending, goes through some 400,000 objects of libraries: seconds, on a busy machine many
+        gc.freeze()  # or Python, ending, goes through some 400,000 objects of libraries: seconds, or many
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def configure(study: str, **values: Any) -> RunConfig:
 
 
 def place_of(item: Any) -> str:
-    """Where in its input pydantic found an error, such as ``tables.samples.rows``; names that are odd are quoted."""
+    """Where in its input pydantic found an error, such as ``tables.samples.rows``; odd names are quoted."""
     plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
     return ".".join(plain)
 

@@ -1,7 +1,7 @@
 """Files of a runs folder: read without leaving it, written so that they are whole.
 
-A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes into, devices.
-:func:`open_within` is how every file of a run is read.
+A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
+into, devices. :func:`open_within` is how every file of a run is read.
 """
 import errno
 import os

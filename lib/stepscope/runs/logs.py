@@ -32,7 +32,7 @@ def find_run(store: Store, name: str) -> Record:
 
 
 def run_log(store: Store, name: str) -> str:
-    """Status and cause, every text that the notebook's cells put out, its traceback, and what its process wrote.
+    """Status and cause, every text that the notebook's cells put out, its traceback, its process's words.
 
     Raises:
         RecordError: there is no such run, or its record, its notebook or its log cannot be read.
@@ -65,7 +65,7 @@ def _read(store: Store, name: str) -> bytes | None:
 
 
 def _outputs(notebook: dict) -> Iterator[str]:
-    """The texts of a notebook in nbformat 4; of anything else an error of those that :func:`run_log` expects."""
+    """The texts of a notebook in nbformat 4; of anything else an error that :func:`run_log` expects."""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output["output_type"] == "stream":

@@ -32,7 +32,7 @@ MOST_RECORD_BYTES = 2**24
 
 
 class RecordError(StepscopeError, ValueError):
-    """A record that cannot be used; the text names the file, by its path in the runs folder, and what is wrong with it."""
+    """A record that cannot be used; the text names the file by its path in the runs folder."""
 
 
 def _plain_path(path: str) -> str:
@@ -127,7 +127,8 @@ class Record(BaseModel):
                 raise ValueError(f"{shown(name)} is {shown(value)}, but expected a number")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise ValueError(f"{shown(name)} is {shown(value)}, which no table can hold")
-        # A float that is no number, or infinite, has no JSON: the record's file has null, and this None from the start.
+        # A float that is no number, or infinite, has no JSON: the record's file has null, and this None from
+        # the start.
         return {name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in results.items()}
 
@@ -141,12 +142,12 @@ def read_record(folder: Path, check_tables: bool = False, check_notebook: bool =
     """The record of one run folder. Fields that its configuration was written without have their defaults.
 
     Args:
-        check_tables: also compare each table with the digest and the number of rows that the record has of it.
-        check_notebook: also see that the executed notebook of a run that is done is there, and is the one recorded.
+        check_tables: also compare each table with the digest and the rows that the record has of it.
+        check_notebook: also see that the notebook of a run that is done is there, and is the one recorded.
 
     Raises:
-        RecordError: no record, not JSON, not the schema, in another run's folder, of a configuration that is not
-            valid, or a file is missing or altered.
+        RecordError: no record, not JSON, not the schema, in another run's folder, of a configuration that is
+            not valid, or a file is missing or altered.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:

@@ -11,8 +11,9 @@ VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")
 def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
     """Records that answers are made from, and those put aside, both in the order given.
 
-    Runs of a study that differ in :data:`VARIANTS` only are told apart by no table, so answers take one of them: one
-    that is done before one that failed, then one whose variant the study has done most of, then the first.
+    Runs of a study that differ in :data:`VARIANTS` only are told apart by no table, so answers take one of
+    them: one that is done before one that failed, then one whose variant the study has done most of, then the
+    first.
     """
     done = Counter(_key(record, varying=True) for record in records if record.done)
 

@@ -1,9 +1,9 @@
 """Run folders: made aside, put in place whole, found again.
 
-A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the tables. A run
-is made in ``.partial/`` and renamed into its place when its record is written and synced, so what stands in place is
-whole, whenever and however a sweep ended. What is in place and still not valid is moved to ``set-aside/``, never
-deleted.
+A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the
+tables. A run is made in ``.partial/`` and renamed into its place when its record is written and synced, so
+what stands in place is whole, whenever and however a sweep ended. What is in place and still not valid is
+moved to ``set-aside/``, never deleted.
 """
 import fcntl
 import hashlib
@@ -22,7 +22,7 @@ from stepscope.config import RunConfig, configure, shown
 from stepscope.runs.files import open_within, read_within, sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record, unusable
 
-ENDED = "sweeps/ended.csv"  # of each sweep that ran something: when, on how many workers, how many runs, how long
+ENDED = "sweeps/ended.csv"  # of each sweep that ran something: when, its workers, how many runs, how long
 OTHERS = ("set-aside", "figures", "sweeps")  # folders of a runs folder that hold no runs
 MOST_CLAIM_BYTES = 2**16
 
@@ -55,8 +55,10 @@ class Store:
         """Hold the folder for one sweep; leftovers of an interrupted one are cleared away.
 
         Raises:
-            StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however that dies.
-            StoreError: it cannot be written to, or a folder in it is a link: what is written would be elsewhere.
+            StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however
+                that dies.
+            StoreError: it cannot be written to, or a folder in it is a link: what is written would be
+                elsewhere.
         """
         holder = self.root / ".lock-holder"
         with self._open_lock() as lock:
@@ -67,7 +69,7 @@ class Store:
                                 " wait for it, stop it, or choose another --runs folder") from None
             with suppress(OSError):  # a full disk is named when a run is to be written
                 holder.unlink(missing_ok=True)
-                with holder.open("x", encoding="utf-8") as file:  # a new one: a link's target is somebody else's
+                with holder.open("x", encoding="utf-8") as file:  # a new one: never a link's target
                     file.write(f"process {os.getpid()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
             shutil.rmtree(self.partial, ignore_errors=True)
             try:
@@ -78,7 +80,7 @@ class Store:
                     holder.unlink()
 
     def _open_lock(self) -> BufferedReader:
-        """The lock's file, made where it is not there. For reading: one that writes keeps a file system busy."""
+        """The lock's file, made where it is not there; open for reading, which keeps no file system busy."""
         path = self.root / ".lock"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,7 @@ class Store:
         return f"{self.partial.name}/claims/{config.study}-{config.run_id}"
 
     def claim(self, config: RunConfig) -> dict | None:
-        """Where and since when a run goes on (``run``, ``where``, ``host``, ``since`` in s); None before it began."""
+        """Where and since when a run goes on: ``run``, ``where``, ``host``, ``since`` (s); None before."""
         try:
             return json.loads(read_within(self.root, self._claim_name(config), MOST_CLAIM_BYTES))
         except (OSError, ValueError):  # not begun, or in this very moment
@@ -171,8 +173,8 @@ class Store:
         """The valid record of this very configuration, None where there is no run folder.
 
         Raises:
-            RecordError: there is a folder, and its record, a table, its notebook, or the configuration recorded is
-                not what it should be.
+            RecordError: there is a folder, and its record, a table, its notebook, or the configuration
+                recorded is not what it should be.
         """
         folder = self.folder(config)
         if not os.path.lexists(folder):
@@ -186,7 +188,7 @@ class Store:
         return record
 
     def records(self, check_tables: bool = False) -> tuple[list[Record], list[RecordError]]:
-        """All usable records by study and run id, and what is wrong with the others: see :func:`read_record`."""
+        """All records that can be used, by study and run id, and what is wrong with the others."""
         records, errors = [], []
         for path in sorted(self.root.glob("[!.]*/*/")):
             if path.parent.name in OTHERS:

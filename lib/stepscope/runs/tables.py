@@ -11,7 +11,7 @@ from stepscope.runs.store import Store
 
 
 def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
-    """Write a table: Parquet when ``name`` ends so, else CSV with a header, numbers to 7 significant digits."""
+    """Write a table: Parquet when ``name`` ends so, else CSV with numbers to 7 significant digits."""
     path = folder / name
     if path.suffix == ".parquet":
         table.to_parquet(path, index=False, compression="zstd")
@@ -47,7 +47,7 @@ def read_table(root: Path, name: str) -> pd.DataFrame:
     try:
         with open_within(root, name) as file:
             return pd.read_parquet(file) if name.endswith(".parquet") else pd.read_csv(file)
-    except (OSError, ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as error:  # pyarrow's
+    except (OSError, ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or shown(" ".join(str(error).split()))
         raise RecordError(f"{name}: cannot be read as a table ({reason})") from None
 
