@@ -204,7 +204,7 @@ def test_check_notices_a_notebook_that_is_not_there(tmp_path, command):
     (place / "notebook.ipynb").unlink()
     status, _, err = command("check", "--runs", tmp_path / "runs")
     assert status == 2 and re.search(
-        "notebook.ipynb: the run is done, and its executed notebook is not there", err
+        "notebook.ipynb: the run's executed notebook is not there", err
     )
 
 

@@ -391,7 +391,7 @@ BROKEN = {
     "an empty table": (empty_table, "samples.csv: has fewer lines than a header and the 3 rows"),
     "a notebook lost": (
         lambda f: (f / "notebook.ipynb").unlink(),
-        "the run is done, and its executed notebook is not there",
+        "the run's executed notebook is not there",
     ),
     "a notebook replaced": (
         lambda f: (f / "notebook.ipynb").write_text("[]"),

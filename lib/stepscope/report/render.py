@@ -49,7 +49,8 @@ from stepscope.step.flops import parameter_count
 from stepscope.report.page import render_page
 from stepscope.say.published import load_published
 from stepscope.runs.selection import told_apart
-from stepscope.runs.store import Record, RecordError, Store, read_record
+from stepscope.runs.record import Record, RecordError, check_notebook
+from stepscope.runs.store import Store
 from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.studies.memory.timeline_page import timeline_page
 
@@ -407,7 +408,8 @@ def check(store: Store, folder: Path) -> None:
     if data.errors:
         raise data.errors[0]
     for record in data.records:
-        read_record(store.root / record.study / record.run_id, check_notebook=True)
+        if record.done:
+            check_notebook(store.root, record)
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:

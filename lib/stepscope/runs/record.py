@@ -138,12 +138,11 @@ class Record(BaseModel):
         return self.status != "failed"
 
 
-def read_record(folder: Path, check_tables: bool = False, check_notebook: bool = False) -> Record:
+def read_record(folder: Path, check_tables: bool = False) -> Record:
     """The record of one run folder. Fields that its configuration was written without have their defaults.
 
     Args:
         check_tables: also compare each table with the digest and the rows that the record has of it.
-        check_notebook: also see that the notebook of a run that is done is there, and is the one recorded.
 
     Raises:
         RecordError: no record, not JSON, not the schema, in another run's folder, of a configuration that is
@@ -166,8 +165,6 @@ def read_record(folder: Path, check_tables: bool = False, check_notebook: bool =
     record.config |= _configuration(record, run).model_dump(mode="json")
     for table in record.tables.values() if check_tables else ():
         _check_table(root, run, table)
-    if check_notebook and record.done:
-        _check_notebook(root, run, record)
     return record
 
 
@@ -208,12 +205,18 @@ def _check_table(root: Path, run: str, table: Table) -> None:
         raise unusable(run, table.file, what)
 
 
-def _check_notebook(root: Path, run: str, record: Record) -> None:
+def check_notebook(root: Path, record: Record) -> None:
+    """See that the executed notebook of a run in this runs folder is there, and is the one that was recorded.
+
+    Raises:
+        RecordError: it is not.
+    """
+    run = f"{record.study}/{record.run_id}"
     try:
         with open_within(root, f"{run}/{NOTEBOOK}") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
-        raise unusable(run, NOTEBOOK, "the run is done, and its executed notebook is not there") from None
+        raise unusable(run, NOTEBOOK, "the run's executed notebook is not there") from None
     except OSError as error:
         raise unusable(run, NOTEBOOK, f"cannot be read ({error.strerror})") from None
     if record.notebook_sha256 not in (None, digest):

@@ -20,7 +20,7 @@ from pathlib import Path
 from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure, shown
 from stepscope.runs.files import open_within, read_within, sync, write_text_durably
-from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record, unusable
+from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, check_notebook, read_record, unusable
 
 ENDED = "sweeps/ended.csv"  # of each sweep that ran something: when, its workers, how many runs, how long
 OTHERS = ("set-aside", "figures", "sweeps")  # folders of a runs folder that hold no runs
@@ -179,7 +179,9 @@ class Store:
         folder = self.folder(config)
         if not os.path.lexists(folder):
             return None
-        record = read_record(folder, check_tables=True, check_notebook=True)
+        record = read_record(folder, check_tables=True)
+        if record.notebook_sha256:  # of a run that a notebook made, and not before this was recorded
+            check_notebook(self.root, record)
         # Compared as configurations: a field added since the record was written has its default in both.
         ours, theirs = (each.model_dump(mode="json") for each in (config, configure(**record.config)))
         if differ := sorted(field for field in ours if ours[field] != theirs.get(field)):
