@@ -21,6 +21,7 @@ from stepscope.runs.one_run import PROJECT
 from stepscope.runs.record import RecordError
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.runs.tables import write_table
+from stepscope.step import accounting
 
 SHAPES = [{"size": None, "d_model": width, "d_ff": 64, "num_layers": 3, "num_heads": 4} for width in (32, 96)]
 
@@ -287,3 +288,16 @@ def test_a_table_whose_rows_are_gone_costs_its_run_alone(store, tiny):
     (place / "samples.csv").write_text("step,time_ms\n")
     data = load_data(store)
     assert [record.config["seed"] for record in data.records] == [1] and len(data.errors) == 1
+
+
+def test_a_shape_of_very_many_layers_does_not_hold_up_the_list():
+    """The peak of an own shape is summed block by block, from formulas that are evaluated once."""
+    config = configure("benchmark", device="cuda", d_model=64, d_ff=64, num_layers=3, num_heads=2, context_length=8)
+    evaluated = []
+    original = accounting.value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accounting, "value", lambda *arguments: (evaluated.append(arguments), original(*arguments))[1])
+        few = len(accounting.instants(config)), len(evaluated)
+        evaluated.clear()
+        many = len(accounting.instants(config.model_copy(update={"num_layers": 300}))), len(evaluated)
+    assert many[0] > 50 * few[0] and many[1] == few[1]

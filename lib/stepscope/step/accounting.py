@@ -7,6 +7,7 @@ shape are left out. The formulas are of eager attention with two heads or more, 
 
 What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take workspaces.
 """
+import functools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -187,9 +188,11 @@ def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]
     """
     f, found, layers = require_formulas(config), [], config.num_layers
     training, k = config.mode != "forward", blocks_per_checkpoint or config.num_layers
+
+    @functools.cache  # the same few formulas in every block
     def of(formula: str) -> int:
         return value(formula, config)
-    fixed = at_rest(config)
+    fixed, weights, rounded = at_rest(config), 4 * parameter_count(config), parameter_rounding(config)
     saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
 
@@ -200,7 +203,7 @@ def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]
         if config.device == "cuda":
             categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)  # backward has a thread, and it a workspace
             if gradients:
-                categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4 * parameter_count(config)))
+                categories["allocator rounding"] += round(rounded * gradients / weights)
         found.append(Instant(phase, layer, operation, categories))
 
     kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved  # beside the first block's input
