@@ -204,9 +204,7 @@ def test_check_notices_a_notebook_that_is_not_there(tmp_path, command):
         (tmp_path / "runs" / name).write_text("")
     (place / "notebook.ipynb").unlink()
     status, _, err = command("check", "--runs", tmp_path / "runs")
-    assert status == 2 and re.search(
-        "notebook.ipynb: the run's executed notebook is not there", err
-    )
+    assert status == 2 and re.search("notebook.ipynb: the run's executed notebook is not there", err)
 
 
 def test_resume_reads_sweeps_that_are_files_of_the_folder(store, tmp_path, command):
@@ -292,11 +290,15 @@ def test_a_table_whose_rows_are_gone_costs_its_run_alone(store, tiny):
 
 def test_a_shape_of_very_many_layers_does_not_hold_up_the_list():
     """The peak of an own shape is summed block by block, from formulas that are evaluated once."""
-    config = configure("benchmark", device="cuda", d_model=64, d_ff=64, num_layers=3, num_heads=2, context_length=8)
+    config = configure(
+        "benchmark", device="cuda", d_model=64, d_ff=64, num_layers=3, num_heads=2, context_length=8
+    )
     evaluated = []
     original = accounting.value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accounting, "value", lambda *arguments: (evaluated.append(arguments), original(*arguments))[1])
+        patch.setattr(
+            accounting, "value", lambda *arguments: (evaluated.append(arguments), original(*arguments))[1]
+        )
         few = len(accounting.instants(config)), len(evaluated)
         evaluated.clear()
         many = len(accounting.instants(config.model_copy(update={"num_layers": 300}))), len(evaluated)
