@@ -15,7 +15,9 @@ from rich.table import Table
 from bench.traces import peak_mib
 from stepscope.config import RunConfig, configure
 from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.store import Record, Store, write_table
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import runs_frame, write_table
 from stepscope.runs.sweep import How, run_sweep
 
 NOTHING = json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
@@ -48,7 +50,7 @@ def bench_engine(console: Console, runs: int = 10_000, workers: str | None = Non
         started = default_timer()
         run_sweep([sweep], store, How(workers=workers, notebook=simulated), quiet)
         swept_s = default_timer() - started
-        frame, listed_s = _timed(lambda: store.frame()[0])
+        frame, listed_s = _timed(lambda: runs_frame(store.records()[0]))
         started = default_timer()
         run_sweep([sweep], store, How(notebook=simulated), quiet)
         again_s = default_timer() - started
@@ -103,7 +105,7 @@ def _in_process(folder: str) -> dict[str, float]:
 
 
 def _load(folder: str) -> dict[str, float]:
-    (frame, _), load_s = _timed(lambda: Store(Path(folder)).frame())
+    frame, load_s = _timed(lambda: runs_frame(Store(Path(folder)).records()[0]))
     _, filter_s = _timed(lambda: frame.query("duration_s > 30 and size == 'small'"))
     return {"load_s": load_s, "filter_s": filter_s, "peak_mib": peak_mib()}
 

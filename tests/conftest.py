@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from stepscope.config import RunConfig, configure
-from stepscope.runs.store import Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

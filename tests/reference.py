@@ -2,7 +2,8 @@
 import functools
 from pathlib import Path
 
-from stepscope.report.load import chapters, told_apart
+from stepscope.report.load import chapters
+from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import stepscope
 from stepscope import studies
 
 PACKAGE = Path(stepscope.__file__).parent
-FLOORS = (("config",), ("step",), ("traces",), ("runs",), ("say",), ("studies",), ("report",), ("cli",))
+FLOORS = (("config", "files", "yaml_files"), ("step",), ("traces",), ("runs",), ("say",), ("studies",), ("report",), ("cli",))
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -67,7 +67,7 @@ class Config(RunConfig):
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from stepscope.runs.store import load_table
+from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
 
 
@@ -135,7 +135,7 @@ def test_a_folder_and_a_line_are_a_study(toy):
         """In a kernel's place: its end is a table."""
         import json
 
-        from stepscope.runs.store import write_table
+        from stepscope.runs.tables import write_table
         table = write_table(folder, "throws", pd.DataFrame({"pips": [1, 6] * config.sides}))
         (folder / "outcome.json").write_text(json.dumps({"finished": True, "tables": {"throws": table.model_dump()}}))
         return "ok", None

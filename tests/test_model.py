@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stepscope.config import SIZES, configure
 from stepscope.step import annotate
 from stepscope.step.flops import forward_flops, phase_flops, step_flops
-from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
+from stepscope.step.flops import parameter_count
+from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
 from stepscope.step.training_step import build_step
 
 HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200,

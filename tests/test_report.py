@@ -8,9 +8,12 @@ import pytest
 
 from reference import STORE, records
 from stepscope.report.check import StaleReport, check
-from stepscope.report.load import Data, load_data, tables_of, told_apart
+from stepscope.report.load import Data, load_data, tables_of
+from stepscope.runs.selection import told_apart
 from stepscope.report.render import draw_figures, render, sections, writeup
-from stepscope.runs.store import RecordError, Store, runs_frame
+from stepscope.runs.record import RecordError
+from stepscope.runs.store import Store
+from stepscope.runs.tables import runs_frame
 from stepscope.runs.sweep import load_sweep
 
 EVERY_KIND = {(r.study, r.config.get("mode"), r.config["precision"], r.config.get("optimizer"), bool(r.config.get("checkpoints")),

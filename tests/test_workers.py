@@ -21,7 +21,7 @@ from stepscope.runs import workers
 from stepscope.config import configure
 from stepscope.runs.logs import run_log
 from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.store import RecordError
+from stepscope.runs.record import RecordError
 from stepscope.runs.sweep import How, SweepError, run_sweep, work_estimate
 
 LIMIT_S = 20  # a kernel's start has room in it on a busy machine

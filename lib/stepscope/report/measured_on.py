@@ -6,9 +6,10 @@ import pandas as pd
 
 from stepscope.config import StepConfig, configure
 from stepscope.report.load import Data
-from stepscope.runs.store import Record, by_size, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
-from stepscope.step.model import parameter_count
+from stepscope.step.flops import parameter_count
 
 STATUS_WORDS = {"ok": "done", "oom": "out of memory", "failed": "failed"}
 

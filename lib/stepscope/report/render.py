@@ -14,7 +14,8 @@ from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
 from stepscope.report.readme import with_table
-from stepscope.runs.store import Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
 from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table

@@ -21,9 +21,10 @@ import psutil
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config as Traits
 
+from stepscope.runs.record import LOG
+
 SOCKETS = "stepscope-"
 MARK = "STEPSCOPE_KERNEL"  # in the environment of a kernel and all it starts: its socket folder
-LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
 PROC = Path("/proc")
 LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where one never gets through
 # A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.

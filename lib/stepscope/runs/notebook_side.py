@@ -9,7 +9,9 @@ from IPython.display import Markdown, display
 
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpu_state, machine, software
-from stepscope.runs.store import Table, write_table, write_text_durably
+from stepscope.files import write_text_durably
+from stepscope.runs.record import Table
+from stepscope.runs.tables import write_table
 
 OUTCOME = "outcome.json"
 MEASURED = ".measured"  # exists in the run folder from when nothing will be timed any more

@@ -17,9 +17,11 @@ from papermill.exceptions import PapermillExecutionError
 
 import stepscope
 from stepscope.config import Dimensions, RunConfig, free_fields
-from stepscope.runs.jupyter_kernel import LOG, Watch, spare, start_kernel
+from stepscope.runs.jupyter_kernel import Watch, spare, start_kernel
+from stepscope.runs.record import LOG
 from stepscope.runs.notebook_side import MEASURED, OUTCOME
-from stepscope.runs.store import Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
 
 PACKAGE = Path(stepscope.__file__).resolve().parent
 PROJECT = PACKAGE.parents[1]  # of a checkout

@@ -22,7 +22,9 @@ from stepscope.config import ConfigError, RunConfig, StepConfig, configure, requ
 from stepscope.step.flops import forward_flops
 from stepscope.runs.jupyter_kernel import asked, clear_dead
 from stepscope.runs.machine import machine
-from stepscope.runs.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
+from stepscope.files import write_text_durably
+from stepscope.runs.record import Record, RecordError
+from stepscope.runs.store import ENDED, Store, StoreError
 from stepscope.runs.workers import Dask, Here, NotBegun, SchedulerGone, check_workers, join_cluster, local_cluster
 
 SHIPPED = Path(stepscope.__file__).parent / "studies"
@@ -279,12 +281,12 @@ def _valid_record(config: RunConfig, store: Store, console: Console):
 
 def _same_machine(store: Store, configs: list[RunConfig], there: dict) -> None:
     """Figures of two kinds of machine in one folder would be compared as if they were one's."""
-    runs, _ = store.frame()
-    if runs.empty:
+    records, _ = store.records()
+    if not records:
         return
     for device in {config.device for config in configs}:
         here = there.get("device_name") or machine(device)["device_name"]
-        others = set(runs.loc[runs["device"] == device, "device_name"].dropna()) - {here}
+        others = {record.machine.get("device_name") for record in records if record.config["device"] == device} - {here, None}
         if others:
             raise SweepError(f"{store.root}: holds runs of {min(others)!r}, and this machine is {here!r};"
                              " choose another --runs folder")
@@ -405,9 +407,9 @@ class _Sweep:
         running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
                    for config in self.pool.running()]
         if not self.pool.parallel:
-            words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
+            words = "".join(f" | {config.label}" for _, config in running)
         else:
-            words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))
+            words = "".join(f"\n  {where}: {config.label}" for where, config in sorted(running, key=lambda item: item[0]))
         if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
             words = "\n  waiting for a worker"
         mean_s = sum(self.durations) / len(self.durations) if self.durations else 0

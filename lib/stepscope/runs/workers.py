@@ -24,7 +24,8 @@ from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
 from stepscope.runs.one_run import PROJECT, make_run
 from stepscope.runs.jupyter_kernel import THREADS, clear_dead, set_environment, spare
-from stepscope.runs.store import AlreadyBegun, Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import AlreadyBegun, Store
 
 ANSWER_S = 10  # a scheduler that is there answers within this time
 DIED = "the worker that ran it died (killed, or its machine went down)"

@@ -9,15 +9,17 @@ or more, autocast as CUDA does it.
 What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take
 workspaces.
 """
+import functools
 import re
 from dataclasses import dataclass
-from typing import Any, cast
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, cast
 
 from stepscope import StepscopeError
 from stepscope.config import PHASES, ConfigError, StepConfig, configure
-from stepscope.step.model import parameter_count
+from stepscope.step.flops import parameter_count
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIB = 2**20
 CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries",
@@ -205,9 +207,11 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
     """
     f, found, layers = require_formulas(config), [], config.num_layers
     training, k = config.mode != "forward", blocks_per_checkpoint or config.num_layers
+
+    @functools.cache  # the same few formulas in every block
     def of(formula: str) -> int:
         return value(formula, config)
-    fixed = at_rest(config)
+    fixed, weights, rounded = at_rest(config), 4 * parameter_count(config), parameter_rounding(config)
     saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
 
@@ -220,8 +224,7 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
             # backward has a thread, and it a workspace
             categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)
             if gradients:
-                categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4
-                                                                                                    * parameter_count(config)))
+                categories["allocator rounding"] += round(rounded * gradients / weights)
         found.append(Instant(phase, layer, operation, categories))
 
     # beside the first block's input
@@ -330,12 +333,13 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: StepConfig, memory_mib: float) -> pd.DataFrame:
+def what_fits(config: StepConfig, memory_mib: float) -> "pd.DataFrame":
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
     Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits,
     largest_context (at the batch given), largest_batch (at the context given).
     """
+    import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
     rows = []
     for mode in PHASES:
         for precision in ("fp32", "bf16"):

@@ -169,11 +169,3 @@ class TransformerLM(nn.Module):
     @region("cross_entropy")
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # (B, T, V), (B, T) -> mean over tokens, ()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def parameter_count(config: StepConfig) -> int:
-    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last
-    norm.
-    """
-    block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
-    return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model

@@ -17,7 +17,7 @@ from timeit import default_timer
 import torch
 
 from stepscope.config import StepConfig
-from stepscope.runs.store import write_text_durably
+from stepscope.files import write_text_durably
 from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.step.training_step import build_step, out_of_memory_names
 

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from stepscope.studies.attention.config import ATTENTIONS, Config
 from stepscope.step.model import Attention
 from stepscope.step.training_step import AUTOCAST_DTYPES, out_of_memory_names
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.summary import flags, median_interval
 from stepscope.step.timing import PhaseClock
 

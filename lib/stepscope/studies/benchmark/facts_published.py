@@ -1,7 +1,7 @@
 """This machine's timings beside those that other reports print, and which of theirs are in doubt."""
 import pandas as pd
 
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.published import KINDS, doubts, source_name
 from stepscope.say.selections import matrix

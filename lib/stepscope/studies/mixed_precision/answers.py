@@ -11,7 +11,7 @@ from stepscope.studies.nsys.answers import MATMUL
 from stepscope.say.published import source_name
 from stepscope.studies.mixed_precision.measure import LOW, SAME
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 # The handout's four loops, and what another report (E of data/published.yaml) prints for each.

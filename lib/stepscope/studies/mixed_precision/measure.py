@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, configure, require_device
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
-from stepscope.step.model import parameter_count
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
+from stepscope.step.flops import parameter_count
 from stepscope.step.summary import ratio_interval, summarize
 from stepscope.step.timing import WHOLE, measure
 from stepscope.step.training_step import Step, build_step

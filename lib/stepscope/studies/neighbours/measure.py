@@ -19,7 +19,9 @@ from rich.table import Table
 
 from stepscope import StepscopeError
 from stepscope.config import device_here
-from stepscope.runs.store import ENDED, Record, RecordError, Store, load_table, runs_frame
+from stepscope.runs.record import Record, RecordError
+from stepscope.runs.store import ENDED, Store
+from stepscope.runs.tables import load_table, read_table, runs_frame
 from stepscope.step.summary import median_interval
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.step.timing import WHOLE
@@ -115,7 +117,7 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
         counts = operations.groupby(["run_id", "mode", "phase", "name"])["count"].sum()
         first = counts if first is None else first
         both = pd.concat([first, counts], axis=1).fillna(0)
-        ended = pd.read_csv(store.root / ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
+        ended = read_table(store.root, ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
         ended = ended[ended["runs"] > 0]
         whole = ended.iloc[0] if len(ended) == 1 and ended["runs"].iloc[0] == len(everything) else None  # one sweep made it all
         edges = sorted([(r.started_at.timestamp(), 1) for r in records] + [(r.started_at.timestamp() + r.duration_s, -1) for r in records])
@@ -144,8 +146,8 @@ def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:
 
 def load(root: Path) -> dict[str, pd.DataFrame]:
     """What a runs folder keeps of this: the two tables of :func:`compare_folders`, and ``experiment``; empty where none were made."""
-    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings", "experiment")}
-    return {name: pd.read_csv(file) if file.exists() else pd.DataFrame() for name, file in files.items()}
+    files = {name: f"{KEPT}/{name}.csv" for name in ("sweeps", "timings", "experiment")}
+    return {name: read_table(root, file) if (root / file).exists() else pd.DataFrame() for name, file in files.items()}
 
 
 def run_medians(store: Store) -> pd.DataFrame:

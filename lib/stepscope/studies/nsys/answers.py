@@ -8,7 +8,7 @@ from stepscope.config import configure
 from stepscope.step.flops import forward_bytes, forward_flops
 from stepscope.traces.families import rules, short_names
 from stepscope.studies.nsys.measure import by_family, three_clocks
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 from stepscope.traces.families import MATMUL

@@ -8,7 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from stepscope.config import PHASES
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.studies.nsys.config import Config
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import (
