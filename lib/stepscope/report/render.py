@@ -41,17 +41,18 @@ def other_runs(data: Data, answers: list[Answer]) -> list[Answer]:
     return [other_runs_answer(times, left)] if left else []
 
 
-def _made(data: Data, asks: Picture | Page, make: Callable) -> Any:
+def _made(data: Data, asks: Picture | Page, make: Callable, where: str) -> Any:
     asked = given(data.tables, asks)
-    return None if asked is None else make(*asked, where=data.where)
+    return None if asked is None else make(*asked, where=where)
 
 
 def draw_figures(data: Data, folder: Path) -> list[str]:
     """Draw every figure that there are data for; the stems of those drawn."""
     drawn = []
+    where = data.where.replace("$", r"\$")  # a device's name is no formula
     for chapter in chapters():
-        made = {picture.stem: _made(data, picture, picture.draw) for picture in chapter.pictures}
-        made |= {stem: draw(data.tables, data.where) for stem, draw in chapter.old_pictures.items()}
+        made = {picture.stem: _made(data, picture, picture.draw, where) for picture in chapter.pictures}
+        made |= {stem: draw(data.tables, where) for stem, draw in chapter.old_pictures.items()}
         for stem, figure in made.items():
             if figure is not None:
                 save(figure, folder / f"{stem}.png")
@@ -61,7 +62,7 @@ def draw_figures(data: Data, folder: Path) -> list[str]:
 
 def pages(data: Data) -> dict[str, str]:
     """The HTML pages that stand beside the figures, by name."""
-    made = {page.name: _made(data, page, page.make) for chapter in chapters() for page in chapter.pages}
+    made = {page.name: _made(data, page, page.make, data.where) for chapter in chapters() for page in chapter.pages}
     made |= {name: make(data.tables, data.where) for chapter in chapters() for name, make in chapter.old_pages.items()}
     return {name: text for name, text in made.items() if text is not None}
 
