@@ -7,7 +7,7 @@ import pandas as pd
 from stepscope.say.formats import Answer, capital, count, listing, ms, no_data, number, percent, runs_of, span
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick, reference
-from stepscope.studies.nsys.answers import MATMUL
+from stepscope.traces.families import MATMUL
 from stepscope.studies.benchmark.published_answers import source_name
 from stepscope.studies.mixed_precision.measure import LOW, SAME
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM

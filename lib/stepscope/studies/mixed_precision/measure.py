@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.studies.nsys import measure as profiles
+from stepscope.studies.nsys import tables as profiles
 from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, configure, require_device
 from stepscope.studies.mixed_precision.config import Config

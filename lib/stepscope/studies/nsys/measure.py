@@ -13,7 +13,6 @@ from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.families import OTHER, short_names
 from stepscope.traces.nsys_program import REPORTS, Capture, capture, find_nsys, make_reports, missing_libraries, nsys_version
 from stepscope.traces.nsys_reports import load_reports
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.traces.torch_profiler import convert
 from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, load_trace, scrub
 
@@ -200,15 +199,3 @@ def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
     return (f"Forward takes {clocks.operations_ms:.4g} ms of operations in {clocks.projected_ms:.4g} ms on the device"
             f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
             f" {top.share:.0%}, {top.launches:g} times a pass. {text}")
-
-
-def all_runs(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """One table of every nsys run that was captured, each row with its run's size, context, layers, steps and so on."""
-    records = [record for record in records if record.study == "nsys" and record.status == "ok"]
-    rows = load_table(store, records, name)
-    if rows.empty:
-        return rows
-    keep = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "precision",
-            "timed_steps", "device", "tool"]
-    runs = runs_frame(records)[keep].rename(columns={"timed_steps": "steps"})
-    return by_size(rows.merge(runs, on="run_id"))
