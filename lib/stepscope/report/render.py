@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from stepscope.config import studies
 from stepscope.report.load import Data, chapters, load_data
+from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
 from stepscope.runs.store import Store, by_size, runs_frame
 from stepscope.say.chapter import Page, Picture, answer, given
@@ -18,8 +19,8 @@ from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
 from stepscope.step.model import parameter_count
-from stepscope.studies.benchmark import answers as benchmark_answers
 from stepscope.studies.benchmark import measure as benchmark
+from stepscope.studies.benchmark.printed import wall_table
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
 
@@ -67,7 +68,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     left = [run for record in data.records if record.done and (run := f"{record.study}/{record.run_id}") not in shown]
     if left:
         times = pd.concat([data.tables["benchmark.times"], data.aside_times], ignore_index=True)
-        parts["Other runs"] = [benchmark_answers.other_runs(times, left)]
+        parts["Other runs"] = [other_runs_answer(times, left)]
     for of_section in (one for answers in parts.values() for one in answers):
         of_section.figures = [figure for figure in of_section.figures if figure[0] in figures]
     templates = environment(Path(__file__).parent / "templates")
@@ -135,7 +136,7 @@ def with_table(readme: str, data: Data) -> str:
     if TABLE_BEGIN not in readme or data.tables["benchmark.times"].empty:
         return readme
     times = matrix(data.tables["benchmark.times"])
-    table = benchmark_answers.wall_table(times[times["context_length"] == 512]).drop(columns="context")
+    table = wall_table(times[times["context_length"] == 512]).drop(columns="context")
     row = times.iloc[0]
     caption = (f"*{data.where}, fp32, context 512, batch {row.batch_size}: host wall time in ms, mean ± standard deviation of {row.timed_steps}"
                f" steps after {row.warmup_steps} warm-up steps.*")

@@ -104,6 +104,11 @@ def apart(a: pd.Series, b: pd.Series) -> bool:
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
 
 
+def interval_cells(rows: pd.DataFrame) -> list[str]:
+    """"median [low, high]" of each row."""
+    return [f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]" for row in rows.itertuples()]
+
+
 def plural(n: int, one: str, many: str) -> str:
     """The word for one thing, or for several or none."""
     return one if n == 1 else many
@@ -130,12 +135,42 @@ def percent_range(shares: Iterable[float], decimals: int = 0) -> str:
     return f"{percent(min(shares), decimals)} to {percent(max(shares), decimals)}"
 
 
+def precision(name: str) -> str:
+    """A precision as it is written: fp32, TF32, bf16, fp16."""
+    return name.upper() if name == "tf32" else name
+
+
 def comma(loop) -> str:
     """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
+def plain(value: float) -> str:
+    """A number as short as it can be said: 61, 60.5."""
+    return f"{value:g}"
+
+
+def thousands(n: int) -> str:
+    """A whole number with a comma for thousands."""
+    return f"{n:,}"
+
+
+def points(value: float) -> str:
+    """A change of a share, in percentage points with their sign."""
+    return f"{value:+.1f}"
+
+
+def signed_percent(share: float, decimals: int = 0) -> str:
+    """A share with its sign, also where that is +."""
+    return f"{share:+.{decimals}%}"
+
+
+def code(text: str) -> str:
+    """A name as code, in which nothing is taken for markup."""
+    return f"`{text.replace('`', '')}`"
+
+
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, comma)}
-FILTERS["mode"] = MODE_WORDS.__getitem__
+            percent_range, precision, comma, plain, thousands, points, signed_percent, code)}
+FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

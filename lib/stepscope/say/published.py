@@ -274,3 +274,7 @@ def estimates(rows: list[Row]) -> Doubts:
 
 
 RULES = (spread, rate, arithmetic, clocks, flat, ratios, monotone, estimates)
+
+
+def source_name(row: pd.Series) -> str:
+    return f"{row['source']}: {row['gpu'] if row['gpu'] != 'not stated' else 'GPU not stated'}"

@@ -1,35 +1,45 @@
 """What the benchmarking study brings to the report."""
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter, Picture
+import pandas as pd
+
+from stepscope.runs.store import Record, Store, load_table
+from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.say.published import load_published
-from stepscope.runs.store import load_table
-from stepscope.studies.benchmark import answers, figures, published_answers
-from stepscope.studies.benchmark.measure import all_times
+from stepscope.studies.benchmark import facts, facts_published, figures, printed
+from stepscope.studies.benchmark.tables import all_times
 
 
-def load(store, records):
+def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """``times`` (a row a run and phase), ``ceilings`` and the ``published`` figures."""
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
-    return {"times": all_times(store, records), "ceilings": load_table(store, done, "ceilings"), "published": load_published()}
+    return {"times": all_times(store, records), "ceilings": load_table(store, done, "ceilings"),
+            "published": load_published()}
 
+
+TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
-    old=(
-        lambda t: answers.how_long(t["benchmark.times"]),
-        lambda t: answers.how_variable(t["benchmark.times"]),
-        lambda t: answers.launch_bound(t["benchmark.times"]),
-        lambda t: answers.utilisation(t["benchmark.times"], t["benchmark.ceilings"]),
-        lambda t: answers.optimizer(t["benchmark.times"], t["benchmark.ceilings"]),
-        lambda t: published_answers.beside(t["benchmark.times"], t["benchmark.published"]),
-        lambda t: published_answers.cannot_be(t["benchmark.published"]),
+    questions=(
+        Question("how-long", facts.how_long, (TIMES,), printed={"walls": printed.walls, "phases": printed.phases},
+                 pictures=("benchmark_phases",)),
+        Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
+        Question("launch-bound", facts.launch_bound, (TIMES,), printed={"launches": printed.launches},
+                 pictures=("benchmark_scaling",)),
+        Question("utilisation", facts.utilisation, (TIMES, CEILINGS), printed={"rates": printed.rates},
+                 pictures=("benchmark_utilisation",)),
+        Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS,), printed={"adamw": printed.adamw},
+                 pictures=("benchmark_optimizer",)),
+        Question("published", facts_published.beside, (PUBLISHED,), (TIMES,), printed={"published": printed.published},
+                 pictures=("benchmark_published",)),
+        Question("published-doubts", facts_published.cannot_be, (PUBLISHED,), printed={"doubted": printed.doubted}),
     ),
     pictures=(
-        Picture("benchmark_phases", figures.phases, ("benchmark.times",)),
-        Picture("benchmark_scaling", figures.scaling, ("benchmark.times",)),
-        Picture("benchmark_utilisation", figures.utilisation, ("benchmark.times",)),
-        Picture("benchmark_optimizer", figures.optimizer, ("benchmark.times",)),
-        Picture("benchmark_published", figures.published, ("benchmark.times", "benchmark.published")),
+        Picture("benchmark_phases", figures.phases, (TIMES,)),
+        Picture("benchmark_scaling", figures.scaling, (TIMES,)),
+        Picture("benchmark_utilisation", figures.utilisation, (TIMES,)),
+        Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
+        Picture("benchmark_published", figures.published, (TIMES, PUBLISHED)),
     ),
 )

@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter, ScalarFormatter
 
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick
-from stepscope.studies.benchmark.published_answers import compared
+from stepscope.studies.benchmark.facts_published import compared
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.runs.store import by_size
 from stepscope.step.timing import WHOLE

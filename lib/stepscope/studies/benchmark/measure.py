@@ -2,10 +2,9 @@
 import pandas as pd
 import torch
 
-from stepscope.config import RunConfig, configure
+from stepscope.config import StepConfig
 from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.training_step import Step
-from stepscope.runs.store import Record, Store, load_table, runs_frame
 from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
 
@@ -21,7 +20,7 @@ def peak_memory(step: Step) -> dict[str, float | int]:
     return results
 
 
-def with_rates(times: pd.DataFrame, config: RunConfig, ceilings: pd.DataFrame) -> pd.DataFrame:
+def with_rates(times: pd.DataFrame, config: StepConfig, ceilings: pd.DataFrame) -> pd.DataFrame:
     """Add to one run's summary (a row a phase, see ``summary.summarize``) what its times amount to.
 
     Added columns: ``flops`` (matrix products of the phase), ``tflops`` (achieved, TFLOP/s), ``utilisation`` (of the
@@ -52,33 +51,13 @@ def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
     return times.assign(launch_bound_share=bound.where(phases, (bound * weights).sum() / weights.sum()))
 
 
-def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
+def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: StepConfig) -> pd.DataFrame:
     """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and the two functions above.
 
     A CPU's host waits for each operation, so there nothing is launch-bound and the column is left out.
     """
     times = with_rates(summarize(samples, ["phase"]), config, ceilings)
     return with_launch_bound(times) if config.device == "cuda" else times
-
-
-def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """The tidy table of a whole store: a row for each run and phase with the run's configuration and results.
-
-    Runs that ended out of memory have one row, phase ``step``, without times.
-    """
-    records = [record for record in records if record.study == "benchmark" and record.done]
-    if not records:
-        return pd.DataFrame()
-    samples, ceilings = load_table(store, records, "samples"), load_table(store, records, "ceilings")
-    runs, frames = runs_frame(records), []
-    for record in records:
-        if record.status == "ok":
-            config = configure(**record.config)
-            own = ceilings[ceilings["run_id"] == record.run_id]
-            frames.append(run_times(samples[samples["run_id"] == record.run_id], own, config).assign(run_id=record.run_id))
-        else:
-            frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
-    return runs.merge(pd.concat(frames, ignore_index=True), on="run_id", validate="one_to_many")
 
 
 def reading(times: pd.DataFrame) -> str:

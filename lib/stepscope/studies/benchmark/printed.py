@@ -1,0 +1,92 @@
+"""The benchmarking study's tables as they are printed."""
+import pandas as pd
+
+from stepscope.config import PHASE_NAMES
+from stepscope.say.formats import MODE_WORDS, interval_cells, number, percent, plus_minus
+from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
+
+CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems", "kernels": "sum of kernels"}
+
+
+def walls(facts: dict) -> pd.DataFrame:
+    return wall_table(facts["times"])
+
+
+def wall_table(times: pd.DataFrame) -> pd.DataFrame:
+    """Sizes and contexts down, modes across."""
+    cells = pick(times, phase=WHOLE).copy()
+    cells["cell"] = [plus_minus(row.mean_ms, row.std_ms) + ("\\*" if row.flags else "") if row.status == "ok" else "out of memory"
+                     for row in cells.itertuples()]
+    table = cells.pivot(index=["size", "context_length"], columns="mode", values="cell").reindex(columns=list(MODE_WORDS))
+    return table.rename(columns=MODE_WORDS).rename_axis(["size", "context"]).astype(object).fillna("–").reset_index()
+
+
+def phases(facts: dict) -> pd.DataFrame | None:
+    """Median and interval of each phase of the full step; None where no full step was run."""
+    if facts["fastest"] is None:
+        return None
+    times = facts["times"]
+    rows = times[(times["mode"] == "step") & (times["phase"] != WHOLE) & (times["status"] == "ok")].copy()
+    rows["cell"] = interval_cells(rows)
+    table = rows.pivot(index=["size", "context_length"], columns="phase", values="cell")
+    order = [phase for phase in PHASE_NAMES if phase in table]
+    return table[order].rename_axis(["size", "context"]).reset_index()
+
+
+def unsteady(facts: dict) -> pd.DataFrame | None:
+    """Runs whose samples are not one steady state; None where there are none."""
+    flagged = facts["flagged"]
+    if flagged.empty:
+        return None
+    shown = flagged.assign(mode=flagged["mode"].map(MODE_WORDS), median=flagged["median_ms"].map(number),
+                           mean=flagged["mean_ms"].map(number), std=flagged["std_ms"].map(number))
+    columns = ["size", "context_length", "mode", "median", "mean", "std", "flags"]
+    return shown[columns].rename(columns={"context_length": "context", "flags": "why"})
+
+
+def launches(facts: dict) -> pd.DataFrame | None:
+    """Forward alone: GPU time, enqueue time, and by how much the GPU ends later."""
+    passes = facts["passes"]
+    if passes is None:
+        return None
+    table = passes.assign(gpu=passes["median_ms"].map(number), host=passes["enqueue_ms"].map(number),
+                          lag=passes["trailing_ms"].map(number),
+                          bound=passes["launch_bound_share"].map({1.0: "launches", 0.0: "GPU"}))
+    return table[["size", "context_length", "gpu", "host", "lag", "bound"]].rename(columns={
+        "context_length": "context", "gpu": "GPU time", "host": "enqueue time", "lag": "GPU ends after host", "bound": "limited by"})
+
+
+def rates(facts: dict) -> pd.DataFrame:
+    """Tokens/s, achieved rate and utilisation of each run."""
+    steps = facts["steps"]
+    table = steps.assign(tokens=[number(value, 4) for value in steps["tokens_per_s"]], rate=steps["tflops"].map(number),
+                         share=steps["utilisation"].map(percent))
+    return table[["size", "context_length", "tokens", "rate", "share"]].rename(columns={
+        "context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s", "share": "utilisation"})
+
+
+def adamw(facts: dict) -> pd.DataFrame:
+    """The optimizer phase by implementation, and what fused saves of the step."""
+    phase = facts["phases"]
+    table = phase.assign(a=phase["median_ms"].map(number), b=phase["median_ms_fused"].map(number),
+                         r=facts["foreach_over_fused"].map(number), s=[percent(share, 1) for share in facts["saved_share"]])
+    return table[["size", "context_length", "a", "b", "r", "s"]].set_axis(
+        ["size", "context", "foreach (ms)", "fused (ms)", "foreach / fused", "saved of the step"], axis=1)
+
+
+def published(facts: dict) -> pd.DataFrame | None:
+    """Published figures beside ours; None where there is none of a shape measured here."""
+    both = facts["table"]
+    if both is None:
+        return None
+    here = [plus_minus(row.mean_ms_here, row.std_ms_here) for row in both.itertuples()]
+    table = both.assign(here=here, pass_=both["phase"].replace(MODE_WORDS), times=both["ratio"].map(number),
+                        clock=both["clock"].fillna("not stated").replace(CLOCK_WORDS))
+    table = table[["size", "context_length", "pass_", "source_name", "clock", "as_printed", "here", "times"]]
+    return table.set_axis(["size", "context", "pass", "report", "its clock", "as printed", "here (ms)", "printed / here"], axis=1)
+
+
+def doubted(facts: dict) -> pd.DataFrame:
+    """Each doubt with the figure as printed."""
+    return facts["table"][["report", "figure", "doubt"]].set_axis(["report", "as printed", "what is wrong"], axis=1)
