@@ -62,8 +62,8 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     return {"size": size, "context": context, "operations_ms": own.operations_ms, "projected_ms": own.projected_ms,
             "host_ms": own.host_ms, "busy_share": own.busy_share, "gaps": round(own.gaps), "agree": AGREE,
             "unprofiled": without_profiler(own) if pd.notna(own.unprofiled_ms) else None, "host_share": host_share,
-            "measures_the_host": host_share.min() < 1 - APART,
-            "host_does_the_work": (host_share - 1).abs().max() < AGREE,
+            "measures_the_host": bool(host_share.min() < 1 - APART),
+            "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
             "by_clock": forward, "slowdowns": slowdowns, "runs": sorted(runs)}
 
@@ -71,7 +71,7 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
 def without_profiler(own: pd.Series) -> dict:
     """One profile's forward against the same pass unprofiled: ``off_share`` is how far the device's time is from it."""
     off = own.projected_ms / own.unprofiled_ms - 1
-    return {"ms": own.unprofiled_ms, "off_share": off, "match": abs(off) < AGREE,
+    return {"ms": own.unprofiled_ms, "off_share": off, "match": bool(abs(off) < AGREE),
             "host_share": own.host_ms / own.unprofiled_ms}
 
 
@@ -92,10 +92,10 @@ def every_phase(clocks: pd.DataFrame) -> dict | None:
     ``busy`` has the busy share by phase over all profiles; ``least`` is the phase where it is least; of ``long`` phases
     (all but the loss) the host is far ahead of the device in ``ahead``; ``by_phase`` has a row a profile and phase.
     """
-    table = by_size(pick(three_clocks(clocks), mode="step").merge(_runs(clocks), on="run_id"))
+    table = pick(three_clocks(clocks), mode="step").merge(_runs(clocks), on="run_id")
     if table.empty:
         return None
-    table = table.assign(place=table["phase"].map(PHASE_NAMES.index))
+    table = by_size(table.assign(place=table["phase"].map(PHASE_NAMES.index)))
     table = table.sort_values([*PROFILE, "place"], ignore_index=True)
     long = table[table["phase"] != "loss"]
     least = long.loc[long["busy_share"].idxmin()]
@@ -184,7 +184,8 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
 
 
 def full_step(operations: pd.DataFrame) -> dict | None:
-    """Shares of device time by family in forward alone and in a full step; None where either was not captured.
+    """Shares of device time by family in forward alone and in a full step, of the profiles that have both; None where none
+    has.
 
     ``before`` and ``after`` are the matrix products' shares of forward and of the step over all profiles, ``moved_points``
     their difference; ``gained`` and ``lost`` are the reference's other families that changed most, largest first;
@@ -192,10 +193,11 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     """
     shares = by_family(operations).merge(_runs(operations), on="run_id")
     whole = shares[(shares["phase"] == "all") & shares["mode"].isin(["forward", "step"])]
-    wide = whole.pivot_table(index=PROFILE, columns=["mode", "family"], values="share", observed=True).fillna(0)
-    if not {"forward", "step"} <= set(wide.columns.get_level_values(0)):
+    whole = whole[whole.groupby("run_id")["mode"].transform("nunique") == 2]
+    if whole.empty:
         return None
-    size, context = reference(operations)
+    wide = whole.pivot_table(index=PROFILE, columns=["mode", "family"], values="share", observed=True).fillna(0)
+    size, context = reference(wide.index.to_frame(index=False))
     change = pd.DataFrame({family: wide["step"].get(family, 0) - wide["forward"].get(family, 0)
                            for family in sorted(set(whole["family"]))}, index=wide.index)
     own = change.loc[(size, context)].drop(MATMUL).sort_values(ascending=False)

@@ -38,17 +38,20 @@ class Profiles(NamedTuple):
 
 
 def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.DataFrame, walls: pd.DataFrame,
-                  times: pd.DataFrame) -> dict:
+                  times: pd.DataFrame) -> dict | None:
     """``claims``: each as it stands in the file, with the ``gpu`` it was made on (None where not stated), the ``size`` and
     ``context`` of the profile beside it, whether the claim ``stated`` them, and its measure's facts."""
-    clocks = clocks if clocks.empty else clocks_beside(clocks, walls, times)
+    forward = forward_of(operations)
+    if forward.empty:
+        return None
+    clocks = clocks_beside(clocks, walls, times)
     gpus = load_published().drop_duplicates("source").set_index("source")["gpu"]
     claims = []
     for claim in yaml.safe_load(CLAIMS.read_text(encoding="utf-8")):
         size, context = claim["size"], claim["context_length"]
         stated, gpu = size is not None, gpus.get(claim["source"], "not stated")
-        if not stated or pick(operations, size=size, context_length=context).empty:
-            size, context = reference(operations)
+        if not stated or pick(forward, size=size, context_length=context).empty:
+            size, context = reference(forward)
         beside = MEASURES[claim["measure"]](claim["values"], Profiles(operations, regions, clocks, size, context))
         claims.append(claim | {"gpu": None if gpu == "not stated" else gpu, "size": size, "context": context,
                                "stated": stated} | beside)
@@ -56,10 +59,11 @@ def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.Da
 
 
 def two_clocks(values: dict, profiles: Profiles) -> dict:
-    """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay."""
+    """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay. ``timed_unprofiled``: whether
+    this machine's pass was timed without a profiler, too."""
     own = pick(profiles.own(profiles.clocks), mode="forward").iloc[0]
     ratio = values["range_ms"] / values["wall_ms"]
-    return {"projected_ms": own.projected_ms, "unprofiled_ms": own.unprofiled_ms, "host_ms": own.host_ms,
+    return {"timed_unprofiled": pd.notna(own.unprofiled_ms), "projected_ms": own.projected_ms, "unprofiled_ms": own.unprofiled_ms, "host_ms": own.host_ms,
             "range_ratio": ratio, "range_is_longer": ratio > 1, "profiler_cost_share": own.slowdown - 1,
             "printed_apart_share": 1 / ratio - 1, "apart_share": abs(own.projected_ms / own.unprofiled_ms - 1)}
 
@@ -71,7 +75,7 @@ def launches(values: dict, profiles: Profiles) -> dict:
     passes = values["timed_steps"] + values["warmup_steps"]
     each = values["launches"] / passes
     return values | {"launches_here": top.launches, "share": top.share, "passes": passes, "each": each,
-                     "multiple": each == int(each), "same": each == top.launches}
+                     "multiple": each == int(each), "same": bool(each == top.launches)}
 
 
 def launches_of_layers(values: dict, profiles: Profiles) -> dict:
@@ -89,16 +93,17 @@ def launches_of_layers(values: dict, profiles: Profiles) -> dict:
 
 
 def matmul_share(values: dict, profiles: Profiles) -> dict:
-    """The matrix products' share of forward and of the step: its change and its level, printed and here."""
+    """The matrix products' share of forward and of the step: its change and its level, printed and here. Where no full step
+    was captured, ``step_share`` is None and there is no change."""
     shares = {}
     for mode, own in profiles.own(profiles.operations).groupby("mode"):
         time = own.groupby("family")["total_ns"].sum()
         shares[mode] = time.get(MATMUL, 0) / time.sum()
-    return {"forward_share": shares["forward"], "step_share": shares["step"],
-            "same_sign": (values["step"] < values["forward"]) == (shares["step"] < shares["forward"]),
-            "printed_change_points": (values["step"] - values["forward"]) * 100,
-            "change_points": (shares["step"] - shares["forward"]) * 100,
-            "level_points": (values["forward"] - shares["forward"]) * 100}
+    forward, step = shares["forward"], shares.get("step")
+    found = {"forward_share": forward, "step_share": step, "level_points": (values["forward"] - forward) * 100}
+    return found if step is None else found | {
+        "same_sign": (values["step"] < values["forward"]) == bool(step < forward),
+        "printed_change_points": (values["step"] - values["forward"]) * 100, "change_points": (step - forward) * 100}
 
 
 def scores_gflop(values: dict, profiles: Profiles) -> dict:
@@ -123,8 +128,9 @@ def softmax_over_scores(values: dict, profiles: Profiles) -> dict:
     """Softmax's time against the scores' product's: on the device, printed, and by host ranges."""
     own = profiles.own(forward_of(profiles.operations))
     scores = pick(own, region="attention.scores", family=MATMUL)["total_ns"].sum()
-    ratio, printed = pick(own, region="attention.softmax")["total_ns"].sum() / scores, values["softmax_us"] / values["scores_us"]
-    return {"ratio": ratio, "printed_ratio": printed, "agrees": (ratio > 1) == (printed > 1),
+    ratio = pick(own, region="attention.softmax")["total_ns"].sum() / scores
+    printed = values["softmax_us"] / values["scores_us"]
+    return {"ratio": ratio, "printed_ratio": printed, "agrees": bool(ratio > 1) == (printed > 1),
             "host_ratio": profiles.host_ns("attention.softmax") / profiles.host_ns("attention.scores")}
 
 

@@ -72,7 +72,7 @@ def beside_copy(rates_tbs: pd.Series, copy_tbs: float) -> dict:
     """Rates of softmax's bytes against a large copy's."""
     share = rates_tbs / copy_tbs
     return {"tbs": copy_tbs, "share": share, "above": int((rates_tbs > copy_tbs).sum()),
-            "limited_by_memory": share.median() > MEMORY_BOUND}
+            "limited_by_memory": bool(share.median() > MEMORY_BOUND)}
 
 
 def region_rates(operations: pd.DataFrame) -> pd.DataFrame:

@@ -27,8 +27,7 @@ def clocks(facts: dict) -> pd.DataFrame:
 
 def slowdowns(facts: dict) -> pd.DataFrame:
     """Profiles down, modes across."""
-    table = facts["slowdowns"]
-    return by_profile(table.map(lambda ratio: number(ratio, 4)).where(table.notna()).rename(columns=MODE_WORDS))
+    return by_profile(facts["slowdowns"].map(lambda ratio: number(ratio, 4)).rename(columns=MODE_WORDS))
 
 
 def phases(facts: dict) -> pd.DataFrame:
