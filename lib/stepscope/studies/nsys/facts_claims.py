@@ -16,7 +16,7 @@ from stepscope.traces.families import MATMUL
 
 CLAIMS = Path(__file__).parent / "claims" / "claims.yaml"
 HANDOUT = ("small", "medium", "large", "xl", "2.7B")
-LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches a layer of one product's kernel in forward
+LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches of one kernel in a layer's forward
 
 
 class Profiles(NamedTuple):
@@ -39,8 +39,9 @@ class Profiles(NamedTuple):
 
 def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.DataFrame, walls: pd.DataFrame,
                   times: pd.DataFrame) -> dict | None:
-    """``claims``: each as it stands in the file, with the ``gpu`` it was made on (None where not stated), the ``size`` and
-    ``context`` of the profile beside it, whether the claim ``stated`` them, and its measure's facts."""
+    """``claims``: each as it stands in the file, with the ``gpu`` it was made on (None where not stated), the
+    ``size`` and ``context`` of the profile beside it, whether the claim ``stated`` them, and its measure's
+    facts."""
     forward = forward_of(operations)
     if forward.empty:
         return None
@@ -52,25 +53,28 @@ def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.Da
         stated, gpu = size is not None, gpus.get(claim["source"], "not stated")
         if not stated or pick(forward, size=size, context_length=context).empty:
             size, context = reference(forward)
-        beside = MEASURES[claim["measure"]](claim["values"], Profiles(operations, regions, clocks, size, context))
+        profiles = Profiles(operations, regions, clocks, size, context)
+        beside = MEASURES[claim["measure"]](claim["values"], profiles)
         claims.append(claim | {"gpu": None if gpu == "not stated" else gpu, "size": size, "context": context,
                                "stated": stated} | beside)
     return {"claims": claims, "runs": runs_of(operations)}
 
 
 def two_clocks(values: dict, profiles: Profiles) -> dict:
-    """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay. ``timed_unprofiled``: whether
-    this machine's pass was timed without a profiler, too."""
+    """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay.
+    ``timed_unprofiled``: whether this machine's pass was timed without a profiler, too."""
     own = pick(profiles.own(profiles.clocks), mode="forward").iloc[0]
     ratio = values["range_ms"] / values["wall_ms"]
-    return {"timed_unprofiled": pd.notna(own.unprofiled_ms), "projected_ms": own.projected_ms, "unprofiled_ms": own.unprofiled_ms, "host_ms": own.host_ms,
+    return {"timed_unprofiled": pd.notna(own.unprofiled_ms), "projected_ms": own.projected_ms,
+            "unprofiled_ms": own.unprofiled_ms, "host_ms": own.host_ms,
             "range_ratio": ratio, "range_is_longer": ratio > 1, "profiler_cost_share": own.slowdown - 1,
-            "printed_apart_share": 1 / ratio - 1, "apart_share": abs(own.projected_ms / own.unprofiled_ms - 1)}
+            "printed_apart_share": 1 / ratio - 1,
+            "apart_share": abs(own.projected_ms / own.unprofiled_ms - 1)}
 
 
 def launches(values: dict, profiles: Profiles) -> dict:
-    """The first kernel's launches: whether what is printed is a ``multiple`` of the passes that ran, and then whether
-    ``each`` pass has as many as here."""
+    """The first kernel's launches: whether what is printed is a ``multiple`` of the passes that ran, and then
+    whether ``each`` pass has as many as here."""
     top = profiles.own(per_kernel(profiles.operations, "forward", "forward")).iloc[0]
     passes = values["timed_steps"] + values["warmup_steps"]
     each = values["launches"] / passes
@@ -79,8 +83,8 @@ def launches(values: dict, profiles: Profiles) -> dict:
 
 
 def launches_of_layers(values: dict, profiles: Profiles) -> dict:
-    """The sizes whose layers the printed launches fit, the head's one taken off (``fits``), and the profiles with ``same``
-    launches here."""
+    """The sizes whose layers the printed launches fit, the head's one taken off (``fits``), and the profiles
+    with ``same`` launches here."""
     fits = []
     for size in HANDOUT:
         a_layer, over = divmod(values["launches"] - 1, SIZES[size].num_layers)
@@ -93,17 +97,19 @@ def launches_of_layers(values: dict, profiles: Profiles) -> dict:
 
 
 def matmul_share(values: dict, profiles: Profiles) -> dict:
-    """The matrix products' share of forward and of the step: its change and its level, printed and here. Where no full step
-    was captured, ``step_share`` is None and there is no change."""
+    """The matrix products' share of forward and of the step: its change and its level, printed and here.
+    Where no full step was captured, ``step_share`` is None and there is no change."""
     shares = {}
     for mode, own in profiles.own(profiles.operations).groupby("mode"):
         time = own.groupby("family")["total_ns"].sum()
         shares[mode] = time.get(MATMUL, 0) / time.sum()
     forward, step = shares["forward"], shares.get("step")
-    found = {"forward_share": forward, "step_share": step, "level_points": (values["forward"] - forward) * 100}
+    found = {"forward_share": forward, "step_share": step,
+             "level_points": (values["forward"] - forward) * 100}
     return found if step is None else found | {
         "same_sign": (values["step"] < values["forward"]) == bool(step < forward),
-        "printed_change_points": (values["step"] - values["forward"]) * 100, "change_points": (step - forward) * 100}
+        "printed_change_points": (values["step"] - values["forward"]) * 100,
+        "change_points": (step - forward) * 100}
 
 
 def scores_gflop(values: dict, profiles: Profiles) -> dict:
@@ -145,5 +151,5 @@ def range_shares(values: dict, profiles: Profiles) -> dict:
 
 
 MEASURES = {measure.__name__: measure for measure in (
-    two_clocks, launches, launches_of_layers, matmul_share, scores_gflop, softmax_over_products, softmax_over_scores,
-    range_shares)}
+    two_clocks, launches, launches_of_layers, matmul_share, scores_gflop, softmax_over_products,
+    softmax_over_scores, range_shares)}

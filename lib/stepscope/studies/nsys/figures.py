@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from stepscope.config import PHASE_NAMES
+from stepscope.config import PHASE_NAMES, PHASES
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.studies.nsys.facts import clocks_beside
@@ -17,13 +17,13 @@ from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
 
 FAMILY_COLORS = {
-    "matrix multiply": "#0072B2", "fused attention": "#56B4E9", "softmax": "#CC79A7", "reduction and norm": "#E69F00",
-    "elementwise": "#F0E442", "copy and cast": "#009E73", "memory": "#8FBC8F", "embedding and indexing": "#999999",
-    "optimizer": "#D55E00", "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
-    "other": "#000000"}
+    "matrix multiply": "#0072B2", "fused attention": "#56B4E9", "softmax": "#CC79A7",
+    "reduction and norm": "#E69F00", "elementwise": "#F0E442", "copy and cast": "#009E73",
+    "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#D55E00",
+    "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333", "other": "#000000"}
 LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention")  # what is written on them is black
-ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask", "attention.softmax",
-                   "attention.value", "attention.output"]
+ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask",
+                   "attention.softmax", "attention.value", "attention.output"]
 
 
 def sizes_of(table: pd.DataFrame) -> list[str]:
@@ -44,8 +44,9 @@ def families(operations: pd.DataFrame, where: str) -> Figure | None:
     """Share of device time by family, of one run: a bar for each mode's phases and for its whole."""
     shares = by_family(operations)
     shares = shares[shares["phase"].isin([*PHASE_NAMES, "all"])]
-    table = shares.pivot_table(index=["mode", "phase"], columns="family", values="share", sort=False).fillna(0)
-    order = [(mode, phase) for mode in ("forward", "forward_backward", "step") for phase in (*PHASE_NAMES, "all")
+    table = shares.pivot_table(index=["mode", "phase"], columns="family", values="share", sort=False)
+    table = table.fillna(0)
+    order = [(mode, phase) for mode in PHASES for phase in (*PHASE_NAMES, "all")
              if (mode, phase) in table.index and phase != "loss" and (mode, phase) != ("forward", "all")]
     if not order:
         return None
@@ -56,7 +57,8 @@ def families(operations: pd.DataFrame, where: str) -> Figure | None:
     labels = [f"{mode.replace('_', ' + ')}: {phase}" for mode, phase in table.index]
     for family, color in FAMILY_COLORS.items():
         if family in table:
-            axis.barh(labels, table[family], left=left, color=color, label=family, edgecolor="white", linewidth=0.5)
+            axis.barh(labels, table[family], left=left, color=color, label=family, edgecolor="white",
+                      linewidth=0.5)
             for y, (start, width) in enumerate(zip(left, table[family], strict=True)):
                 if width > 0.06:
                     axis.text(start + width / 2, y, f"{width:.0%}", ha="center", va="center", fontsize=9,
@@ -72,8 +74,8 @@ def families(operations: pd.DataFrame, where: str) -> Figure | None:
 
 
 def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
-    """One captured step: phases by launch and by GPU, every operation by family, and where the device was idle. Of a table
-    of several runs, the reference's step."""
+    """One captured step: phases by launch and by GPU, every operation by family, and where the device was
+    idle. Of a table of several runs, the reference's step."""
     rows = pick(operations, mode="step")
     if rows.empty:
         return None
@@ -142,7 +144,8 @@ def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where
     return figure
 
 
-def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Sequence[str], words: str) -> Figure | None:
+def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Sequence[str],
+                     words: str) -> Figure | None:
     """Share of device time by family over sizes and contexts, a row of panels a phase of one mode."""
     keys = operations[["run_id", "size", "context_length"]].drop_duplicates()
     shares = by_family(operations).merge(keys, on="run_id")
@@ -151,8 +154,8 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
         return None
     use_style()
     sizes = sizes_of(keys)
-    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.3 + 1.9 * len(phases)), squeeze=False,
-                                sharey=True)
+    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.3 + 1.9 * len(phases)),
+                                squeeze=False, sharey=True)
     largest = shares.groupby("family")["share"].max()
     used = [family for family in FAMILY_COLORS if largest.get(family, 0) > 0.001]
     for line, phase in zip(axes, phases, strict=True):
@@ -183,9 +186,10 @@ def _stacked(axis: Axes, shares: pd.DataFrame, families: Sequence[str]) -> None:
 
 
 def attention(operations: pd.DataFrame, regions: pd.DataFrame, where: str) -> Figure | None:
-    """Attention's parts in forward alone: device time (filled) and host time (open) a pass, a panel a size at its middle
-    context."""
-    rows, host = (pick(table[table["region"].isin(ATTENTION_PARTS)], mode="forward") for table in (operations, regions))
+    """Attention's parts in forward alone: device time (filled) and host time (open) a pass, a panel a size at
+    its middle context."""
+    rows, host = (pick(table[table["region"].isin(ATTENTION_PARTS)], mode="forward")
+                  for table in (operations, regions))
     if rows.empty:
         return None
     contexts = sorted(rows["context_length"].unique())
@@ -198,7 +202,8 @@ def attention(operations: pd.DataFrame, regions: pd.DataFrame, where: str) -> Fi
         on_device, on_host = (_ms_a_pass(pick(table, size=size), column)
                               for table, column in ((rows, "total_ns"), (host, "host_ns")))
         y = range(len(ATTENTION_PARTS))
-        axis.barh([i - 0.2 for i in y], on_device, 0.4, color="#0072B2", label="on the device (sum of operations)")
+        axis.barh([i - 0.2 for i in y], on_device, 0.4, color="#0072B2",
+                  label="on the device (sum of operations)")
         axis.barh([i + 0.2 for i in y], on_host, 0.4, color="white", edgecolor="#D55E00", hatch="///",
                   label="host range")
         axis.set_yticks(y, [part.removeprefix("attention.") for part in ATTENTION_PARTS])
@@ -216,7 +221,8 @@ def _ms_a_pass(rows: pd.DataFrame, column: str) -> pd.Series:
 
 
 def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Figure | None:
-    """Achieved TFLOP/s over FLOPs per byte for each region that multiplies matrices, under the measured ceilings."""
+    """Achieved TFLOP/s over FLOPs per byte for each region that multiplies matrices, under the measured
+    ceilings."""
     values, points = ceilings.groupby("ceiling")["value"].median(), region_rates(operations)
     if points.empty or not {"matmul_fp32", "copy"} <= set(values.index):
         return None
@@ -238,8 +244,9 @@ def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Fi
              ylabel="achieved TFLOP/s", title=f"Regions of forward under the measured ceilings ({where})")
     for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    handles = [plt.Line2D([], [], color=color, marker=marker, linestyle="none", label=name) for name, color, marker in (
-        *((region, color, "o") for region, color in colors.items()),
-        *((size, "0.4", marker) for size, marker in markers.items()))]
+    shown = [*((region, color, "o") for region, color in colors.items()),
+             *((size, "0.4", marker) for size, marker in markers.items())]
+    handles = [plt.Line2D([], [], color=color, marker=marker, linestyle="none", label=name)
+               for name, color, marker in shown]
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
     return figure

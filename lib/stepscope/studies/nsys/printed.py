@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, code, ms, number, percent, plain
+from stepscope.say.formats import MODE_WORDS, code, number, percent, plain
 from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE
 
@@ -21,7 +21,8 @@ def clocks(facts: dict) -> pd.DataFrame:
                "projected_ms": "on the device", "operations_ms": "operations", "gap_ms": "gaps"}
     forward = facts["by_clock"].set_index(PROFILE)
     table = forward[list(columns)].map(number).rename(columns=columns)
-    table["number of gaps"], table["busy"] = forward["gaps"].map("{:.0f}".format), forward["busy_share"].map(percent)
+    table["number of gaps"] = forward["gaps"].map("{:.0f}".format)
+    table["busy"] = forward["busy_share"].map(percent)
     return by_profile(table)
 
 
@@ -33,8 +34,8 @@ def slowdowns(facts: dict) -> pd.DataFrame:
 def phases(facts: dict) -> pd.DataFrame:
     """A row for each profile and phase of a full step."""
     columns = {"size": "size", "context_length": "context", "phase": "phase", "host_ms": "host range",
-               "projected_ms": "on the device", "operations_ms": "sum of operations", "busy": "busy", "gap_ms": "gaps",
-               "gaps": "number of gaps", "operations": "operations"}
+               "projected_ms": "on the device", "operations_ms": "sum of operations", "busy": "busy",
+               "gap_ms": "gaps", "gaps": "number of gaps", "operations": "operations"}
     table = facts["by_phase"].assign(busy=lambda rows: rows["busy_share"].map(percent))
     for column in ("host_ms", "projected_ms", "operations_ms", "gap_ms"):
         table[column] = table[column].map(number)
@@ -46,9 +47,10 @@ def phases(facts: dict) -> pd.DataFrame:
 def first_kernels(facts: dict) -> pd.DataFrame:
     """A row for each profile: forward's first kernel, and whether it is first over forward + backward."""
     return pd.DataFrame([{
-        "size": row.size, "context": row.context_length, "kernel": code(row.kernel), "share": percent(row.share),
-        "launches": plain(row.launches), "ms": number(row.ms),
-        "first in fwd + bwd": "–" if pd.isna(row.kernel_both) else "same" if row.same else code(row.kernel_both),
+        "size": row.size, "context": row.context_length, "kernel": code(row.kernel),
+        "share": percent(row.share), "launches": plain(row.launches), "ms": number(row.ms),
+        "first in fwd + bwd": ("–" if pd.isna(row.kernel_both) else "same" if row.same
+                               else code(row.kernel_both)),
     } for row in facts["first"].itertuples(index=False)])
 
 
@@ -105,7 +107,8 @@ def claims(facts: dict) -> pd.DataFrame:
     """A row for each claim; its cells are sentences (``claims/words/claims.md``)."""
     words = Words(CLAIMS, "claims.md")
     return pd.DataFrame([{
-        "question": f"({claim['question']})", "report": words.block("report", claim), "as printed": claim["as_printed"],
+        "question": f"({claim['question']})", "report": words.block("report", claim),
+        "as printed": claim["as_printed"],
         "here": f"{words.block(claim['measure'] + '_here', claim)} {words.block('of', claim)}",
         "why": words.block(f"{claim['measure']}_why", claim),
     } for claim in facts["claims"]])

@@ -3,14 +3,15 @@ import pandas as pd
 
 from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 
-TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions", "timeline": "timeline.parquet",
-          "walls": "walls", "statuses": "statuses"}
-OF_RUN = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size",
-          "precision", "timed_steps", "device", "tool"]
+TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions",
+          "timeline": "timeline.parquet", "walls": "walls", "statuses": "statuses"}
+OF_RUN = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads",
+          "vocab_size", "precision", "timed_steps", "device", "tool"]
 
 
 def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
-    """One table of every profile that was captured, each row with its run's size, context, layers, steps and so on."""
+    """One table of every profile that was captured, each row with its run's size, context, layers, steps and
+    so on."""
     records = [record for record in records if record.study == "nsys" and record.status == "ok"]
     rows = load_table(store, records, table)
     if rows.empty:
@@ -20,7 +21,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """The tables of the profiles in fp32; ``operations_low`` has the operations of those in other precisions."""
+    """The tables of the profiles in fp32; ``operations_low`` has the operations of those in other
+    precisions."""
     fp32 = [record for record in records if record.config["precision"] == "fp32"]
     low = [record for record in records if record.config["precision"] != "fp32"]
     return {name: all_runs(store, fp32, table) for name, table in TABLES.items()} | {
