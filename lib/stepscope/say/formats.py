@@ -145,7 +145,32 @@ def comma(loop) -> str:
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
+def plain(value: float) -> str:
+    """A number as short as it can be said: 61, 60.5."""
+    return f"{value:g}"
+
+
+def thousands(n: int) -> str:
+    """A whole number with a comma for thousands."""
+    return f"{n:,}"
+
+
+def points(value: float) -> str:
+    """A change of a share, in percentage points with their sign."""
+    return f"{value:+.1f}"
+
+
+def signed_percent(share: float, decimals: int = 0) -> str:
+    """A share with its sign, also where that is +."""
+    return f"{share:+.{decimals}%}"
+
+
+def code(text: str) -> str:
+    """A name as code, in which nothing is taken for markup."""
+    return f"`{text.replace('`', '')}`"
+
+
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma)}
+            percent_range, precision, comma, plain, thousands, points, signed_percent, code)}
 FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

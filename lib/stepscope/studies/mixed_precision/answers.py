@@ -7,8 +7,8 @@ import pandas as pd
 from stepscope.say.formats import Answer, capital, count, listing, ms, no_data, number, percent, runs_of, span
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick, reference
-from stepscope.studies.nsys.answers import MATMUL
 from stepscope.say.published import source_name
+from stepscope.traces.families import MATMUL
 from stepscope.studies.mixed_precision.measure import LOW, SAME
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
 from stepscope.runs.tables import by_size

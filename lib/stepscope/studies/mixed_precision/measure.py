@@ -18,7 +18,7 @@ from stepscope.step.timing import WHOLE, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
 from stepscope.studies.mixed_precision.config import Config
-from stepscope.studies.nsys import measure as profiles
+from stepscope.studies.nsys import tables as profiles
 
 BASE = "fp32"
 LOW = ("fp16", "bf16")  # the precisions that autocast casts for

@@ -8,9 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 from stepscope.config import PHASES
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
-from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.studies.nsys.config import Config
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import (
@@ -234,18 +231,3 @@ def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
     return (f"Forward takes {clocks.operations_ms:.4g} ms of operations in {clocks.projected_ms:.4g} ms on the device"
             f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
             f" {top.share:.0%}, {top.launches:g} times a pass. {text}")
-
-
-def all_runs(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """One table of every nsys run that was captured, each row with its run's size, context, layers, steps and
-    so on.
-    """
-    records = [record for record in records if record.study == "nsys" and record.status == "ok"]
-    rows = load_table(store, records, name)
-    if rows.empty:
-        return rows
-    keep = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads",
-            "vocab_size", "precision",
-            "timed_steps", "device", "tool"]
-    runs = runs_frame(records)[keep].rename(columns={"timed_steps": "steps"})
-    return by_size(rows.merge(runs, on="run_id"))
