@@ -3,8 +3,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from stepscope.step.training_step import annotate
 from stepscope.config import SIZES, configure
+from stepscope.step import annotate
 from stepscope.step.flops import forward_flops, phase_flops, step_flops
 from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
 from stepscope.step.training_step import build_step

@@ -132,7 +132,7 @@ def test_a_crash_costs_one_profile_only(tmp_path, monkeypatch):
 
     def run(command, **kwargs):
         if len(json.loads((Path(command[-1]) / "requests.json").read_text())) == 3:
-            code = ("import os, sys, stepscope.profiled as p; real = p.profile\n"
+            code = ("import os, sys, stepscope.traces.watched as p; real = p.profile\n"
                     "p.profile = lambda c, *rest: os._exit(9) if c.mode == 'forward_backward' else real(c, *rest)\n"
                     "p.main(sys.argv[1], p.Path(sys.argv[2]))")
             command = [command[0], "-c", code, *command[-2:]]

@@ -2,8 +2,8 @@
 import pytest
 import torch
 from conftest import HUGE
-from stepscope.step.training_step import timing
 from stepscope.config import PHASES, configure
+from stepscope.step import timing
 from stepscope.step.training_step import build_step
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, PhaseClock, measure
 

@@ -9,6 +9,11 @@ from typing import Any
 
 import yaml
 
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # a PyYAML without libyaml: the same, slower
+    from yaml import SafeLoader  # type: ignore[assignment]
+
 from stepscope import StepscopeError
 
 LARGEST = 2**20    # bytes
@@ -23,7 +28,7 @@ class YamlFileError(StepscopeError, ValueError):
     """A file that is no YAML of the kind that is read here; the text names the file, the place and what is wrong."""
 
 
-class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+class PlainLoader(SafeLoader):
     """Plain data only, and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -51,7 +56,7 @@ def load_yaml(path: Path | str, limit: int = LARGEST) -> Any:
     text = _text(path, limit)
     try:
         _require_plain(text)
-        return yaml.load(text, PlainLoader)  # noqa: S506: PlainLoader is a safe one
+        return PlainLoader(text).get_single_data()
     except UNREADABLE as error:
         raise YamlFileError(f"{path}: {_problem(error)}, expected plain YAML") from None
 
