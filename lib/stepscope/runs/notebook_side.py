@@ -12,7 +12,6 @@ from stepscope.runs.machine import gpu_state, machine, software
 from stepscope.runs.store import Table, write_table, write_text_durably
 
 OUTCOME = "outcome.json"
-MEASURED = ".measured"  # exists in the run folder from when nothing will be timed any more
 
 
 class Run:
@@ -35,11 +34,6 @@ class Run:
         on = self.outcome["machine"]["device_name"]
         display(Markdown(f"**{config.study}: {config.run_id}** on {on}, torch {self.outcome['software']['torch']}"))
 
-    def measured(self) -> None:
-        """Say that nothing will be timed any more: the sweep may make the next run's kernel ready. ``finish`` says so too."""
-        if self.folder:
-            (self.folder / MEASURED).touch()
-
     def finish(self, tables: dict[str, pd.DataFrame], results: dict, measuring_s: float = 0.0,
                files: Sequence[Path] = ()) -> None:
         """Hand over tables and scalar results.
@@ -49,7 +43,6 @@ class Run:
             measuring_s: seconds that went into the measured work itself.
             files: of other programs, already in the run folder, to be kept with the record.
         """
-        self.measured()
         self.outcome |= {"results": results, "measuring_s": measuring_s, "gpu_after": gpu_state(self.config.device)}
         if self.folder:
             self.outcome["tables"] = {name: write_table(self.folder, name, table).model_dump()

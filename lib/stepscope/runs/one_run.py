@@ -15,20 +15,36 @@ import papermill
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-import stepscope
+from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, free_fields
-from stepscope.runs.jupyter_kernel import LOG, Watch, spare, start_kernel
-from stepscope.runs.notebook_side import MEASURED, OUTCOME
+from stepscope.runs.jupyter_kernel import LOG, Watch, start_kernel
+from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.store import Record, Store
 
-PACKAGE = Path(stepscope.__file__).resolve().parent
-PROJECT = PACKAGE.parents[1]  # of a checkout
 NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
 logging.getLogger("papermill").setLevel(logging.ERROR)
 
 
-def make_run(config: RunConfig, store: Store, timeout_s: float | None = None, more: bool = False,
-             notebook: Callable[..., tuple[str, str | None]] | None = None, where: str = "") -> tuple[Path, Record]:
+class NotebooksMissing(StepscopeError, RuntimeError):
+    """Studies that are to be run have no notebook here."""
+
+
+def require_notebooks(configs: list[RunConfig]) -> None:
+    """Raises :class:`NotebooksMissing` where a study of these runs has no notebook to execute."""
+    missing = sorted({config.study for config in configs if not (NOTEBOOKS / f"{config.study}.ipynb").is_file()})
+    if missing:
+        raise NotebooksMissing(f"{NOTEBOOKS}: has no notebook of {', '.join(missing)}, so no run of it can be made;"
+                               " stepscope was installed without its notebooks")
+
+
+def never() -> bool:
+    """Nobody is gone who asked for a run of this process's own sweep."""
+    return False
+
+
+def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
+             notebook: Callable[..., tuple[str, str | None]] | None = None, where: str = "",
+             abandoned: Callable[[], bool] = never) -> tuple[Path, Record]:
     """Run one configuration in a folder of ``.partial/``; that folder, and the record that is to be committed with it.
 
     Whatever the run's end, it has a record: ok, oom (a result) or failed (with its cause). What is raised is the store's
@@ -36,20 +52,20 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None, mo
 
     Args:
         timeout_s: the run's processes are ended after so long, and it has failed.
-        more: another run of this process follows, so its kernel may be made ready when this one has measured.
         notebook: stands in for :func:`run_notebook`, in a simulated sweep.
         where: the worker's name, for whoever looks at what is going on.
+        abandoned: whether whoever asked for the run is gone; it is then ended.
 
     Raises:
         OSError: a file cannot be written. AlreadyBegun: this run was begun before in this sweep.
     """
     folder = store.begin(config, where).absolute()  # papermill changes this process's folder while a notebook is executed
     started_at, started = datetime.now(timezone.utc), time.perf_counter()
-    status, cause = (notebook or run_notebook)(config, folder, timeout_s, more)
+    status, cause = (notebook or run_notebook)(config, folder, timeout_s, abandoned)
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}
     if status == "ok" and not outcome.get("finished"):
         status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
-    for leftover in (OUTCOME, f".{OUTCOME}.tmp", MEASURED):
+    for leftover in (OUTCOME, f".{OUTCOME}.tmp"):
         (folder / leftover).unlink(missing_ok=True)
     _strip_machine(folder / "notebook.ipynb")
     _keep_log(folder / LOG, status)
@@ -60,15 +76,15 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None, mo
     return folder, record
 
 
-def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None, more: bool) -> tuple[str, str | None]:
+def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None,
+                 abandoned: Callable[[], bool] = never) -> tuple[str, str | None]:
     """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
     parameters = json.loads(config.model_dump_json(include=set(free_fields(config.study)))) | {"run_folder": "."}
     if parameters.get("size", "custom") != "custom":  # the size says these
         for field in Dimensions._fields:
             parameters.pop(field, None)
-    kernel = (None if config.times_imports else spare.take(folder)) or start_kernel(folder)
-    next_folder = folder.parent / f"spare-{os.urandom(4).hex()}"
-    watch = Watch(kernel, timeout_s, MEASURED, lambda: spare.start(next_folder) if more else None)
+    kernel = start_kernel(folder)
+    watch = Watch(kernel, timeout_s, abandoned)
     try:
         with watch:
             papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
@@ -114,8 +130,10 @@ def _cleaned(value: Any) -> Any:
 
 
 def _without_machine(text: str) -> str:
-    places = {str(PROJECT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~",
+    places = {sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~",
               tempfile.gettempdir(): "<tmp>", os.uname().nodename: "<host>"}
+    if PROJECT:
+        places[str(PROJECT)] = "."
     home = f"{Path.home()}/"  # tracebacks write it as a tilde
     places |= {f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)}
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):

@@ -1,102 +1,30 @@
-"""A sweep: a YAML file becomes configurations, and what has no valid record yet is run, here or on workers."""
+"""A sweep: of what its files ask for, what has no valid record yet is run, here or on workers."""
 import hashlib
-import itertools
+import os
 import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import stepscope
-from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, StepConfig, configure, require_device, studies
-from stepscope.step.flops import forward_flops
+from stepscope.config import RunConfig, require_device, studies
 from stepscope.runs.jupyter_kernel import asked, clear_dead
 from stepscope.runs.machine import machine
+from stepscope.runs.one_run import require_notebooks
 from stepscope.runs.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
-from stepscope.runs.workers import Dask, Here, NotBegun, SchedulerGone, check_workers, join_cluster, local_cluster
-
-SHIPPED = Path(stepscope.__file__).parent / "studies"
-BLOCK_KEYS = ("study", "fixed", "axes")
-
-
-class SweepError(StepscopeError, ValueError):
-    """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
-
-
-def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
-    """All configurations of a sweep file, in its order, each once; ``device`` is what ``auto`` means where they will run.
-
-    The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and ``axes``
-    (field: list of values); the block stands for the product of its axes, the last axis varying fastest.
-
-    Raises:
-        SweepError: no such file, not YAML, another shape than this, or a configuration that is not valid.
-    """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {"cpu"}))
-        raise SweepError(f"{path}: cannot be read ({error.strerror}); sweeps that ship with stepscope: {shipped}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SweepError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
-    configs = {}
-    for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
-        try:
-            for config in _expand(block, device):
-                if configs.setdefault((config.study, config.run_id), config) != config:
-                    raise SweepError(f"two of its configurations have the run id {config.run_id}; put them into different runs folders")
-        except (ConfigError, SweepError) as error:
-            raise SweepError(f"{path}, block {number}: {error}") from None
-    if not configs:
-        raise SweepError(f"{path}: asks for no run")
-    return list(configs.values())
-
-
-def _expand(block: object, device: str) -> Iterator[RunConfig]:
-    if not isinstance(block, dict) or not isinstance(block.get("study"), str):
-        raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes (field: list)")
-    for key in block:
-        if key not in BLOCK_KEYS:
-            raise SweepError(f"{key}: unknown key; known are {', '.join(BLOCK_KEYS)}")
-    fixed, axes = block.get("fixed") or {}, block.get("axes") or {}
-    for key, mapping in (("fixed", fixed), ("axes", axes)):
-        if not isinstance(mapping, dict):
-            raise SweepError(f"{key}: got {mapping!r}, but expected a mapping from field names")
-        for name in mapping:
-            if not isinstance(name, str) or name == "study":
-                raise SweepError(f"{key}: got {name!r}, but expected names of fields (study stands beside fixed and axes)")
-    for name, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise SweepError(f"axes.{name}: got {values!r}, but expected a list of one or more values")
-        if name in fixed:
-            raise SweepError(f"{name}: given both in fixed and in axes; leave one of them out")
-    for values in itertools.product(*axes.values()):
-        fields = fixed | dict(zip(axes, values))
-        yield configure(block["study"], **fields | ({"device": device} if fields.get("device", "auto") == "auto" else {}))
-
-
-def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``, all studies'
-    over tiny models."""
-    shipped = sorted(SHIPPED.glob("*/sweep_cpu.yaml")) if name == "cpu" else [SHIPPED / name / "sweep.yaml"]
-    return shipped if shipped[0].exists() and not Path(name).exists() else [Path(name)]
-
-
-def sweep_name(path: Path) -> str:
-    """What a sweep's file is called where it is kept: by its study, where it is one of those in a study's folder."""
-    if SHIPPED in path.parents:
-        return path.parent.name + path.stem.removeprefix("sweep").replace("_", "-")
-    return path.stem
+from stepscope.runs.sweep_file import SweepError, load_sweep, sweep_name
+from stepscope.runs.workers import (
+    ClusterFailed, Dask, Here, NotBegun, SchedulerGone, check_workers, close_cluster, join_cluster, local_cluster,
+)
+from stepscope.step.flops import forward_flops
 
 
 @dataclass
@@ -111,7 +39,6 @@ class How:
         timeout_s: a run's processes are ended after so long, and it has failed.
         time_budget_s: no run is started that would, if it took as long as the longest so far, end after this time.
         limit: give runs to so many workers at most.
-        prestart: make the next run's kernel ready while this one no longer measures.
         notebook: stands in for the execution of a notebook, in a simulated sweep.
     """
 
@@ -122,7 +49,6 @@ class How:
     timeout_s: float | None = None
     time_budget_s: float | None = None
     limit: int | None = None
-    prestart: bool = True
     notebook: Callable | None = None
 
     def check(self) -> None:
@@ -149,30 +75,17 @@ class SweepEnd:
     stopped_by: str | None = None
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal asked the sweep to end. Of this type because asyncio lets no other out of what it calls back."""
-
-
-def _stop(number: int, frame: object) -> None:
-    """On a signal before runs go on: end at once."""
-    asked.append(signal.Signals(number).name)
-    raise Stopped(asked[0])
-
-
-def _note(number: int, frame: object) -> None:
-    """On a signal while runs go on: whoever waits looks at ``asked``, the run's watch too, and ends what it waits for.
-
-    Raised in the middle of anything, an exception may be swallowed (by imports, by C) or leave a lock taken for which the
-    watch then waits. Who asks twice does not want to wait, and gets it all the same.
-    """
-    asked.append(signal.Signals(number).name)
-    if len(asked) > 1:
-        raise Stopped(asked[0])
-
-
 @contextmanager
-def _on_signals(handler: Callable) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_noted() -> Iterator[None]:
+    """Signals that ask the sweep to end are noted in ``asked``: whoever waits looks there, and so does a run's watch.
+
+    Raised in the middle of anything, an exception may be swallowed (by imports, by C), leave a lock taken for which the
+    watch then waits, or cut short the end of the workers. All that is waited for is over within seconds of a signal, so
+    who asks twice gets no more than that.
+    """
+    def note(number: int, frame: object) -> None:
+        asked.append(signal.Signals(number).name)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -184,32 +97,120 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
     """Run what the sweep files ask for and the store does not hold yet.
 
     Raises:
-        SweepError, ConfigError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
+        SweepError, ConfigError, WorkersError, NotebooksMissing: before anything starts. StoreBusy: another sweep is writing
+        into the folder. StoreError: the folder cannot be written to.
     """
     console, how, began = console or Console(stderr=True), how or How(), time.time()
     how.check()
-    if not how.scheduler:
-        _load(paths, "auto")  # what is wrong with a file is said before a folder is made
     asked.clear()
-    with store.writing(), _on_signals(_stop):
-        clear_dead()
-        with _pool(how, store, console) as (pool, there):
-            configs = _load(paths, there.get("device", "auto"), check=not there)
-            if isinstance(pool, Dask):
-                pool.require(configs)
-            _same_machine(store, configs, there)
-            for path in paths:
-                _keep(path, store)
-            end, todo, workers = SweepEnd(), [], pool.size
-            for config in configs:
-                record = _valid_record(config, store, console)
-                if record and record.done:
-                    end.counts[record.status] += 1
-                else:
-                    todo.append(config)
-            _Sweep(pool, store, how, console, end, len(configs)).run(todo)
-        _note_end(store, began, paths, workers, len(todo) - len(end.left))
+    with _signals_noted():
+        if not how.scheduler:  # what cannot be done is said before a folder is made or touched
+            configs = _configurations(paths, store, how, {})
+        with store.writing(), ExitStack() as closing:
+            clear_dead()
+            client = None
+            if how.scheduler:
+                client, there = join_cluster(how.scheduler, store)
+                closing.callback(close_cluster, client)
+                configs = _configurations(paths, store, how, there)
+            end, todo = _what_is_left(configs, paths, store, console)
+            if todo and not asked:
+                workers = _run(todo, end, len(configs), how, store, console, client, closing)
+            else:
+                end.left, end.stopped_by, workers = todo, asked[0] if todo else None, 0
+        if workers:
+            _note_end(store, began, paths, workers, len(todo) - len(end.left))
     return end
+
+
+def _configurations(paths: list[Path], store: Store, how: How, there: dict) -> list[RunConfig]:
+    """What the files ask for, checked against the machine that is to run it and the runs that are in the folder.
+
+    Args:
+        there: of a joined cluster, what its workers are; empty for this machine.
+    """
+    device = there.get("device", "auto")
+    configs = list({(c.study, c.run_id): c for path in paths for c in load_sweep(path, device)}.values())
+    for config in configs if not there else ():
+        require_device(config)
+    _require_same_machine(store, configs, there)
+    if how.notebook is None:
+        require_notebooks(configs)
+    return configs
+
+
+def _require_same_machine(store: Store, configs: list[RunConfig], there: dict) -> None:
+    """Figures of two kinds of machine in one folder would be compared as if they were one's."""
+    devices = {config.device for config in configs}
+    if len(devices) > 1:
+        raise SweepError(f"the sweep asks for runs on {' and on '.join(sorted(devices))}, and a runs folder holds one device's;"
+                         " make it two sweeps, each with its --runs folder")
+    device = devices.pop()
+    here = there.get("device_name") or machine(device)["device_name"]
+    for record in store.records()[0]:
+        found = record.machine.get("device_name")
+        if record.config.get("device") != device or found not in (here, None):
+            words = f"{found!r} ({record.config.get('device')})" if found else repr(record.config.get("device"))
+            raise SweepError(f"{store.root}: holds runs of {words}, and this sweep's are of {here!r} ({device});"
+                             " choose another --runs folder")
+
+
+def _what_is_left(configs: list[RunConfig], paths: list[Path], store: Store, console: Console) -> tuple[SweepEnd, list[RunConfig]]:
+    """The sweep's files are kept; counts of what is done, and what is to be done.
+
+    Raises:
+        StoreError: the folder cannot be written to.
+    """
+    end, todo = SweepEnd(), []
+    try:
+        for path in paths:
+            _keep(path, store)
+        for config in configs:
+            record = _valid_record(config, store, console)
+            if record and record.done:
+                end.counts[record.status] += 1
+            else:
+                todo.append(config)
+    except OSError as error:
+        raise StoreError(f"{_what_fails(error, store)}; nothing was started") from None
+    return end, todo
+
+
+def _what_fails(error: OSError, store: Store) -> str:
+    """The folder that a file system's error is about; it is the runs folder's, unless it names a file elsewhere."""
+    file = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+    place = "the runs folder" if file is None or file.is_relative_to(store.root.absolute()) else str(file)
+    return f"{place}, which cannot be written to ({error.strerror or error})"
+
+
+def _run(todo: list[RunConfig], end: SweepEnd, total: int, how: How, store: Store, console: Console, client: object,
+         closing: ExitStack) -> int:
+    """Run what is to be done, here or on workers; how many of those there were."""
+    try:
+        pool = _pool(how, store, client, closing, console)
+    except (ClusterFailed, SchedulerGone) as error:
+        end.left, end.stopped_by = todo, asked[0] if asked else str(error)
+        return 0
+    if isinstance(pool, Dask):
+        pool.require(todo)
+    _Sweep(pool, store, how, console, end, total).run(todo)
+    return pool.size
+
+
+def _pool(how: How, store: Store, client: object, closing: ExitStack, console: Console) -> Here | Dask:
+    """Where runs go on: this process, a joined cluster (whose client it then is), or a local one."""
+    places: dict = {}
+    if how.cluster is not None:
+        client, places = how.cluster
+    elif how.workers is not None:
+        client, places = local_cluster(how.workers)
+        closing.callback(close_cluster, client)
+    if client is None:
+        return Here(store, how.timeout_s, how.notebook)
+    pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit)
+    closing.callback(pool.close)
+    console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
+    return pool
 
 
 def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs: int) -> None:
@@ -221,39 +222,6 @@ def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs:
         if not file.tell():
             file.write("started_at,sweeps,workers,runs,wall_s\n")
         file.write(f"{started},{names},{workers},{runs},{time.time() - began:.3f}\n")
-
-
-def _load(paths: list[Path], device: str, check: bool = True) -> list[RunConfig]:
-    configs = list({(c.study, c.run_id): c for path in paths for c in load_sweep(path, device)}.values())
-    for config in configs if check else ():
-        require_device(config)
-    return configs
-
-
-@contextmanager
-def _pool(how: How, store: Store, console: Console) -> Iterator[tuple[Here | Dask, dict]]:
-    """Where runs go on; and of a joined cluster, what its workers are."""
-    there: dict = {}
-    client, places = how.cluster or (None, {})
-    if how.workers is not None:
-        client, places = local_cluster(how.workers)
-    elif how.scheduler is not None:
-        client, there = join_cluster(how.scheduler, store)
-    if client is None:
-        pool = Here(store, how.timeout_s, how.notebook, how.prestart)
-    else:
-        pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit, how.prestart)
-        console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
-    try:
-        yield pool, there
-    finally:
-        pool.close()
-        if client and not how.cluster:
-            with suppress(Exception):  # the scheduler may be gone, and what was done is on disk
-                client.close(timeout=5)
-            if client.cluster:
-                client.cluster.close(timeout=10)
-                clear_dead()  # of its workers, now that none is left
 
 
 def _keep(path: Path, store: Store) -> None:
@@ -275,19 +243,6 @@ def _valid_record(config: RunConfig, store: Store, console: Console):
         console.print(f"[yellow]{escape(str(error))}[/]; moved to {escape(str(place))}, the run is done again",
                       soft_wrap=True)
         return None
-
-
-def _same_machine(store: Store, configs: list[RunConfig], there: dict) -> None:
-    """Figures of two kinds of machine in one folder would be compared as if they were one's."""
-    runs, _ = store.frame()
-    if runs.empty:
-        return
-    for device in {config.device for config in configs}:
-        here = there.get("device_name") or machine(device)["device_name"]
-        others = set(runs.loc[runs["device"] == device, "device_name"].dropna()) - {here}
-        if others:
-            raise SweepError(f"{store.root}: holds runs of {min(others)!r}, and this machine is {here!r};"
-                             " choose another --runs folder")
 
 
 def work_estimate(config: RunConfig) -> int:
@@ -313,34 +268,39 @@ class _Sweep:
         self.started = time.monotonic()
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                                  TextColumn("{task.fields[left]}"), console=self.console)
-        with self.progress, _on_signals(_note):
+        with self.progress:
             self.task = self.progress.add_task("", total=self.total, completed=self.total - len(todo), left="")
             try:
-                while self.todo or self.pool.running():
-                    if asked:
-                        raise Stopped(asked[0])
-                    self._give()
-                    self._show()
-                    if not self.pool.running():
-                        if self.end.stopped_by or not self.todo:
-                            break
-                        time.sleep(0.5)  # no worker is there at the moment
-                        self.pool.refresh()
-                        continue
-                    results = self.pool.wait()
-                    if asked:  # a run that was ended for that is done again; one that came to its own end is kept
-                        results = [(config, result) for config, result in results if isinstance(result, tuple) and result[1].done]
-                    self.back = [config for config, _ in results]
-                    for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
-                        self._take(config, result)
-            except KeyboardInterrupt as stop:
-                self.end.stopped_by = str(stop) or "SIGINT"
+                self._go()
             except (SchedulerGone, StoreError) as error:
                 self.end.stopped_by = str(error)
             except OSError as error:
-                self.end.stopped_by = f"the runs folder, which cannot be written to ({error.strerror or error})"
+                self.end.stopped_by = _what_fails(error, self.store)
             self._show()
             self.end.left = [config for config in todo if (config.study, config.run_id) not in self.done]
+
+    def _go(self) -> None:
+        """Give out runs and take them back until there is none left, a reason to stop, or a signal."""
+        while self.todo or self.pool.running():
+            if asked:
+                self.end.stopped_by = asked[0]
+                return
+            self._give()
+            self._show()
+            if self.pool.running():
+                self._take_all(self.pool.wait())
+            elif self.end.stopped_by:
+                return
+            else:
+                time.sleep(0.5)  # no worker is there at the moment
+                self.pool.refresh()
+
+    def _take_all(self, results: list[tuple[RunConfig, tuple[Path, Record] | Exception]]) -> None:
+        if asked:  # a run that was ended for that is done again; one that came to its own end is kept
+            results = [(config, result) for config, result in results if isinstance(result, tuple) and result[1].done]
+        self.back = [config for config, _ in results]
+        for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
+            self._take(config, result)
 
     def _alone(self, config: RunConfig) -> bool:
         return bool({"all", config.study} & set(self.how.exclusive))
@@ -355,11 +315,7 @@ class _Sweep:
                 self.end.stopped_by = "time budget"
                 return
             config = self.todo.pop(0)
-            self.pool.submit(config, self._more())
-
-    def _more(self) -> bool:
-        """Whether the next run's kernel may be made ready. Not on a worker whose neighbour may then be an exclusive run."""
-        return bool(self.todo) and not self.todo[0].times_imports and not (self.pool.parallel and self._alone(self.todo[-1]))
+            self.pool.submit(config)
 
     def _take(self, config: RunConfig, result: tuple[Path, Record] | Exception) -> None:
         if isinstance(result, OSError):

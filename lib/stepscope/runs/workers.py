@@ -1,6 +1,6 @@
 """Where runs go on: one after another in this process, or side by side on Dask workers.
 
-Both take a configuration with ``submit`` and give back, from ``wait``, what :func:`stepscope.execute.make_run` made of it.
+Both take a configuration with ``submit`` and give back, from ``wait``, what :func:`stepscope.runs.one_run.make_run` made of it.
 A worker makes a run in the runs folder's ``.partial/``, which it has to see as well; only the sweep puts it in its place.
 """
 import asyncio
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,13 @@ import numpy as np
 
 from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
-from stepscope.runs.one_run import PROJECT, make_run
-from stepscope.runs.jupyter_kernel import THREADS, clear_dead, set_environment, spare
+from stepscope.runs.jupyter_kernel import THREADS, asked, clear_dead, set_environment
+from stepscope.runs.one_run import make_run
 from stepscope.runs.store import AlreadyBegun, Record, Store
 
 ANSWER_S = 10  # a scheduler that is there answers within this time
+WORKERS_S = 60  # a scheduler's first worker is waited for so long
+CLOSE_S = 5  # what is closed and does not answer is left after this time
 DIED = "the worker that ran it died (killed, or its machine went down)"
 RESOURCE = {"cuda": "GPU", "cpu": "CPU"}  # by a configuration's device, what a worker must offer and a run takes one of
 
@@ -47,6 +50,14 @@ class SchedulerGone(StepscopeError, RuntimeError):
     """The scheduler cannot be reached any more; what it was given is not known to be done."""
 
 
+class Stopped(StepscopeError, RuntimeError):
+    """A signal asked the sweep to end before it was known what there is to do."""
+
+
+class ClusterFailed(StepscopeError, RuntimeError):
+    """A local cluster did not come up: its workers were killed meanwhile, or have no memory or no files left to open."""
+
+
 @dataclass
 class Task:
     """What a worker is given. Plain values, since it may be on another machine."""
@@ -54,7 +65,6 @@ class Task:
     config: dict
     root: str
     timeout_s: float | None
-    more: bool
     where: str
     environment: dict[str, str | None]
     cores: list[int]
@@ -68,30 +78,27 @@ class Here:
     parallel = False
     where = "here"
 
-    def __init__(self, store: Store, timeout_s: float | None = None, notebook: Callable | None = None, prestart: bool = True):
-        self.store, self.timeout_s, self.notebook, self.prestart = store, timeout_s, notebook, prestart
-        self.given: tuple[RunConfig, bool] | None = None
+    def __init__(self, store: Store, timeout_s: float | None = None, notebook: Callable | None = None):
+        self.store, self.timeout_s, self.notebook = store, timeout_s, notebook
+        self.given: RunConfig | None = None
 
     def free(self, config: RunConfig) -> bool:
         return self.given is None
 
     def running(self) -> list[RunConfig]:
-        return [self.given[0]] if self.given else []
+        return [self.given] if self.given else []
 
-    def submit(self, config: RunConfig, more: bool) -> None:
-        self.given = (config, more)
+    def submit(self, config: RunConfig) -> None:
+        self.given = config
 
     def wait(self) -> list[tuple[RunConfig, tuple[Path, Record] | Exception]]:
-        config, more = self.given
+        config, result = self.given, None
         try:
-            result = make_run(config, self.store, self.timeout_s, more and self.prestart, self.notebook, self.where)
+            result = make_run(config, self.store, self.timeout_s, self.notebook, self.where)
         except OSError as error:
             result = error
         self.given = None
         return [(config, result)]
-
-    def close(self) -> None:
-        spare.close()
 
 
 class Dask:
@@ -104,14 +111,14 @@ class Dask:
     parallel = True
 
     def __init__(self, client, store: Store, timeout_s: float | None = None, notebook: Callable | None = None,
-                 places: dict[object, dict] | None = None, limit: int | None = None, prestart: bool = True):
+                 places: dict[object, dict] | None = None, limit: int | None = None):
         """Args:
             places: of each worker by name, its ``environment`` and its ``cores``; None leaves workers as they are.
             limit: use so many workers at most.
         """
         self.client, self.store, self.timeout_s, self.notebook = client, store, timeout_s, notebook
-        self.places, self.limit, self.prestart = places or {}, limit, prestart
-        self.tasks: dict[str, tuple] = {}  # by the worker's address: (configuration, future, whether more follows)
+        self.places, self.limit = places or {}, limit
+        self.tasks: dict[str, tuple] = {}  # by the worker's address: (configuration, future)
         self.workers: dict[str, dict] = {}
         self.refresh()
 
@@ -143,32 +150,32 @@ class Dask:
         return len(self.tasks) < (self.limit or len(self.workers)) and bool(self._idle(config))
 
     def running(self) -> list[RunConfig]:
-        return [config for config, _, _ in self.tasks.values()]
+        return [config for config, _ in self.tasks.values()]
 
-    def submit(self, config: RunConfig, more: bool) -> None:
+    def submit(self, config: RunConfig) -> None:
         address = self._idle(config)[0]
         name = self.workers[address]["name"]
         place = self.places.get(name, {})
         environment = {variable: os.environ.get(variable) for variable in THREADS} | place.get("environment", {})
-        task = Task(config.model_dump(mode="json"), str(self.store.root.resolve()), self.timeout_s, more and self.prestart,
-                    f"worker {name}", environment, place.get("cores", []), self.notebook)
+        task = Task(config.model_dump(mode="json"), str(self.store.root.resolve()), self.timeout_s, f"worker {name}",
+                    environment, place.get("cores", []), self.notebook)
         future = self.client.submit(work, task, key=f"{config.study}-{config.run_id}-{uuid.uuid4().hex[:8]}", workers=[address],
                                     resources={RESOURCE[config.device]: 1}, pure=False)
-        self.tasks[address] = (config, future, more)
+        self.tasks[address] = (config, future)
 
     def wait(self) -> list[tuple[RunConfig, tuple[Path, Record] | Exception]]:
         """What has come back within half a second: results, or why there is none."""
         from distributed import wait
         try:
             with self.client.as_current():
-                wait([future for _, future, _ in self.tasks.values()], timeout=0.5, return_when="FIRST_COMPLETED")
+                wait([future for _, future in self.tasks.values()], timeout=0.5, return_when="FIRST_COMPLETED")
         except TimeoutError:
             self.refresh()
         except Exception:  # Dask's several errors for a future that was cancelled: by its scheduler's end, or its worker's
             time.sleep(1)
             self.refresh()
         results = []
-        for address, (config, future, _) in list(self.tasks.items()):
+        for address, (config, future) in list(self.tasks.items()):
             if future.status in ("finished", "error"):
                 result = self._result(future)
             elif future.status in ("cancelled", "lost") or address not in self.workers:
@@ -199,8 +206,8 @@ class Dask:
         if self.tasks:  # stopped: each run's watch sees that its folder is gone, and ends it
             shutil.rmtree(self.store.partial, ignore_errors=True)
         if self.client.status == "running":
-            with suppress(Exception):  # workers that are gone have no spare
-                self.client.run(_leave)
+            with suppress(Exception):  # a worker may be gone; the next sweep on its machine does this as well
+                self.client.run(_clear)
 
 
 def workers_of(client) -> dict[str, dict]:
@@ -208,9 +215,8 @@ def workers_of(client) -> dict[str, dict]:
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
-async def _leave() -> None:
-    """A worker's end of a sweep: no spare, and nothing of a worker that was killed here stays, also if no run followed."""
-    await asyncio.to_thread(spare.close)  # it runs an event loop of its own, which a worker's own loop does not let it
+async def _clear() -> None:
+    """A worker's end of a sweep: nothing of a worker that was killed here stays, also if no run followed."""
     await asyncio.to_thread(clear_dead)
 
 
@@ -220,8 +226,21 @@ def work(task: Task) -> tuple[str, str]:
     if task.cores:
         os.sched_setaffinity(0, task.cores)  # of this thread, which the kernel and its threads inherit
     set_environment(task.environment)
-    folder, record = make_run(configure(**task.config), Store(Path(task.root)), task.timeout_s, task.more, task.notebook, task.where)
+    folder, record = make_run(configure(**task.config), Store(Path(task.root)), task.timeout_s, task.notebook, task.where,
+                              _abandoned())
     return str(folder), record.model_dump_json()
+
+
+def _abandoned() -> Callable[[], bool]:
+    """Whether the scheduler has taken back the task of this thread: the sweep is gone that had asked for it, however it died."""
+    from distributed import get_worker
+    worker = get_worker()
+    key = worker.get_current_task()
+
+    def abandoned() -> bool:
+        task = worker.state.tasks.get(key)
+        return task is None or task.state == "cancelled"
+    return abandoned
 
 
 def gpus_here() -> list[str]:
@@ -265,7 +284,7 @@ def local_cluster(workers: str):
         workers: ``gpus`` or a number; on a machine without GPUs, a number of slices of its cores.
 
     Raises:
-        WorkersError: no such number, or fewer GPUs than that.
+        WorkersError: no such number, or fewer GPUs than that. ClusterFailed: it did not come up.
     """
     import dask
     from distributed import Client, LocalCluster
@@ -278,12 +297,42 @@ def local_cluster(workers: str):
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = gpus[index]
         places[index] = {"environment": own, "cores": cores}
-    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a key of this moment
-    # keeps out the machine's other users.
-    with dask.config.set({"temporary-directory": tempfile.gettempdir()}):
-        cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=True, memory_limit=0, silence_logs="CRITICAL",
-                               dashboard_address="127.0.0.1:0", resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
-    return Client(cluster, set_as_default=False), places
+    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a key of this
+    # moment keeps out the machine's other users. No page of another origin than the dashboard's may read what it shows.
+    settings = {"temporary-directory": tempfile.gettempdir(),
+                "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": []}
+    cluster = None
+    try:
+        with dask.config.set(settings):
+            cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=True, memory_limit=0,
+                                   silence_logs="CRITICAL", dashboard_address="127.0.0.1:0",
+                                   resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
+        client = Client(cluster, set_as_default=False)
+        client.run(_be_deaf)
+    except Exception as error:  # of many types: of the worker's process, its nanny, the connection to it
+        if cluster:
+            cluster.close(timeout=CLOSE_S)
+        raise ClusterFailed(f"the local cluster, which did not start ({_in_words(error)})") from None
+    return client, places
+
+
+def _be_deaf() -> None:
+    """Ctrl-C in a terminal reaches every process there; a worker leaves it to its sweep to end. Kernels inherit no handler."""
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def close_cluster(client) -> None:
+    """Let go of a scheduler, and end the cluster where it is one of :func:`local_cluster`."""
+    with suppress(Exception):  # the scheduler may be gone, and what was done is on disk
+        client.close(timeout=CLOSE_S)
+    if client.cluster:
+        with suppress(Exception):  # the same; its workers' processes end with this one at the latest
+            client.cluster.close(timeout=2 * CLOSE_S)
+        clear_dead()  # of its workers, now that none is left
 
 
 def join_cluster(address: str, store: Store):
@@ -297,11 +346,16 @@ def join_cluster(address: str, store: Store):
         client = Client(address, set_as_default=False, timeout=ANSWER_S)
     except (OSError, ValueError, TimeoutError) as error:
         raise WorkersError(f"--scheduler: nothing answers at {address!r} ({str(error) or type(error).__name__})") from None
-    try:
-        client.wait_for_workers(1, timeout=60)
-    except TimeoutError:
+    deadline = time.monotonic() + WORKERS_S
+    while not workers_of(client) and time.monotonic() < deadline and not asked:
+        time.sleep(0.2)
+    if asked:
         client.close()
-        raise WorkersError(f"--scheduler: {address} has no worker; start some with: dask worker {address} --nthreads 1 --resources GPU=1") from None
+        raise Stopped(f"stopped by {asked[0]} while waiting for workers; nothing was started")
+    if not workers_of(client):
+        client.close()
+        raise WorkersError(f"--scheduler: {address} has no worker; start some with:"
+                           f" dask worker {address} --nthreads 1 --resources GPU=1")
     store.partial.mkdir(parents=True, exist_ok=True)
     token = store.partial / f"seen-{uuid.uuid4().hex}"
     token.touch()
@@ -328,6 +382,5 @@ def _facts(token: str) -> dict:
     code = ("import json, torch; from stepscope.config import device_here; from stepscope.runs.machine import machine;"
             " device = device_here('auto'); gpu = str(torch.cuda.get_device_properties(0).uuid) if device == 'cuda' else None;"
             " print(json.dumps({'device': device, 'device_name': machine(device)['device_name'], 'gpu': gpu}))")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT / "lib"), os.environ.get("PYTHONPATH", "")])})
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(told.stdout) | {"sees": Path(token).exists()}
