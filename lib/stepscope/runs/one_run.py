@@ -22,7 +22,7 @@ from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.store import Record, Store
 
 NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
-logging.getLogger("papermill").setLevel(logging.ERROR)
+logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is its run's cause
 
 
 class NotebooksMissing(StepscopeError, RuntimeError):

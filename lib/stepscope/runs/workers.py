@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,7 @@ def work(task: Task) -> tuple[str, str]:
     clear_dead()  # what a worker that was killed here has left: its GPU is to be free
     if task.cores:
         os.sched_setaffinity(0, task.cores)  # of this thread, which the kernel and its threads inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # of this thread, for the kernel
     set_environment(task.environment)
     folder, record = make_run(configure(**task.config), Store(Path(task.root)), task.timeout_s, task.notebook, task.where,
                               _abandoned())
@@ -303,7 +305,7 @@ def local_cluster(workers: str):
                 "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": []}
     cluster = None
     try:
-        with dask.config.set(settings):
+        with dask.config.set(settings), _interrupts_blocked():
             cluster = LocalCluster(n_workers=count, threads_per_worker=1, security=True, memory_limit=0,
                                    silence_logs="CRITICAL", dashboard_address="127.0.0.1:0",
                                    resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
@@ -316,8 +318,19 @@ def local_cluster(workers: str):
     return client, places
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C in a terminal reaches every process there: those started here inherit that they do not hear it."""
+    resource_tracker.ensure_running()  # multiprocessing's, whose start would unblock it again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _be_deaf() -> None:
-    """Ctrl-C in a terminal reaches every process there; a worker leaves it to its sweep to end. Kernels inherit no handler."""
+    """A worker leaves Ctrl-C to its sweep. Its kernels do not inherit this, as they would a blocked signal."""
     signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
