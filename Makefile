@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 REFERENCE := runs/h200
 
-.PHONY: report test lab bench check reference doctor clean
+.PHONY: report test trials lab bench check reference doctor clean
 
 report: $(READY)  ## measure this machine and render its report beside its runs
 	$(BIN)/stepscope report
@@ -12,6 +12,9 @@ report: $(READY)  ## measure this machine and render its report beside its runs
 test: $(READY)  ## the tests
 	$(BIN)/python -m pytest
 	$(MAKE) --no-print-directory check
+
+trials: $(READY)  ## the long series of faults: kills at every stage, full disks, with workers and without
+	$(BIN)/python -m pytest -m trials
 
 lab: $(READY)  ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir notebooks

@@ -1,8 +1,11 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
+import shutil
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
+import faults
 import pytest
 import yaml
 from stepscope.config import RunConfig, configure
@@ -48,3 +51,26 @@ def record_of(config: RunConfig, **fields) -> Record:
     whole = {"run_id": config.run_id, "study": config.study, "status": "ok", "config": config.model_dump(mode="json"),
              "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc), "duration_s": 1.0}
     return Record(**whole | fields)
+
+
+@pytest.fixture
+def fault_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    faults.make_notebooks(folder)
+    monkeypatch.setenv("STEPSCOPE_TEST_FAULTS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
+    made, temporary = [], tempfile.mkdtemp()  # not in the tests' folder: socket paths are short
+
+    def start(*arguments):
+        made.append(faults.Program(tmp_path, temporary, *arguments))
+        return made[-1]
+    yield start
+    for each in made:
+        each.end()
+    shutil.rmtree(temporary, ignore_errors=True)

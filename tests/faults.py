@@ -6,13 +6,19 @@ As a program: the command line (``cli ARGUMENTS``) with these notebooks in the p
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
+import psutil
 from stepscope.runs import one_run
+
+# Of programs that import this checkout, and this module.
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(one_run.PACKAGE.parent)])}
 
 KILLS_WORKER, HANGS, KILLS_SCHEDULER, FILLS, LOCKS, MEETS = 11, 12, 13, 14, 15, (16, 17)
 FAULTS = f"""
@@ -72,6 +78,55 @@ def finished(config, folder, timeout_s, abandoned):
     """Stands there as well, and starts no kernel at all."""
     (folder / "outcome.json").write_text('{"finished": true}')
     return "ok", None
+
+
+class Program:
+    """The command line as a program in a session of its own, with the notebooks above; its processes bear a mark."""
+
+    def __init__(self, folder, temporary, *arguments):
+        self.mark = f"STEPSCOPE_TEST_{Path(temporary).name}"
+        self.said = folder / "said.txt"
+        with self.said.open("w") as stream:
+            # A shell that starts tests in the background lets them ignore SIGINT, and would hand that down.
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "cli", *map(str, arguments)], stdout=stream, stderr=stream,
+                env=os.environ | ENVIRONMENT | {self.mark: "1", "TMPDIR": temporary}, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+    def wait_for(self, sign):
+        deadline = time.monotonic() + 120
+        while not sign():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+            time.sleep(0.02)
+
+    def processes(self):
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if self.mark in process.environ():
+                    found.append(process)
+        return found
+
+    def all_ended(self, but=(), within_s=30):
+        deadline = time.monotonic() + within_s
+        while (left := [process for process in self.processes() if process.pid not in but]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not left
+
+    def end(self):
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+
+
+def ended(pid: int, within_s: float = 30) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def command_line(*arguments: str) -> int:

@@ -4,6 +4,7 @@ Both take a configuration with ``submit`` and give back, from ``wait``, what :fu
 A worker makes a run in the runs folder's ``.partial/``, which it has to see as well; only the sweep puts it in its place.
 """
 import asyncio
+import functools
 import json
 import os
 import re
@@ -369,11 +370,16 @@ def join_cluster(address: str, store: Store):
         client.close()
         raise WorkersError(f"--scheduler: {address} has no worker; start some with:"
                            f" dask worker {address} --nthreads 1 --resources GPU=1")
-    store.partial.mkdir(parents=True, exist_ok=True)
     token = store.partial / f"seen-{uuid.uuid4().hex}"
-    token.touch()
-    facts = client.run(_facts, str(token.resolve()))
-    token.unlink()
+    try:
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.touch()
+        facts = client.run(_facts, str(token.resolve()))
+        token.unlink()
+    except Exception as error:  # the folder's, the scheduler's, or that of a worker's Python
+        client.close()
+        raise WorkersError(f"--scheduler: {address}: its workers cannot be asked what they run on"
+                           f" ({_in_words(error)}); nothing was started") from None
     offered = {name for worker in workers_of(client).values() for name in worker["resources"]}
     wrong = None
     if blind := [worker for worker, fact in facts.items() if not fact["sees"]]:
@@ -391,9 +397,18 @@ def join_cluster(address: str, store: Store):
 
 
 def _facts(token: str) -> dict:
-    """Of the worker that this runs on. Asked of a process of its own: the worker itself is to touch no GPU."""
+    """Of the worker that this runs on: ``device``, ``device_name``, ``gpu`` (its UUID), and whether it ``sees`` a file."""
+    return json.loads(_what_is_here()) | {"sees": Path(token).exists()}
+
+
+@functools.cache
+def _what_is_here() -> str:
+    """Asked of a process of its own: the worker itself is to touch no GPU."""
     code = ("import json, torch; from stepscope.config import device_here; from stepscope.runs.machine import machine;"
             " device = device_here('auto'); gpu = str(torch.cuda.get_device_properties(0).uuid) if device == 'cuda' else None;"
             " print(json.dumps({'device': device, 'device_name': machine(device)['device_name'], 'gpu': gpu}))")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(told.stdout) | {"sees": Path(token).exists()}
+    # Not in the worker's folder: while it ends a run that nobody waits for, that is the run's, and may be gone.
+    told = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    if told.returncode:
+        raise RuntimeError((told.stderr.strip().splitlines() or [f"Python ended with {told.returncode}"])[-1])
+    return told.stdout
