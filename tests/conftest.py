@@ -5,7 +5,6 @@ import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
-import faults
 import pytest
 import yaml
 from stepscope.config import RunConfig, configure
@@ -55,6 +54,8 @@ def record_of(config: RunConfig, **fields) -> Record:
 
 @pytest.fixture
 def fault_folder(tmp_path, monkeypatch):
+    """The notebooks of :mod:`faults`, where all programs that this test starts look for them."""
+    import faults  # not above: few tests need it, and papermill with it
     folder = tmp_path / "faults"
     folder.mkdir()
     faults.make_notebooks(folder)
@@ -65,6 +66,7 @@ def fault_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def program(tmp_path):
     """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
+    import faults
     made, temporary = [], tempfile.mkdtemp()  # not in the tests' folder: socket paths are short
 
     def start(*arguments):

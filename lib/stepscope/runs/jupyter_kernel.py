@@ -22,9 +22,10 @@ SOCKETS = "stepscope-"
 MARK = "STEPSCOPE_KERNEL"  # in the environment of a kernel and all it starts: its socket folder
 LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
 PROC = Path("/proc")
-LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where one never gets through
-# A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.
-ORPHANED = "__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID']) or __import__('os')._exit(1)"
+LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where none gets through
+# A kernel watches for its parent's end from when it is up; one whose sweep was killed before then ends here.
+ORPHANED = ("__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID'])"
+            " or __import__('os')._exit(1)")
 # What Dask's nanny sets for its workers' own sake, and a run beside no Dask would not have.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
 
@@ -49,7 +50,7 @@ class Kernel:
     owner: IO  # a locked file: while the lock is held, the sockets' owner lives
 
     def kill(self) -> None:
-        """End the kernel and every process it has started, whatever session those are in and whoever is their parent by now."""
+        """End the kernel and all it has started, in whatever session and with whatever parent by now."""
         process = self.manager.provisioner and self.manager.provisioner.process
         if process is None:
             return
@@ -64,7 +65,7 @@ class Kernel:
     def close(self) -> None:
         """End it and clear away what it had outside of its folder."""
         self.kill()
-        with suppress(Exception):  # it is dead already; this is only the client's and the manager's own tidying up
+        with suppress(Exception):  # it is dead already; this is the client's and the manager's tidying up
             if self.manager.made:
                 self.manager.made.stop_channels()
         with suppress(Exception):
@@ -79,9 +80,10 @@ def start_kernel(folder: Path) -> Kernel:
     Raises:
         OSError, RuntimeError: it cannot be started.
     """
-    # IPC: only this user can speak to a kernel. One port is left, which ipykernel itself opens on the loopback for the
-    # output of forked children: it takes only what bears a key of 16 random bytes, and runs nothing. A socket's path is
-    # limited to 107 bytes, hence a folder of its own in the system's temporary folder and not one beside the runs.
+    # IPC: only this user can speak to a kernel. One port is left, which ipykernel itself opens on the
+    # loopback for the output of forked children: it takes only what bears a key of 16 random bytes, and runs
+    # nothing. A socket's path is limited to 107 bytes, hence a folder of its own in the system's temporary
+    # folder and not one beside the runs.
     sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))
     owner = (sockets / ".owner").open("w")
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -100,7 +102,7 @@ def start_kernel(folder: Path) -> Kernel:
     return kernel
 
 
-asked: list[str] = []  # signals that have asked this process's sweep to end: its run is then ended by its watch
+asked: list[str] = []  # signals that asked this process's sweep to end: its run is then ended by its watch
 _environment: dict[str, str | None] = {}
 
 
@@ -111,15 +113,15 @@ def set_environment(changes: dict[str, str | None]) -> None:
 
 
 def kernel_environment() -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if _environment.get(name, value) is not None}
-    return environment | {name: value for name, value in _environment.items() if value is not None}
+    changed = os.environ | _environment
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def end_marked(sockets: Path) -> None:
-    """End every process that a kernel has started, also those that no longer are its descendants: they bear its mark.
+    """End every process that a kernel has started, its descendants or not: they bear its mark.
 
-    It looks again until there is nobody new: one that is ended may have started another while its turn had not come, and
-    one that is becoming another program shows no mark in that moment.
+    It looks again until there is nobody new: one that is ended may have started another while its turn had
+    not come, and one that is becoming another program shows no mark in that moment.
     """
     mark, ended = f"{MARK}={sockets}".encode(), set()
     for _ in range(LOOKS):
@@ -137,12 +139,12 @@ def end_marked(sockets: Path) -> None:
 
 
 def _bears(process: Path, mark: bytes) -> bool | None:
-    """Whether a process (its folder in ``/proc``) bears a mark; None in the middle of exec, where no environment is to be seen."""
+    """Whether a process (its folder in ``/proc``) bears a mark; None in the middle of exec."""
     with suppress(OSError):  # ended meanwhile, or another user's
         if environment := (process / "environ").read_bytes():
             return mark in environment.split(b"\0")
         os.readlink(process / "exe")  # one of the system's own threads, or a dead one, has none
-        start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # where its environment is in memory
+        start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # of its environment
         return False if start == end != "0" else None
     return False
 
@@ -153,7 +155,7 @@ def clear_dead() -> None:
     A folder's owner holds a lock on it, which ends with the owner however that dies.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/owner"):
-        with suppress(OSError), open(owner, opener=_open_unwaiting) as file:  # gone meanwhile, or its owner lives
+        with suppress(OSError), open(owner, opener=_open_unwaiting) as file:  # it is gone, or its owner lives
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 end_marked(owner.parent)
@@ -166,7 +168,7 @@ def _open_unwaiting(path: str, flags: int) -> int:
 
 
 class Watch:
-    """A thread beside a run: ends its kernel at the time limit, when its folder is gone or nobody waits for it any more."""
+    """A thread beside a run: ends its kernel when its time is up, its folder gone, or its sweep."""
 
     def __init__(self, kernel: Kernel, timeout_s: float | None, abandoned: Callable[[], bool]):
         """Args:
@@ -186,7 +188,7 @@ class Watch:
         self.thread.join()
 
     def _watch(self) -> None:
-        while not self.over.wait(0.5):  # one look at a folder every half second is all that goes on beside a measurement
+        while not self.over.wait(0.5):  # a look at a folder each half second is all that goes on beside a run
             self.cause = self._why_end()
             if self.cause:
                 self.kernel.kill()

@@ -31,9 +31,10 @@ class NotebooksMissing(StepscopeError, RuntimeError):
 
 def require_notebooks(configs: list[RunConfig]) -> None:
     """Raises :class:`NotebooksMissing` where a study of these runs has no notebook to execute."""
-    missing = sorted({config.study for config in configs if not (NOTEBOOKS / f"{config.study}.ipynb").is_file()})
+    asked = sorted({config.study for config in configs})
+    missing = [study for study in asked if not (NOTEBOOKS / f"{study}.ipynb").is_file()]
     if missing:
-        raise NotebooksMissing(f"{NOTEBOOKS}: has no notebook of {', '.join(missing)}, so no run of it can be made;"
+        raise NotebooksMissing(f"{NOTEBOOKS}: has no notebook of {', '.join(missing)}, so nothing can be run;"
                                " stepscope was installed without its notebooks")
 
 
@@ -45,10 +46,10 @@ def never() -> bool:
 def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
              notebook: Callable[..., tuple[str, str | None]] | None = None, where: str = "",
              abandoned: Callable[[], bool] = never) -> tuple[Path, Record]:
-    """Run one configuration in a folder of ``.partial/``; that folder, and the record that is to be committed with it.
+    """Run one configuration in a folder of ``.partial/``; that folder, and the record that belongs to it.
 
-    Whatever the run's end, it has a record: ok, oom (a result) or failed (with its cause). What is raised is the store's
-    trouble: no space, no right to write.
+    Whatever the run's end, it has a record: ok, oom (a result) or failed (with its cause). What is raised is
+    the store's trouble: no space, no right to write.
 
     Args:
         timeout_s: the run's processes are ended after so long, and it has failed.
@@ -59,7 +60,7 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
     Raises:
         OSError: a file cannot be written. AlreadyBegun: this run was begun before in this sweep.
     """
-    folder = store.begin(config, where).absolute()  # papermill changes this process's folder while a notebook is executed
+    folder = store.begin(config, where).absolute()  # papermill changes this process's folder meanwhile
     started_at, started = datetime.now(timezone.utc), time.perf_counter()
     status, cause = (notebook or run_notebook)(config, folder, timeout_s, abandoned)
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}
@@ -79,7 +80,8 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
 def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None,
                  abandoned: Callable[[], bool] = never) -> tuple[str, str | None]:
     """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
-    parameters = json.loads(config.model_dump_json(include=set(free_fields(config.study)))) | {"run_folder": "."}
+    fields = config.model_dump_json(include=set(free_fields(config.study)))
+    parameters = json.loads(fields) | {"run_folder": "."}
     if parameters.get("size", "custom") != "custom":  # the size says these
         for field in Dimensions._fields:
             parameters.pop(field, None)
@@ -87,8 +89,9 @@ def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None
     watch = Watch(kernel, timeout_s, abandoned)
     try:
         with watch:
-            papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb", parameters,
-                                       kernel_name="python3", cwd=folder, progress_bar=False, km=kernel.manager)
+            papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb",
+                                       parameters, kernel_name="python3", cwd=folder, progress_bar=False,
+                                       km=kernel.manager)
     except PapermillExecutionError as error:
         cause = watch.cause or f"{error.ename}: {error.evalue}"
         return ("oom" if error.ename == "OutOfMemoryError" else "failed"), _without_machine(cause)
@@ -102,7 +105,7 @@ def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None
 
 
 def _keep_log(log: Path, status: str) -> None:
-    """What the kernel's process wrote beside the notebook is kept where a run failed and there is something."""
+    """What the kernel's process wrote beside the notebook is kept if the run failed and there is any."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     log.unlink(missing_ok=True)
     if status == "failed" and text.strip():
@@ -120,7 +123,8 @@ def _strip_machine(notebook: Path) -> None:
 
 
 def _cleaned(value: Any) -> Any:
-    """JSON with its texts cleaned, except kinds of cells, and pictures, in whose base64 a short path may stand by chance."""
+    """JSON with its texts cleaned, except kinds of cells, and pictures, in whose base64 a short path may
+    stand by chance."""
     if isinstance(value, dict):
         kept = ("cell_type", "output_type", "image/png")
         return {key: item if key in kept else _cleaned(item) for key, item in value.items()}
@@ -135,7 +139,8 @@ def _without_machine(text: str) -> str:
     if PROJECT:
         places[str(PROJECT)] = "."
     home = f"{Path.home()}/"  # tracebacks write it as a tilde
-    places |= {f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)}
+    places |= {f"~/{place.removeprefix(home)}": name
+               for place, name in places.items() if place.startswith(home)}
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
         if len(place) > 3:
             text = text.replace(place, name)

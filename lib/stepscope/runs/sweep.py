@@ -22,7 +22,15 @@ from stepscope.runs.one_run import require_notebooks
 from stepscope.runs.store import ENDED, Record, RecordError, Store, StoreError, write_text_durably
 from stepscope.runs.sweep_file import SweepError, load_sweep, sweep_name
 from stepscope.runs.workers import (
-    ClusterFailed, Dask, Here, NotBegun, SchedulerGone, check_workers, close_cluster, join_cluster, local_cluster,
+    ClusterFailed,
+    Dask,
+    Here,
+    NotBegun,
+    SchedulerGone,
+    check_workers,
+    close_cluster,
+    join_cluster,
+    local_cluster,
 )
 from stepscope.step.flops import forward_flops
 
@@ -37,7 +45,7 @@ class How:
         cluster: a local cluster that exists (of :func:`stepscope.workers.local_cluster`), which stays.
         exclusive: studies whose runs have nothing beside them (``all``: every study's).
         timeout_s: a run's processes are ended after so long, and it has failed.
-        time_budget_s: no run is started that would, if it took as long as the longest so far, end after this time.
+        time_budget_s: no run is started that would end after it, if it took as long as the longest so far.
         limit: give runs to so many workers at most.
         notebook: stands in for the execution of a notebook, in a simulated sweep.
     """
@@ -57,17 +65,25 @@ class How:
         if self.workers is not None:
             check_workers(self.workers)
         if self.scheduler is not None and not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", self.scheduler):
-            raise SweepError(f"--scheduler: got {self.scheduler!r}, but expected an address such as tcp://10.0.0.1:8786")
+            raise SweepError(f"--scheduler: got {self.scheduler!r}, but expected an address such as"
+                             " tcp://10.0.0.1:8786")
         if self.timeout_s == 0:
             raise SweepError("--timeout: got 0, but expected a time in which a run can end")
         for name in self.exclusive:
             if name not in (*studies(), "all"):
-                raise SweepError(f"--exclusive: got {name!r}, but expected all or a study: {', '.join(studies())}")
+                raise SweepError(f"--exclusive: got {name!r}, but expected all or a study:"
+                                 f" {', '.join(studies())}")
 
 
 @dataclass
 class SweepEnd:
-    """How a sweep ended: counts by status of all its runs, those left undone, and those that failed with their cause."""
+    """How a sweep ended.
+
+    Args:
+        counts: by status, of all its runs.
+        failed: study/run id and cause.
+        stopped_by: what it was stopped by with runs left, in words that follow "stopped by".
+    """
 
     counts: Counter = field(default_factory=Counter)
     left: list[RunConfig] = field(default_factory=list)
@@ -77,11 +93,12 @@ class SweepEnd:
 
 @contextmanager
 def _signals_noted() -> Iterator[None]:
-    """Signals that ask the sweep to end are noted in ``asked``: whoever waits looks there, and so does a run's watch.
+    """Signals that ask the sweep to end are noted in ``asked``: whoever waits looks there, and so does a
+    run's watch.
 
-    Raised in the middle of anything, an exception may be swallowed (by imports, by C), leave a lock taken for which the
-    watch then waits, or cut short the end of the workers. All that is waited for is over within seconds of a signal, so
-    who asks twice gets no more than that.
+    Raised in the middle of anything, an exception may be swallowed (by imports, by C), leave a lock taken for
+    which the watch then waits, or cut short the end of the workers. All that is waited for is over within
+    seconds of a signal, so who asks twice gets no more than that.
     """
     def note(number: int, frame: object) -> None:
         asked.append(signal.Signals(number).name)
@@ -93,19 +110,20 @@ def _signals_noted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: Console | None = None) -> SweepEnd:
+def run_sweep(paths: list[Path], store: Store, how: How | None = None,
+              console: Console | None = None) -> SweepEnd:
     """Run what the sweep files ask for and the store does not hold yet.
 
     Raises:
-        SweepError, ConfigError, WorkersError, NotebooksMissing: before anything starts. StoreBusy: another sweep is writing
-        into the folder. StoreError: the folder cannot be written to.
+        SweepError, ConfigError, WorkersError, NotebooksMissing: before anything starts. StoreBusy: another
+        sweep is writing into the folder. StoreError: the folder cannot be written to.
     """
     console, how, began = console or Console(stderr=True), how or How(), time.time()
     how.check()
     asked.clear()
     with _signals_noted():
-        if not how.scheduler:  # what cannot be done is said before a folder is made or touched
-            configs = _configurations(paths, store, how, {})
+        # What cannot be done is said before a folder is touched; of a joined cluster, when it has told.
+        configs = [] if how.scheduler else _configurations(paths, store, how, {})
         with store.writing(), ExitStack() as closing:
             clear_dead()
             client = None
@@ -113,18 +131,24 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None, console: 
                 client, there = join_cluster(how.scheduler, store)
                 closing.callback(close_cluster, client)
                 configs = _configurations(paths, store, how, there)
-            end, todo = _what_is_left(configs, paths, store, console)
-            if todo and not asked:
-                workers = _run(todo, end, len(configs), how, store, console, client, closing)
-            else:
-                end.left, end.stopped_by, workers = todo, asked[0] if todo else None, 0
+            end, workers = _what_is_left(configs, paths, store, console), 0
+            todo = len(end.left)
+            try:
+                if todo and not asked:
+                    pool = closing.enter_context(_pool(how, store, client, console))
+                    workers = pool.size
+                    _Sweep(pool, store, how, console, end, len(configs)).run(end.left)
+            except (ClusterFailed, SchedulerGone) as error:
+                end.stopped_by = str(error)
+            if asked and end.left:
+                end.stopped_by = asked[0]
         if workers:
-            _note_end(store, began, paths, workers, len(todo) - len(end.left))
+            _note_end(store, began, paths, workers, todo - len(end.left))
     return end
 
 
 def _configurations(paths: list[Path], store: Store, how: How, there: dict) -> list[RunConfig]:
-    """What the files ask for, checked against the machine that is to run it and the runs that are in the folder.
+    """What the files ask for, checked against the machine that is to run it and the runs in the folder.
 
     Args:
         there: of a joined cluster, what its workers are; empty for this machine.
@@ -143,25 +167,25 @@ def _require_same_machine(store: Store, configs: list[RunConfig], there: dict) -
     """Figures of two kinds of machine in one folder would be compared as if they were one's."""
     devices = {config.device for config in configs}
     if len(devices) > 1:
-        raise SweepError(f"the sweep asks for runs on {' and on '.join(sorted(devices))}, and a runs folder holds one device's;"
-                         " make it two sweeps, each with its --runs folder")
+        raise SweepError(f"the sweep asks for runs on {' and on '.join(sorted(devices))}, and a runs folder"
+                         " holds one device's; make it two sweeps, each with its --runs folder")
     device = devices.pop()
     here = there.get("device_name") or machine(device)["device_name"]
     for record in store.records()[0]:
-        found = record.machine.get("device_name")
-        if record.config.get("device") != device or found not in (here, None):
-            words = f"{found!r} ({record.config.get('device')})" if found else repr(record.config.get("device"))
-            raise SweepError(f"{store.root}: holds runs of {words}, and this sweep's are of {here!r} ({device});"
-                             " choose another --runs folder")
+        there_on, there_name = record.config.get("device"), record.machine.get("device_name")
+        if there_on != device or there_name not in (here, None):
+            words = f"{there_name!r} ({there_on})" if there_name else there_on
+            raise SweepError(f"{store.root}: holds runs of {words}, and this sweep's are of {here!r}"
+                             f" ({device}); choose another --runs folder")
 
 
-def _what_is_left(configs: list[RunConfig], paths: list[Path], store: Store, console: Console) -> tuple[SweepEnd, list[RunConfig]]:
-    """The sweep's files are kept; counts of what is done, and what is to be done.
+def _what_is_left(configs: list[RunConfig], paths: list[Path], store: Store, console: Console) -> SweepEnd:
+    """The sweep's end if nothing were run; its files are kept.
 
     Raises:
         StoreError: the folder cannot be written to.
     """
-    end, todo = SweepEnd(), []
+    end = SweepEnd()
     try:
         for path in paths:
             _keep(path, store)
@@ -170,47 +194,39 @@ def _what_is_left(configs: list[RunConfig], paths: list[Path], store: Store, con
             if record and record.done:
                 end.counts[record.status] += 1
             else:
-                todo.append(config)
+                end.left.append(config)
     except OSError as error:
-        raise StoreError(f"{_what_fails(error, store)}; nothing was started") from None
-    return end, todo
+        place = _place_elsewhere(error, store) or store.root
+        words = f"{place}: cannot be written to ({error.strerror or error}); nothing was started"
+        raise StoreError(words) from None
+    return end
 
 
-def _what_fails(error: OSError, store: Store) -> str:
-    """The folder that a file system's error is about; it is the runs folder's, unless it names a file elsewhere."""
-    file = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
-    place = "the runs folder" if file is None or file.is_relative_to(store.root.absolute()) else str(file)
-    return f"{place}, which cannot be written to ({error.strerror or error})"
+def _place_elsewhere(error: OSError, store: Store) -> Path | None:
+    """The file that a file system's error names, where that is none of the runs folder's."""
+    if not isinstance(error.filename, str | bytes):
+        return None
+    file = Path(os.fsdecode(error.filename)).absolute()
+    return None if file.is_relative_to(store.root.absolute()) else file
 
 
-def _run(todo: list[RunConfig], end: SweepEnd, total: int, how: How, store: Store, console: Console, client: object,
-         closing: ExitStack) -> int:
-    """Run what is to be done, here or on workers; how many of those there were."""
-    try:
-        pool = _pool(how, store, client, closing, console)
-    except (ClusterFailed, SchedulerGone) as error:
-        end.left, end.stopped_by = todo, asked[0] if asked else str(error)
-        return 0
-    if isinstance(pool, Dask):
-        pool.require(todo)
-    _Sweep(pool, store, how, console, end, total).run(todo)
-    return pool.size
-
-
-def _pool(how: How, store: Store, client: object, closing: ExitStack, console: Console) -> Here | Dask:
+@contextmanager
+def _pool(how: How, store: Store, client: object, console: Console) -> Iterator[Here | Dask]:
     """Where runs go on: this process, a joined cluster (whose client it then is), or a local one."""
-    places: dict = {}
-    if how.cluster is not None:
-        client, places = how.cluster
-    elif how.workers is not None:
-        client, places = local_cluster(how.workers)
-        closing.callback(close_cluster, client)
-    if client is None:
-        return Here(store, how.timeout_s, how.notebook)
-    pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit)
-    closing.callback(pool.close)
-    console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
-    return pool
+    with ExitStack() as closing:
+        places: dict = {}
+        if how.cluster is not None:
+            client, places = how.cluster
+        elif how.workers is not None:
+            client, places = local_cluster(how.workers)
+            closing.callback(close_cluster, client)
+        if client is None:
+            yield Here(store, how.timeout_s, how.notebook)
+            return
+        pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit)
+        closing.callback(pool.close)
+        console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
+        yield pool
 
 
 def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs: int) -> None:
@@ -218,7 +234,7 @@ def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs:
     names = " ".join(sweep_name(path).replace(",", "-") for path in paths)
     path = store.root / ENDED
     started = datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="seconds")
-    with suppress(OSError), path.open("a", encoding="utf-8") as file:  # no space: what was measured is in place without it
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:  # no space: all measured is in place
         if not file.tell():
             file.write("started_at,sweeps,workers,runs,wall_s\n")
         file.write(f"{started},{names},{workers},{runs},{time.time() - began:.3f}\n")
@@ -229,53 +245,61 @@ def _keep(path: Path, store: Store) -> None:
     text = Path(path).read_text(encoding="utf-8")
     kept = store.root / "sweeps" / f"{sweep_name(path)}.yaml"
     kept.parent.mkdir(exist_ok=True)
-    if kept.exists() and kept.read_text(encoding="utf-8") != text:  # another sweep of that name: both are to be resumed
+    if kept.exists() and kept.read_text(encoding="utf-8") != text:  # another of that name: both are resumed
         kept = kept.with_stem(f"{kept.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     if kept.resolve() != Path(path).resolve():
         write_text_durably(kept, text)
 
 
-def _valid_record(config: RunConfig, store: Store, console: Console):
+def _valid_record(config: RunConfig, store: Store, console: Console) -> Record | None:
     try:
         return store.find(config)
     except RecordError as error:
         place = store.set_aside(store.folder(config))
-        console.print(f"[yellow]{escape(str(error))}[/]; moved to {escape(str(place))}, the run is done again",
-                      soft_wrap=True)
+        console.print(f"[yellow]{escape(str(error))}[/]; moved to {escape(str(place))},"
+                      " the run is done again", soft_wrap=True)
         return None
 
 
 def work_estimate(config: RunConfig) -> int:
-    """FLOPs that grow as a run's time does: all its steps' forward passes. Only the order of runs depends on it."""
+    """FLOPs of all steps' forward passes, which grow as a run's time does. Only the order is by it."""
     return sum(forward_flops(config).values()) * (config.warmup_steps + config.timed_steps)
 
 
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
-    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd, total: int):
-        self.pool, self.store, self.how, self.console, self.end, self.total = pool, store, how, console, end, total
+    def __init__(self, pool: Here | Dask, store: Store, how: How, console: Console, end: SweepEnd,
+                 total: int):
+        self.pool, self.store, self.how, self.console, self.end = pool, store, how, console, end
+        self.total = total  # runs, with those that were done before
+        self.todo: list[RunConfig] = []
+        self.done: set[tuple[str, str]] = set()
         self.durations: list[float] = []
         self.back: list[RunConfig] = []  # what came back together: each may have been beside another of these
-        self.done: set[tuple[str, str]] = set()
-        self.over: list[tuple[str, str, float, float]] = []  # run, host, from, to: of those that may have been beside another
+        # Runs that are over and may have been beside another: name, host, from, to.
+        self.over: list[tuple[str, str, float, float]] = []
 
     def run(self, todo: list[RunConfig]) -> None:
-        # Side by side, the longest first: the last to end is then a short one. Those that must be alone come at the end.
+        if isinstance(self.pool, Dask):
+            self.pool.require(todo)
+        # Side by side the longest go first, so that the last to end is a short one; exclusive ones go last.
         if self.pool.parallel:
             todo = sorted(todo, key=work_estimate, reverse=True)
         self.todo = sorted(todo, key=self._alone)
         self.started = time.monotonic()
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                                 TextColumn("{task.fields[left]}"), console=self.console)
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                                 TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self.console)
         with self.progress:
-            self.task = self.progress.add_task("", total=self.total, completed=self.total - len(todo), left="")
+            before = self.total - len(todo)
+            self.task = self.progress.add_task("", total=self.total, completed=before, left="")
             try:
                 self._go()
             except (SchedulerGone, StoreError) as error:
                 self.end.stopped_by = str(error)
             except OSError as error:
-                self.end.stopped_by = _what_fails(error, self.store)
+                place = _place_elsewhere(error, self.store) or "the runs folder"
+                self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
             self._show()
             self.end.left = [config for config in todo if (config.study, config.run_id) not in self.done]
 
@@ -283,7 +307,6 @@ class _Sweep:
         """Give out runs and take them back until there is none left, a reason to stop, or a signal."""
         while self.todo or self.pool.running():
             if asked:
-                self.end.stopped_by = asked[0]
                 return
             self._give()
             self._show()
@@ -297,7 +320,8 @@ class _Sweep:
 
     def _take_all(self, results: list[tuple[RunConfig, tuple[Path, Record] | Exception]]) -> None:
         if asked:  # a run that was ended for that is done again; one that came to its own end is kept
-            results = [(config, result) for config, result in results if isinstance(result, tuple) and result[1].done]
+            results = [(config, result) for config, result in results
+                       if isinstance(result, tuple) and result[1].done]
         self.back = [config for config, _ in results]
         for config, result in sorted(results, key=lambda item: isinstance(item[1], OSError)):
             self._take(config, result)
@@ -341,21 +365,24 @@ class _Sweep:
         """The end of a run whose worker can no longer tell it."""
         since = (self.store.claim(config) or {"since": time.time()})["since"]
         folder = self.store.folder_in_making(config)
-        return folder, Record(run_id=config.run_id, study=config.study, status="failed", cause=cause, config=config.model_dump(mode="json"),
-                              started_at=datetime.fromtimestamp(since, timezone.utc), duration_s=round(time.time() - since, 3))
+        return folder, Record(run_id=config.run_id, study=config.study, status="failed", cause=cause,
+                              config=config.model_dump(mode="json"), duration_s=round(time.time() - since, 3),
+                              started_at=datetime.fromtimestamp(since, timezone.utc))
 
     def _beside(self, config: RunConfig, record: Record) -> list[str]:
         """Runs that went on at some moment of this one's time on its machine."""
-        own = self.store.claim(config)
-        if own is None or not self.pool.parallel:
+        claim = self.store.claim(config)
+        if claim is None or not self.pool.parallel:
             return []
-        until = record.started_at.timestamp() + record.duration_s
-        going = [claim for other in (*self.pool.running(), *self.back) if (claim := self.store.claim(other)) and other != config]
-        found = [name for name, host, start, end in self.over if host == own["host"] and start < until and end > own["since"]]
-        found += [claim["run"] for claim in going if claim["host"] == own["host"] and claim["since"] < until]
-        oldest = min((claim["since"] for claim in going), default=until)
-        self.over = [item for item in self.over if item[3] > oldest] + [(own["run"], own["host"], own["since"], until)]
-        return sorted(set(found))
+        host, since, until = claim["host"], claim["since"], record.started_at.timestamp() + record.duration_s
+        others = [other for other in (*self.pool.running(), *self.back) if other != config]
+        going = [found for other in others if (found := self.store.claim(other))]
+        beside = {run for run, where, start, end in self.over
+                  if where == host and start < until and end > since}
+        beside |= {other["run"] for other in going if other["host"] == host and other["since"] < until}
+        oldest = min((other["since"] for other in going), default=until)
+        self.over = [item for item in self.over if item[3] > oldest] + [(claim["run"], host, since, until)]
+        return sorted(beside)
 
     def _show(self) -> None:
         running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
@@ -363,7 +390,8 @@ class _Sweep:
         if not self.pool.parallel:
             words = "".join(f" | {config.study} {config.run_id}" for _, config in running)
         else:
-            words = "".join(f"\n  {where}: {config.study} {config.run_id}" for where, config in sorted(running, key=lambda item: item[0]))
+            words = "".join(f"\n  {where}: {config.study} {config.run_id}"
+                            for where, config in sorted(running, key=lambda item: item[0]))
         if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
             words = "\n  waiting for a worker"
         mean_s = sum(self.durations) / len(self.durations) if self.durations else 0
@@ -373,8 +401,8 @@ class _Sweep:
 
 
 def _counts(counts: Counter) -> str:
-    return ", ".join(f"{counts[status]} {words}" for status, words in
-                     (("ok", "done"), ("oom", "out of memory"), ("failed", "failed")) if counts[status]) or "0 done"
+    words = {"ok": "done", "oom": "out of memory", "failed": "failed"}
+    return ", ".join(f"{counts[status]} {words[status]}" for status in words if counts[status]) or "0 done"
 
 
 def _minutes(seconds: float) -> str:

@@ -11,7 +11,7 @@ from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
 BLOCK_KEYS = ("study", "fixed", "axes")
-MOST_RUNS = 100_000  # that a block may ask for: a list of ten values on each of ten axes is a slip of the hand
+MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 
 
 class SweepError(StepscopeError, ValueError):
@@ -21,8 +21,9 @@ class SweepError(StepscopeError, ValueError):
 def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
     """All configurations of a sweep file, in its order, each once.
 
-    The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and ``axes``
-    (field: list of values); the block stands for the product of its axes, the last axis varying fastest.
+    The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and
+    ``axes`` (field: list of values); the block stands for the product of its axes, the last axis varying
+    fastest.
 
     Args:
         device: what ``auto`` means where they will run.
@@ -58,7 +59,8 @@ def _read(path: Path) -> object:
 
 def _expand(block: object, device: str) -> Iterator[RunConfig]:
     if not isinstance(block, dict) or not isinstance(block.get("study"), str):
-        raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes (field: list)")
+        raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes"
+                         " (field: list)")
     for key in block:
         if key not in BLOCK_KEYS:
             raise SweepError(f"{key!s:.40}: unknown key; known are {', '.join(BLOCK_KEYS)}")
@@ -72,7 +74,8 @@ def _expand(block: object, device: str) -> Iterator[RunConfig]:
                                  " (study stands beside fixed and axes)")
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise SweepError(f"axes.{name}: got {reprlib.repr(values)}, but expected a list of one or more values")
+            raise SweepError(f"axes.{name}: got {reprlib.repr(values)}, but expected a list of one or more"
+                             " values")
         if name in fixed:
             raise SweepError(f"{name}: given both in fixed and in axes; leave one of them out")
     if math.prod(map(len, axes.values())) > MOST_RUNS:
@@ -85,14 +88,14 @@ def _expand(block: object, device: str) -> Iterator[RunConfig]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``, all studies'
-    over tiny models."""
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``,
+    all studies' over tiny models."""
     shipped = sorted(SHIPPED.glob("*/sweep_cpu.yaml")) if name == "cpu" else [SHIPPED / name / "sweep.yaml"]
     return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
 
 
 def sweep_name(path: Path) -> str:
-    """What a sweep's file is called where it is kept: by its study, where it is one of those in a study's folder."""
+    """What a sweep's file is called where it is kept: by its study, if it lies in a study's folder."""
     if SHIPPED in path.parents:
         return path.parent.name + path.stem.removeprefix("sweep").replace("_", "-")
     return path.stem
