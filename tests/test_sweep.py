@@ -507,10 +507,3 @@ def test_resume_knows_every_sweep_that_was_begun_whatever_its_files_name_ended_i
         file.unlink()
     status, said = command("resume", "--runs", tmp_path / "runs", "--time-budget", "0s")
     assert status == 75 and "3 left" in said
-
-
-def test_the_module_is_a_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "stepscope.cli", "sweep", "nowhere", "--runs", str(tmp_path)],
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: nowhere: cannot be read")
-    assert done.stderr.count("\n") == 1

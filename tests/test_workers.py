@@ -97,12 +97,25 @@ def pages_of_other_origins_are_refused(link):
         assert asyncio.run(handshake(url, origin, protocols)) == 403, origin
 
 
-def test_ctrl_c_twice_ends_a_sweep_with_workers_in_one_sentence(program, store, fault_folder, sweep_of):
+def starting(sweeping, faults):
+    return len(sweeping.processes()) > 1
+
+
+def hanging(sweeping, faults):
+    return (faults / "of_the_hanging").exists()
+
+
+@pytest.mark.parametrize("stage, times, pause_s", [
+    (hanging, 2, 0.5),
+    *(pytest.param(stage, times, pause_s, marks=pytest.mark.trials)
+      for stage in (starting, hanging) for times, pause_s in ((1, 0.1), (2, 0.02), (8, 0.3)))])
+def test_ctrl_c_ends_a_sweep_with_workers_in_one_sentence(stage, times, pause_s, program, store, fault_folder, sweep_of):
     sweeping = program("sweep", sweep_of(HANGS, 1), "--runs", store.root, "--workers", "1")
-    sweeping.wait_for((fault_folder / "of_the_hanging").exists)
-    for _ in range(2):  # as a terminal does it: to every process there
-        os.killpg(sweeping.process.pid, signal.SIGINT)
-        time.sleep(0.5)
+    sweeping.wait_for(lambda: stage(sweeping, fault_folder))
+    for _ in range(times):  # as a terminal does it: to every process there
+        with suppress(ProcessLookupError):
+            os.killpg(sweeping.process.pid, signal.SIGINT)
+        time.sleep(pause_s)
     status, said = sweeping.process.wait(60), sweeping.said.read_text()
     assert status == 75 and "stopped by SIGINT; 2 left" in said and "Traceback" not in said and "Error" not in said, said
     assert sweeping.all_ended() and content(store) == {} and not store.partial.exists()
