@@ -1,12 +1,13 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
-import shutil
-import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import yaml
+
 from stepscope.config import RunConfig, configure
 from stepscope.runs.store import Record, Store
 
@@ -14,42 +15,27 @@ from stepscope.runs.store import Record, Store
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
-TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
-        "timed_steps": 2}
-# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small that nothing
-# else takes long.
-HUGE = {"device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2, "batch_size": 1,
-        "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
+TINY: dict[str, Any] = {
+    "device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1,
+    "warmup_steps": 0, "timed_steps": 2}
+# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small
+# that nothing else takes long.
+HUGE: dict[str, Any] = {
+    "device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2,
+    "batch_size": 1, "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
 
 
 @pytest.fixture
 def tiny():
     """Make a tiny configuration, with any field replaced."""
     def make(**fields) -> RunConfig:
-        return configure(**{"study": "benchmark"} | TINY | fields)
+        return configure(**{"study": "benchmark", **TINY, **fields})
     return make
 
 
 @pytest.fixture
 def store(tmp_path) -> Store:
     return Store(tmp_path / "runs")
-
-
-@pytest.fixture
-def write_sweep(tmp_path):
-    """Write a sweep file: a string as it is, anything else as YAML."""
-    def write(content: object, name: str = "some.yaml") -> Path:
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-        return path
-    return write
-
-
-def record_of(config: RunConfig, **fields) -> Record:
-    """A record as a run of this configuration would leave it."""
-    whole = {"run_id": config.run_id, "study": config.study, "status": "ok", "config": config.model_dump(mode="json"),
-             "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc), "duration_s": 1.0}
-    return Record(**whole | fields)
 
 
 @pytest.fixture
@@ -67,12 +53,38 @@ def fault_folder(tmp_path, monkeypatch):
 def program(tmp_path):
     """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
     import faults
-    made, temporary = [], tempfile.mkdtemp()  # not in the tests' folder: socket paths are short
+    made = []
+    with TemporaryDirectory(ignore_cleanup_errors=True) as short:  # socket paths are: not in the tests' folder
+        def start(*arguments):
+            made.append(faults.Program(tmp_path, short, *arguments))
+            return made[-1]
+        yield start
+        for each in made:
+            each.end()
 
-    def start(*arguments):
-        made.append(faults.Program(tmp_path, temporary, *arguments))
-        return made[-1]
-    yield start
-    for each in made:
-        each.end()
-    shutil.rmtree(temporary, ignore_errors=True)
+
+@pytest.fixture
+def write_sweep(tmp_path):
+    """Write a sweep file: a string as it is, anything else as YAML."""
+    def write(content: object, name: str = "some.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+        return path
+    return write
+
+
+def record_of(config: RunConfig, **fields) -> Record:
+    """A record as a run of this configuration would leave it."""
+    whole: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
+    return Record(**whole | fields)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests that share what is made once a module go to one process of xdist; others to whichever is free."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope in ("module", "package") for definitions in fixtures for fixture in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))

@@ -1,7 +1,10 @@
-"""YAML from people: plain data is read, and what is none is refused in one sentence that names the file, at once."""
+"""YAML from people: plain data is read, and what is none is refused in one sentence that names the file, at
+once.
+"""
 import os
 
 import pytest
+
 from stepscope import StepscopeError
 from stepscope.yaml_files import load_yaml
 
@@ -61,7 +64,8 @@ def test_what_is_no_plain_yaml_is_refused_in_one_sentence(yaml_file, content, pr
 
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    for name, problem in (("pipe.yaml", "no regular file"), (".", "no regular file"), ("absent.yaml", "No such file")):
+    for name, problem in (("pipe.yaml", "no regular file"), (".", "no regular file"),
+                          ("absent.yaml", "No such file")):
         with pytest.raises(StepscopeError, match=problem):
             load_yaml(tmp_path / name)
 

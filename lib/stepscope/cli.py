@@ -63,7 +63,7 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 
 def _local_runs(runs: Path | None) -> Path:
-    """Runs of this machine go into a folder named after its device, which git ignores."""
+    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout, where one stands."""
     if runs:
         return runs
     from stepscope.config import device_here

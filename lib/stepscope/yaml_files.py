@@ -1,7 +1,7 @@
 """YAML files that people write or are sent: read as plain data, or refused in one sentence.
 
-Beyond YAML's own rules a file may not repeat a key (the last would silently win), use aliases (a few lines can stand for
-gigabytes), nest deeply, or be large.
+Beyond YAML's own rules a file may not repeat a key (the last would silently win), use aliases (a few lines
+can stand for gigabytes), nest deeply, or be large.
 """
 from collections.abc import Hashable
 from pathlib import Path
@@ -25,7 +25,9 @@ UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeErro
 
 
 class YamlFileError(StepscopeError, ValueError):
-    """A file that is no YAML of the kind that is read here; the text names the file, the place and what is wrong."""
+    """A file that is no YAML of the kind that is read here; the text names the file, the place and what is
+    wrong.
+    """
 
 
 class PlainLoader(SafeLoader):
@@ -36,7 +38,8 @@ class PlainLoader(SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r:.80} is there twice", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r:.80} is there twice",
+                                           problem_mark=key_node.start_mark)
             if isinstance(key, Hashable):
                 seen.add(key)
         return super().construct_mapping(node, deep)
@@ -49,8 +52,8 @@ def load_yaml(path: Path | str, limit: int = LARGEST) -> Any:
         limit: bytes that the file may have.
 
     Raises:
-        YamlFileError: there is no such file, it is no regular file or cannot be read, is too large, not UTF-8 or not YAML,
-            repeats a key, uses an alias, or nests more than :data:`DEEPEST` levels.
+        YamlFileError: there is no such file, it is no regular file or cannot be read, is too large, not UTF-8
+            or not YAML, repeats a key, uses an alias, or nests more than :data:`DEEPEST` levels.
     """
     path = Path(path)
     text = _text(path, limit)

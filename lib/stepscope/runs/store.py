@@ -81,17 +81,10 @@ class Record(BaseModel):
 def write_text_durably(path: Path, text: str) -> None:
     """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
-    if temporary.is_symlink() or temporary.exists():  # of a process that was killed, or somebody's link
-        temporary.unlink()
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # a full disk
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
 
