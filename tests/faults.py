@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
+
 from stepscope.runs import one_run
 
 # Of programs that import this checkout, and this module.

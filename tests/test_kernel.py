@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 import psutil
-import pytest
+
 from stepscope.runs import jupyter_kernel as kernel
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from conftest import HUGE, TINY
 from faults import HANGS
 from stepscope.config import configure

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from conftest import HUGE, TINY, record_of
 from faults import finished, short_notebook
 from stepscope import PROJECT, __version__, cli

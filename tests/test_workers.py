@@ -11,22 +11,22 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
-import faults
 import pytest
+from rich.console import Console
+from tornado.httpclient import HTTPClientError, HTTPRequest
+from tornado.websocket import websocket_connect
+
+import faults
 from conftest import TINY
 from faults import ENVIRONMENT, FILLS, HANGS, KILLS_SCHEDULER, KILLS_WORKER, LOCKS, MEETS, ended, finished
-from rich.console import Console
 from stepscope.config import configure
 from stepscope.runs import workers
 from stepscope.runs.logs import run_log
 from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.store import RecordError
 from stepscope.runs.sweep import How, SweepError, run_sweep, work_estimate
-from tornado.httpclient import HTTPClientError, HTTPRequest
-from tornado.websocket import websocket_connect
 
 LIMIT_S = 20  # a kernel's start has room in it on a busy machine
 

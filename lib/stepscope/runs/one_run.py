@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
         OSError: a file cannot be written. AlreadyBegun: this run was begun before in this sweep.
     """
     folder = store.begin(config, where).absolute()  # papermill changes this process's folder meanwhile
-    started_at, started = datetime.now(timezone.utc), time.perf_counter()
+    started_at, started = datetime.now(UTC), time.perf_counter()
     status, cause = (notebook or run_notebook)(config, folder, timeout_s, abandoned)
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}
     if status == "ok" and not outcome.get("finished"):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -233,7 +233,7 @@ def _note_end(store: Store, began: float, paths: list[Path], workers: int, runs:
     """How long a sweep took, from its workers' start to their end."""
     names = " ".join(sweep_name(path).replace(",", "-") for path in paths)
     path = store.root / ENDED
-    started = datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="seconds")
+    started = datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds")
     with suppress(OSError), path.open("a", encoding="utf-8") as file:  # no space: all measured is in place
         if not file.tell():
             file.write("started_at,sweeps,workers,runs,wall_s\n")
@@ -367,7 +367,7 @@ class _Sweep:
         folder = self.store.folder_in_making(config)
         return folder, Record(run_id=config.run_id, study=config.study, status="failed", cause=cause,
                               config=config.model_dump(mode="json"), duration_s=round(time.time() - since, 3),
-                              started_at=datetime.fromtimestamp(since, timezone.utc))
+                              started_at=datetime.fromtimestamp(since, UTC))
 
     def _beside(self, config: RunConfig, record: Record) -> list[str]:
         """Runs that went on at some moment of this one's time on its machine."""
