@@ -26,7 +26,7 @@ SAMPLES = pd.DataFrame({"step": range(15), "timed": [False] * 5 + [True] * 10, "
 MACHINE = {"device_name": "simulated", "cpu": "simulated", "cpu_cores": 1, "ram_gib": 1.0}
 
 
-def simulated(config: RunConfig, folder: Path, timeout_s: float | None, more: bool) -> tuple[str, None]:
+def simulated(config: RunConfig, folder: Path, timeout_s: float | None, abandoned: object) -> tuple[str, None]:
     """Stands where papermill would be called: leaves what a run leaves, at once."""
     (folder / "notebook.ipynb").write_text(NOTHING, encoding="utf-8")
     table = write_table(folder, "samples", SAMPLES)

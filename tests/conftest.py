@@ -2,6 +2,7 @@
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -36,6 +37,31 @@ def tiny():
 @pytest.fixture
 def store(tmp_path) -> Store:
     return Store(tmp_path / "runs")
+
+
+@pytest.fixture
+def fault_folder(tmp_path, monkeypatch):
+    """The notebooks of :mod:`faults`, where all programs that this test starts look for them."""
+    import faults  # not above: few tests need it, and papermill with it
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    faults.make_notebooks(folder)
+    monkeypatch.setenv("STEPSCOPE_TEST_FAULTS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
+    import faults
+    made = []
+    with TemporaryDirectory(ignore_cleanup_errors=True) as short:  # socket paths are: not in the tests' folder
+        def start(*arguments):
+            made.append(faults.Program(tmp_path, short, *arguments))
+            return made[-1]
+        yield start
+        for each in made:
+            each.end()
 
 
 @pytest.fixture

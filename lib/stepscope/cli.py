@@ -1,5 +1,6 @@
 """The command line: a thin layer over the functions a notebook would call."""
 import gc
+import os
 import re
 import signal
 import sys
@@ -79,12 +80,29 @@ def _local_runs(runs: Path | None) -> Path:
     return (PROJECT or Path.cwd()) / "runs" / f"local-{name}"
 
 
+def _end_at_once(number: int, frame: object) -> None:
+    """On a signal before a sweep listens for it, or after: nothing goes on that would have to be ended."""
+    os.write(2, f"stopped by {signal.Signals(number).name}; all that was done is kept, the same command goes on\n".encode())
+    os._exit(EXIT_LEFT)
+
+
+def _end_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end_at_once)
+
+
 def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str | None, scheduler: str | None,
            exclusive: list[str] | None, timeout: str | None) -> None:
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import How, run_sweep
+    from stepscope.runs.workers import Stopped
     how = How(workers, scheduler, None, tuple(exclusive or ()), _seconds(timeout, "--timeout"), _seconds(time_budget, "--time-budget"))
-    end = run_sweep(paths, Store(runs), how, console)
+    try:
+        end = run_sweep(paths, Store(runs), how, console)
+    except Stopped as stop:
+        console.print(str(stop), soft_wrap=True, markup=False)
+        raise typer.Exit(EXIT_LEFT) from None
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
     console.print(f"{done}; records are in {runs}", markup=False)
     for name, _ in end.failed:
@@ -106,7 +124,8 @@ def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), 
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
-    from stepscope.runs.sweep import find_sweeps
+    _end_on_signals()
+    from stepscope.runs.sweep_file import find_sweeps
     _sweep([path for name in sweeps for path in find_sweeps(name)], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
 
 
@@ -114,7 +133,8 @@ def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), 
 def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Go on with the sweeps that a runs folder was begun with (it keeps their files)."""
-    from stepscope.runs.sweep import SweepError
+    _end_on_signals()
+    from stepscope.runs.sweep_file import SweepError
     folder = _local_runs(runs)
     paths = sorted((folder / "sweeps").glob("*.yaml"))
     if not paths:
@@ -259,15 +279,19 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
     Everything goes into the runs folder; the committed reference results stay as they are.
     """
+    _end_on_signals()
+    from stepscope.runs.sweep_file import find_sweeps
     from stepscope.config import device_here
-    from stepscope.runs.sweep import find_sweeps
     names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
-    folder = _local_runs(runs)
+    folder, end = _local_runs(runs), None
     try:
         _sweep([path for name in names for path in find_sweeps(name)], folder, time_budget, workers, scheduler, exclusive, timeout)
-    finally:  # what was measured is shown, also when something failed or time ran out
-        if folder.exists():
-            render(folder)
+    except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
+        end = status
+    if folder.exists():
+        render(folder)
+    if end:
+        raise end
 
 
 @app.command()

@@ -79,7 +79,6 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # Fields that records of before have and this study has no longer, with the only value they ever had.
     retired: ClassVar[dict[str, Any]] = {}
-    times_imports: ClassVar[bool] = False  # whether the notebook clocks its own imports, so that none may be done ahead
 
     study: str
     d_model: int = Field(ge=2, le=2**20)

@@ -1,7 +1,6 @@
 """Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more or fewer workers.
 
-Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and, in one, whether
-kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
+Every condition runs the same configurations on the same cluster; only how many workers are busy differs. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
 the median over their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
 interval has to be over runs.
 """
@@ -60,16 +59,15 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
         folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         busy = [count for count in (1, 2, 4, 8) if count <= len(places)]
-        conditions = {f"{ALONE}, no kernel ahead": (1, False), ALONE: (1, True)} | {f"{count} busy": (count, True) for count in busy[1:]}
+        conditions = {f"{count} busy": count for count in busy}
         # Conditions take turns, so that what drifts meets all alike.
-        for turn, (name, (count, prestart)) in itertools.product(range(repeat), conditions.items()):
+        for turn, (name, count) in itertools.product(range(repeat), conditions.items()):
             label = name.replace(" ", "-").replace(",", "")
             sweep = folder / f"{label}-{turn}.yaml"
             seeds = list(range(turn * count, (turn + 1) * count))
             sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": seeds}}
                                              for values in CONFIGURATIONS[device_here("auto")]]))
-            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count, prestart=prestart),
-                            Console(quiet=True))
+            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count), Console(quiet=True))
             if end.stopped_by:
                 raise NeighboursError(f"stopped by {end.stopped_by} in turn {turn + 1} of {repeat}; {'the runs so far are in ' + str(runs) if runs else 'no runs are kept'}")
             console.print(f"{name}, turn {turn + 1} of {repeat}: {end.counts['ok']} runs" + (f", {len(end.left)} left, {len(end.failed)} failed"

@@ -1,7 +1,7 @@
 """The nsys study: the captures of one size and context, as tables in which everything adds up."""
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,14 +95,11 @@ def _timeline(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
         ["phase", "region", "family", "start_ns", "duration_ns", "launch_ns"]].reset_index(drop=True)
 
 
-def profile_run(config: Config, kept: Path | None,
-                measured: Callable[[], None] = lambda: None) -> tuple[dict[str, pd.DataFrame], list[Path],
-                                                                      dict]:
+def profile_run(config: Config, kept: Path | None) -> tuple[dict[str, pd.DataFrame], list[Path], dict]:
     """Capture every mode of a configuration and make its tables.
 
     Args:
         kept: where nsys's own reports (CSV) are kept; None keeps none.
-        measured: called when the captures are made: nothing is timed after that.
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
@@ -116,7 +113,6 @@ def profile_run(config: Config, kept: Path | None,
     tool, nsys = profiler_here(config.device)
     with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as temporary:
         captures = capture([config.step(mode=mode) for mode in PHASES], Path(temporary), nsys)
-        measured()
         with ThreadPoolExecutor() as pool:  # nsys stats is a process of its own for each capture
             exports = list(pool.map(lambda item: _export(item, nsys), captures))
         tables: dict[str, list[pd.DataFrame]] = {}
