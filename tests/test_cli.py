@@ -78,7 +78,7 @@ def test_what_only_reads_records_loads_neither_torch_nor_pandas(arguments):
 
 
 def test_list_asks_no_device_where_one_folder_can_be_meant(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib" / "stepscope" / "cli.py"))
+    monkeypatch.setattr(cli, "PROJECT", tmp_path)
     monkeypatch.setattr(cli, "_local_runs", lambda runs: "this machine's")
     assert cli._runs_to_read(tmp_path) == tmp_path and cli._runs_to_read(None) == "this machine's"
     (tmp_path / "runs" / "local-h100").mkdir(parents=True)

@@ -18,7 +18,7 @@ from stepscope.config import (
     studies,
 )
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
-from stepscope.runs.sweep import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
+from stepscope.runs.sweep_file import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
 
 STUDIES = studies()
 CUSTOM = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 2, "num_heads": 4}
@@ -269,9 +269,9 @@ def test_what_two_blocks_both_ask_for_is_run_once_and_in_the_first_ones_place(wr
     nano = {field: value for field, value in TINY.items() if field != "size"}
     path = write_sweep(
         [
-            {"study": "benchmark", "fixed": TINY, "axes": {"seed": [1, 0, 1]}},
+            {"study": "benchmark", "fixed": TINY | {}, "axes": {"seed": [1, 0, 1]}},
             {"study": "benchmark", "fixed": nano | SIZES["nano"]._asdict(), "axes": {"seed": [0, 2]}},
-            {"study": "warmup", "fixed": TINY},
+            {"study": "warmup", "fixed": TINY | {}},
         ]
     )
     assert load_sweep(path) == [tiny(seed=1), tiny(seed=0), tiny(seed=2), tiny(study="warmup")]
@@ -308,9 +308,9 @@ def test_what_two_blocks_both_ask_for_is_run_once_and_in_the_first_ones_place(wr
         ),
         ("study: benchmark\nfixed: {8: nano}", ["fixed: got 8", "names of fields"]),
         ("study: benchmark\naxes: {8: [nano]}", ["axes: got 8", "names of fields"]),
-        ("study: {", ["not YAML", "line 1"]),
-        ("study: benchmark\n\tfixed: {}", ["not YAML", "line 2"]),
-        (b"study: benchmark\nfixed: {size: n\xe4no}", ["not YAML"]),
+        ("study: {", ["line 2", "plain YAML"]),
+        ("study: benchmark\n\tfixed: {}", ["line 2", "tab", "plain YAML"]),
+        (b"study: benchmark\nfixed: {size: n\xe4no}", ["not UTF-8"]),
     ],
 )
 def test_a_bad_sweep_file_is_one_line_that_names_file_place_and_what_is_expected(tmp_path, content, told):

@@ -629,7 +629,7 @@ def test_failed_runs_are_tried_again_and_out_of_memory_is_a_result(store, check,
 def test_a_folder_holds_runs_of_one_kind_of_machine(store, check, tiny):
     put(store, tiny(), machine={"device_name": "Other CPU"})
     with pytest.raises(
-        SweepError, match="holds runs of 'Other CPU', and this machine is '.*'; choose another --runs"
+        SweepError, match="holds runs of 'Other CPU' .*, and this sweep's are of .*; choose another --runs"
     ):
         check(tiny(seed=1))
     put(store, tiny(), machine=machine("cpu"))

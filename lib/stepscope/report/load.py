@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from stepscope import studies
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
 from stepscope.say.chapter import Chapter
 from stepscope.say.formats import listing
-from stepscope.studies import STUDIES
 
 
 @functools.cache
 def chapters() -> list[Chapter]:
     """What each study brings, in the report's order."""
-    return [importlib.import_module(f"stepscope.studies.{name}.chapter").CHAPTER for name in STUDIES]
+    return [importlib.import_module(f"stepscope.studies.{name}.chapter").CHAPTER for name in studies.STUDIES]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
-from stepscope.studies.benchmark.measure import LAUNCH_BOUND
+from stepscope.step.rates import LAUNCH_BOUND
 
 
 class OutputError(StepscopeError, OSError):

@@ -5,7 +5,7 @@ import pandas as pd
 import torch
 
 from stepscope.studies.attention.measure import Compiles, allow_recompiling, reason, release
-from stepscope.studies.benchmark.measure import run_times
+from stepscope.step.rates import run_times
 from stepscope.config import PHASES
 from stepscope.studies.compile.config import Config
 from stepscope.runs.machine import sm_clock_mhz

@@ -16,7 +16,7 @@ from stepscope.step.flops import parameter_count
 from stepscope.step.summary import ratio_interval, summarize
 from stepscope.step.timing import WHOLE, measure
 from stepscope.step.training_step import Step, build_step
-from stepscope.studies.benchmark.measure import with_launch_bound, with_rates
+from stepscope.step.rates import with_launch_bound, with_rates
 from stepscope.studies.mixed_precision.config import Config
 from stepscope.studies.nsys import tables as profiles
 
