@@ -18,8 +18,8 @@ from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
 from stepscope.step.model import parameter_count
+from stepscope.step.rates import LAUNCH_BOUND
 from stepscope.studies.benchmark import answers as benchmark_answers
-from stepscope.studies.benchmark import measure as benchmark
 
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"  # in README.md
 
@@ -77,7 +77,7 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     tables = {f"{record.study}/{record.run_id}": list(dict.fromkeys(
         f"{table.file.split('/')[0]}/" if "/" in table.file else table.file for table in record.tables.values())) for record in data.records}
     return templates.get_template("writeup.md.j2").render(
-        data=data, sections=parts, machine=_machine(data), sizes=_sizes(data), launch_bound=benchmark.LAUNCH_BOUND,
+        data=data, sections=parts, machine=_machine(data), sizes=_sizes(data), launch_bound=LAUNCH_BOUND,
         measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link, figures_link=figures_link, tables=tables)
 
 

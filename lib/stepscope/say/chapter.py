@@ -29,7 +29,8 @@ class Question:
         uses: tables that may be empty.
         printed: tables to print, by name: functions from the facts to a table of text, or to None. The words have the
             caption, as block ``table_<name>``.
-        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``.
+        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``; where that is empty,
+            the figure is left out.
     """
 
     key: str
@@ -120,5 +121,5 @@ def answer(chapter: Chapter, question: Question, tables: Tables) -> Answer:
     printed = {name: table for name, make in question.printed.items() if (table := make(facts)) is not None}
     return Answer(question.key, words.block("question"), words.block("text", facts), words.block("finding", facts),
                   [(words.block(f"table_{name}", facts), table) for name, table in printed.items()],
-                  [(stem, words.block(f"figure_{stem}", facts)) for stem in question.pictures],
+                  [(stem, caption) for stem in question.pictures if (caption := words.block(f"figure_{stem}", facts))],
                   list(facts["runs"]))

@@ -4,12 +4,13 @@ This module has the type, and the wording that all answers share; a study's answ
 adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
 
 
+EXACT = 1e-12  # an error that is none, but for the arithmetic that computes it
 NEARLY = 0.05  # two figures this close count as the same in words
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
@@ -135,7 +136,28 @@ def comma(loop) -> str:
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
+def signed(value: float) -> str:
+    """An error with its sign, to three digits; 0 below what the arithmetic that computes it misses."""
+    return "0" if abs(value) < EXACT else _short_exponent(f"{value:+.3g}")
+
+
+def tiny(value: float, digits: int = 1) -> str:
+    """Three digits, or scientific, with so many decimals, where that is shorter."""
+    if value == 0 or 0.001 <= abs(value) < 1e4:
+        return format(float(format(value, ".3g")), "g")
+    return _short_exponent(f"{value:.{digits}e}")
+
+
+def _short_exponent(text: str) -> str:
+    return text.replace("e-0", "e-").replace("e+0", "e")
+
+
+def source_name(row: Mapping) -> str:
+    """A published report by its letter and GPU, from a row of its figures."""
+    return f"{row['source']}: {row['gpu'] if row['gpu'] != 'not stated' else 'GPU not stated'}"
+
+
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, comma)}
+            percent_range, comma, signed, tiny)}
 FILTERS["mode"] = MODE_WORDS.__getitem__

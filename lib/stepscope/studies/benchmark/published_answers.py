@@ -1,7 +1,7 @@
 """This machine's timings beside those that other reports print, and which of theirs cannot be right."""
 import pandas as pd
 
-from stepscope.say.formats import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, span
+from stepscope.say.formats import Answer, count, listing, no_data, number, percent, plus_minus, runs_of, source_name, span
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix
 from stepscope.say.published import doubts
@@ -10,10 +10,6 @@ from stepscope.step.timing import WHOLE
 
 
 CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems", "kernels": "sum of kernels"}
-
-
-def source_name(row: pd.Series) -> str:
-    return f"{row['source']}: {row['gpu'] if row['gpu'] != 'not stated' else 'GPU not stated'}"
 
 
 def measured(times: pd.DataFrame) -> pd.DataFrame:

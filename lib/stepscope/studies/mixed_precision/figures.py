@@ -8,7 +8,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 from stepscope.say.formats import ms
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import pick, reference
-from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
+from stepscope.studies.mixed_precision.facts_memory import beside_fp32
+from stepscope.studies.mixed_precision.facts_numerics import LOST
+from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 
@@ -37,14 +39,11 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def speed(mixed: Tables, where: str) -> Figure | None:
+def speed(speedups: pd.DataFrame, where: str) -> Figure | None:
     """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with intervals, the other
     contexts as small points; a hollow point is no change."""
-    rows = mixed["speedups"]
-    if rows.empty:
-        return None
     use_style()
-    rows = pick(rows, phase=WHOLE)
+    rows = pick(speedups, phase=WHOLE)
     _, context = reference(rows)
     sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
     precisions = [precision for precision in PRECISION_COLORS if precision in set(rows["precision"])]
@@ -76,12 +75,11 @@ def speed(mixed: Tables, where: str) -> Figure | None:
     return figure
 
 
-def memory(mixed: Tables, where: str) -> Figure | None:
+def memory(times: pd.DataFrame, where: str) -> Figure | None:
     """Peak memory of each mode in bf16 against fp32's over the context, a line a size."""
-    rows = mixed["times"]
-    if rows.empty or rows["peak_allocated_mib"].isna().all():
+    if times["peak_allocated_mib"].isna().all():
         return None
-    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
+    peaks = pick(times, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
                                                 values="peak_allocated_mib", observed=True)
     use_style()
     figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
@@ -102,16 +100,17 @@ def memory(mixed: Tables, where: str) -> Figure | None:
     return figure
 
 
-def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> Figure | None:
     """A full step's device time by part, of fp32's at the same size: fp32 (where profiled) beside low precision."""
-    rows = pd.concat([table for table in (parts(operations), parts(mixed["profiles"])) if len(table)] or [pd.DataFrame()])
-    if rows.empty or mixed["profiles"].empty:
+    low = parts(operations_low)
+    if low.empty:
         return None
+    rows = pd.concat([table for table in (parts(operations), low) if len(table)])
     use_style()
-    rows = rows.merge(parts(mixed["profiles"])[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
+    rows = rows.merge(low[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
     names = [name for name in PARTS if name in rows]
     rows = rows.assign(total=rows[names].sum(axis=1), size=rows["size"].astype(str))
-    sizes, (_, context) = list(dict.fromkeys(parts(mixed["profiles"])["size"].astype(str))), reference(parts(mixed["profiles"]))
+    sizes, (_, context) = list(dict.fromkeys(low["size"].astype(str))), reference(low)
     rows = pick(rows, context_length=context).fillna(0)
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.5 * len(rows)))
     labels, y = [], 0.0
@@ -139,10 +138,10 @@ def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
-def health(mixed: Tables, where: str) -> Figure | None:
+def health(table: pd.DataFrame, where: str) -> Figure | None:
     """Left, how far each precision's gradient norm is from fp32's; right, the share of gradients that fp16 makes zero; over the
     context, a point a size, lines through the medians."""
-    rows = health_rows(mixed)
+    rows = beside_fp32(table)
     if rows.empty:
         return None
     use_style()

@@ -1,0 +1,149 @@
+"""The mixed-precision study's tables as they are printed."""
+from decimal import Decimal
+
+import pandas as pd
+
+from stepscope.config import PHASE_NAMES
+from stepscope.say.formats import MODE_WORDS, ms, number, percent, signed, source_name, span, tiny
+from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.comparison import LOW
+from stepscope.studies.mixed_precision.facts_operations import PARTS
+
+KIND_WORDS = {"low": "in the low type", "fp32": "in fp32", "both": "that take or give both"}
+
+
+def sums(facts: dict) -> pd.DataFrame:
+    """A row for each way of summing, with all decimals of its result."""
+    return pd.DataFrame([{"way": row.way, "printed": f"{row.result:.4f}", "exactly": f"{Decimal(row.result):f}",
+                          "bits": f"`{row.bits}`", "error": signed(row.error),
+                          "from storing 0.01": signed(row.error_of_term), "from adding": signed(row.error_of_adding)}
+                         for row in facts["table"].itertuples()])
+
+
+def types(facts: dict) -> pd.DataFrame:
+    """Tensors down, autocasts and devices across."""
+    wide = facts["table"]
+    names = [f"{autocast} on {'the GPU' if device == 'cuda' else 'the CPU'}" for device, autocast in wide.columns]
+    return wide.set_axis(names, axis=1).reset_index()
+
+
+def errors(facts: dict) -> pd.DataFrame:
+    """Norm, type and quantity down, scales across."""
+    cells = facts["cells"].assign(cell=[_error(row) for row in facts["cells"].itertuples()])
+    wide = cells.pivot(index=["norm", "dtype", "quantity"], columns="scale", values="cell")
+    order = [(norm, dtype, quantity) for norm, quantities in facts["quantities"].items() for dtype in LOW
+             for quantity in quantities]
+    wide = wide.reindex(order).fillna("– ↑")
+    wide.columns = [tiny(scale, 0) for scale in wide.columns]
+    return wide.reset_index()
+
+
+def _error(row) -> str:
+    error = "–" if pd.isna(row.relative_error) else f"{row.relative_error:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{error} {'↑' if row.overflows else ''}{'↓' if row.vanishes else ''}".strip()
+
+
+def _factor(row) -> str:
+    """A speed-up with its interval; "none" where there is no change."""
+    if row.change == "none":
+        return "– none"
+    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]"
+
+
+def speedups(facts: dict, mode: str) -> pd.DataFrame | None:
+    """A mode's shapes down, precisions across."""
+    own = facts["walls"][facts["walls"]["mode"] == mode]
+    if own.empty:
+        return None
+    wide = own.assign(cell=[_factor(row) for row in own.itertuples()])
+    wide = wide.pivot(index=["size", "context_length"], columns="precision", values="cell")
+    wide = wide.reindex(columns=facts["precisions"]).fillna("–")
+    fp32_ms = own.groupby(["size", "context_length"], observed=True)["fp32_ms"].first()
+    wide.insert(0, "fp32 (ms)", fp32_ms.map(number))
+    return wide.rename_axis(["size", "context"]).reset_index()
+
+
+def phases(facts: dict) -> pd.DataFrame:
+    """Sizes and precisions down, phases of a full step across."""
+    rows = facts["step_phases"]
+    wide = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
+    wide = wide.pivot(index=["size", "precision"], columns="phase", values="cell")
+    return wide[[phase for phase in PHASE_NAMES if phase in wide]].reset_index()
+
+
+def causes(facts: dict) -> pd.DataFrame | None:
+    """A row for each cause, phase and precision that is slower than fp32."""
+    table = facts["table"]
+    if table.empty:
+        return None
+    return pd.DataFrame({"cause": table["cause"], "phase": table["phase"].replace(WHOLE, "whole pass or step"),
+                         "precision": table["precision"], "cells": table["cells"], "sizes": table["sizes"],
+                         "times as long": [span(ends) for ends in zip(table["low"], table["high"])],
+                         "longer by at most": table["lost_ms"].map(ms)})
+
+
+def operations(facts: dict) -> pd.DataFrame | None:
+    """A row for each phase and kind of operation under bf16."""
+    if facts["census"] is None:
+        return None
+    groups = facts["census"]["shown"].groupby(["phase", "kind"], sort=False)
+    return pd.DataFrame([{"phase": phase, "types": KIND_WORDS[kind], "operations (times)":
+                          ", ".join(f"`{name}` {n}" for name, n in zip(own["operation"], own["count"]))}
+                         for (phase, kind), own in groups])
+
+
+def cast_times(facts: dict) -> pd.DataFrame | None:
+    """A row for each size and type that autocast casts to."""
+    if facts["cost"] is None:
+        return None
+    cost = facts["cost"]["table"]
+    return pd.DataFrame({"size": cost["size"], "autocast": cost["precision"], "casts": cost["casts"],
+                         "casts (ms)": cost["casts_ms"].map(number), "all (ms)": cost["step_ms"].map(number),
+                         "share": [percent(share, 1) for share in cost["share"]]})
+
+
+def parts(facts: dict) -> pd.DataFrame:
+    """Sizes and contexts down, parts of a full step across."""
+    low = facts["table"]
+    cells = {name: [f"{number(value)} ({percent(value / total)})" for value, total in zip(low[name], low["total"])]
+             for name in PARTS}
+    return pd.DataFrame({"size": low["size"], "context": low["context_length"]} | cells
+                        | {"at most": [f"{number(limit)} times" for limit in low["limit"]]})
+
+
+def peaks(facts: dict) -> pd.DataFrame | None:
+    """A row for each shape and mode: peak and time by precision."""
+    if not facts["measurable"]:
+        return None
+    peaks_mib, times_ms = facts["peaks_mib"], facts["times_ms"]
+    table = pd.DataFrame({"size": [key[0] for key in peaks_mib.index], "context": [key[1] for key in peaks_mib.index],
+                          "mode": [MODE_WORDS[key[2]] for key in peaks_mib.index]})
+    for precision in ("fp32", "bf16", "fp16"):
+        if precision in peaks_mib:
+            table[precision] = [f"{number(mib / 1024)} GiB, {ms(time)}" if pd.notna(mib) else "–"
+                                for mib, time in zip(peaks_mib[precision], times_ms[precision])]
+    table["bf16 / fp32"] = [percent(value) if pd.notna(value) else "–" for value in facts["ratio"]]
+    return table
+
+
+def health(facts: dict) -> pd.DataFrame:
+    """A row for each size and precision at the reference context."""
+    shown = facts["shown"]
+    return pd.DataFrame({"size": shown["size"], "precision": shown["way"], "loss": shown["loss"].map("{:.6f}".format),
+                         "loss off": shown["loss_off"].map(tiny), "gradient norm off": shown["norm_off"].map(tiny),
+                         "became zero": shown["zero"].map(tiny), "overflowed": shown["nonfinite"].map(tiny)})
+
+
+def pairs(facts: dict) -> pd.DataFrame | None:
+    """A row for each published pair of times."""
+    table = facts["table"]
+    if table is None:
+        return None
+    return pd.DataFrame({"size": table["size"],
+                         "context": [str(c) if c > 0 else "not stated" for c in table["context_length"]],
+                         "pass": table["phase"].str.replace("_", " + "), "precision": table["precision"],
+                         "report": [source_name(row) for row in table.to_dict("records")],
+                         "as printed, fp32 and low": [f"{above} and {below}" for above, below in
+                                                      zip(table["as_printed_fp32"], table["as_printed"])],
+                         "their speed-up": table["theirs"].map(number),
+                         "here": [span(ends) for ends in zip(table["low"], table["high"])]})
