@@ -4,7 +4,7 @@ This module has the type, and the wording that all answers share; a study's answ
 adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
 """
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -138,18 +138,19 @@ def comma(loop) -> str:
 
 def signed(value: float) -> str:
     """An error with its sign, to three digits; 0 below what the arithmetic that computes it misses."""
-    return "0" if abs(value) < EXACT else _short_exponent(f"{value:+.3g}")
+    return "0" if abs(value) < EXACT else f"{value:+.3g}".replace("e-0", "e-")
 
 
 def tiny(value: float, digits: int = 1) -> str:
     """Three digits, or scientific, with so many decimals, where that is shorter."""
     if value == 0 or 0.001 <= abs(value) < 1e4:
         return format(float(format(value, ".3g")), "g")
-    return _short_exponent(f"{value:.{digits}e}")
+    return scientific(value, digits)
 
 
-def _short_exponent(text: str) -> str:
-    return text.replace("e-0", "e-").replace("e+0", "e")
+def scientific(value: float, digits: int) -> str:
+    """With so many decimals, and an exponent without its first 0: "1.5e-7"."""
+    return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def source_name(row: Mapping) -> str:
@@ -157,7 +158,7 @@ def source_name(row: Mapping) -> str:
     return f"{row['source']}: {row['gpu'] if row['gpu'] != 'not stated' else 'GPU not stated'}"
 
 
-FILTERS = {function.__name__: function for function in
+FILTERS: dict[str, Callable[..., str]] = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
             percent_range, comma, signed, tiny)}
 FILTERS["mode"] = MODE_WORDS.__getitem__

@@ -4,7 +4,14 @@ from pathlib import Path
 
 from stepscope.config import PHASES
 from stepscope.say.chapter import Chapter, Picture, Question
-from stepscope.studies.mixed_precision import facts_memory, facts_numerics, facts_operations, facts_speed, figures, printed
+from stepscope.studies.mixed_precision import (
+    facts_memory,
+    facts_numerics,
+    facts_operations,
+    facts_speed,
+    figures,
+    printed,
+)
 from stepscope.studies.mixed_precision.tables import load
 
 CHAPTER = Chapter(
@@ -13,23 +20,27 @@ CHAPTER = Chapter(
         Question("mixed-sums", facts_numerics.additions, ("mixed_precision.sums", "mixed_precision.steps"),
                  printed={"sums": printed.sums}, pictures=("mixed_running",)),
         Question("mixed-toy", facts_numerics.toy, ("mixed_precision.toy",), printed={"types": printed.types}),
-        Question("mixed-norms", facts_numerics.norms, ("mixed_precision.norms",), printed={"errors": printed.errors},
-                 pictures=("mixed_norms",)),
+        Question("mixed-norms", facts_numerics.norms, ("mixed_precision.norms",),
+                 printed={"errors": printed.errors}, pictures=("mixed_norms",)),
         Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("benchmark.times", "nsys.operations"),
-                 printed={mode: partial(printed.speedups, mode=mode) for mode in PHASES} | {"phases": printed.phases},
-                 pictures=("mixed_speed",)),
+                 printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
+                          | {"phases": printed.phases}), pictures=("mixed_speed",)),
         Question("mixed-slower", facts_speed.slower, ("mixed_precision.speedups", "mixed_precision.times"),
-                 ("benchmark.times", "nsys.operations", "nsys.operations_low"), printed={"causes": printed.causes}),
-        Question("mixed-casts", facts_operations.casts, (), ("mixed_precision.census", "mixed_precision.casts"),
+                 ("benchmark.times", "nsys.operations", "nsys.operations_low"),
+                 printed={"causes": printed.causes}),
+        Question("mixed-casts", facts_operations.casts, (),
+                 ("mixed_precision.census", "mixed_precision.casts"),
                  printed={"operations": printed.operations, "casts": printed.cast_times}),
         Question("mixed-left", facts_operations.left, ("nsys.operations_low",),
-                 ("nsys.operations", "mixed_precision.times"), printed={"parts": printed.parts}, pictures=("mixed_left",)),
-        Question("mixed-memory", facts_memory.memory, ("mixed_precision.times",), printed={"peaks": printed.peaks},
-                 pictures=("mixed_memory",)),
-        Question("mixed-health", facts_memory.health, ("mixed_precision.health",), printed={"health": printed.health},
-                 pictures=("mixed_health",)),
-        Question("mixed-published", facts_speed.published, ("mixed_precision.speedups", "benchmark.published"),
+                 ("nsys.operations", "mixed_precision.times"),
+                 printed={"parts": printed.parts}, pictures=("mixed_left",)),
+        Question("mixed-memory", facts_memory.memory, ("mixed_precision.times",),
+                 printed={"peaks": printed.peaks}, pictures=("mixed_memory",)),
+        Question("mixed-health", facts_memory.health, ("mixed_precision.health",),
+                 printed={"health": printed.health}, pictures=("mixed_health",)),
+        Question("mixed-published", facts_speed.published,
+                 ("mixed_precision.speedups", "benchmark.published"),
                  printed={"pairs": printed.pairs}),
     ),
     pictures=(

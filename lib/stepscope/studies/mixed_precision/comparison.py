@@ -13,7 +13,8 @@ SAME = 0.02             # a change in time no larger is called none, whatever it
 
 
 def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> pd.DataFrame:
-    """One run's table: a row for each precision, mode and phase, with rates and (on a GPU) what is launch-bound."""
+    """One run's table: a row for each precision, mode and phase, with rates and (on a GPU) what is
+    launch-bound."""
     frames = []
     for (precision, mode), own in samples.groupby(["precision", "mode"], sort=False):
         times = with_rates(summarize(own, ["phase"]), config.step(precision=precision, mode=mode), ceilings)
@@ -25,20 +26,22 @@ def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> 
 def speedups(samples: pd.DataFrame) -> pd.DataFrame:
     """How many times as fast as fp32: the ratio of median times, by mode, phase and precision.
 
-    Returns columns mode, phase, precision, fp32_ms, median_ms, speedup, speedup_low, speedup_high (95% bootstrap
-    interval) and change: ``faster``, ``slower``, or ``none`` where the interval holds 1 or the medians are within
-    :data:`SAME` of each other.
+    Returns columns mode, phase, precision, fp32_ms, median_ms, speedup, speedup_low, speedup_high (95%
+    bootstrap interval) and change: ``faster``, ``slower``, or ``none`` where the interval holds 1 or the
+    medians are within :data:`SAME` of each other.
     """
     timed, rows = samples[samples["timed"]], []
-    groups = {key: own["time_ms"].to_numpy() for key, own in timed.groupby(["mode", "phase", "precision"], sort=False)}
+    groups = {key: own["time_ms"].to_numpy()
+              for key, own in timed.groupby(["mode", "phase", "precision"], sort=False)}
     for (mode, phase, precision), times in groups.items():
         base = groups.get((mode, phase, BASE))
         if precision != BASE and base is not None:
             ratio, (low, high) = np.median(base) / np.median(times), ratio_interval(base, times)
-            change = "none" if low <= 1 <= high or abs(ratio - 1) <= SAME else "faster" if ratio > 1 else "slower"
+            same = low <= 1 <= high or abs(ratio - 1) <= SAME
+            change = "none" if same else "faster" if ratio > 1 else "slower"
             rows.append((mode, phase, precision, np.median(base), np.median(times), ratio, low, high, change))
-    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup", "speedup_low",
-                                       "speedup_high", "change"])
+    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup",
+                                       "speedup_low", "speedup_high", "change"])
 
 
 def reading(table: pd.DataFrame) -> str:
@@ -47,4 +50,6 @@ def reading(table: pd.DataFrame) -> str:
     for row in table[(table["phase"] == WHOLE) & (table["mode"] == "step")].itertuples():
         times = "not measurably different" if row.change == "none" else f"{row.speedup:.3g} times as fast"
         parts.append(f"{row.precision} {times} [{row.speedup_low:.3g}, {row.speedup_high:.3g}]")
-    return f"The full step against fp32: {'; '.join(parts)}." if parts else "Nothing was measured beside fp32."
+    if not parts:
+        return "Nothing was measured beside fp32."
+    return f"The full step against fp32: {'; '.join(parts)}."

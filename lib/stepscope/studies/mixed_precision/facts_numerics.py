@@ -16,10 +16,11 @@ NORM_OFF = 0.01   # relative error from which a norm's output counts as wrong
 def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     """What ADDITIONS times TERM make, by way of summing, on the device that the run had.
 
-    ``loops`` are the handout's, ``as_published`` whether all came out as printed elsewhere, ``other`` those that did
-    not; ``differ`` are the ways in which CPU and GPU differ, None where there is one device. ``terms``, ``apart`` and
-    ``stops`` have a row a type, ``after`` being None where the sum does not get there. ``exact`` are the ways in which
-    adding loses nothing, ``worst`` the plain way with the largest error, ``mended`` the same terms summed in fp32.
+    ``loops`` are the handout's, ``as_published`` whether all came out as printed elsewhere, ``other`` those
+    that did not; ``differ`` are the ways in which CPU and GPU differ, None where there is one device.
+    ``terms``, ``apart`` and ``stops`` have a row a type, ``after`` being None where the sum does not get
+    there. ``exact`` are the ways in which adding loses nothing, ``worst`` the plain way with the largest
+    error, ``mended`` the same terms summed in fp32.
     """
     devices = list(dict.fromkeys(sums["device"]))
     own = pick(sums, device=devices[-1]).set_index("way")
@@ -45,7 +46,8 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
             "exact": [way for way in plain.index if abs(plain.error_of_adding[way]) < EXACT],
             "casting_changes_nothing": len(loops) == 4 and own.result[loops[2]] == own.result[loops[3]],
             "stops": [{"type": row.Index, "at": row.stops_at,
-                       "after": None if pd.isna(row.stops_after) else row.stops_after} for row in fine.itertuples()],
+                       "after": None if pd.isna(row.stops_after) else row.stops_after}
+                      for row in fine.itertuples()],
             "careful_off": own.loc[careful, "error"].abs().max() if careful.any() else None,
             "careful_is_exact": bool((own.loc[careful, "error"].abs() < EXACT).all()),
             "worst": {"result": plain.result[worst], "type": plain.sum_type[worst]},
@@ -60,10 +62,12 @@ def _differ(sums: pd.DataFrame) -> list[str]:
 
 
 def toy(rows: pd.DataFrame) -> dict:
-    """Which tensors keep fp32 (``kept``) and which have the low type (``cast``) under every autocast, on the device that
-    the run had; ``mixed_up`` are the others. ``elsewhere`` has the other devices with the tensors that differ there."""
+    """Which tensors keep fp32 (``kept``) and which have the low type (``cast``) under every autocast, on
+    the device that the run had; ``mixed_up`` are the others. ``elsewhere`` has the other devices with the
+    tensors that differ there."""
     devices = list(dict.fromkeys(rows["device"]))
-    wide = rows.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first", sort=False)
+    wide = rows.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first",
+                            sort=False)
     own = wide[devices[-1]]
     kept = [tensor for tensor in wide.index if (own.loc[tensor] == "fp32").all()]
     cast = [tensor for tensor in wide.index if (own.loc[tensor] == own.columns).all()]
@@ -80,10 +84,11 @@ def toy(rows: pd.DataFrame) -> dict:
 def norms(table: pd.DataFrame) -> dict:
     """What each norm loses in each low type, over the scale of its inputs, on the device that the run had.
 
-    ``types`` has for each type whether it ``loses_nothing``, the ``norms`` with their losses, and where the output is
-    ``right``. ``off`` is the output's median relative error by type where all types give one. ``epsilon_alone`` is the
-    largest scale at which fp16's variance is zero and its output still right, ``overflows_from`` the least at which it
-    overflows (None for either where there is none); ``coarsest`` is what bf16 rounds most.
+    ``types`` has for each type whether it ``loses_nothing``, the ``norms`` with their losses, and where the
+    output is ``right``. ``off`` is the output's median relative error by type where all types give one.
+    ``epsilon_alone`` is the largest scale at which fp16's variance is zero and its output still right,
+    ``overflows_from`` the least at which it overflows (None for either where there is none); ``coarsest`` is
+    what bf16 rounds most.
     """
     rows = pick(table, device=table["device"].iloc[-1])
     types = [_of_type(pick(rows, dtype=dtype)) | {"dtype": dtype} for dtype in LOW]
@@ -98,16 +103,18 @@ def norms(table: pd.DataFrame) -> dict:
     coarse = pick(rows, dtype="bf16").groupby(["norm", "quantity"], sort=False)["relative_error"].median()
     norm, quantity = coarse.idxmax()
     inner = rows[rows["quantity"] != "input"]
-    shown = rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "input")]
-    return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST, "wrong": NORM_OFF,
-            "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
+    shown = inner[inner["dtype"].isin(LOW)]
+    return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
+            "wrong": NORM_OFF, "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
             "off_fp32": off["fp32"], "off_bf16": off["bf16"],
             "epsilon_alone": under["scale"].max() if len(under) else None, "root_of_epsilon": EPS**0.5,
-            "coarsest": {"norm": norm, "quantity": quantity, "error": coarse.max(), "is_mean": quantity == "mean"},
+            "coarsest": {"norm": norm, "quantity": quantity, "error": coarse.max(),
+                         "is_mean": quantity == "mean"},
             "overflows_from": over["scale"].min() if len(over) else None,
-            "only_fp16_loses": bool(len(over)) and all(own["loses_nothing"] for own in types if own["dtype"] == "bf16"),
+            "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
             "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
-            "quantities": {norm: list(own["quantity"].unique()) for norm, own in inner.groupby("norm", sort=False)},
+            "quantities": {norm: list(own["quantity"].unique())
+                           for norm, own in inner.groupby("norm", sort=False)},
             "runs": runs_of(table)}
 
 
@@ -115,7 +122,7 @@ def _of_type(rows: pd.DataFrame) -> dict:
     """One type's losses by norm, and the scales at which each norm's output is right."""
     over, gone = rows[rows["nonfinite"] > LOST], rows[rows["zero"] > LOST]
     output = pick(rows, quantity="output")
-    good = output[(output["relative_error"] < NORM_OFF) & (output["nonfinite"] <= LOST) & (output["zero"] <= LOST)]
+    good = output[(output["relative_error"] < NORM_OFF) & (output[["nonfinite", "zero"]] <= LOST).all(axis=1)]
     ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
     return {"loses_nothing": over.empty and gone.empty,
             "norms": [{"norm": norm, "losses": _losses(pick(over, norm=norm), pick(gone, norm=norm))}
@@ -124,8 +131,9 @@ def _of_type(rows: pd.DataFrame) -> dict:
 
 
 def _losses(over: pd.DataFrame, gone: pd.DataFrame) -> list[dict]:
-    """How one norm loses quantities: by overflow, by becoming zero at small scales, and, being divided by an overflow,
-    at large ones. Each has ``groups``: quantities by the scale from which (``upwards``), or up to which, they are lost."""
+    """How one norm loses quantities: by overflow, by becoming zero at small scales, and, being divided by
+    an overflow, at large ones. Each has ``groups``: quantities by the scale from which (``upwards``), or
+    up to which, they are lost."""
     small, large = gone[gone["scale"] < 1], gone[gone["scale"] >= 1]
     return [{"overflow": kind == "overflow", "divided": kind == "divided", "upwards": kind != "small",
              "groups": _by_scale(rows, "max" if kind == "small" else "min")}
@@ -133,6 +141,7 @@ def _losses(over: pd.DataFrame, gone: pd.DataFrame) -> list[dict]:
 
 
 def _by_scale(rows: pd.DataFrame, end: str) -> list[dict]:
-    """Quantities by the least or greatest scale (``end`` is min or max) at which they are lost, in its order."""
+    """Quantities by the least or greatest scale (``end`` is min or max) at which they are lost, in its
+    order."""
     at = rows.groupby("quantity", sort=False)["scale"].agg(end)
-    return [{"scale": scale, "quantities": list(names)} for scale, names in at.groupby(at, sort=True).groups.items()]
+    return [{"scale": scale, "quantities": list(own.index)} for scale, own in at.groupby(at, sort=True)]

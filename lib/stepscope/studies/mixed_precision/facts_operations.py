@@ -13,7 +13,8 @@ KINDS = ("low", "fp32", "both", "cast")  # of an operation, by the types it touc
 PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
          "optimizer": lambda o: o["phase"] == "optimizer",
          "casts and copies": lambda o: o["family"] == CASTS,
-         "softmax, mask, scale": lambda o: o["region"].isin(["attention.softmax", "attention.mask", "attention.scores"]),
+         "softmax, mask, scale": lambda o: o["region"].isin([f"attention.{name}" for name in
+                                                             ("softmax", "mask", "scores")]),
          "norms": lambda o: o["region"] == "norm",
          "summing gradients": lambda o: o["region"] == "gradient accumulation",
          "the rest": lambda o: o["family"].notna()}
@@ -21,7 +22,8 @@ LITTLE = 0.01  # of a step: a part that takes less at every size is not named
 
 
 def casts(census: pd.DataFrame, cost: pd.DataFrame) -> dict | None:
-    """Types of the step's operations (``census``) and the time of its casts (``cost``), None for what was not measured."""
+    """Types of the step's operations (``census``) and the time of its casts (``cost``), None for what was
+    not measured."""
     if census.empty and cost.empty:
         return None
     return {"census": _census(census) if len(census) else None, "cost": _cost(cost) if len(cost) else None,
@@ -29,8 +31,9 @@ def casts(census: pd.DataFrame, cost: pd.DataFrame) -> dict | None:
 
 
 def _census(census: pd.DataFrame) -> dict:
-    """Operations by kind under each autocast; under bf16 the casts by phase and every other operation outside the
-    optimizer (``shown``). ``lossy`` are the types in which the loss's log-softmax itself runs."""
+    """Operations by kind under each autocast; under bf16 the casts by phase and every other operation
+    outside the optimizer (``shown``). ``lossy`` are the types in which the loss's log-softmax itself
+    runs."""
     size, context = census["size"].iloc[0], census["context_length"].iloc[0]
     census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
     named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
@@ -64,7 +67,8 @@ def kind_of(operation: str, reads: str, writes: str) -> str:
 
 
 def _cost(cost: pd.DataFrame) -> dict:
-    """Casts' share of a full step's operations and their ms, by precision; ``worst`` is the size and type of the most."""
+    """Casts' share of a full step's operations and their ms, by precision; ``worst`` is the size and type
+    of the most."""
     cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
     worst = cost.loc[cost["share"].idxmax()]
     return {"on_gpu": "cuda" in set(cost["device"]), "shares": cost["share"],
@@ -91,9 +95,9 @@ def parts(operations: pd.DataFrame) -> pd.DataFrame:
 def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame) -> dict | None:
     """What of a full step in low precision faster matrix products would leave, by part and size.
 
-    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. ``limit`` is Amdahl's: how
-    many times as fast the step's operations were if products cost nothing. ``rest`` are the parts' shares, the most
-    first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
+    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. ``limit`` is
+    Amdahl's: how many times as fast the step's operations were if products cost nothing. ``rest`` are the
+    parts' shares, the most first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
     """
     low = parts(operations_low)
     low = low[low["precision"].isin(LOW)] if len(low) else low
@@ -108,7 +112,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
     limit = 1 / (1 - products)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
-            "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit, "others": 1 - products, "most": order[0],
+            "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit, "others": 1 - products,
+            "most": order[0],
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
@@ -117,7 +122,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
 
 
 def _gains(both: pd.DataFrame) -> dict:
-    """fp32's time over low precision's by part; the products' share in fp32; parts that are no faster at any size."""
+    """fp32's time over low precision's by part; the products' share in fp32; parts that are no faster at
+    any size."""
     names = list(PARTS)
     gains = {name: both[f"{name}_fp32"] / both[name] for name in names}
     before = both[[f"{name}_fp32" for name in names]].sum(axis=1)
@@ -127,10 +133,11 @@ def _gains(both: pd.DataFrame) -> dict:
 
 
 def _launch_bound(times: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in launch-bound phases, where it is not 0; None where no
-    clock tells."""
+    """Full steps of these contexts with the share of their time in launch-bound phases, where it is not 0;
+    None where no clock tells."""
     steps = pick(times, status="ok", phase=WHOLE, mode="step", precision=precision) if len(times) else times
     if "launch_bound_share" not in steps:
         return None
     steps = steps[steps["context_length"].isin(contexts) & (steps["launch_bound_share"] > 0)]
-    return {"bound": [{"size": size, "share": share} for size, share in zip(steps["size"], steps["launch_bound_share"])]}
+    return {"bound": [{"size": size, "share": share}
+                      for size, share in zip(steps["size"], steps["launch_bound_share"])]}

@@ -1,9 +1,11 @@
 """How fast lower precision is: against fp32, where it is slower and why, and beside published figures."""
+from itertools import pairwise
+
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES, PRECISIONS
 from stepscope.runs.store import by_size
-from stepscope.say.formats import MODE_WORDS, runs_of
+from stepscope.say.formats import runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import BASE, LOW, SAME
@@ -19,12 +21,13 @@ GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
 
 def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
           operations: pd.DataFrame) -> dict:
-    """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over all.
+    """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over
+    all.
 
-    ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in fp32.
-    ``by_precision`` has the full step of the smallest and largest size; ``phases`` those of the largest size's step in
-    ``phase_precision``. ``step`` has the least and the most of bf16's full step; ``again`` how far fp32 is from the
-    benchmark's; ``missing`` what was not measured.
+    ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in
+    fp32. ``by_precision`` has the full step of the smallest and largest size; ``phases`` those of the largest
+    size's step in ``phase_precision``. ``step`` has the least and the most of bf16's full step; ``again`` how
+    far fp32 is from the benchmark's; ``missing`` what was not measured.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
@@ -32,17 +35,16 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
     best = walls.loc[walls["speedup"].idxmax()]
     changes = walls["change"].value_counts()
     chosen = "bf16" if "bf16" in precisions else precisions[0]
-    return {"context": context, "by_precision": _by_precision(pick(steps, context_length=context), precisions),
-            "best": {"speedup": best.speedup, "mode": best["mode"]} | _cell(best),
-            "largest": walls["size"].iloc[-1],
-            **_phases_of_largest(pick(speedups, mode="step", context_length=context), walls["size"].iloc[-1], precisions),
+    largest, within = walls["size"].iloc[-1], pick(speedups, mode="step", context_length=context)
+    return {"context": context, "largest": largest, "precisions": precisions,
+            "by_precision": _by_precision(pick(steps, context_length=context), precisions),
+            "best": {"speedup": best["speedup"], "mode": best["mode"]} | _cell(best),
+            **_phases_of_largest(pick(within, size=largest), precisions),
             "longer": _longer_context(steps, context, operations), "fp16_to_bf16": _fp16_to_bf16(steps),
             "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
             "unchanged": changes.get("none", 0), "same": SAME, "again": _again(times, benchmark),
             "missing": _missing(times), "step": _least_and_most(pick(steps, precision=chosen)),
-            "precisions": precisions, "walls": walls,
-            "step_phases": pick(speedups, mode="step", context_length=context)[lambda t: t["phase"] != WHOLE],
-            "runs": runs_of(speedups)}
+            "walls": walls, "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
 
 
 def _cell(row: pd.Series) -> dict:
@@ -50,7 +52,8 @@ def _cell(row: pd.Series) -> dict:
 
 
 def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
-    """Full steps at one context: the smallest and the largest size's speed-up, and whether it ``rises`` with every size."""
+    """Full steps at one context: the smallest and the largest size's speed-up, and whether it ``rises``
+    with every size."""
     found = []
     for precision in precisions:
         own = pick(steps, precision=precision)
@@ -62,10 +65,10 @@ def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
     return found
 
 
-def _phases_of_largest(rows: pd.DataFrame, largest: str, precisions: list[str]) -> dict:
+def _phases_of_largest(rows: pd.DataFrame, precisions: list[str]) -> dict:
     """The phases of the largest size's step in bf16, or in the only precision there is."""
     chosen = precisions[0] if len(precisions) == 1 else "bf16"
-    own = pick(rows, size=largest, precision=chosen).set_index("phase")
+    own = pick(rows, precision=chosen).set_index("phase")
     return {"phase_precision": chosen if chosen in precisions else None,
             "phases": [{"phase": phase, "unchanged": own.change[phase] == "none",
                         "faster": own.change[phase] == "faster", "speedup": own.speedup[phase],
@@ -73,13 +76,14 @@ def _phases_of_largest(rows: pd.DataFrame, largest: str, precisions: list[str]) 
 
 
 def _longer_context(steps: pd.DataFrame, context: int, operations: pd.DataFrame) -> dict | None:
-    """In how many cells the step's speed-up falls from a context to its double, and the ``products``' share of fp32's
-    step at both (None without profiles)."""
-    both = pick(steps, context_length=2 * context).merge(pick(steps, context_length=context), on=["size", "precision"],
-                                                         suffixes=("", "_before"))
+    """In how many cells the step's speed-up falls from a context to its double, and the ``products``'
+    share of fp32's step at both (None without profiles)."""
+    both = pick(steps, context_length=2 * context).merge(
+        pick(steps, context_length=context), on=["size", "precision"], suffixes=("", "_before"))
     if both.empty:
         return None
-    return {"context": 2 * context, "falls": int((both["speedup"] < both["speedup_before"]).sum()), "cells": len(both),
+    return {"context": 2 * context, "cells": len(both),
+            "falls": int((both["speedup"] < both["speedup_before"]).sum()),
             "products": _products_by_context(operations, context)}
 
 
@@ -90,17 +94,20 @@ def _products_by_context(operations: pd.DataFrame, context: int) -> dict | None:
     share = (rows["matrix products"] / rows[list(PARTS)].sum(axis=1)).groupby(rows["context_length"]).median()
     if not {context, 2 * context} <= set(share.index):
         return None
-    return {"before": share[context], "after": share[2 * context], "falls": share[2 * context] < share[context]}
+    before, after = share[context], share[2 * context]
+    return {"before": before, "after": after, "falls": after < before}
 
 
 def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
     """fp16's time of a full step over bf16's of the same run."""
-    pair = pick(steps, precision="bf16").merge(pick(steps, precision="fp16"), on="run_id", suffixes=("", "_fp16"))
+    pair = pick(steps, precision="bf16").merge(pick(steps, precision="fp16"), on="run_id",
+                                               suffixes=("", "_fp16"))
     return pair["median_ms_fp16"] / pair["median_ms"] if len(pair) else None
 
 
 def _again(times: pd.DataFrame, benchmark: pd.DataFrame) -> list[dict]:
-    """How far fp32's medians are from the benchmark's, apart for cells with launch-bound phases and for the others."""
+    """How far fp32's medians are from the benchmark's, apart for cells with launch-bound phases and for
+    the others."""
     again = same_as_benchmark(times, benchmark)
     if again.empty:
         return []
@@ -109,7 +116,8 @@ def _again(times: pd.DataFrame, benchmark: pd.DataFrame) -> list[dict]:
 
 
 def _missing(times: pd.DataFrame) -> list[dict]:
-    """What was not measured, by precision and cause; ``cells`` is empty where that is all of the precision."""
+    """What was not measured, by precision and cause; ``cells`` is empty where that is all of the
+    precision."""
     rows = times[times["status"] != "ok"]
     return [{"precision": precision, "cause": cause,
              "cells": [] if len(own) == len(pick(times, precision=precision)) else
@@ -118,18 +126,20 @@ def _missing(times: pd.DataFrame) -> list[dict]:
 
 
 def _least_and_most(steps: pd.DataFrame) -> dict | None:
-    """The full step's least and greatest speed-up in one precision, and how many cells are slower than fp32."""
+    """The full step's least and greatest speed-up in one precision, and how many cells are slower than
+    fp32."""
     if steps.empty:
         return None
     least, most = (steps.loc[index] for index in (steps["speedup"].idxmin(), steps["speedup"].idxmax()))
     return {"precision": most["precision"], "several": len(steps) > 1, "cells": len(steps),
-            "least": {"speedup": least["speedup"]} | _cell(least), "most": {"speedup": most["speedup"]} | _cell(most),
+            "least": {"speedup": least["speedup"]} | _cell(least),
+            "most": {"speedup": most["speedup"]} | _cell(most),
             "slower": int((steps["change"] == "slower").sum())}
 
 
 def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame) -> pd.DataFrame:
-    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of wall time the
-    larger is, less one) and ``bound`` (whether a phase of it is launch-bound here)."""
+    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of
+    wall time the larger is, less one) and ``bound`` (whether a phase of it is launch-bound here)."""
     other = matrix(benchmark)
     if other.empty:
         return other
@@ -146,15 +156,17 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
            operations_low: pd.DataFrame) -> dict:
     """Which phases, passes and steps take longer than in fp32, and why.
 
-    ``benchmark`` is that study's times; ``operations`` are the profiles' in fp32 and ``operations_low`` in the others.
-    ``noise`` is how far fp32's launch-bound cells differ from one process to another (None where that is unknown) and
-    how many are slower by more. ``by_cause`` has lists of phases, ``table`` a row for each cause, phase and precision.
+    ``benchmark`` is that study's times; ``operations`` are the profiles' in fp32 and ``operations_low`` in
+    the others. ``noise`` is how far fp32's launch-bound cells differ from one process to another (None where
+    that is unknown) and how many are slower by more. ``by_cause`` has lists of phases, ``table`` a row for
+    each cause, phase and precision.
     """
     rows = with_cause(speedups, times)
     worse = rows[rows["change"] == "slower"]
     whole = worse[worse["phase"] == WHOLE]
     table = _by_cause(worse)
-    cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(lambda p: "/".join(dict.fromkeys(p)))
+    cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
+        lambda p: "/".join(dict.fromkeys(p)))
     compared = int((rows["phase"] == WHOLE).sum())
     return {"compared": len(rows), "nowhere": worse.empty, "whole": len(whole), "whole_compared": compared,
             "phases": len(worse) - len(whole), "phases_compared": len(rows) - compared,
@@ -169,7 +181,8 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
                          for cause, own in table.groupby("cause", sort=False)],
             "optimizer": _optimizer(rows, operations, operations_low), "scaler_extra": _scaler(rows),
             "more_operations": _more_operations(operations, operations_low),
-            "on_gpu": "cuda" in set(times["device"]), "table": table, "runs": runs_of(rows if worse.empty else worse)}
+            "on_gpu": "cuda" in set(times["device"]), "table": table,
+            "runs": runs_of(rows if worse.empty else worse)}
 
 
 def with_cause(speedups: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
@@ -178,10 +191,10 @@ def with_cause(speedups: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     if "launch_bound_share" not in done:
         return speedups.assign(cause=PROCESSOR)
     # How far the host is ahead of the GPU when a phase begins: at the end of the one before.
-    following = dict(zip(PHASE_NAMES, PHASE_NAMES[1:]))
-    ahead = done.assign(phase=done["phase"].map(following), ahead_ms=done["trailing_ms"]).dropna(subset=["phase"])
-    rows = speedups.merge(done[[*keys, "launch_bound_share"]], on=keys).merge(ahead[[*keys, "ahead_ms"]], on=keys,
-                                                                              how="left")
+    following = dict(pairwise(PHASE_NAMES))
+    ahead = done.assign(phase=done["phase"].map(following), ahead_ms=done["trailing_ms"])
+    ahead = ahead.dropna(subset=["phase"])[[*keys, "ahead_ms"]]
+    rows = speedups.merge(done[[*keys, "launch_bound_share"]], on=keys).merge(ahead, on=keys, how="left")
     return rows.assign(cause=[_cause(row) for row in rows.itertuples()])
 
 
@@ -198,8 +211,8 @@ def _cause(row) -> str:
 
 
 def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
-    """Slower cells by cause, phase and precision: number of ``cells``, their ``sizes``, ``low`` and ``high`` (times
-    fp32's time) and ``lost_ms`` (the most)."""
+    """Slower cells by cause, phase and precision: number of ``cells``, their ``sizes``, ``low`` and
+    ``high`` (times fp32's time) and ``lost_ms`` (the most)."""
     lost = worse.assign(lost=worse["median_ms"] - worse["fp32_ms"], ratio=1 / worse["speedup"])
     return lost.groupby(["cause", "phase", "precision"], sort=False).agg(
         cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))),
@@ -214,9 +227,9 @@ def _noise(whole: pd.DataFrame, again: pd.DataFrame) -> dict | None:
 
 
 def _optimizer(rows: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
-    """Times fp32's of the optimizer phase in TF32 and bf16, where the host is ahead of the GPU as it begins and where
-    the GPU has ``caught_up``; None where there are not both. ``kernels`` is its kernels' time over fp32's in the
-    profiles, None where that is not the same."""
+    """Times fp32's of the optimizer phase in TF32 and bf16, where the host is ahead of the GPU as it
+    begins and where the GPU has ``caught_up``; None where there are not both. ``kernels`` is its kernels'
+    time over fp32's in the profiles, None where that is not the same."""
     if "ahead_ms" not in rows:
         return None
     own = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
@@ -241,13 +254,14 @@ def _scaler(rows: pd.DataFrame) -> pd.Series | None:
     if "ahead_ms" not in rows:
         return None
     own = pick(rows, phase="optimizer")
-    both = pick(own, precision="fp16").merge(pick(own, precision="bf16")[["run_id", "median_ms"]], on="run_id",
-                                             suffixes=("", "_bf16"))
+    both = pick(own, precision="fp16").merge(pick(own, precision="bf16")[["run_id", "median_ms"]],
+                                             on="run_id", suffixes=("", "_bf16"))
     return both["median_ms"] / both["median_ms_bf16"] - 1 if len(both) else None
 
 
 def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
-    """How many times as many operations as in fp32 one full step launches, over the sizes and contexts of both."""
+    """How many times as many operations as in fp32 one full step launches, over the sizes and contexts of
+    both."""
     if operations.empty or operations_low.empty:
         return None
     times = (launches(operations_low) / launches(operations)).dropna()
@@ -262,21 +276,23 @@ def launches(operations: pd.DataFrame) -> pd.Series:
 
 
 def published_pairs(published: pd.DataFrame) -> pd.DataFrame:
-    """Printed times in lower precision with the fp32 time of the same report, size, context, pass and clock: a row a
-    pair; a context of -1 is not stated."""
+    """Printed times in lower precision with the fp32 time of the same report, size, context, pass and
+    clock: a row a pair; a context of -1 is not stated."""
     keys = ["source", "size", "context_length", "phase", "clock"]
     theirs = published.dropna(subset=["size", "phase", "precision"])
     theirs = theirs[~theirs["estimated"] & (theirs["warmup_steps"].isna() | (theirs["warmup_steps"] > 0))]
-    known = theirs.assign(context_length=theirs["context_length"].fillna(-1), clock=theirs["clock"].fillna(""))
-    return known[known["precision"] != BASE].merge(pick(known, precision=BASE)[[*keys, "mean_ms", "as_printed"]],
-                                                   on=keys, suffixes=("", "_fp32"))
+    known = theirs.assign(context_length=theirs["context_length"].fillna(-1),
+                          clock=theirs["clock"].fillna(""))
+    base = pick(known, precision=BASE)[[*keys, "mean_ms", "as_printed"]]
+    return known[known["precision"] != BASE].merge(base, on=keys, suffixes=("", "_fp32"))
 
 
 def published(speedups: pd.DataFrame, printed: pd.DataFrame) -> dict:
     """Published pairs' speed-ups beside those here, of the same size, pass and (where it is stated) context.
 
-    ``inside`` are those between the least and the most measured here, ``below`` those less. ``table`` has a row a pair
-    with ``theirs``, and ``low`` and ``high`` here; None where no pair is of a size and pass measured here.
+    ``inside`` are those between the least and the most measured here, ``below`` those less. ``table`` has a
+    row a pair with ``theirs``, and ``low`` and ``high`` here; None where no pair is of a size and pass
+    measured here.
     """
     backward = pick(speedups, mode="forward_backward", phase="backward").assign(mode="backward")
     here_all = pd.concat([pick(speedups, phase=WHOLE), backward])
@@ -287,10 +303,9 @@ def published(speedups: pd.DataFrame, printed: pd.DataFrame) -> dict:
                     & ((pair["context_length"] < 0) | (here["context_length"] == pair["context_length"]))]
         if len(here):
             used |= set(runs_of(here))
-            found.append({name: pair[name] for name in ("source", "gpu", "size", "phase", "precision", "as_printed_fp32",
-                                                        "as_printed")}
-                         | {"context_length": int(pair["context_length"]), "theirs": pair["mean_ms_fp32"] / pair["mean_ms"],
-                            "low": here["speedup"].min(), "high": here["speedup"].max()})
+            found.append(pair | {"context_length": int(pair["context_length"]),
+                                 "theirs": pair["mean_ms_fp32"] / pair["mean_ms"],
+                                 "low": here["speedup"].min(), "high": here["speedup"].max()})
     if not found:
         return {"pairs": 0, "table": None, "runs": []}
     table = by_size(pd.DataFrame(found))

@@ -1,4 +1,5 @@
-"""The mixed-precision study: every precision beside fp32, on the same weights and batch and in the same process."""
+"""The mixed-precision study: every precision beside fp32, on the same weights and batch and in the same
+process."""
 import dataclasses
 import gc
 from collections.abc import Callable
@@ -22,8 +23,8 @@ def measure_all(config: Config,
 
     Returns:
         samples: with columns ``precision`` and ``mode`` before those of ``timing.SAMPLE_COLUMNS``.
-        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU). What does not fit,
-            or what the device lacks, costs its cell; it is never replaced by another precision.
+        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU). What does
+            not fit, or what the device lacks, costs its cell; it is never replaced by another precision.
 
     Raises:
         torch.OutOfMemoryError: no cell fits.
@@ -31,9 +32,11 @@ def measure_all(config: Config,
     samples, cells = [], []
     for precision in PRECISIONS:
         for mode in PHASES:
-            cell = {"precision": precision, "mode": mode, "status": "ok", "cause": None, "peak_allocated_mib": np.nan}
+            cell = {"precision": precision, "mode": mode, "status": "ok", "cause": None,
+                    "peak_allocated_mib": np.nan}
+            step = config.step(precision=precision, mode=mode)
             try:
-                own, cell["peak_allocated_mib"] = _cell(config.step(precision=precision, mode=mode), read_sm_clock)
+                own, cell["peak_allocated_mib"] = _cell(step, read_sm_clock)
                 samples.append(own.assign(precision=precision, mode=mode))
             except ConfigError as error:
                 cell |= {"status": "skipped", "cause": str(error)}
@@ -65,10 +68,10 @@ def _empty_cache(device: str, reset_peak: bool = False) -> None:
 def health(config: Config) -> pd.DataFrame:
     """Loss and gradients of each precision on the same fresh weights and batch, beside fp32's.
 
-    Returns a row for each precision, fp16 both with and without loss scaling: precision, scale (of the loss; 1
-    without), loss, gradient_norm (of the unscaled gradient), and as shares of the gradient's elements that are not 0 in
-    fp32: zero (0 in this precision: underflow), nonfinite. ``zero_fp32`` is the share of all elements that are 0 in
-    fp32, too. Rows whose memory or device does not suffice are left out.
+    Returns a row for each precision, fp16 both with and without loss scaling: precision, scale (of the loss;
+    1 without), loss, gradient_norm (of the unscaled gradient), and as shares of the gradient's elements that
+    are not 0 in fp32: zero (0 in this precision: underflow), nonfinite. ``zero_fp32`` is the share of all
+    elements that are 0 in fp32, too. Rows whose memory or device does not suffice are left out.
     """
     _empty_cache(config.device)
     step = build_step(config.step(precision=BASE, mode="forward_backward"))
@@ -98,7 +101,8 @@ def health(config: Config) -> pd.DataFrame:
 
 
 def _beside(gradients: list[Tensor], exact: list[Tensor], scale: float) -> dict[str, float]:
-    """``gradient_norm``, ``zero``, ``nonfinite`` and ``zero_fp32`` of scaled gradients beside fp32's (see health)."""
+    """``gradient_norm``, ``zero``, ``nonfinite`` and ``zero_fp32`` of scaled gradients beside fp32's (see
+    health)."""
     nonzero = sum(int(e.count_nonzero()) for e in exact)
     lost = sum(int(((g == 0) & (e != 0)).sum()) for g, e in zip(gradients, exact))
     nonfinite = sum(int((~g.isfinite()).sum()) for g in gradients)
@@ -116,10 +120,12 @@ def _forward_backward(step: Step) -> float:
 
 
 def casts(config: Config) -> pd.DataFrame:
-    """What changing types costs: one full step of each autocast precision under torch.profiler, after two without.
+    """What changing types costs: one full step of each autocast precision under torch.profiler, after two
+    without.
 
-    Returns columns precision, casts (calls of ``aten::_to_copy``), casts_ms (their operations on the device; on a CPU
-    their own time), step_ms (all operations'). A precision that does not fit or that the device lacks is left out.
+    Returns columns precision, casts (calls of ``aten::_to_copy``), casts_ms (their operations on the device;
+    on a CPU their own time), step_ms (all operations'). A precision that does not fit or that the device
+    lacks is left out.
     """
     rows = []
     for precision in LOW:

@@ -4,7 +4,7 @@ from decimal import Decimal
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS, ms, number, percent, signed, source_name, span, tiny
+from stepscope.say.formats import MODE_WORDS, ms, number, percent, scientific, signed, source_name, span, tiny
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW
 from stepscope.studies.mixed_precision.facts_operations import PARTS
@@ -14,16 +14,19 @@ KIND_WORDS = {"low": "in the low type", "fp32": "in fp32", "both": "that take or
 
 def sums(facts: dict) -> pd.DataFrame:
     """A row for each way of summing, with all decimals of its result."""
-    return pd.DataFrame([{"way": row.way, "printed": f"{row.result:.4f}", "exactly": f"{Decimal(row.result):f}",
-                          "bits": f"`{row.bits}`", "error": signed(row.error),
-                          "from storing 0.01": signed(row.error_of_term), "from adding": signed(row.error_of_adding)}
-                         for row in facts["table"].itertuples()])
+    table = facts["table"]
+    return pd.DataFrame({"way": table["way"], "printed": table["result"].map("{:.4f}".format),
+                         "exactly": [f"{Decimal(result):f}" for result in table["result"]],
+                         "bits": table["bits"].map("`{}`".format), "error": table["error"].map(signed),
+                         "from storing 0.01": table["error_of_term"].map(signed),
+                         "from adding": table["error_of_adding"].map(signed)})
 
 
 def types(facts: dict) -> pd.DataFrame:
     """Tensors down, autocasts and devices across."""
     wide = facts["table"]
-    names = [f"{autocast} on {'the GPU' if device == 'cuda' else 'the CPU'}" for device, autocast in wide.columns]
+    devices = {"cuda": "the GPU", "cpu": "the CPU"}
+    names = [f"{autocast} on {devices[device]}" for device, autocast in wide.columns]
     return wide.set_axis(names, axis=1).reset_index()
 
 
@@ -39,7 +42,7 @@ def errors(facts: dict) -> pd.DataFrame:
 
 
 def _error(row) -> str:
-    error = "–" if pd.isna(row.relative_error) else f"{row.relative_error:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    error = "–" if pd.isna(row.relative_error) else scientific(row.relative_error, 0)
     return f"{error} {'↑' if row.overflows else ''}{'↓' if row.vanishes else ''}".strip()
 
 
@@ -76,8 +79,9 @@ def causes(facts: dict) -> pd.DataFrame | None:
     table = facts["table"]
     if table.empty:
         return None
-    return pd.DataFrame({"cause": table["cause"], "phase": table["phase"].replace(WHOLE, "whole pass or step"),
-                         "precision": table["precision"], "cells": table["cells"], "sizes": table["sizes"],
+    phases = table["phase"].replace(WHOLE, "whole pass or step")
+    return pd.DataFrame({"cause": table["cause"], "phase": phases, "precision": table["precision"],
+                         "cells": table["cells"], "sizes": table["sizes"],
                          "times as long": [span(ends) for ends in zip(table["low"], table["high"])],
                          "longer by at most": table["lost_ms"].map(ms)})
 
@@ -105,8 +109,8 @@ def cast_times(facts: dict) -> pd.DataFrame | None:
 def parts(facts: dict) -> pd.DataFrame:
     """Sizes and contexts down, parts of a full step across."""
     low = facts["table"]
-    cells = {name: [f"{number(value)} ({percent(value / total)})" for value, total in zip(low[name], low["total"])]
-             for name in PARTS}
+    cells = {name: [f"{number(value)} ({percent(value / total)})"
+                    for value, total in zip(low[name], low["total"])] for name in PARTS}
     return pd.DataFrame({"size": low["size"], "context": low["context_length"]} | cells
                         | {"at most": [f"{number(limit)} times" for limit in low["limit"]]})
 
@@ -116,8 +120,8 @@ def peaks(facts: dict) -> pd.DataFrame | None:
     if not facts["measurable"]:
         return None
     peaks_mib, times_ms = facts["peaks_mib"], facts["times_ms"]
-    table = pd.DataFrame({"size": [key[0] for key in peaks_mib.index], "context": [key[1] for key in peaks_mib.index],
-                          "mode": [MODE_WORDS[key[2]] for key in peaks_mib.index]})
+    sizes, contexts, modes = zip(*peaks_mib.index)
+    table = pd.DataFrame({"size": sizes, "context": contexts, "mode": map(MODE_WORDS.get, modes)})
     for precision in ("fp32", "bf16", "fp16"):
         if precision in peaks_mib:
             table[precision] = [f"{number(mib / 1024)} GiB, {ms(time)}" if pd.notna(mib) else "–"
@@ -129,9 +133,11 @@ def peaks(facts: dict) -> pd.DataFrame | None:
 def health(facts: dict) -> pd.DataFrame:
     """A row for each size and precision at the reference context."""
     shown = facts["shown"]
-    return pd.DataFrame({"size": shown["size"], "precision": shown["way"], "loss": shown["loss"].map("{:.6f}".format),
-                         "loss off": shown["loss_off"].map(tiny), "gradient norm off": shown["norm_off"].map(tiny),
-                         "became zero": shown["zero"].map(tiny), "overflowed": shown["nonfinite"].map(tiny)})
+    off = {"loss off": "loss_off", "gradient norm off": "norm_off", "became zero": "zero",
+           "overflowed": "nonfinite"}
+    return pd.DataFrame({"size": shown["size"], "precision": shown["way"],
+                         "loss": shown["loss"].map("{:.6f}".format)}
+                        | {header: shown[column].map(tiny) for header, column in off.items()})
 
 
 def pairs(facts: dict) -> pd.DataFrame | None:
