@@ -9,7 +9,7 @@ from stepscope.config import RunConfig, configure
 from stepscope.runs.store import Record, Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,

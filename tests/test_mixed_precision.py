@@ -1,4 +1,4 @@
-"""The mixed-precision study: its experiments and cells on the CPU, and its facts on the committed H200 records, changed too."""
+"""The mixed-precision study: its experiments and cells on the CPU; its facts on H200 records, changed too."""
 from fractions import Fraction
 from pathlib import Path
 
@@ -6,17 +6,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY
 
+from conftest import TINY
 from stepscope.config import ConfigError, configure, require_device
-from stepscope.report import render as report
 from stepscope.report.load import chapters, load_data
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import run_sweep
 from stepscope.say.chapter import answer, given
 from stepscope.say.published import load_published
 from stepscope.step.summary import ratio_interval
-from stepscope.studies.mixed_precision import comparison, facts_numerics, facts_operations, facts_speed, numerics, printed
+from stepscope.studies.mixed_precision import (
+    comparison,
+    facts_numerics,
+    facts_operations,
+    facts_speed,
+    numerics,
+    printed,
+)
 from stepscope.studies.mixed_precision import measure as mixed_precision
 from stepscope.studies.mixed_precision.chapter import CHAPTER
 
@@ -26,25 +32,30 @@ QUESTIONS = {question.key: question for question in CHAPTER.questions}
 
 @pytest.fixture(scope="module")
 def tables():
-    """The study's tables and the profiles' on the committed H200 records; the benchmark's times are this study's own."""
-    store = Store(ROOT / "runs" / "h200")
-    records = [record for record in store.records()[0] if record.study in ("mixed_precision", "nsys")]
-    loaded = {f"{chapter.study}.{name}": table for chapter in chapters() if chapter.study in ("mixed_precision", "nsys")
+    """The study's tables and the profiles' on H200 records; the benchmark's times are this study's."""
+    store, studies = Store(ROOT / "runs" / "h200"), ("mixed_precision", "nsys")
+    records = [record for record in store.records()[0] if record.study in studies
+               and record.config["size"] in ("small", "medium", "2.7B")
+               and record.config["context_length"] != 256]
+    loaded = {f"{chapter.study}.{name}": table for chapter in chapters() if chapter.study in studies
               for name, table in chapter.load(store, records).items()}
     times = loaded["mixed_precision.times"]
     return loaded | {"benchmark.published": load_published(),
                      "benchmark.times": times.assign(attention="eager", compile=False, optimizer="foreach")}
 
 
+def named(tables):
+    return {f"mixed_precision.{name}": table for name, table in tables.items()}
+
+
 def facts(tables, key, **changed):
     """A question's facts, with some of this study's tables changed."""
-    changed = {f"mixed_precision.{name}": table for name, table in changed.items()}
-    return QUESTIONS[key].facts(*given(tables | changed, QUESTIONS[key]))
+    return QUESTIONS[key].facts(*given(tables | named(changed), QUESTIONS[key]))
 
 
 def said(tables, key, **changed):
     """A question's answer in words, likewise."""
-    return answer(CHAPTER, QUESTIONS[key], tables | {f"mixed_precision.{name}": table for name, table in changed.items()})
+    return answer(CHAPTER, QUESTIONS[key], tables | named(changed))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,8 @@ def sums():
 def test_the_four_loops_make_what_is_published(sums):
     published = facts_numerics.PUBLISHED_SUMS
     assert sums.loc[list(published), "printed"].astype(float).to_dict() == published
-    assert sums["bits"]["fp32 into fp32"] == "0x4120008c" and float(sums["result"]["fp16 into fp16"]) == 9.953125
+    assert sums["bits"]["fp32 into fp32"] == "0x4120008c"
+    assert float(sums["result"]["fp16 into fp16"]) == 9.953125
 
 
 def test_an_error_splits_into_storing_and_adding(sums):
@@ -68,7 +80,8 @@ def test_an_error_splits_into_storing_and_adding(sums):
         assert row.error_of_term + row.error_of_adding == pytest.approx(row.error, abs=1e-15)
         assert float(Fraction(row.result) - 10) == row.error
     # The sum in fp32 of a thousand fp16 terms is exact, so nothing is lost in adding.
-    assert sums["error_of_adding"]["fp16 into fp32"] == 0 and sums["error_of_adding"]["bf16 into bf16"] == pytest.approx(-6.009765625)
+    assert sums["error_of_adding"]["fp16 into fp32"] == 0
+    assert sums["error_of_adding"]["bf16 into bf16"] == pytest.approx(-6.009765625)
 
 
 def test_where_an_addition_stops_changing_the_sum():
@@ -86,8 +99,8 @@ def test_the_toys_types_are_found_on_the_running_model():
 
 def test_a_norm_in_fp16_overflows_and_in_bf16_only_rounds():
     norms = numerics.norm_errors("cpu").set_index(["norm", "dtype", "scale", "quantity"])
-    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0,
-                              "variance"] == 1 and norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
+    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0, "variance"] == 1
+    assert norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
     bf16 = norms.xs("bf16", level="dtype")
     assert bf16["nonfinite"].max() == 0 and bf16["relative_error"].max() < 2**-7
 
@@ -105,12 +118,13 @@ def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     monkeypatch.setattr(mixed_precision, "measure", measure)
     samples, cells = mixed_precision.measure_all(config, lambda: None)
     status = cells.set_index(["precision", "mode"])["status"]
-    assert len(cells) == 12 and (status["tf32"] == "skipped").all() and "no TF32" in cells.loc[cells["precision"] == "tf32", "cause"].iloc[0]
-    assert status["bf16", "step"] == "oom" and (status.drop(index=[("bf16", "step"), *[("tf32", mode) for mode in status["tf32"].index]]) == "ok").all()
+    assert len(cells) == 12 and (status["tf32"] == "skipped").all()
+    assert cells.loc[cells["precision"] == "tf32", "cause"].str.contains("no TF32").all()
+    assert status["bf16", "step"] == "oom" and (status == "ok").sum() == 12 - 3 - 1
     assert set(zip(samples["precision"], samples["mode"])) == set(status.index[status == "ok"])
     assert not {precision for precision, _ in seen} & {"tf32"}
-    assert all(context.fast_dtype == torch.float16 and scales for (precision, _),
-               (context, scales, _) in seen.items() if precision == "fp16")
+    assert all(context.fast_dtype == torch.float16 and scales
+               for (precision, _), (context, scales, _) in seen.items() if precision == "fp16")
     assert all(matmul == "highest" for *_, matmul in seen.values())
 
 
@@ -127,7 +141,7 @@ def test_a_gpu_that_is_too_old_says_so(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
     old = config.step(precision="bf16", mode="step").model_copy(update={"device": "cuda"})
-    with pytest.raises(ConfigError, match="precision: got 'bf16', but an old GPU has compute capability 7.5 and it needs 8.0"):
+    with pytest.raises(ConfigError, match="an old GPU has compute capability 7.5 and it needs 8.0"):
         require_device(old)
     require_device(old.model_copy(update={"precision": "fp16"}))
 
@@ -141,7 +155,8 @@ def test_gradients_are_compared_on_the_same_weights(config):
 
 
 def samples_of(**times):
-    return pd.DataFrame([(precision, "step", True, "step", ms) for precision, group in times.items() for ms in group],
+    return pd.DataFrame([(precision, "step", True, "step", ms)
+                         for precision, group in times.items() for ms in group],
                         columns=["precision", "mode", "timed", "phase", "time_ms"])
 
 
@@ -163,10 +178,10 @@ def test_the_interval_of_a_ratio():
 
 
 def test_operations_by_the_types_they_touch():
-    kinds = [facts_operations.kind_of(*row) for row in [("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"),
-                                               ("add", "bf16, fp32", "fp32"),
-                                               ("nll_loss_forward", "fp32, int64", "fp32"),
-                                               ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
+    kinds = [facts_operations.kind_of(*row) for row in [
+        ("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"),
+        ("add", "bf16, fp32", "fp32"), ("nll_loss_forward", "fp32, int64", "fp32"),
+        ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
     assert kinds == ["cast", "low", "fp32", "both", "fp32", "low", "fp32"]
 
 
@@ -178,16 +193,18 @@ def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep)
     for key, question in QUESTIONS.items():
         made = answer(CHAPTER, question, data.tables)
         assert key == "mixed-left" or made.runs or not made.tables  # that one needs a profile
-        assert "GPU" not in made.text or key == "mixed-memory", made.text  # a CPU's finding says nothing of a GPU
+        assert "GPU" not in made.text or key == "mixed-memory"  # a CPU's finding says nothing of a GPU
     missing, = facts(data.tables, "mixed-speed")["missing"]
     assert missing["precision"] == "tf32" and not missing["cells"] and "TF32" in missing["cause"]
-    assert facts(data.tables, "mixed-memory") == {"measurable": False, "runs": [end_run.split("/runs/")[-1] for end_run in
-                                                                             [f"mixed_precision/{data.records[0].run_id}"]]}
-    assert {"mixed_running", "mixed_norms", "mixed_speed",
-            "mixed_health"} <= set(report.draw_figures(data, store.root / "figures"))
+    record, = data.records
+    memory = facts(data.tables, "mixed-memory")
+    assert memory == {"measurable": False, "runs": [f"mixed_precision/{record.run_id}"]}
+    drawn = {picture.stem for picture in CHAPTER.pictures
+             if (asked := given(data.tables, picture)) and picture.draw(*asked, where="here")}
+    assert drawn == {"mixed_running", "mixed_norms", "mixed_speed", "mixed_health"}
 
 
-# Facts on the committed records, and on the same changed ---------------------------------------------------------------
+# Facts on the committed records, and on the same changed
 
 def test_profiles_in_fp32_and_in_others_are_two_tables(tables):
     assert set(tables["nsys.operations"]["precision"]) == {"fp32"}
@@ -197,8 +214,9 @@ def test_profiles_in_fp32_and_in_others_are_two_tables(tables):
 def test_sums_that_are_not_the_published_ones_are_told(tables):
     sums = tables["mixed_precision.sums"]
     right = facts(tables, "mixed-sums")
-    assert right["as_published"] and right["differ"] == [] and len(right["loops"]) == len(facts_numerics.PUBLISHED_SUMS)
-    assert set(right["by_adding"]) | set(right["by_storing"]) == set(facts_numerics.PUBLISHED_SUMS)
+    loops = set(facts_numerics.PUBLISHED_SUMS)
+    assert right["as_published"] and right["differ"] == [] and len(right["loops"]) == len(loops)
+    assert set(right["by_adding"]) | set(right["by_storing"]) == loops
     off = sums.assign(result=sums["result"].where(sums["way"] != "fp16 into fp16", 11.0))
     wrong = facts(tables, "mixed-sums", sums=off)
     assert not wrong["as_published"] and [own["way"] for own in wrong["other"]] == ["fp16 into fp16"]
@@ -216,19 +234,23 @@ def test_where_autocast_differs_between_devices(tables):
     assert [own["tensor"] for own in elsewhere["differ"]] == ["output of ln"] and not elsewhere["on_gpu"]
     same = pd.concat([rows[rows["device"] == "cuda"].assign(device=device) for device in ("cpu", "cuda")])
     assert facts(tables, "mixed-toy", toy=same)["elsewhere"] == [{"on_gpu": False, "differ": []}]
-    mixed_up = rows.assign(dtype=rows["dtype"].where((rows["tensor"] != "loss") | (rows["autocast"] != "fp16"), "fp16"))
+    other = (rows["tensor"] == "loss") & (rows["autocast"] == "fp16")
+    mixed_up = rows.assign(dtype=rows["dtype"].mask(other, "fp16"))
     assert facts(tables, "mixed-toy", toy=mixed_up)["mixed_up"] == ["loss"]
 
 
 def test_what_a_norm_loses_is_decided_by_the_data(tables):
     norms = tables["mixed_precision.norms"]
     found = facts(tables, "mixed-norms")
-    assert found["only_fp16_loses"] and {own["dtype"]: own["loses_nothing"] for own in found["types"]} == {"fp16": False, "bf16": True}
-    losses = [loss for own in found["types"] for norm in own["norms"] for loss in norm["losses"]]
-    assert min(group["scale"] for loss in losses if loss["overflow"] for group in loss["groups"]) == found["overflows_from"]
+    fp16, bf16 = found["types"]
+    assert found["only_fp16_loses"] and not fp16["loses_nothing"] and bf16["loses_nothing"]
+    overflows = [group["scale"] for norm in fp16["norms"] for loss in norm["losses"] if loss["overflow"]
+                 for group in loss["groups"]]
+    assert min(overflows) == found["overflows_from"]
     lossy = norms.assign(nonfinite=norms["nonfinite"].where(norms["dtype"] != "bf16", 0.5))
     changed = facts(tables, "mixed-norms", norms=lossy)
-    assert not changed["only_fp16_loses"] and not any(own["loses_nothing"] or own["right"] for own in changed["types"] if own["dtype"] == "bf16")
+    fp16, bf16 = changed["types"]
+    assert not (changed["only_fp16_loses"] or bf16["loses_nothing"] or bf16["right"]) and fp16["right"]
     assert said(tables, "mixed-norms").finding and not said(tables, "mixed-norms", norms=lossy).finding
 
 
@@ -243,32 +265,37 @@ def test_speed_and_its_trend_follow_the_data(tables):
     assert changed["unchanged"] == changed["compared"] and not changed["step"]["slower"]
     assert all(phase["unchanged"] for phase in changed["phases"])
     cells = printed.speedups(changed, "step")[changed["precisions"]]
-    assert cells.stack().nunique() == 1 and printed.speedups(found, "step")[found["precisions"]].stack().nunique() > 1
+    assert cells.stack().nunique() == 1
+    assert printed.speedups(found, "step")[found["precisions"]].stack().nunique() > 1
 
 
 def test_how_far_fp32_is_from_another_process(tables):
     assert all(own["off"] == 0 for own in facts(tables, "mixed-speed")["again"])
-    farther = tables | {"benchmark.times": tables["benchmark.times"].assign(median_ms=lambda t: t["median_ms"] * 1.5)}
-    assert all(own["off"] == pytest.approx(0.5) for own in facts(farther, "mixed-speed")["again"])
-    assert sum(own["cells"] for own in facts(farther, "mixed-speed")["again"]) == 60
-    beyond = facts(tables, "mixed-slower")["noise"]["beyond"]
-    assert beyond == facts(tables, "mixed-slower")["whole"] and facts(farther, "mixed-slower")["noise"]["beyond"] < beyond
+    times = tables["benchmark.times"]
+    farther = tables | {"benchmark.times": times.assign(median_ms=times["median_ms"] * 1.5)}
+    again = facts(farther, "mixed-speed")["again"]
+    assert all(own["off"] == pytest.approx(0.5) for own in again)
+    assert sum(own["cells"] for own in again) == 3 * 9  # modes and runs
+    slower = facts(tables, "mixed-slower")
+    assert facts(farther, "mixed-slower")["noise"]["beyond"] < slower["noise"]["beyond"] == slower["whole"]
     assert facts(tables | {"benchmark.times": pd.DataFrame()}, "mixed-slower")["noise"] is None
 
 
 def test_why_low_precision_is_slower_is_told_by_the_clocks(tables):
     found, times = facts(tables, "mixed-slower"), tables["mixed_precision.times"]
     assert found["host_sets_the_time"] and found["phases"] + found["whole"] == found["table"]["cells"].sum()
-    assert sum(phase["cells"] for own in found["by_cause"] for phase in own["phases"]) == found["table"]["cells"].sum()
+    told = sum(phase["cells"] for own in found["by_cause"] for phase in own["phases"])
+    assert told == found["table"]["cells"].sum()
     busy = times.assign(launch_bound_share=0.0, trailing_ms=1e6)
     changed = facts(tables, "mixed-slower", times=busy)
-    assert not changed["host_sets_the_time"] and facts_speed.LAUNCHES not in {own["cause"] for own in changed["by_cause"]}
-    assert facts_speed.CAUGHT_UP not in {own["cause"] for own in changed["by_cause"]} and changed["optimizer"] is None
+    assert not changed["host_sets_the_time"] and changed["optimizer"] is None
+    assert not {own["cause"] for own in changed["by_cause"]} & {facts_speed.LAUNCHES, facts_speed.CAUGHT_UP}
     on_cpu = facts(tables, "mixed-slower", times=times.drop(columns="launch_bound_share"))
     assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_speed.PROCESSOR]
     never = tables["mixed_precision.speedups"].assign(change="faster")
     assert facts(tables, "mixed-slower", speedups=never)["nowhere"] and not found["nowhere"]
-    texts = {said(tables, "mixed-slower", **change).text for change in ({}, {"times": busy}, {"speedups": never})}
+    changes = ({}, {"times": busy}, {"speedups": never})
+    texts = {said(tables, "mixed-slower", **change).text for change in changes}
     assert len(texts) == 3 and not said(tables, "mixed-slower", speedups=never).tables
 
 
@@ -287,18 +314,20 @@ def test_casts_are_counted_by_what_they_touch(tables):
 
 def test_the_parts_of_a_step_hold_all_its_operations(tables):
     for operations in (tables["nsys.operations"], tables["nsys.operations_low"]):
-        table = facts_operations.parts(operations)
+        parts_ms = facts_operations.parts(operations)[list(facts_operations.PARTS)]
         step = operations[operations["mode"] == "step"]
-        assert table[list(facts_operations.PARTS)].to_numpy().sum() == pytest.approx((step["total_ns"] / step["steps"]).sum() / 1e6)
+        assert parts_ms.to_numpy().sum() == pytest.approx((step["total_ns"] / step["steps"]).sum() / 1e6)
 
 
 def test_what_faster_products_could_give_is_amdahls(tables):
     found, low = facts(tables, "mixed-left"), tables["nsys.operations_low"]
     table = facts_operations.parts(low)
     rest = 1 - table["matrix products"] / table[list(facts_operations.PARTS)].sum(axis=1)
-    assert list(found["limit"]) == pytest.approx(list(1 / rest)) and list(found["others"]) == pytest.approx(list(rest))
-    assert found["gains"]["no_faster"] and all(
-        own["times"].max() < 1.02 for own in found["gains"]["by_part"] if own["part"] in found["gains"]["no_faster"])
+    assert list(found["limit"]) == pytest.approx(list(1 / rest))
+    assert list(found["others"]) == pytest.approx(list(rest))
+    most = {own["part"]: own["times"].max() for own in found["gains"]["by_part"]}
+    no_faster = [part for part in most if most[part] < 1 + comparison.SAME]
+    assert found["gains"]["no_faster"] == no_faster and "matrix products" not in no_faster
     alone = low.assign(total_ns=low["total_ns"].where(low["family"] != facts_operations.MATMUL, 0))
     assert list(facts(tables | {"nsys.operations_low": alone}, "mixed-left")["limit"]) == [1.0] * len(table)
     assert facts(tables | {"nsys.operations": pd.DataFrame()}, "mixed-left")["gains"] is None
@@ -306,13 +335,14 @@ def test_what_faster_products_could_give_is_amdahls(tables):
 
 def test_memory_says_what_the_allocator_counted(tables):
     found, times = facts(tables, "mixed-memory"), tables["mixed_precision.times"]
-    assert found["forward_takes_more"] and found["less"] + found["more"] <= found["cells"] == len(found["ratio"])
+    assert found["forward_takes_more"] and found["less"] + found["more"] <= found["cells"]
     assert found["step"]["least"]["change"] == pytest.approx(found["step"]["most_saved"])
-    halved = times.assign(peak_allocated_mib=times["peak_allocated_mib"].where(times["precision"] != "bf16",
-                                                                               times["peak_allocated_mib"] / 2))
+    half = np.where(times["precision"] == "bf16", 0.5, 1.0)
+    halved = times.assign(peak_allocated_mib=times["peak_allocated_mib"] * half)
     changed = facts(tables, "mixed-memory", times=halved)
-    assert not changed["forward_takes_more"] and changed["forward_more_percent"] is None and changed["level"] is None
-    assert not changed["same_width_same_memory"] and changed["step"]["saves_everywhere"] and changed["less"] == changed["cells"]
+    assert not changed["forward_takes_more"] and changed["forward_more_percent"] is changed["level"] is None
+    assert not changed["same_width_same_memory"] and changed["step"]["saves_everywhere"]
+    assert changed["less"] == changed["cells"]
     assert said(tables, "mixed-memory").finding != said(tables, "mixed-memory", times=halved).finding
     uncounted = said(tables, "mixed-memory", times=times.assign(peak_allocated_mib=np.nan))
     assert uncounted.runs and not (uncounted.finding or uncounted.tables or uncounted.figures)
@@ -320,14 +350,17 @@ def test_memory_says_what_the_allocator_counted(tables):
 
 def test_gradients_lost_without_a_scaler(tables):
     found, health = facts(tables, "mixed-health"), tables["mixed_precision.health"]
-    assert found["unscaled"]["loses_some"] and found["unscaled"]["longer"]["low"] < found["unscaled"]["longer"]["high"]
-    assert found["unscaled"]["zero"]["shares"].max() > 1000 * found["scaled"]["zero"]["shares"].max()
+    unscaled = found["unscaled"]
+    assert unscaled["loses_some"] and unscaled["longer"]["low"] < unscaled["longer"]["high"]
+    assert unscaled["zero"]["shares"].max() > 1000 * found["scaled"]["zero"]["shares"].max()
     none = health.assign(zero=0.0)
     changed = facts(tables, "mixed-health", health=none)
-    assert not changed["unscaled"]["loses_some"] and changed["unscaled"]["zero"]["none"] and changed["bf16"]["none"]
+    assert not changed["unscaled"]["loses_some"]
+    assert changed["unscaled"]["zero"]["none"] and changed["bf16"]["none"]
     assert said(tables, "mixed-health").finding and not said(tables, "mixed-health", health=none).finding
     bare = facts(tables, "mixed-health", health=health[health["scale"] == 1])
-    assert bare["unscaled"] is None and bare["scaled"] is None and facts(tables, "mixed-health", health=health[health["precision"] == "fp32"]) is None
+    assert bare["unscaled"] is None and bare["scaled"] is None
+    assert facts(tables, "mixed-health", health=health[health["precision"] == "fp32"]) is None
 
 
 def test_published_pairs_are_of_one_report_and_pass(tables):
@@ -344,4 +377,5 @@ def test_published_pairs_are_of_one_report_and_pass(tables):
 def test_a_question_without_data_says_so(tables, key):
     empty = dict.fromkeys(tables, pd.DataFrame())
     made = answer(CHAPTER, QUESTIONS[key], empty)
-    assert "stepscope sweep mixed_precision" in made.text and not (made.finding or made.tables or made.figures or made.runs)
+    assert "stepscope sweep mixed_precision" in made.text
+    assert not (made.finding or made.tables or made.figures or made.runs)
