@@ -19,6 +19,7 @@ from stepscope.studies.mixed_precision import (
     comparison,
     facts_numerics,
     facts_operations,
+    facts_slower,
     facts_speed,
     numerics,
     printed,
@@ -289,9 +290,9 @@ def test_why_low_precision_is_slower_is_told_by_the_clocks(tables):
     busy = times.assign(launch_bound_share=0.0, trailing_ms=1e6)
     changed = facts(tables, "mixed-slower", times=busy)
     assert not changed["host_sets_the_time"] and changed["optimizer"] is None
-    assert not {own["cause"] for own in changed["by_cause"]} & {facts_speed.LAUNCHES, facts_speed.CAUGHT_UP}
+    assert not {own["cause"] for own in changed["by_cause"]} & {facts_slower.LAUNCHES, facts_slower.CAUGHT_UP}
     on_cpu = facts(tables, "mixed-slower", times=times.drop(columns="launch_bound_share"))
-    assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_speed.PROCESSOR]
+    assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_slower.PROCESSOR]
     never = tables["mixed_precision.speedups"].assign(change="faster")
     assert facts(tables, "mixed-slower", speedups=never)["nowhere"] and not found["nowhere"]
     changes = ({}, {"times": busy}, {"speedups": never})

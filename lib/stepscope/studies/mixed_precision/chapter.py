@@ -8,6 +8,7 @@ from stepscope.studies.mixed_precision import (
     facts_memory,
     facts_numerics,
     facts_operations,
+    facts_slower,
     facts_speed,
     figures,
     printed,
@@ -26,7 +27,7 @@ CHAPTER = Chapter(
                  ("benchmark.times", "nsys.operations"),
                  printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
                           | {"phases": printed.phases}), pictures=("mixed_speed",)),
-        Question("mixed-slower", facts_speed.slower, ("mixed_precision.speedups", "mixed_precision.times"),
+        Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("benchmark.times", "nsys.operations", "nsys.operations_low"),
                  printed={"causes": printed.causes}),
         Question("mixed-casts", facts_operations.casts, (),
