@@ -13,7 +13,7 @@ from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {

@@ -4,12 +4,13 @@ This module has the type, and the wording that all answers share; a study's answ
 adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pandas as pd
 
 
+EXACT = 1e-12  # an error that is none, but for the arithmetic that computes it
 NEARLY = 0.05  # two figures this close count as the same in words
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
@@ -170,7 +171,24 @@ def code(text: str) -> str:
     return f"`{text.replace('`', '')}`"
 
 
-FILTERS = {function.__name__: function for function in
+def signed(value: float) -> str:
+    """An error with its sign, to three digits; 0 below what the arithmetic that computes it misses."""
+    return "0" if abs(value) < EXACT else f"{value:+.3g}".replace("e-0", "e-")
+
+
+def tiny(value: float, digits: int = 1) -> str:
+    """Three digits, or scientific, with so many decimals, where that is shorter."""
+    if value == 0 or 0.001 <= abs(value) < 1e4:
+        return format(float(format(value, ".3g")), "g")
+    return scientific(value, digits)
+
+
+def scientific(value: float, digits: int) -> str:
+    """With so many decimals, and an exponent without its first 0: "1.5e-7"."""
+    return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+FILTERS: dict[str, Callable[..., str]] = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma, plain, thousands, points, signed_percent, code)}
+            percent_range, precision, comma, plain, thousands, points, signed_percent, code, signed, tiny)}
 FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

@@ -2,7 +2,7 @@
 doubt.
 """
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -162,6 +162,6 @@ def _setting(row: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def source_name(row: pd.Series) -> str:
+def source_name(row: Mapping | pd.Series) -> str:
     """A report in words: its letter and its GPU."""
     return f"{row['source']}: {row['gpu'] if row['gpu'] != 'not stated' else 'GPU not stated'}"
