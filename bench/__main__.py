@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from timeit import default_timer
 from typing import Any, cast
@@ -110,9 +111,12 @@ def bench(console: Console) -> None:
     step = build_step(config_of(device=device, size=size, context_length=128, mode="forward"))
     for _ in range(20):
         step()
-    _compare(console,
-             f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
-             {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
+    _compare(
+        console,
+        f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit",
+        step,
+        {"off": harness_ms, "on": annotated_ms, "off again": harness_ms},
+    )
     _bench_sweep(console, device)
     bench_engine(console)
     bench_engine(console, runs=1_000, workers="1")
@@ -176,7 +180,7 @@ def _bench_accounting(console: Console, device: str) -> None:
             command = [str(nsys), "stats", "--report", report, "--format", "csv", "--output", "-",
                        str(export)]
             seconds[f"nsys stats {report}"] = _seconds(
-                lambda: subprocess.run(command, check=True, capture_output=True))
+                partial(subprocess.run, command, check=True, capture_output=True))
         seconds |= _others(export, Path(folder))
         operations = int(activity_totals(export)["operations"].sum())
     table = Table("accounting of one capture", "s", "ratio to load here",

@@ -3,7 +3,7 @@ import json
 import multiprocessing
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from timeit import default_timer
 
@@ -17,8 +17,8 @@ from stepscope.config import RunConfig, configure
 from stepscope.runs.notebook_side import OUTCOME
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
-from stepscope.runs.tables import runs_frame, write_table
 from stepscope.runs.sweep import How, run_sweep
+from stepscope.runs.tables import runs_frame, write_table
 
 NOTHING = json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
 SAMPLES = pd.DataFrame({"step": range(15), "timed": [False] * 5 + [True] * 10, "phase": "step",
@@ -26,7 +26,9 @@ SAMPLES = pd.DataFrame({"step": range(15), "timed": [False] * 5 + [True] * 10, "
 MACHINE = {"device_name": "simulated", "cpu": "simulated", "cpu_cores": 1, "ram_gib": 1.0}
 
 
-def simulated(config: RunConfig, folder: Path, timeout_s: float | None, abandoned: object) -> tuple[str, None]:
+def simulated(
+    config: RunConfig, folder: Path, timeout_s: float | None, abandoned: object
+) -> tuple[str, None]:
     """Stands where papermill would be called: leaves what a run leaves, at once."""
     (folder / "notebook.ipynb").write_text(NOTHING, encoding="utf-8")
     table = write_table(folder, "samples", SAMPLES)
@@ -78,7 +80,7 @@ def make_store(root: Path, records: int) -> None:
                         config=config.model_dump(mode="json"), machine=MACHINE,
                         results={"parameters": seed, "peak_allocated_mib": seed / 7},
                         software={"torch": "simulated"},
-                        started_at=datetime.now(timezone.utc), duration_s=seed % 60)
+                        started_at=datetime.now(UTC), duration_s=seed % 60)
         folder = root / "benchmark" / config.run_id
         folder.mkdir(parents=True)
         (folder / "record.json").write_text(record.model_dump_json(indent=1), encoding="utf-8")

@@ -93,7 +93,9 @@ def write_chrome_trace(export: Path, path: Path) -> None:
                    "dur": duration // 1000 + 1,
                    "args": dict(zip(args, values))}
 
-    work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(["phase_range", "device", "stream"])
+    work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(
+        ["phase_range", "device", "stream"]
+    )
     phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"),
                       name=("phase", "first")).reset_index()
     phases = phases[phases["phase_range"] >= 0]

@@ -55,7 +55,10 @@ def program(tmp_path):
     """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
     import faults
     made = []
-    with TemporaryDirectory(ignore_cleanup_errors=True) as short:  # socket paths are: not in the tests' folder
+    with TemporaryDirectory(
+        ignore_cleanup_errors=True
+    ) as short:  # socket paths are: not in the tests' folder
+
         def start(*arguments):
             made.append(faults.Program(tmp_path, short, *arguments))
             return made[-1]

@@ -1,4 +1,5 @@
-"""Notebooks for tests of faults: over at once, unless the run's seed says that it is to go wrong. Workers import this too.
+"""Notebooks for tests of faults: over at once, unless the run's seed says that it is to go wrong. Workers
+import this too.
 
 As a program: the command line (``cli ARGUMENTS``) with these notebooks in the place of the studies' own, or
 :func:`in_namespace`.
@@ -26,8 +27,8 @@ FAULTS = f"""
 import json, os, signal, subprocess, time
 from pathlib import Path
 faults = Path(os.environ["STEPSCOPE_TEST_FAULTS"])
-def child(name):  # of another session, and soon of no parent: the run's descendants are not found by their parents alone
-    subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + str(faults / name)])
+def child(name):  # of another session, and soon of no parent: the run's descendants are not found by their
+    parents alone subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + str(faults / name)])
 mended = (faults / "mended").exists()
 if seed == {KILLS_WORKER} and not mended:
     child("of_the_killed")
@@ -82,7 +83,8 @@ def finished(config, folder, timeout_s, abandoned):
 
 
 class Program:
-    """The command line as a program in a session of its own, with the notebooks above; its processes bear a mark."""
+    """The command line as a program in a session of its own, with the notebooks above; its processes bear a
+    mark."""
 
     def __init__(self, folder, temporary, *arguments):
         self.mark = f"STEPSCOPE_TEST_{Path(temporary).name}"
@@ -110,7 +112,9 @@ class Program:
 
     def all_ended(self, but=(), within_s=30):
         deadline = time.monotonic() + within_s
-        while (left := [process for process in self.processes() if process.pid not in but]) and time.monotonic() < deadline:
+        while (
+            left := [process for process in self.processes() if process.pid not in but]
+        ) and time.monotonic() < deadline:
             time.sleep(0.1)
         return not left
 
@@ -146,20 +150,27 @@ def command_line(*arguments: str) -> int:
 def in_namespace(faults: str, sweep: str, fault: str, *workers: str) -> None:
     """In a mount namespace of its own: sweep into a small disk until it goes wrong; mend that; sweep again.
 
-    Before that, the same into a disk that is full, and one that is read-only, from the start. Prints a JSON object: of
-    each, the exit status, the files that there are, and the records.
+    Before that, the same into a disk that is full, and one that is read-only, from the start. Prints a JSON
+    object: of each, the exit status, the files that there are, and the records.
     """
     runs, seen = Path(faults) / "runs", {}
     runs.mkdir()
 
     def look(name: str, *options: str) -> None:
         status = command_line("sweep", sweep, "--runs", str(runs), "--timeout", "60s", *options)
-        seen[name] = {"status": status, "files": sorted(str(path.relative_to(runs)) for path in runs.rglob("*")),
-                      "records": {str(json.loads(path.read_text())["config"]["seed"]): json.loads(path.read_text())
-                                  for path in runs.glob("benchmark/*/record.json")}}
+        seen[name] = {
+            "status": status,
+            "files": sorted(str(path.relative_to(runs)) for path in runs.rglob("*")),
+            "records": {
+                str(json.loads(path.read_text())["config"]["seed"]): json.loads(path.read_text())
+                for path in runs.glob("benchmark/*/record.json")
+            },
+        }
 
     def mount(*options: str) -> None:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(("size=2m", *options)), "tmpfs", runs], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", ",".join(("size=2m", *options)), "tmpfs", runs], check=True
+        )
 
     mount()
     with suppress(OSError), (runs / "ballast").open("wb", buffering=0) as ballast:

@@ -26,15 +26,26 @@ def test_backward_over_forward_follows_the_data(times):
 
 
 def test_the_fastest_and_the_slowest_step_are_found(times):
-    slow = changed(times, lambda t: (t["size"] == "small") & (t["mode"] == "step") & (t["context_length"] == 256),
-                   median_ms=lambda t: t["median_ms"] + 1e6)
-    assert (facts.how_long(slow)["slowest"]["size"], facts.how_long(slow)["slowest"]["context_length"]) == ("small", 256)
+    slow = changed(
+        times,
+        lambda t: (t["size"] == "small") & (t["mode"] == "step") & (t["context_length"] == 256),
+        median_ms=lambda t: t["median_ms"] + 1e6,
+    )
+    assert (facts.how_long(slow)["slowest"]["size"], facts.how_long(slow)["slowest"]["context_length"]) == (
+        "small",
+        256,
+    )
 
 
 def test_out_of_memory_is_told(times):
     big = (times["size"] == "2.7B") & (times["context_length"] == 1024) & (times["mode"] == "step")
-    left = changed(times[~big | (times["phase"] == "step")], lambda t: big.loc[t.index], status="oom", median_ms=float("nan"),
-                   mean_ms=float("nan"))
+    left = changed(
+        times[~big | (times["phase"] == "step")],
+        lambda t: big.loc[t.index],
+        status="oom",
+        median_ms=float("nan"),
+        mean_ms=float("nan"),
+    )
     found = facts.how_long(left)
     assert found["out_of_memory"] == [{"size": "2.7B", "context_length": 1024, "mode": "step"}]
     assert (printed.walls(found) == "out of memory").to_numpy().sum() == 1
@@ -80,13 +91,20 @@ def test_which_optimizer_is_faster_is_decided_by_the_data(times, ceilings):
     assert found["fused_faster"] and found["helps"] and not found["worse"]
     swapped = times.assign(optimizer=times["optimizer"].map({"foreach": "fused", "fused": "foreach"}))
     other = facts.optimizer(swapped, ceilings)
-    assert other["foreach_faster"] and not other["helps"] and not other["better"] and len(other["worse"]) == len(found["better"])
+    assert (
+        other["foreach_faster"]
+        and not other["helps"]
+        and not other["better"]
+        and len(other["worse"]) == len(found["better"])
+    )
     assert list(other["fused_over_foreach"]) == pytest.approx(list(found["foreach_over_fused"]))
     level = times.assign(median_ms=times["phase"].map(lambda phase: 5.0 if phase == "optimizer" else 100.0),
                          ci_low_ms=1.0, ci_high_ms=200.0)
     same = facts.optimizer(level, ceilings)
     assert not (same["fused_faster"] or same["foreach_faster"] or same["better"] or same["worse"])
-    assert len({answered("benchmark", "optimizer", times=table).text for table in (times, swapped, level)}) == 3
+    assert (
+        len({answered("benchmark", "optimizer", times=table).text for table in (times, swapped, level)}) == 3
+    )
     assert facts.optimizer(times[times["optimizer"] == "foreach"], ceilings) is None
 
 
@@ -113,6 +131,10 @@ def test_published_figures_are_compared_with_this_machines(times):
 
 def test_no_rows_are_no_facts(times, ceilings):
     other = times.assign(precision="bf16")
-    assert facts.how_long(other) is None and facts.how_variable(other) is None and facts.launch_bound(other) is None
+    assert (
+        facts.how_long(other) is None
+        and facts.how_variable(other) is None
+        and facts.launch_bound(other) is None
+    )
     assert facts.utilisation(other, ceilings) is None
     assert "Not answered here" in answered("benchmark", "how-long", times=pd.DataFrame()).text

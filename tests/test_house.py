@@ -10,7 +10,16 @@ import stepscope
 from stepscope import studies
 
 PACKAGE = Path(stepscope.__file__).parent
-FLOORS = (("config", "files", "yaml_files"), ("step",), ("traces",), ("runs",), ("say",), ("studies",), ("report",), ("cli",))
+FLOORS = (
+    ("config", "files", "yaml_files"),
+    ("step",),
+    ("traces",),
+    ("runs",),
+    ("say",),
+    ("studies",),
+    ("report",),
+    ("cli",),
+)
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -76,7 +85,8 @@ def load(store, records):
 
 
 def mean(throws):
-    return {"mean": throws["pips"].mean(), "fair": abs(throws["pips"].mean() - 3.5) < 1, "runs": ["toy/" + throws["run_id"].iloc[0]]}
+    return {"mean": throws["pips"].mean(), "fair": abs(throws["pips"].mean() - 3.5) < 1, "runs": ["toy/" +
+    throws["run_id"].iloc[0]]}
 
 
 def draw(throws, where):
@@ -137,14 +147,18 @@ def test_a_folder_and_a_line_are_a_study(toy):
 
         from stepscope.runs.tables import write_table
         table = write_table(folder, "throws", pd.DataFrame({"pips": [1, 6] * config.sides}))
-        (folder / "outcome.json").write_text(json.dumps({"finished": True, "tables": {"throws": table.model_dump()}}))
+        (folder / "outcome.json").write_text(
+            json.dumps({"finished": True, "tables": {"throws": table.model_dump()}})
+        )
         return "ok", None
 
     from stepscope.runs.sweep import How
     end = run_sweep([toy / "studies" / "toy" / "sweep.yaml"], Store(toy / "runs"), How(notebook=notebook))
     assert end.counts["ok"] == 1
     data = load_data(Store(toy / "runs"))
-    assert [record.run_id for record in data.records] == [configure("toy", d_model=2, context_length=1, device="cpu").run_id]
+    assert [record.run_id for record in data.records] == [
+        configure("toy", d_model=2, context_length=1, device="cpu").run_id
+    ]
     text = writeup(data, draw_figures(data, toy / "figures"), ".", "figures")
     assert "## CPU preset: Toys" in text, text[-3000:]
     assert "The mean is 3.50: fair." in text

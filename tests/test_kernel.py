@@ -11,23 +11,36 @@ import psutil
 from stepscope.runs import jupyter_kernel as kernel
 
 
-def test_what_a_killed_owner_left_is_ended_and_removed_and_what_a_living_one_has_is_let_be(tmp_path, monkeypatch):
+def test_what_a_killed_owner_left_is_ended_and_removed_and_what_a_living_one_has_is_let_be(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     processes = {}
     for name in ("dead", "living"):
         folder = tmp_path / f"{kernel.SOCKETS}{name}"
         folder.mkdir()
         (folder / "owner").touch()
-        processes[name] = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True,
-                                           env=os.environ | {kernel.MARK: str(folder)})
+        processes[name] = subprocess.Popen(
+            [sys.executable, "-c", "input()"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {kernel.MARK: str(folder)},
+        )
     (tmp_path / f"{kernel.SOCKETS}without-owner").mkdir()
     (tmp_path / f"{kernel.SOCKETS}pipe").mkdir()
     os.mkfifo(tmp_path / f"{kernel.SOCKETS}pipe" / "owner")  # opening this would wait for ever
     with (tmp_path / f"{kernel.SOCKETS}living" / "owner").open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         kernel.clear_dead()
-        assert processes["dead"].wait(30) < 0 and psutil.pid_exists(processes["living"].pid) and processes["living"].poll() is None
-        assert sorted(path.name for path in tmp_path.iterdir()) == [f"{kernel.SOCKETS}living", f"{kernel.SOCKETS}without-owner"]
+        assert (
+            processes["dead"].wait(30) < 0
+            and psutil.pid_exists(processes["living"].pid)
+            and processes["living"].poll() is None
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            f"{kernel.SOCKETS}living",
+            f"{kernel.SOCKETS}without-owner",
+        ]
     processes["living"].kill()
     processes["living"].wait()
 
@@ -41,7 +54,11 @@ def test_a_process_in_the_middle_of_exec_has_no_environment_yet_and_is_looked_at
     (seen / "stat").write_text(f"{process.pid} (sleep) R{' 0' * 49}")
     monkeypatch.setattr(kernel, "PROC", tmp_path)
     with monkeypatch.context() as later:
-        later.setattr(kernel.time, "sleep", lambda seconds: (seen / "environ").write_text(f"A=1\0{kernel.MARK}={tmp_path}\0"))
+        later.setattr(
+            kernel.time,
+            "sleep",
+            lambda seconds: (seen / "environ").write_text(f"A=1\0{kernel.MARK}={tmp_path}\0"),
+        )
         kernel.end_marked(tmp_path)
     try:
         assert process.wait(30) == -signal.SIGKILL

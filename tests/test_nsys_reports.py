@@ -121,11 +121,11 @@ def test_nothing_recorded_is_an_empty_table(tmp_path, text):
 BAD = {
     "": "no line is the header of cuda_gpu_kern_sum, expected its columns, found 'nothing'",
     "ERROR: run.sqlite is older than run.nsys-rep\n": "found 'ERROR: run.sqlite is older",
-    KERNELS.replace("Instances",
-                    "Num Calls") + ROWS: "line 1 has no column for instances, expected the header of cuda_gpu_kern_sum",
+    KERNELS.replace("Instances", "Num Calls")
+    + ROWS: "line 1 has no column for instances, expected the header of cuda_gpu_kern_sum",
     KERNELS.replace("Name", "Kernel") + ROWS: "line 1 has no column for name",
-    KERNELS.replace("Total Time (ns)",
-                    "Total Time (h)") + ROWS: r"column 'Total Time \(h\)' has no known unit of time, expected one of ns",
+    KERNELS.replace("Total Time (ns)", "Total Time (h)")
+    + ROWS: r"column 'Total Time \(h\)' has no known unit of time, expected one of ns",
     KERNELS.replace("Total Time (ns)", "Total Time") + ROWS: "column 'Total Time' has no known unit",
     KERNELS + ROWS[:-1]: "line 3 is cut off",
     KERNELS + ROWS[:-3]: "line 3 is cut off",
@@ -133,21 +133,26 @@ BAD = {
     KERNELS + ROWS + "1,2,3\n": "line 4 has 3 fields, expected 9",
     KERNELS + ROWS[:60] + "\n": r"line 2 is not CSV \(unexpected end of data\), expected 9 fields",
     KERNELS
-    + ROWS.splitlines(keepends=True)[0]: r"the percentages of its 1 rows sum to 75.0, expected 100: the last are missing",
+    + ROWS.splitlines(keepends=True)[
+        0
+    ]: r"the percentages of its 1 rows sum to 75.0, expected 100: the last are missing",
     KERNELS
-    + ROWS.replace("3000",
-                   "3.000.000"): r"line 2, column 'Total Time \(ns\)': found '3.000.000', expected a number",
+    + ROWS.replace(
+        "3000", "3.000.000"
+    ): r"line 2, column 'Total Time \(ns\)': found '3.000.000', expected a number",
     KERNELS
     + ROWS.replace("3000", '"30,00"'): r"column 'Total Time \(ns\)': found '30,00', expected a number",
     KERNELS + ROWS.replace(",3000,", ",,"): r"column 'Total Time \(ns\)': found '', expected a number",
     KERNELS
     + ROWS.replace(",2,", ",2.5,"): r"line 2, column 'Instances': found '2.5', expected a whole number",
     KERNELS + ROWS.replace("707.1", "nan?"): r"column 'StdDev \(ns\)': found 'nan\?', expected a number",
-    KERNELS + ROWS.replace("3000", "12345678901234567890123"):
-        r"line 2, column 'Total Time \(ns\)': found '12345678901234567890123', expected a number that fits into 64 bits",
+    KERNELS
+    + ROWS.replace(
+        "3000", "12345678901234567890123"
+    ): r"line 2, column 'Total Time \(ns\)': found '12345678901234567890123', expected a number that fits into 64 bits",
     KERNELS + ROWS.replace("3000", "9" * 5000): "column 'Total Time .*, expected a number",
-    KERNELS.replace("(ns)", "(us)") + ROWS.replace("3000",
-                                                   "1e400"): "found '1e400', expected a number that fits into 64 bits",
+    KERNELS.replace("(ns)", "(us)")
+    + ROWS.replace("3000", "1e400"): "found '1e400', expected a number that fits into 64 bits",
     KERNELS + ROWS.replace("707.1", "1e400"): "found '1e400', expected a number that fits into 64 bits",
     KERNELS + ROWS.replace("3000", "-3000"): "found '-3000', expected no negative number",
     KERNELS + ROWS.replace("707.1", "-707.1"): "found '-707.1', expected no negative number",
@@ -201,8 +206,10 @@ def test_files_that_are_not_there_or_not_reports(tmp_path):
     with pytest.raises(ReportError,
                        match="run_cuda_api_sum.csv: no such file, expected the report cuda_api_sum"):
         load_report(tmp_path / "run_cuda_api_sum.csv")
-    with pytest.raises(ReportError,
-                       match=r"table.csv: the file's name tells no report, expected it to end in one of cuda_gpu"):
+    with pytest.raises(
+        ReportError,
+        match=r"table.csv: the file's name tells no report, expected it to end in one of cuda_gpu",
+    ):
         load_report(tmp_path / "table.csv")
     path = tmp_path / "run_cuda_api_sum.csv"
     path.write_bytes(b"Time (%),Total \xff\n")
@@ -234,6 +241,8 @@ def test_an_export_older_than_its_capture_is_stale(tmp_path):
     os.utime(export, (1000, 1000))
     check_fresh(export, capture)
     os.utime(export, (955, 955))
-    with pytest.raises(ReportError,
-                       match=r"run_cuda_gpu_kern_sum.csv: is 45 s older than .*run.nsys-rep, .*--force-export=true"):
+    with pytest.raises(
+        ReportError,
+        match=r"run_cuda_gpu_kern_sum.csv: is 45 s older than .*run.nsys-rep, .*--force-export=true",
+    ):
         check_fresh(export, capture)

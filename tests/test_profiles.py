@@ -38,8 +38,10 @@ def test_backwards_kernels_bear_the_regions_that_made_them(tables):
     # A sum's gradient is the sum's itself: nothing runs for the residual additions in backward.
     assert regions["backward"] == regions["forward"] - {"residual"} | {"cross_entropy",
                                                                        "gradient accumulation"}
-    products = operations[operations["family"] == "matrix multiply"].groupby(["phase",
-                                                                              "region"])["count"].sum() / STEPS
+    products = (
+        operations[operations["family"] == "matrix multiply"].groupby(["phase", "region"])["count"].sum()
+        / STEPS
+    )
     for region, matrices in {"attention.qkv": 3, "attention.output": 1, "ffn": 3, "attention.scores": 1,
                              "attention.value": 1}.items():
         assert products["forward", region] == matrices * LAYERS
@@ -72,10 +74,15 @@ def test_a_total_that_differs_from_nsys_own_raises(report, family):
 
 
 def test_a_report_that_cannot_be_used_is_left_out_and_named(tmp_path, monkeypatch):
-    """Everything of the capture but that report is kept, and the statuses say so. nsys stands in by a real capture of its."""
+    """Everything of the capture but that report is kept, and the statuses say so. nsys stands in by a real
+    capture of its."""
     def make_reports(_, report, folder, mode):
         for name in nsys.REPORTS:
-            text = (EXPORT.parent / f"sample_{name}.csv").read_text() if name == "nvtx_kern_sum" else f"x does not contain {name}\n"
+            text = (
+                (EXPORT.parent / f"sample_{name}.csv").read_text()
+                if name == "nvtx_kern_sum"
+                else f"x does not contain {name}\n"
+            )
             (folder / f"{mode}_{name}.csv").write_text(text[:-200] if name == "nvtx_kern_sum" else text)
         return Path(shutil.copy(EXPORT, folder / "made.sqlite"))
     outcome = {"status": "captured", "before_ms": [1.0], "within_ms": [1.0] * STEPS}
@@ -121,14 +128,20 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     step = operations[operations["mode"] == "step"]
     assert set(step["phase"]) == {"forward", "loss", "backward",
                                   "optimizer"} and "unattributed" not in set(step["region"])
-    products = step[(step["phase"] == "forward") & (step["family"] == "matrix multiply")].groupby("region")["count"].sum() / 2
+    products = (
+        step[(step["phase"] == "forward") & (step["family"] == "matrix multiply")]
+        .groupby("region")["count"]
+        .sum()
+        / 2
+    )
     assert products.to_dict() == {"attention.qkv": 6, "attention.scores": 2, "attention.value": 2,
                                   "attention.output": 2, "ffn": 6, "head": 1}
     assert len(tables["walls"]) == 3 * (1 + 2)
 
 
 def test_running_out_of_memory_and_a_crash_cost_one_profile_each(tmp_path, monkeypatch):
-    """The process runs out of memory in its first profile and is killed in its third; another process makes the fourth."""
+    """The process runs out of memory in its first profile and is killed in its third; another process makes
+    the fourth."""
     real = nsys.subprocess.run
 
     def run(command, **kwargs):
@@ -138,8 +151,14 @@ def test_running_out_of_memory_and_a_crash_cost_one_profile_each(tmp_path, monke
         return real([command[0], "-c", code, *command[-2:]], **kwargs)
     monkeypatch.setattr(nsys.subprocess, "run", run)
     small = {"size": "nano", "vocab_size": 100, "device": "cpu", "warmup_steps": 0, "timed_steps": 1}
-    captures = capture([configure("benchmark", **small, context_length=length, mode=mode) for length, mode in (
-        (4_000_000, "forward"), (8, "forward_backward"), (8, "step"), (8, "forward"))], tmp_path, None)
+    captures = capture(
+        [
+            configure("benchmark", **small, context_length=length, mode=mode)
+            for length, mode in ((4_000_000, "forward"), (8, "forward_backward"), (8, "step"), (8, "forward"))
+        ],
+        tmp_path,
+        None,
+    )
     assert [item.outcome["status"] for item in captures] == ["oom", "captured", "crashed", "captured"]
     assert "while building the model" in captures[0].outcome["cause"]
     assert [bool(item.file and item.file.exists()) for item in captures] == [False, True, False, True]
@@ -215,7 +234,11 @@ def test_a_trace_that_is_none_is_refused_in_one_sentence(tmp_path, text, message
     path.write_text(text if isinstance(text, str) else json.dumps({"traceEvents": [text]}))
     with pytest.raises(TraceError, match=message) as caught:
         convert(path, tmp_path / "t.sqlite")
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert (
+        str(caught.value).startswith(str(path))
+        and "\n" not in str(caught.value)
+        and len(str(caught.value)) < 500
+    )
 
 
 def test_host_times_are_of_the_phase_that_was_open(tmp_path):

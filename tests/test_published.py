@@ -167,6 +167,8 @@ def test_the_numbers_of_the_shipped_doubts_are_those_of_the_shipped_figures():
     found = [(row, doubt) for _, row in figures.iterrows() for doubt in row["doubts"]]
     assert len(found) > 10 and {doubt["kind"] for _, doubt in found} == set(KINDS)
     for row, doubt in found:
-        printed_by = figures[figures["source"] == row["source"]].drop_duplicates("as_printed").set_index("as_printed")
+        printed_by = (
+            figures[figures["source"] == row["source"]].drop_duplicates("as_printed").set_index("as_printed")
+        )
         rows = [row, *(printed_by.loc[text] for text in doubt["beside"])]
         assert all(words in doubt["says"] for words in by_arithmetic(doubt["kind"], rows)), doubt

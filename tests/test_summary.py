@@ -76,7 +76,9 @@ def test_too_few_samples(n, few):
 
 def test_the_published_backward_of_34_ms_give_or_take_34_is_noticed():
     times = np.r_[132.12, [23.32] * 9]  # a mean of 34.2 and a standard deviation of 34.4, as printed
-    assert flags(times) == ["noisy: standard deviation is 101% of the mean (sample 1 of 10 is 5.67 times the median)"]
+    assert flags(times) == [
+        "noisy: standard deviation is 101% of the mean (sample 1 of 10 is 5.67 times the median)"
+    ]
 
 
 def test_noise_just_below_and_just_above_five_percent():

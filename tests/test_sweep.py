@@ -27,9 +27,11 @@ from stepscope.step.timing import WHOLE
 # Stands after the cell that makes the Run. The working notebook's cells are all still there.
 TELLS = """
 import os, pathlib, sys, tempfile
-print("host", os.uname().nodename, "python", sys.prefix, "tmp", tempfile.gettempdir(), "home", pathlib.Path.home())
+print("host", os.uname().nodename, "python", sys.prefix, "tmp", tempfile.gettempdir(), "home",
+pathlib.Path.home())
 """
-KILLED, RAISES, UNFINISHED = 13, 14, 15  # seeds with which a notebook goes wrong that has nothing but this cell
+# seeds with which a notebook goes wrong that has nothing but this cell
+KILLED, RAISES, UNFINISHED = 13, 14, 15
 FAULT = f"""
 import os, signal
 if seed == {KILLED}:
@@ -42,8 +44,8 @@ SOCKETS = """
 import json, os, re
 from ipykernel.kernelapp import IPKernelApp
 app, listening = IPKernelApp.instance(), []
-mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-for table in ("tcp", "tcp6"):
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if
+os.path.exists(f"/proc/self/fd/{fd}")} for table in ("tcp", "tcp6"):
     if os.path.exists(f"/proc/self/net/{table}"):
         for line in list(open(f"/proc/self/net/{table}"))[1:]:
             fields = line.split()
@@ -59,14 +61,24 @@ def with_cells(source, target, *cells):
     """A copy of a notebook with code cells after the one that makes the Run."""
     content = json.loads(Path(source).read_text(encoding="utf-8"))
     after = next(i for i, cell in enumerate(content["cells"]) if "Run(config" in "".join(cell["source"]))
-    content["cells"][after + 1:after + 1] = [
-        {"cell_type": "code", "id": f"added-{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": text}
-        for i, text in enumerate(cells)]
+    content["cells"][after + 1 : after + 1] = [
+        {
+            "cell_type": "code",
+            "id": f"added-{i}",
+            "metadata": {},
+            "execution_count": None,
+            "outputs": [],
+            "source": text,
+        }
+        for i, text in enumerate(cells)
+    ]
     Path(target).write_text(json.dumps(content), encoding="utf-8")
 
 
 def block(*configs):
-    return [{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs]
+    return [
+        {"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})} for c in configs
+    ]
 
 
 def tiny(**fields):
@@ -83,7 +95,9 @@ def swept(tmp_path_factory):
     """A sweep in which runs end in every way there is: its folder, its end, and what it said."""
     folder = tmp_path_factory.mktemp("swept")
     (folder / "notebooks").mkdir()
-    with_cells(one_run.NOTEBOOKS / "benchmark.ipynb", folder / "notebooks" / "benchmark.ipynb", TELLS, SOCKETS)
+    with_cells(
+        one_run.NOTEBOOKS / "benchmark.ipynb", folder / "notebooks" / "benchmark.ipynb", TELLS, SOCKETS
+    )
     shutil.copy(one_run.NOTEBOOKS / "warmup.ipynb", folder / "notebooks")
     (folder / "notebooks" / "compile.ipynb").write_text(short_notebook(FAULT), encoding="utf-8")
     (folder / "all.yaml").write_text(yaml.safe_dump(block(*ALL)))
@@ -110,7 +124,9 @@ def test_a_runs_record_and_tables_hold_what_was_asked_for(swept):
     assert record.results["parameters"] == 2 * 50 * 32 + 2 * (4 * 32**2 + 3 * 32 * 128 + 2 * 32) + 32
     assert record.machine["device_name"] and record.software["torch"] and record.software["papermill"]
     samples = load_table(store, [record], "samples")
-    assert samples[["step", "phase"]].values.tolist() == [[i, p] for i in range(2) for p in [*PHASES["step"], WHOLE]]
+    assert samples[["step", "phase"]].values.tolist() == [
+        [i, p] for i in range(2) for p in [*PHASES["step"], WHOLE]
+    ]
     ceilings = load_table(store, [record], "ceilings").set_index("ceiling")
     assert set(ceilings.index) == {"matmul_fp32", "matmul_bf16", "copy"} and (ceilings["value"] > 0).all()
     costs = load_table(store, [store.find(LAST)], "costs")
@@ -122,7 +138,9 @@ def test_a_runs_record_and_tables_hold_what_was_asked_for(swept):
 def test_out_of_memory_is_a_result_with_what_was_being_done(swept):
     record = swept[0].find(OOM)
     assert record.status == "oom" and record.done
-    assert re.match("OutOfMemoryError: while building the model: .*allocate 144000000000000 bytes", record.cause)
+    assert re.match(
+        "OutOfMemoryError: while building the model: .*allocate 144000000000000 bytes", record.cause
+    )
     assert record.config["context_length"] == 12_000_000 and record.machine["device_name"]
 
 
@@ -134,7 +152,11 @@ def test_failures_say_why(swept):
     for config in FAILING:
         record = swept[0].find(config)
         assert not record.done and record.tables == {}
-        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "kernel.log"}
+        assert {path.name for path in swept[0].folder(config).iterdir()} <= {
+            "record.json",
+            "notebook.ipynb",
+            "kernel.log",
+        }
 
 
 def outputs_of(folder):
@@ -146,8 +168,12 @@ def test_executed_notebooks_show_results_and_failed_ones_the_error(swept):
     store = swept[0]
     assert any("image/png" in output.get("data", {}) for output in outputs_of(store.folder(OK)))
     assert not any(output["output_type"] == "error" for output in outputs_of(store.folder(OK)))
-    assert [o["ename"] for o in outputs_of(store.folder(OOM)) if o["output_type"] == "error"] == ["OutOfMemoryError"]
-    parameters = json.loads((store.folder(OK) / "notebook.ipynb").read_text())["metadata"]["papermill"]["parameters"]
+    assert [o["ename"] for o in outputs_of(store.folder(OOM)) if o["output_type"] == "error"] == [
+        "OutOfMemoryError"
+    ]
+    parameters = json.loads((store.folder(OK) / "notebook.ipynb").read_text())["metadata"]["papermill"][
+        "parameters"
+    ]
     assert configure("benchmark", **{k: v for k, v in parameters.items() if k != "run_folder"}) == OK
     assert parameters["run_folder"] == "."
 
@@ -161,7 +187,9 @@ def test_nothing_that_is_kept_names_this_machine(swept):
     for path in kept:
         text = path.read_text(encoding="utf-8")
         assert [place for place in places if len(place) > 3 and place in text] == [], path
-    said = "".join("".join(output["text"]) for output in outputs_of(store.folder(OK)) if output.get("name") == "stdout")
+    said = "".join(
+        "".join(output["text"]) for output in outputs_of(store.folder(OK)) if output.get("name") == "stdout"
+    )
     assert re.match(r"host \S+ python \S+ tmp \S+ home \S+", said)  # it was there to be found
 
 
@@ -170,7 +198,9 @@ def test_pictures_are_not_searched_for_paths_and_home_is_found_however_it_is_wri
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
     monkeypatch.setattr(one_run, "PROJECT", Path("/home/somebody/project"))  # wherever this checkout is
     monkeypatch.setattr(Path, "home", lambda: one_run.PROJECT.parent)
-    text = f"~/{one_run.PROJECT.name}/lib/a.py {one_run.PROJECT}/lib/a.py {one_run.PROJECT.parent}/other /tmp/x"
+    text = (
+        f"~/{one_run.PROJECT.name}/lib/a.py {one_run.PROJECT}/lib/a.py {one_run.PROJECT.parent}/other /tmp/x"
+    )
     outputs = [{"output_type": "display_data", "data": {"image/png": "ab/tmp+cd", "text/plain": [text]}}]
     notebook = tmp_path / "notebook.ipynb"
     notebook.write_text(json.dumps({"metadata": {}, "cells": [{"cell_type": "code", "outputs": outputs}]}))
@@ -182,7 +212,8 @@ def test_pictures_are_not_searched_for_paths_and_home_is_found_however_it_is_wri
 def test_kernels_talk_over_sockets_in_a_folder_of_their_own(swept):
     sockets = json.loads((swept[0].folder(OK) / "sockets.json").read_text())
     assert (sockets["transport"], sockets["mode"][-3:]) == ("ipc", "700")
-    # ipykernel itself opens one port, on the loopback: output of forked children comes in there, under a random key.
+    # ipykernel itself opens one port, on the loopback: output of forked children comes in there, under a
+    # random key.
     assert sockets["listening"] in ([], [sockets["for forks"]])
 
 
@@ -194,8 +225,12 @@ def test_failed_runs_are_done_again_and_nothing_else(swept, tmp_path, write_swee
     end = run_sweep([write_sweep(block(OK, OOM, FAILING[0], LAST))], copy, How(notebook=finished))
     assert end.counts == {"ok": 3, "oom": 1} and end.failed == []
     assert copy.find(OK).status == copy.find(FAILING[0]).status == "ok"
-    assert [path.name.split("-2")[0] for path in (copy.root / "set-aside").iterdir()] == [f"benchmark-{OK.run_id}"]
-    assert {config.run_id: (copy.folder(config) / "record.json").read_bytes() for config in (OOM, LAST)} == kept
+    assert [path.name.split("-2")[0] for path in (copy.root / "set-aside").iterdir()] == [
+        f"benchmark-{OK.run_id}"
+    ]
+    assert {
+        config.run_id: (copy.folder(config) / "record.json").read_bytes() for config in (OOM, LAST)
+    } == kept
     assert copy.find(FAILING[1]).status == "failed"  # not asked for
 
 
@@ -206,10 +241,15 @@ def test_a_kernel_that_does_not_start_is_a_failed_run(tmp_path, write_sweep, sto
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     end = run_sweep([write_sweep(block(OK))], store)
     assert end.counts == {"failed": 1}
-    assert store.find(OK).cause == "the notebook's kernel did not start: Kernel died before replying to kernel_info"
+    assert (
+        store.find(OK).cause
+        == "the notebook's kernel did not start: Kernel died before replying to kernel_info"
+    )
 
 
-def test_a_temporary_folder_that_cannot_be_used_is_named_and_not_the_runs_folder(tmp_path, write_sweep, store, monkeypatch):
+def test_a_temporary_folder_that_cannot_be_used_is_named_and_not_the_runs_folder(
+    tmp_path, write_sweep, store, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     end = run_sweep([write_sweep(block(OK))], store)
     assert str(tmp_path / "nowhere") in end.stopped_by and "runs folder" not in end.stopped_by
@@ -244,9 +284,13 @@ def test_a_gpus_runs_do_not_go_into_a_cpus_folder_nor_two_kinds_of_machine_into_
     (store.folder(OK)).mkdir(parents=True)
     record = record_of(OK, machine={"device_name": "a CPU"})
     (store.folder(OK) / "record.json").write_text(record.model_dump_json(), encoding="utf-8")
-    with pytest.raises(SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'NVIDIA H200' .cuda."):
+    with pytest.raises(
+        SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'NVIDIA H200' .cuda."
+    ):
         _require_same_machine(store, [gpu], {"device_name": "NVIDIA H200"})
-    with pytest.raises(SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'another' .cpu."):
+    with pytest.raises(
+        SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'another' .cpu."
+    ):
         _require_same_machine(store, [OK], {"device_name": "another"})
     _require_same_machine(store, [OK], {"device_name": "a CPU"})
     with pytest.raises(SweepError, match="asks for runs on cpu and on cuda"):
@@ -258,9 +302,16 @@ def test_a_gpus_runs_do_not_go_into_a_cpus_folder_nor_two_kinds_of_machine_into_
 def test_a_package_without_notebooks_says_so_before_anything_starts(tmp_path, write_sweep):
     """As an installed wheel that lacks them would: no checkout around it."""
     packages = tmp_path / "lib" / "site-packages"
-    shutil.copytree(one_run.PACKAGE, packages / "stepscope", ignore=shutil.ignore_patterns("notebooks", "__pycache__"))
-    done = subprocess.run([sys.executable, "-m", "stepscope.cli", "sweep", str(write_sweep(block(OK))), "--runs", "runs"],
-                          cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(packages)}, capture_output=True, text=True)
+    shutil.copytree(
+        one_run.PACKAGE, packages / "stepscope", ignore=shutil.ignore_patterns("notebooks", "__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope.cli", "sweep", str(write_sweep(block(OK))), "--runs", "runs"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert f"{packages}/stepscope/notebooks: has no notebook of benchmark" in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -310,7 +361,10 @@ def few_runs(tmp_path):
     for run in (f"benchmark/{LONG_ID}", "memory/2.7B-ctx2048-step-bf16-6bd9bff9"):
         shutil.copytree(Path(__file__).parents[1] / "runs" / "h200" / run, tmp_path / "runs" / run)
     record = tmp_path / "runs" / run / "record.json"
-    content = json.loads(record.read_text(encoding="utf-8")) | {"cause": "out\tof\nmemory " + "and so on " * 20, "beside": ["a", "b", "c"]}
+    content = json.loads(record.read_text(encoding="utf-8")) | {
+        "cause": "out\tof\nmemory " + "and so on " * 20,
+        "beside": ["a", "b", "c"],
+    }
     record.write_text(json.dumps(content), encoding="utf-8")
     return tmp_path / "runs"
 
@@ -319,7 +373,10 @@ def test_list_into_a_pipe_is_lines_of_the_same_columns(few_runs, command):
     status, said = command("list", "--runs", few_runs)
     head, *lines = [line.split("\t") for line in said.splitlines()]
     assert status == 0 and head == ["study", "run", "shape", "status", "seconds", "runs beside", "cause"]
-    assert [line[:4] for line in lines] == [["benchmark", LONG_ID, "", "ok"], ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "", "oom"]]
+    assert [line[:4] for line in lines] == [
+        ["benchmark", LONG_ID, "", "ok"],
+        ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "", "oom"],
+    ]
     assert [len(line) for line in lines] == [7, 7] and lines[1][5] == "3"
     assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][6])
 
@@ -337,12 +394,20 @@ def test_list_on_a_terminal_never_cuts_a_run_id(few_runs, command, monkeypatch, 
 @pytest.mark.parametrize("memory", ["-3", "0", "nan", "inf"])
 def test_fit_refuses_a_memory_that_no_gpu_has(command, memory):
     status, said = command("fit", "small", "--memory", memory)
-    assert status == 2 and said.startswith(f"error: --memory: got {memory}, but expected") and said.count("\n") == 1
+    assert (
+        status == 2
+        and said.startswith(f"error: --memory: got {memory}, but expected")
+        and said.count("\n") == 1
+    )
 
 
 def test_fit_names_the_sizes_and_nothing_that_it_cannot_take(command):
     status, said = command("fit", "huge")
-    assert status == 2 and said.startswith("error: size: got 'huge', but known sizes are small,") and "d_model" not in said
+    assert (
+        status == 2
+        and said.startswith("error: size: got 'huge', but known sizes are small,")
+        and "d_model" not in said
+    )
 
 
 @pytest.mark.parametrize("size, memory", [("10B", "80"), ("small", "100000")])
@@ -368,7 +433,10 @@ def test_workers_that_cannot_be_had_leave_no_folder(command, tmp_path, monkeypat
 
 def test_check_of_a_folder_that_was_never_rendered_says_what_to_do(few_runs, command):
     status, said = command("check", "--runs", few_runs)
-    assert (status, said) == (2, f"error: {few_runs}/writeup.md: not there; render it first (stepscope render --runs {few_runs})\n")
+    assert (status, said) == (
+        2,
+        f"error: {few_runs}/writeup.md: not there; render it first (stepscope render --runs {few_runs})\n",
+    )
     status, said = command("check", "--runs", few_runs, "--out", few_runs.parent)
     assert status == 2 and said.endswith(f"(stepscope render --runs {few_runs} --out {few_runs.parent})\n")
 
@@ -386,7 +454,9 @@ def quick_notebook(tmp_path, monkeypatch):
 FINISH = "import json; json.dump({'finished': True, 'results': {'seed': seed}}, open('outcome.json', 'w'))"
 
 
-def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, write_sweep, tmp_path, quick_notebook, monkeypatch):
+def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(
+    command, write_sweep, tmp_path, quick_notebook, monkeypatch
+):
     quick_notebook(FINISH)
     sweep = write_sweep(block(OK))
     monkeypatch.chdir(tmp_path)
@@ -398,7 +468,11 @@ def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, 
 
 
 def fails_at_first(config, folder, timeout_s, abandoned):
-    return ("failed", "a seed of nothing") if config.seed == 0 else finished(config, folder, timeout_s, abandoned)
+    return (
+        ("failed", "a seed of nothing")
+        if config.seed == 0
+        else finished(config, folder, timeout_s, abandoned)
+    )
 
 
 def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, monkeypatch):
@@ -408,35 +482,49 @@ def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, monkeypatch):
     assert f"failed: benchmark/{OK.run_id}" in said and "a seed of nothing" in said
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["sweep", "{tmp}/nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory)"),
-    (["sweep", "{tmp}/bad.yaml"], "bad.yaml, block 1: colour: no such field"),
-    (["sweep", "{tmp}/twice.yaml"], "twice.yaml: line 2, column 1: the key 'study' is there twice"),
-    (["sweep", "{tmp}/bomb.yaml"], "bomb.yaml: line 2, column 8: the alias *a stands for something written elsewhere"),
-    (["sweep", "{tmp}/deep.yaml"], "deep.yaml: line 1, column 31: more than 30 levels are within each other"),
-    (["sweep", "{tmp}/many.yaml"], "block 1: axes: their product is more than 100,000 runs"),
-    (["sweep", "{tmp}/tf32.yaml"], "precision: got 'tf32', but a CPU has no TF32"),
-    (["resume"], "no sweep was begun here"),
-    (["sweep", "cpu", "--time-budget", "soon"], "--time-budget: got 'soon'"),
-    (["sweep", "cpu", "--timeout", "0s"], "--timeout: got 0"),
-    (["sweep", "cpu", "--workers", ""], "--workers: got ''"),
-    (["sweep", "cpu", "--workers", "²"], "--workers: got '²'"),
-    (["sweep", "cpu", "--scheduler", "nonsense"], "--scheduler: got 'nonsense'"),
-    (["sweep", "cpu", "--workers", "2", "--scheduler", ""], "--workers and --scheduler: one or the other"),
-    (["list", "--where", "1"], "no such runs folder"),
-    (["logs", "/etc/passwd"], "is no run's name"),
-    (["neighbours", "--of", "one=", "--of", "two={tmp}"], "--of: got one=, two="),
-    (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}", "--workers", "2"], "--of and --workers"),
-    (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}"], "holds no profiles"),
-    (["sweep"], "Missing argument"),
-])
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["sweep", "{tmp}/nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory)"),
+        (["sweep", "{tmp}/bad.yaml"], "bad.yaml, block 1: colour: no such field"),
+        (["sweep", "{tmp}/twice.yaml"], "twice.yaml: line 2, column 1: the key 'study' is there twice"),
+        (
+            ["sweep", "{tmp}/bomb.yaml"],
+            "bomb.yaml: line 2, column 8: the alias *a stands for something written elsewhere",
+        ),
+        (
+            ["sweep", "{tmp}/deep.yaml"],
+            "deep.yaml: line 1, column 31: more than 30 levels are within each other",
+        ),
+        (["sweep", "{tmp}/many.yaml"], "block 1: axes: their product is more than 100,000 runs"),
+        (["sweep", "{tmp}/tf32.yaml"], "precision: got 'tf32', but a CPU has no TF32"),
+        (["resume"], "no sweep was begun here"),
+        (["sweep", "cpu", "--time-budget", "soon"], "--time-budget: got 'soon'"),
+        (["sweep", "cpu", "--timeout", "0s"], "--timeout: got 0"),
+        (["sweep", "cpu", "--workers", ""], "--workers: got ''"),
+        (["sweep", "cpu", "--workers", "²"], "--workers: got '²'"),
+        (["sweep", "cpu", "--scheduler", "nonsense"], "--scheduler: got 'nonsense'"),
+        (
+            ["sweep", "cpu", "--workers", "2", "--scheduler", ""],
+            "--workers and --scheduler: one or the other",
+        ),
+        (["list", "--where", "1"], "no such runs folder"),
+        (["logs", "/etc/passwd"], "is no run's name"),
+        (["neighbours", "--of", "one=", "--of", "two={tmp}"], "--of: got one=, two="),
+        (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}", "--workers", "2"], "--of and --workers"),
+        (["neighbours", "--of", "one={tmp}", "--of", "two={tmp}"], "holds no profiles"),
+        (["sweep"], "Missing argument"),
+    ],
+)
 def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, write_sweep, tmp_path):
     write_sweep([{"study": "benchmark", "fixed": TINY | {"colour": "red"}}], "bad.yaml")
     write_sweep(block(OK, tiny(precision="tf32")), "tf32.yaml")
     write_sweep("study: benchmark\nstudy: warmup\n", "twice.yaml")
     write_sweep("study: &a [benchmark, benchmark]\nfixed: *a\n", "bomb.yaml")
     write_sweep("[" * 5_000, "deep.yaml")
-    write_sweep([{"study": "benchmark", "axes": {f"axis{i}": list(range(10)) for i in range(10)}}], "many.yaml")
+    write_sweep(
+        [{"study": "benchmark", "axes": {f"axis{i}": list(range(10)) for i in range(10)}}], "many.yaml"
+    )
     status, said = command(*(a.format(tmp=tmp_path) for a in arguments), "--runs", tmp_path / "runs")
     assert status == 2 and told in " ".join(said.split()), said
     assert "Traceback" not in said
@@ -446,7 +534,10 @@ def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, wri
 
 
 def test_a_question_that_cannot_be_asked_of_runs(command, tmp_path):
-    shutil.copytree(Path(__file__).parents[1] / "runs" / "h200" / "benchmark" / "small-ctx128-step-fp32-b05781de", tmp_path / "runs" / "benchmark" / "small-ctx128-step-fp32-b05781de")
+    shutil.copytree(
+        Path(__file__).parents[1] / "runs" / "h200" / "benchmark" / "small-ctx128-step-fp32-b05781de",
+        tmp_path / "runs" / "benchmark" / "small-ctx128-step-fp32-b05781de",
+    )
     for where in ("1", "size", "colour == 1", "x =="):
         status, said = command("list", "--runs", tmp_path / "runs", "--where", where)
         assert status == 2 and said.startswith("error: --where") and said.count("\n") == 1, said
@@ -456,7 +547,12 @@ def test_a_question_that_cannot_be_asked_of_runs(command, tmp_path):
 def test_exit_2_when_another_sweep_is_writing(command, write_sweep, tmp_path):
     with Store(tmp_path / "runs").writing():
         status, said = command("sweep", write_sweep(block(OK)), "--runs", tmp_path / "runs")
-    assert status == 2 and said.startswith("error:") and "another sweep is writing here" in said and said.count("\n") == 1
+    assert (
+        status == 2
+        and said.startswith("error:")
+        and "another sweep is writing here" in said
+        and said.count("\n") == 1
+    )
 
 
 def takes_its_time(config, folder, timeout_s, abandoned):
@@ -488,21 +584,30 @@ def test_exit_75_and_one_sentence_on_a_signal_before_the_first_run(tmp_path, wri
             "    def find_spec(self, name, path=None, target=None):\n"
             "        if name == 'stepscope.runs.sweep_file': os.kill(os.getpid(), signal.SIGINT)\n"
             "sys.meta_path.insert(0, Signals()); cli.main()")
-    done = subprocess.run([sys.executable, "-c", code, "sweep", str(write_sweep(block(OK))), "--runs", str(tmp_path / "runs")],
-                          capture_output=True, text=True)
-    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGINT") and done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, "-c", code, "sweep", str(write_sweep(block(OK))), "--runs", str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 75 and done.stderr.startswith("stopped by SIGINT") and done.stderr.count("\n") == 1
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("workers", [None, "1"])
-def test_a_signal_before_the_first_run_leaves_all_runs_and_starts_no_workers(workers, write_sweep, store, monkeypatch):
+def test_a_signal_before_the_first_run_leaves_all_runs_and_starts_no_workers(
+    workers, write_sweep, store, monkeypatch
+):
     monkeypatch.setattr("stepscope.runs.sweep.clear_dead", lambda: signal.raise_signal(signal.SIGTERM))
     end = run_sweep([write_sweep(block(OK, tiny(seed=1)))], store, How(workers=workers, notebook=finished))
     assert end.stopped_by == "SIGTERM" and end.left == [OK, tiny(seed=1)] and store.records() == ([], [])
     assert list((store.root / "sweeps").iterdir()) == [store.root / "sweeps" / "some.yaml"]  # to be resumed
 
 
-def test_resume_knows_every_sweep_that_was_begun_whatever_its_files_name_ended_in(command, write_sweep, tmp_path):
+def test_resume_knows_every_sweep_that_was_begun_whatever_its_files_name_ended_in(
+    command, write_sweep, tmp_path
+):
     for seed, name in enumerate(("one.yaml", "two.yml", "three")):
         file = write_sweep(block(tiny(seed=seed)), name)
         assert command("sweep", file, "--runs", tmp_path / "runs", "--time-budget", "0s")[0] == 75

@@ -71,16 +71,22 @@ def test_sample_conserves(sample):
         assert sums(operations, by).sum().tolist() == [totals["duration_ns"].sum(), 1380]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda o: o.drop(index=700), "phases sum to 1329 operations of kind kernel"),
-    (lambda o: pd.concat([o, o.iloc[[700]]]), "1 operations are counted twice"),
-    (lambda o: o.assign(row=o["row"].where(o.index != 700, 10**6),
-                        duration_ns=o["duration_ns"] + (o.index == 700)),
-     "phases sum to 1330 operations of kind kernel and 18266583 ns, expected the capture's 1330 and 18266582 ns"),
-    (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases sum to 1329"),
-    (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions sum to 1329"),
-    (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o.drop(index=700), "phases sum to 1329 operations of kind kernel"),
+        (lambda o: pd.concat([o, o.iloc[[700]]]), "1 operations are counted twice"),
+        (
+            lambda o: o.assign(
+                row=o["row"].where(o.index != 700, 10**6), duration_ns=o["duration_ns"] + (o.index == 700)
+            ),
+            "phases sum to 1330 operations of kind kernel and 18266583 ns, expected the capture's 1330 and 18266582 ns",
+        ),
+        (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases sum to 1329"),
+        (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions sum to 1329"),
+        (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
+    ],
+)
 def test_conservation_fails_when_an_operation_is_lost_doubled_or_changed(sample, change, message):
     with pytest.raises(ConservationError, match=message):
         check_conservation(change(sample[0]), activity_totals(SAMPLE))
@@ -112,7 +118,9 @@ def test_host_time_of_ranges_equals_nsys(sample):
 def test_kernels_within_a_range_equal_nsys(sample):
     operations, _ = sample
     kernels = operations[operations["kind"] == "kernel"]
-    theirs = report("nvtx_kern_sum").query("range in ['softmax', 'ffn', 'scores', 'value', 'out_proj', 'qkv_proj', 'forward']")
+    theirs = report("nvtx_kern_sum").query(
+        "range in ['softmax', 'ffn', 'scores', 'value', 'out_proj', 'qkv_proj', 'forward']"
+    )
     for name, rows in theirs.groupby("range"):
         within = kernels[kernels["phase" if name == "forward" else "region"] == name]
         ours, expected = sums(within, "name"), rows.set_index("kernel_name")
@@ -132,8 +140,10 @@ def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
         assert ours["projected_ns"].tolist() == rows["projected_duration_ns"].tolist()
         assert ours["operations"].tolist() == rows["gpu_ops"].tolist()
     total = phase_clocks(operations, ranges).set_index("phase")
-    assert total["operations_ns"].to_dict() == operations.groupby("phase",
-                                                                  observed=True)["duration_ns"].sum().to_dict()
+    assert (
+        total["operations_ns"].to_dict()
+        == operations.groupby("phase", observed=True)["duration_ns"].sum().to_dict()
+    )
     pd.testing.assert_frame_equal(total.drop(columns="busy_share"),
                                   clocks.drop(columns="busy_share").groupby("phase", observed=True).sum())
     assert (total["busy_ns"] == total["operations_ns"]).all()  # one stream: nothing overlaps
@@ -163,7 +173,8 @@ def test_scrubbing_keeps_the_result_and_no_other_string(tmp_path):
             INSERT INTO PROCESSES VALUES (1, 1, '{secret} 3');
             ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT;
             UPDATE NVTX_EVENTS SET jsonText = '{secret} 4';
-            INSERT INTO NVTX_EVENTS (start, eventType, text, globalTid, domainId) VALUES (1, 34, '{secret} 5', {MAIN}, 0);
+            INSERT INTO NVTX_EVENTS (start, eventType, text, globalTid, domainId) VALUES (1, 34, '{secret} 5',
+            {MAIN}, 0);
         """)
     assert secret.encode() in capture.read_bytes()
     scrubbed = tmp_path / "scrubbed.sqlite"
@@ -347,12 +358,17 @@ def test_a_capture_that_lacks_a_table(tmp_path, lacking):
 
 def test_copies_and_fills_are_operations(tmp_path):
     path = execute(
-        made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN), (60, AUTOGRAD)], STEP,
-             [(100, 140, 0, 7, 0, PROCESS_ID, 1)]),
+        made(
+            tmp_path / "a.sqlite",
+            [(12, MAIN), (22, MAIN), (60, AUTOGRAD)],
+            STEP,
+            [(100, 140, 0, 7, 0, PROCESS_ID, 1)],
+        ),
         "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start, end, deviceId, streamId, correlationId, globalPid, copyKind)",
         f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (50, 60, 0, 7, 1, {PROCESS_ID}, 1), (150, 160, 0, 7, 2, {PROCESS_ID}, 99)",
         "CREATE TABLE ENUM_CUDA_MEMCPY_OPER (id, name, label)",
-        "INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'HTOD', 'Host-to-Device')")
+        "INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'HTOD', 'Host-to-Device')",
+    )
     operations, _ = load_trace(path)
     assert operations["name"].tolist() == ["[CUDA memcpy Host-to-Device]", "void f<float>(float *)",
                                            "[CUDA memcpy 99]"]
@@ -423,42 +439,84 @@ KERNEL, RUNTIME = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"
 MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlationId, globalPid, demangledName FROM {KERNEL}"
 
 
-@pytest.mark.parametrize(("statements", "message"), [
-    ([f"UPDATE {KERNEL} SET start = 'soon'"],
-     f"{KERNEL} has string values in its column start, expected integers"),
-    ([f"UPDATE {KERNEL} SET end = end + 0.5"],
-     f"{KERNEL} has double values in its column end, expected integers"),
-    ([f"UPDATE {KERNEL} SET streamId = x'00'"],
-     f"{KERNEL} has (large_)?(string|binary) values in its column streamId"),
-    ([f"UPDATE {KERNEL} SET end = 9223372036854775808"],
-     "double values in its column end, expected integers"),
-    ([*[MORE] * 17, f"UPDATE {KERNEL} SET end = 'late' WHERE rowid = 100000"],
-     f"{KERNEL} has values of several types in one column"),
-    ([*[MORE] * 17, f"UPDATE {KERNEL} SET end = end + 0.5 WHERE rowid = 100000"],
-     f"{KERNEL} has values of several types in one column"),
-    ([f"UPDATE {KERNEL} SET end = 9223372036854775807"],
-     f"{KERNEL} has 9223372036854775807 in its column end"),
-    ([f"UPDATE {KERNEL} SET start = -9223372036854775807"],
-     f"{KERNEL} has -9223372036854775807 in its column start"),
-    ([f"UPDATE {KERNEL} SET end = start - 7"],
-     f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns"),
-    ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end of 1 rows"),
-    ([f"UPDATE {KERNEL} SET correlationId = 4294967296"],
-     f"{KERNEL} has 4294967296 in its column correlationId"),
-    ([f"UPDATE {RUNTIME} SET start = 'soon'"], f"{RUNTIME} has string values in its column start"),
-    ([f"UPDATE {RUNTIME} SET end = start - 1"],
-     f"{RUNTIME} has a row that ends at 11 ns and starts at 12 ns"),
-    (["UPDATE NVTX_EVENTS SET start = start + 0.5"], "NVTX_EVENTS has double values in its column start"),
-    (["UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15"],
-     "NVTX_EVENTS has a row that ends at 14 ns and starts at 15"),
-    (["UPDATE NVTX_EVENTS SET globalTid = NULL"], "NVTX_EVENTS has no value in column globalTid of 6 rows"),
-    (["UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'"], "codec can't decode byte"),
-    (["UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10"],
-     r"3 threads have times from -4000000000000000000 to 4000000000000000000 ns"),
-    (["DROP TABLE StringIds",
-      "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n)"
-      " SELECT id, id AS value FROM n"], "StringIds is a view, expected a table"),
-])
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        (
+            [f"UPDATE {KERNEL} SET start = 'soon'"],
+            f"{KERNEL} has string values in its column start, expected integers",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET end = end + 0.5"],
+            f"{KERNEL} has double values in its column end, expected integers",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET streamId = x'00'"],
+            f"{KERNEL} has (large_)?(string|binary) values in its column streamId",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET end = 9223372036854775808"],
+            "double values in its column end, expected integers",
+        ),
+        (
+            [*[MORE] * 17, f"UPDATE {KERNEL} SET end = 'late' WHERE rowid = 100000"],
+            f"{KERNEL} has values of several types in one column",
+        ),
+        (
+            [*[MORE] * 17, f"UPDATE {KERNEL} SET end = end + 0.5 WHERE rowid = 100000"],
+            f"{KERNEL} has values of several types in one column",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET end = 9223372036854775807"],
+            f"{KERNEL} has 9223372036854775807 in its column end",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET start = -9223372036854775807"],
+            f"{KERNEL} has -9223372036854775807 in its column start",
+        ),
+        (
+            [f"UPDATE {KERNEL} SET end = start - 7"],
+            f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns",
+        ),
+        ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end of 1 rows"),
+        (
+            [f"UPDATE {KERNEL} SET correlationId = 4294967296"],
+            f"{KERNEL} has 4294967296 in its column correlationId",
+        ),
+        ([f"UPDATE {RUNTIME} SET start = 'soon'"], f"{RUNTIME} has string values in its column start"),
+        (
+            [f"UPDATE {RUNTIME} SET end = start - 1"],
+            f"{RUNTIME} has a row that ends at 11 ns and starts at 12 ns",
+        ),
+        (["UPDATE NVTX_EVENTS SET start = start + 0.5"], "NVTX_EVENTS has double values in its column start"),
+        (
+            ["UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15"],
+            "NVTX_EVENTS has a row that ends at 14 ns and starts at 15",
+        ),
+        (
+            ["UPDATE NVTX_EVENTS SET globalTid = NULL"],
+            "NVTX_EVENTS has no value in column globalTid of 6 rows",
+        ),
+        (
+            ["UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'"],
+            "codec can't decode byte",
+        ),
+        (
+            [
+                "UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10"
+            ],
+            r"3 threads have times from -4000000000000000000 to 4000000000000000000 ns",
+        ),
+        (
+            [
+                "DROP TABLE StringIds",
+                "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n)"
+                " SELECT id, id AS value FROM n",
+            ],
+            "StringIds is a view, expected a table",
+        ),
+    ],
+)
 def test_values_that_no_capture_has_are_refused_in_one_sentence(tmp_path, statements, message):
     path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), *statements)
     with pytest.raises(TraceError, match=message) as caught:

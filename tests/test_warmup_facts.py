@@ -27,7 +27,10 @@ def test_without_a_warm_up_the_mean_is_above_steady(samples):
     assert facts.what_changes(slower)["cold"]["error"]["high"] > found["cold"]["error"]["high"]
     level = facts.what_changes(samples.assign(time_ms=100.0))
     assert level["cold"]["error"]["small"] and level["cold"]["error"]["furthest"] == 0
-    assert answered("warmup", "warmup", samples=samples.assign(time_ms=100.0)).text != answered("warmup", "warmup").text
+    assert (
+        answered("warmup", "warmup", samples=samples.assign(time_ms=100.0)).text
+        != answered("warmup", "warmup").text
+    )
 
 
 def test_processes_in_which_something_ran_before_are_not_cold(samples):
@@ -55,7 +58,9 @@ def beyond_ms(costs, cold, primed):
                    time_ms=lambda t: t["one_layer_first"].astype(bool).map({True: primed, False: cold}))
 
 
-@pytest.mark.parametrize("primed, clear, most", [(10.0, True, True), (180.0, True, False), (500.0, False, False)])
+@pytest.mark.parametrize(
+    "primed, clear, most", [(10.0, True, True), (180.0, True, False), (500.0, False, False)]
+)
 def test_what_loading_costs_is_decided_by_the_data(costs, primed, clear, most):
     table = beyond_ms(costs, 200.0, primed)
     loading = facts.first_step(table, pd.DataFrame())["loading"]

@@ -1,4 +1,5 @@
-"""Sweeps on real Dask workers, and what can go wrong with those: nothing is lost, nothing doubled, every end has its cause."""
+"""Sweeps on real Dask workers, and what can go wrong with those: nothing is lost, nothing doubled, every end
+has its cause."""
 import asyncio
 import json
 import os
@@ -51,7 +52,9 @@ def content(store):
 async def handshake(url, origin, protocols):
     """Whether a websocket opens for a page of this origin."""
     try:
-        connection = await websocket_connect(HTTPRequest(url, headers={"Origin": origin}), subprotocols=protocols)
+        connection = await websocket_connect(
+            HTTPRequest(url, headers={"Origin": origin}), subprotocols=protocols
+        )
     except HTTPClientError as refused:
         return refused.code
     connection.close()
@@ -59,7 +62,8 @@ async def handshake(url, origin, protocols):
 
 
 def test_a_local_clusters_faults_and_its_dashboard(store, fault_folder, sweep_of):
-    """One cluster for several: a killed worker and a hanging run cost what they hit, and no other page reads the dashboard."""
+    """One cluster for several: a killed worker and a hanging run cost what they hit, and no other page reads
+    the dashboard."""
     client, places = workers.local_cluster("2")
     try:
         pages_of_other_origins_are_refused(client.dashboard_link)
@@ -70,9 +74,18 @@ def test_a_local_clusters_faults_and_its_dashboard(store, fault_folder, sweep_of
         workers.close_cluster(client)
     assert end.counts == {"ok": 2, "failed": 2} and not end.left, end
     one, other = map(config_of, MEETS)
-    assert f"benchmark/{other.run_id}" in store.find(one).beside and f"benchmark/{one.run_id}" in store.find(other).beside
-    assert store.find(config_of(KILLS_WORKER)).cause == "the worker that ran it died (killed, or its machine went down)"
-    assert store.find(config_of(HANGS)).cause == f"no end after {LIMIT_S} s, the limit for a run; its processes were ended"
+    assert (
+        f"benchmark/{other.run_id}" in store.find(one).beside
+        and f"benchmark/{one.run_id}" in store.find(other).beside
+    )
+    assert (
+        store.find(config_of(KILLS_WORKER)).cause
+        == "the worker that ran it died (killed, or its machine went down)"
+    )
+    assert (
+        store.find(config_of(HANGS)).cause
+        == f"no end after {LIMIT_S} s, the limit for a run; its processes were ended"
+    )
     assert store.records()[1] == [] and not store.partial.exists() and not (store.root / "set-aside").exists()
     for name in ("of_the_killed", "of_the_hanging"):  # their GPU, if they had one, is free
         assert ended(int((fault_folder / name).read_text())), name
@@ -84,7 +97,10 @@ def test_a_local_clusters_faults_and_its_dashboard(store, fault_folder, sweep_of
     assert end.counts == {"ok": 4} and not end.left
     after = content(store)
     assert after.keys() == before.keys()
-    assert {name for name in after if after[name] != before[name]} == {config_of(KILLS_WORKER).run_id, config_of(HANGS).run_id}
+    assert {name for name in after if after[name] != before[name]} == {
+        config_of(KILLS_WORKER).run_id,
+        config_of(HANGS).run_id,
+    }
 
 
 def pages_of_other_origins_are_refused(link):
@@ -93,7 +109,11 @@ def pages_of_other_origins_are_refused(link):
     url, protocols = f"ws://{place.netloc}/status/ws", ["bokeh", token]
     its_own = f"http://{place.netloc}"
     assert asyncio.run(handshake(url, its_own, protocols)) == "open"
-    for origin in ("http://example.com", f"http://{place.hostname}:1", f"http://localhost.example.com:{place.port}"):
+    for origin in (
+        "http://example.com",
+        f"http://{place.hostname}:1",
+        f"http://localhost.example.com:{place.port}",
+    ):
         assert asyncio.run(handshake(url, origin, protocols)) == 403, origin
 
 
@@ -109,7 +129,9 @@ def hanging(sweeping, faults):
     (hanging, 2, 0.5),
     *(pytest.param(stage, times, pause_s, marks=pytest.mark.trials)
       for stage in (starting, hanging) for times, pause_s in ((1, 0.1), (2, 0.02), (8, 0.3)))])
-def test_ctrl_c_ends_a_sweep_with_workers_in_one_sentence(stage, times, pause_s, program, store, fault_folder, sweep_of):
+def test_ctrl_c_ends_a_sweep_with_workers_in_one_sentence(
+    stage, times, pause_s, program, store, fault_folder, sweep_of
+):
     sweeping = program("sweep", sweep_of(HANGS, 1), "--runs", store.root, "--workers", "1")
     sweeping.wait_for(lambda: stage(sweeping, fault_folder))
     for _ in range(times):  # as a terminal does it: to every process there
@@ -117,7 +139,12 @@ def test_ctrl_c_ends_a_sweep_with_workers_in_one_sentence(stage, times, pause_s,
             os.killpg(sweeping.process.pid, signal.SIGINT)
         time.sleep(pause_s)
     status, said = sweeping.process.wait(60), sweeping.said.read_text()
-    assert status == 75 and "stopped by SIGINT; 2 left" in said and "Traceback" not in said and "Error" not in said, said
+    assert (
+        status == 75
+        and "stopped by SIGINT; 2 left" in said
+        and "Traceback" not in said
+        and "Error" not in said
+    ), said
     assert sweeping.all_ended() and content(store) == {} and not store.partial.exists()
 
 
@@ -131,7 +158,9 @@ def test_workers_that_are_killed_while_they_start_leave_all_runs(program, store,
         return found
     sweeping.wait_for(killed)
     status, said = sweeping.process.wait(60), sweeping.said.read_text()
-    assert status == 75 and "stopped by the local cluster, which did not start" in said and "; 2 left" in said, said
+    assert (
+        status == 75 and "stopped by the local cluster, which did not start" in said and "; 2 left" in said
+    ), said
     assert "Traceback" not in said and sweeping.all_ended() and not store.partial.exists()
 
 
@@ -143,10 +172,22 @@ def cluster(fault_folder):
     file = fault_folder / "scheduler.json"
 
     def start(module, *arguments):
-        return subprocess.Popen([sys.executable, "-m", module, *arguments, "--scheduler-file", str(file), "--no-dashboard"],
-                                env=os.environ | ENVIRONMENT, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, "--scheduler-file", str(file), "--no-dashboard"],
+            env=os.environ | ENVIRONMENT,
+            stderr=subprocess.DEVNULL,
+        )
     scheduler = start("distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0")
-    worker = start("distributed.cli.dask_worker", "--nthreads", "1", "--resources", "CPU=1", "--no-nanny", "--death-timeout", "20")
+    worker = start(
+        "distributed.cli.dask_worker",
+        "--nthreads",
+        "1",
+        "--resources",
+        "CPU=1",
+        "--no-nanny",
+        "--death-timeout",
+        "20",
+    )
     (fault_folder / "scheduler").write_text(str(scheduler.pid))
     deadline = time.monotonic() + 60
     while not file.exists() and time.monotonic() < deadline:
@@ -167,14 +208,21 @@ def test_a_sweep_and_then_a_scheduler_that_are_killed_leave_what_is_done_and_not
     first = program("sweep", sweep, "--runs", store.root, "--scheduler", cluster, "--exclusive", "all")
     first.wait_for((fault_folder / "of_the_hanging").exists)
     first.process.kill()
-    assert ended(int((fault_folder / "of_the_hanging").read_text()))  # the worker, which lives, has ended what nobody waits for
+    # the worker, which lives, has ended what nobody waits for
+    assert ended(int((fault_folder / "of_the_hanging").read_text()))
     before = content(store)
     assert list(before) == [config_of(0).run_id]
 
     sweep = sweep_of(0, 1, KILLS_SCHEDULER)
-    end = run_sweep([sweep], store, How(scheduler=cluster, notebook=faults.notebook, timeout_s=120), Console(quiet=True))
-    assert end.stopped_by.startswith("the scheduler is gone") and end.left == [config_of(KILLS_SCHEDULER)], end
-    assert before.items() <= content(store).items() and store.records()[1] == [] and not store.partial.exists()
+    end = run_sweep(
+        [sweep], store, How(scheduler=cluster, notebook=faults.notebook, timeout_s=120), Console(quiet=True)
+    )
+    assert end.stopped_by.startswith("the scheduler is gone") and end.left == [config_of(KILLS_SCHEDULER)], (
+        end
+    )
+    assert (
+        before.items() <= content(store).items() and store.records()[1] == [] and not store.partial.exists()
+    )
     before = content(store)
     end = run_sweep([sweep], store, How(notebook=finished), Console(quiet=True))  # without a cluster
     assert end.counts == {"ok": 3} and before.items() <= content(store).items()
@@ -183,27 +231,60 @@ def test_a_sweep_and_then_a_scheduler_that_are_killed_leave_what_is_done_and_not
 # Disks
 
 def can_mount():
-    return subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True
+        ).returncode
+        == 0
+    )
 
 
-@pytest.mark.skipif(not can_mount(), reason="this system lets nobody mount in a namespace of their own, so no disk can be made small")
+@pytest.mark.skipif(
+    not can_mount(),
+    reason="this system lets nobody mount in a namespace of their own, so no disk can be made small",
+)
 @pytest.mark.parametrize("seed, told, workers", [
     (FILLS, "No space left on device", []),
     pytest.param(LOCKS, "Read-only file system", [], marks=pytest.mark.trials),
     pytest.param(FILLS, "No space left on device", ["--workers", "2"], marks=pytest.mark.trials),
     pytest.param(LOCKS, "Read-only file system", ["--workers", "2"], marks=pytest.mark.trials)])
-def test_a_disk_that_is_full_or_read_only_at_the_start_or_later_costs_no_run(seed, told, workers, fault_folder, sweep_of):
-    done = subprocess.run(["unshare", "-rm", sys.executable, faults.__file__, "in_namespace", str(fault_folder), str(sweep_of(0, seed)),
-                           str(seed), *workers], capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=300)
+def test_a_disk_that_is_full_or_read_only_at_the_start_or_later_costs_no_run(
+    seed, told, workers, fault_folder, sweep_of
+):
+    done = subprocess.run(
+        [
+            "unshare",
+            "-rm",
+            sys.executable,
+            faults.__file__,
+            "in_namespace",
+            str(fault_folder),
+            str(sweep_of(0, seed)),
+            str(seed),
+            *workers,
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert "Traceback" not in done.stderr and done.stderr.count("nothing was started") == 2
     for name, there in (("full at the start", ["ballast"]), ("read-only at the start", [])):
-        assert seen[name]["status"] == 2 and set(seen[name]["files"]) - {".lock", "sweeps"} == set(there), seen[name]
+        assert seen[name]["status"] == 2 and set(seen[name]["files"]) - {".lock", "sweeps"} == set(there), (
+            seen[name]
+        )
     stopped, resumed = seen["stopped"], seen["resumed"]
-    assert stopped["status"] == 75 and f"stopped by the runs folder, which cannot be written to ({told})" in done.stderr
+    assert (
+        stopped["status"] == 75
+        and f"stopped by the runs folder, which cannot be written to ({told})" in done.stderr
+    )
     assert str(seed) not in stopped["records"] and resumed["status"] == 0
-    assert {seed: record["status"] for seed, record in resumed["records"].items()} == {"0": "ok", str(seed): "ok"}
+    assert {seed: record["status"] for seed, record in resumed["records"].items()} == {
+        "0": "ok",
+        str(seed): "ok",
+    }
     assert stopped["records"].items() <= resumed["records"].items()
     assert not any(".tmp" in file or "set-aside" in file or ".partial" in file for file in resumed["files"])
 
@@ -246,11 +327,16 @@ def test_core_slices_share_no_core():
     assert len(mine) < 2 or not set(physical[0]) & set(physical[1])
 
 
-@pytest.mark.parametrize("how, told", [
-    (How(workers="many"), "expected gpus or a number"), (How(workers="0"), "expected gpus or a number"),
-    (How(workers="2", scheduler="tcp://127.0.0.1:1"), "one or the other"), (How(exclusive=("speed",)), "expected all or a study"),
-    (How(scheduler="tcp://127.0.0.1:1"), "nothing answers at 'tcp://127.0.0.1:1'"),
-])
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (How(workers="many"), "expected gpus or a number"),
+        (How(workers="0"), "expected gpus or a number"),
+        (How(workers="2", scheduler="tcp://127.0.0.1:1"), "one or the other"),
+        (How(exclusive=("speed",)), "expected all or a study"),
+        (How(scheduler="tcp://127.0.0.1:1"), "nothing answers at 'tcp://127.0.0.1:1'"),
+    ],
+)
 def test_what_cannot_be_done_is_said_in_a_sentence(how, told, store, sweep_of, monkeypatch):
     monkeypatch.setattr(workers, "ANSWER_S", 1)
     with pytest.raises((SweepError, workers.WorkersError), match=re.escape(told)):
@@ -261,7 +347,9 @@ def test_what_cannot_be_done_is_said_in_a_sentence(how, told, store, sweep_of, m
 def test_runs_that_no_worker_takes_are_refused_and_not_waited_for():
     pool = workers.Dask.__new__(workers.Dask)
     pool.workers = {"tcp://somewhere": {"resources": {"GPU": 1}}}
-    with pytest.raises(workers.WorkersError, match="no worker offers CPU=1, which a run with device 'cpu' takes"):
+    with pytest.raises(
+        workers.WorkersError, match="no worker offers CPU=1, which a run with device 'cpu' takes"
+    ):
         pool.require([config_of(0)])
     pool.workers = {"tcp://somewhere": {"resources": {"GPU": 1, "CPU": 1}}}
     pool.require([config_of(0)])
@@ -301,14 +389,30 @@ class Slots:
 def test_the_longest_runs_go_first_and_exclusive_ones_alone(store, write_sweep, monkeypatch):
     slots = Slots(store)
     monkeypatch.setattr("stepscope.runs.sweep.Here", lambda *arguments: slots)
-    sweep = write_sweep([{"study": study, "fixed": {key: value for key, value in TINY.items() if key != "size"}, "axes": {"size": ["nano", "tiny", "micro"]}}
-                         for study in ("warmup", "benchmark")])
+    sweep = write_sweep(
+        [
+            {
+                "study": study,
+                "fixed": {key: value for key, value in TINY.items() if key != "size"},
+                "axes": {"size": ["nano", "tiny", "micro"]},
+            }
+            for study in ("warmup", "benchmark")
+        ]
+    )
     assert run_sweep([sweep], store, How(exclusive=("warmup",)), Console(quiet=True)).counts == {"ok": 6}
-    assert slots.seen == [[("benchmark", "tiny")], [("benchmark", "micro"), ("benchmark", "tiny")], [("benchmark", "micro"), ("benchmark", "nano")],
-                          [("warmup", "tiny")], [("warmup", "micro")], [("warmup", "nano")]]
+    assert slots.seen == [
+        [("benchmark", "tiny")],
+        [("benchmark", "micro"), ("benchmark", "tiny")],
+        [("benchmark", "micro"), ("benchmark", "nano")],
+        [("warmup", "tiny")],
+        [("warmup", "micro")],
+        [("warmup", "nano")],
+    ]
     beside = {record.run_id[:4]: record.beside for record in store.records()[0] if record.study == "warmup"}
     assert beside == {"nano": [], "tiny": [], "micr": []}
-    assert work_estimate(configure("benchmark", **TINY | {"size": "tiny"})) > work_estimate(configure("benchmark", **TINY))
+    assert work_estimate(configure("benchmark", **TINY | {"size": "tiny"})) > work_estimate(
+        configure("benchmark", **TINY)
+    )
 
 
 class AtOnce(Slots):
@@ -317,20 +421,35 @@ class AtOnce(Slots):
     def wait(self):
         given, self.given, met = self.given, [], threading.Barrier(len(self.given), timeout=60)
         with ThreadPoolExecutor() as pool:
-            return list(zip(given, pool.map(lambda config: workers.make_run(
-                config, self.store, notebook=lambda *arguments: met.wait() < 0 or finished(*arguments)), given)))
+            return list(
+                zip(
+                    given,
+                    pool.map(
+                        lambda config: workers.make_run(
+                            config,
+                            self.store,
+                            notebook=lambda *arguments: met.wait() < 0 or finished(*arguments),
+                        ),
+                        given,
+                    ),
+                )
+            )
 
 
 def test_runs_that_come_back_together_were_beside_each_other(store, sweep_of, monkeypatch):
     monkeypatch.setattr("stepscope.runs.sweep.Here", lambda *arguments: AtOnce(store))
     assert run_sweep([sweep_of(1, 2)], store, How(), Console(quiet=True)).counts == {"ok": 2}
     one, other = (config_of(seed) for seed in (1, 2))
-    assert store.find(one).beside == [f"benchmark/{other.run_id}"] and store.find(other).beside == [f"benchmark/{one.run_id}"]
+    assert store.find(one).beside == [f"benchmark/{other.run_id}"] and store.find(other).beside == [
+        f"benchmark/{one.run_id}"
+    ]
 
 
 def test_a_log_is_found_by_the_beginning_of_an_id_and_only_if_that_is_one_runs(store, fault_folder, sweep_of):
     run_sweep([sweep_of(0, 1)], store, How(notebook=finished), Console(quiet=True))
-    assert run_log(store, f"benchmark/{config_of(0).run_id}").startswith(f"benchmark/{config_of(0).run_id}: ok")
+    assert run_log(store, f"benchmark/{config_of(0).run_id}").startswith(
+        f"benchmark/{config_of(0).run_id}: ok"
+    )
     with pytest.raises(RecordError, match="'nano' names 2 runs .benchmark/nano"):
         run_log(store, "nano")
     with pytest.raises(RecordError, match="'large' names no run"):

@@ -59,7 +59,12 @@ def test_what_is_no_plain_yaml_is_refused_in_one_sentence(yaml_file, content, pr
     with pytest.raises(StepscopeError) as raised:
         load_yaml(path)
     sentence = str(raised.value)
-    assert sentence.startswith(f"{path}: ") and problem in sentence and "\n" not in sentence and len(sentence) < 600
+    assert (
+        sentence.startswith(f"{path}: ")
+        and problem in sentence
+        and "\n" not in sentence
+        and len(sentence) < 600
+    )
 
 
 def test_only_regular_files_are_opened(tmp_path):

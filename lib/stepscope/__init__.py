@@ -5,8 +5,13 @@ __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
 # The checkout that this package lies in; None where it is installed without one.
-PROJECT = PACKAGE.parents[1] if PACKAGE.parent.name == "lib" and (PACKAGE.parents[1] / "pyproject.toml").is_file() else None
+PROJECT = (
+    PACKAGE.parents[1]
+    if PACKAGE.parent.name == "lib" and (PACKAGE.parents[1] / "pyproject.toml").is_file()
+    else None
+)
 
 
 class StepscopeError(Exception):
-    """Something outside this code is not as it has to be: input, a file, the machine. The text is one sentence for the user."""
+    """Something outside this code is not as it has to be: input, a file, the machine. The text is one
+    sentence for the user."""

@@ -70,7 +70,8 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 
 def _local_runs(runs: Path | None) -> Path:
-    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout, where one stands."""
+    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout,
+    where one stands."""
     if runs:
         return runs
     from stepscope.config import device_here
@@ -82,7 +83,10 @@ def _local_runs(runs: Path | None) -> Path:
 
 def _end_at_once(number: int, frame: object) -> None:
     """On a signal before a sweep listens for it, or after: nothing goes on that would have to be ended."""
-    os.write(2, f"stopped by {signal.Signals(number).name}; all that was done is kept, the same command goes on\n".encode())
+    os.write(
+        2,
+        f"stopped by {signal.Signals(number).name}; what was done is kept; go on with it again\n".encode(),
+    )
     os._exit(EXIT_LEFT)
 
 
@@ -97,7 +101,15 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import How, run_sweep
     from stepscope.runs.workers import Stopped
-    how = How(workers, scheduler, None, tuple(exclusive or ()), _seconds(timeout, "--timeout"), _seconds(time_budget, "--time-budget"))
+
+    how = How(
+        workers,
+        scheduler,
+        None,
+        tuple(exclusive or ()),
+        _seconds(timeout, "--timeout"),
+        _seconds(time_budget, "--time-budget"),
+    )
     try:
         end = run_sweep(paths, Store(runs), how, console)
     except Stopped as stop:
@@ -108,30 +120,61 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
     for name, _ in end.failed:
         console.print(f"  failed: {name} (stepscope logs {name} --runs {runs})", markup=False, soft_wrap=True)
     if end.left:
-        console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with {end.left[0].run_id}."
-                      f" Go on with: stepscope resume --runs {runs}", soft_wrap=True, markup=False)
+        console.print(
+            f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with {end.left[0].run_id}."
+            f" Go on with: stepscope resume --runs {runs}",
+            soft_wrap=True,
+            markup=False,
+        )
         raise typer.Exit(EXIT_LEFT)
     if end.failed:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
-def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
-          runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
-          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
-    """Run sweeps: all that is asked for and has no valid record yet, one run after another or on Dask workers.
+def sweep(
+    sweeps: Annotated[
+        list[str],
+        typer.Argument(
+            help="Sweep files (YAML), or what ships: a study's name, or cpu (all, over tiny models)."
+        ),
+    ],
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+    workers: WorkersOption = None,
+    scheduler: SchedulerOption = None,
+    exclusive: ExclusiveOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Run sweeps: all that is asked for and has no valid record yet, one run after another or on Dask
+    workers.
 
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
     _end_on_signals()
     from stepscope.runs.sweep_file import find_sweeps
-    _sweep([path for name in sweeps for path in find_sweeps(name)], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
+
+    _sweep(
+        [path for name in sweeps for path in find_sweeps(name)],
+        _local_runs(runs),
+        time_budget,
+        workers,
+        scheduler,
+        exclusive,
+        timeout,
+    )
 
 
 @app.command()
-def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
-          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
+def resume(
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+    workers: WorkersOption = None,
+    scheduler: SchedulerOption = None,
+    exclusive: ExclusiveOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
     """Go on with the sweeps that a runs folder was begun with (it keeps their files)."""
     _end_on_signals()
     from stepscope.runs.sweep_file import SweepError
@@ -273,19 +316,38 @@ def check(runs: RunsOption = None,
 
 
 @app.command()
-def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
-          scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
+def report(
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+    workers: WorkersOption = None,
+    scheduler: SchedulerOption = None,
+    exclusive: ExclusiveOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
     """Measure this machine and render its report: the full matrix on a GPU, tiny models on a CPU.
 
     Everything goes into the runs folder; the committed reference results stay as they are.
     """
     _end_on_signals()
-    from stepscope.runs.sweep_file import find_sweeps
     from stepscope.config import device_here
-    names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
+    from stepscope.runs.sweep_file import find_sweeps
+
+    names = (
+        ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
+        if device_here("auto") == "cuda"
+        else ["cpu"]
+    )
     folder, end = _local_runs(runs), None
     try:
-        _sweep([path for name in names for path in find_sweeps(name)], folder, time_budget, workers, scheduler, exclusive, timeout)
+        _sweep(
+            [path for name in names for path in find_sweeps(name)],
+            folder,
+            time_budget,
+            workers,
+            scheduler,
+            exclusive,
+            timeout,
+        )
     except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
         end = status
     if folder.exists():

@@ -12,7 +12,7 @@ import yaml
 try:
     from yaml import CSafeLoader as SafeLoader
 except ImportError:  # a PyYAML without libyaml: the same, slower
-    from yaml import SafeLoader  # type: ignore[assignment]
+    from yaml import SafeLoader
 
 from stepscope import StepscopeError
 
@@ -73,7 +73,9 @@ def _text(path: Path, limit: int) -> str:
     except OSError as error:
         raise YamlFileError(f"{path}: cannot be read ({error.strerror}), expected a YAML file") from None
     if len(content) > limit:
-        raise YamlFileError(f"{path}: is larger than {limit:,} bytes, expected a YAML file of at most so many")
+        raise YamlFileError(
+            f"{path}: is larger than {limit:,} bytes, expected a YAML file of at most so many"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

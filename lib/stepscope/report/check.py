@@ -58,7 +58,7 @@ def _same_picture(committed: Path, drawn: Path) -> None:
     except ImageComparisonFailure as sizes:  # pictures of different sizes
         difference = str(sizes)
     if difference:
-        raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(difference.split())})")
+        raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(str(difference).split())})")
 
 
 def _same_text(path: Path, expected: str) -> None:

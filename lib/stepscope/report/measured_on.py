@@ -1,6 +1,7 @@
 """What a report was measured on: the models' shapes, the machine, and how the runs went."""
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 import pandas as pd
 
@@ -11,17 +12,17 @@ from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
 from stepscope.step.flops import parameter_count
 
-STATUS_WORDS = {"ok": "done", "oom": "out of memory", "failed": "failed"}
+STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {"ok": "done", "oom": "out of memory", "failed": "failed"}
 
 
 def sizes(data: Data) -> pd.DataFrame:
     """A row for each shape of the model that was run, its parameters and contexts; a study of less than the model has none."""
     configs = {record.run_id: configure(**record.config) for record in data.records}
-    records = [record for record in data.records if isinstance(configs[record.run_id], StepConfig)]
-    runs = runs_frame(records)
+    weights = {run: parameter_count(config) for run, config in configs.items() if isinstance(config, StepConfig)}
+    runs = runs_frame([record for record in data.records if record.run_id in weights])
     if runs.empty:
         return runs
-    runs = by_size(runs.assign(parameters=[parameter_count(configs[record.run_id]) for record in records]))
+    runs = by_size(runs.assign(parameters=runs["run_id"].map(weights)))
     rows = []
     for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
         first = own.iloc[0]
@@ -66,10 +67,10 @@ def _dates(records: list[Record]) -> str:
 
 
 def _gpu_state(records: list[Record]) -> dict[str, str]:
-    throttled = [r.gpu_after["throttle_reasons"] for r in records if r.gpu_after.get("throttle_reasons")]
-    reasons = f" ({distinct(reason for some in throttled for reason in some)})" if throttled else ""
+    throttled = [reasons for r in records if (reasons := r.gpu_after.get("throttle_reasons"))]
+    held_by = f" ({distinct(name for names in throttled for name in names)})" if throttled else ""
     busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
-    return {"GPU after the run": f"clocks held back in {len(throttled)} of {len(records)} runs{reasons}",
+    return {"GPU after the run": f"clocks held back in {len(throttled)} of {len(records)} runs{held_by}",
             "other processes on the GPU": f"in {busy} of {len(records)} runs"}
 
 

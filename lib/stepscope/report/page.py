@@ -104,7 +104,7 @@ def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
     """Put each picture into the page as a data: URI, once; make one alone in its paragraph a figure."""
     pictures = soup.find_all("img")
     figures = [img for img in pictures if (p := img.find_parent("p")) and not p.get_text(strip=True) and len(p.find_all("img")) == 1]
-    times, places = Counter(img.get("src", "") for img in figures), {}
+    times, places = Counter(img.get("src", "") for img in figures), dict[str, str]()
     for img in pictures:
         source = img.get("src", "")
         img["src"] = uri = _data_uri(source, base_folder)

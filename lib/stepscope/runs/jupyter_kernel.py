@@ -88,7 +88,7 @@ def start_kernel(folder: Path) -> Kernel:
     sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))
     owner = (sockets / ".owner").open("w")
     fcntl.flock(owner, fcntl.LOCK_EX)
-    os.rename(sockets / ".owner", sockets / "owner")  # seen by clear_dead from now on, and never unlocked
+    (sockets / ".owner").rename(sockets / "owner")  # seen by clear_dead from now on, and never unlocked
     traits = Traits({"ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
     manager = Manager(kernel_name="python3", config=traits, connection_file=str(sockets / "connection.json"))
     kernel = Kernel(manager, folder, sockets, owner)
@@ -124,7 +124,7 @@ def end_marked(sockets: Path) -> None:
     It looks again until there is nobody new: one that is ended may have started another while its turn had
     not come, and one that is becoming another program shows no mark in that moment.
     """
-    mark, ended = f"{MARK}={sockets}".encode(), set()
+    mark, ended = f"{MARK}={sockets}".encode(), set[Path]()
     for _ in range(LOOKS):
         again = False
         for process in set(PROC.glob("[0-9]*")) - ended:
@@ -144,7 +144,7 @@ def _bears(process: Path, mark: bytes) -> bool | None:
     with suppress(OSError):  # ended meanwhile, or another user's
         if environment := (process / "environ").read_bytes():
             return mark in environment.split(b"\0")
-        os.readlink(process / "exe")  # one of the system's own threads, or a dead one, has none
+        (process / "exe").readlink()  # one of the system's own threads, or a dead one, has none
         start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # of its environment
         return False if start == end != "0" else None
     return False
@@ -177,7 +177,8 @@ class Watch:
         """
         self.kernel, self.limit_s, self.abandoned = kernel, timeout_s, abandoned
         self.deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self.over, self.cause = threading.Event(), None
+        self.over = threading.Event()
+        self.cause: str | None = None
         self.thread = threading.Thread(target=self._watch, name="stepscope-watch", daemon=True)
 
     def __enter__(self) -> "Watch":

@@ -3,13 +3,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from IPython.display import Markdown, display
 
 from stepscope.config import RunConfig, require_device
-from stepscope.runs.machine import gpu_state, machine, software
 from stepscope.files import write_text_durably
+from stepscope.runs.machine import gpu_state, machine, software
 from stepscope.runs.record import Table
 from stepscope.runs.tables import write_table
 
@@ -31,7 +32,7 @@ class Run:
         require_device(config)
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
-        self.outcome = {"machine": machine(config.device), "software": software(),
+        self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software(),
                         "gpu_before": gpu_state(config.device)}
         self._write()  # what runs out of memory later has still said on what
         on, torch = self.outcome["machine"]["device_name"], self.outcome["software"]["torch"]

@@ -18,9 +18,8 @@ from papermill.exceptions import PapermillExecutionError
 from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, free_fields
 from stepscope.runs.jupyter_kernel import Watch, start_kernel
-from stepscope.runs.record import LOG
 from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.record import Record
+from stepscope.runs.record import LOG, Record, Status
 from stepscope.runs.store import Store
 
 NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
@@ -46,7 +45,7 @@ def never() -> bool:
 
 
 def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
-             notebook: Callable[..., tuple[str, str | None]] | None = None, where: str = "",
+             notebook: Callable[..., tuple[Status, str | None]] | None = None, where: str = "",
              abandoned: Callable[[], bool] = never) -> tuple[Path, Record]:
     """Run one configuration in a folder of ``.partial/``; that folder, and the record that belongs to it.
 
@@ -80,7 +79,7 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
 
 
 def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None,
-                 abandoned: Callable[[], bool] = never) -> tuple[str, str | None]:
+                 abandoned: Callable[[], bool] = never) -> tuple[Status, str | None]:
     """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
     fields = config.model_dump_json(include=set(free_fields(config.study)))
     parameters = json.loads(fields) | {"run_folder": "."}

@@ -93,6 +93,9 @@ class GpuState(TypedDict, total=False):
     other_processes: Count | None
 
 
+Status = Literal["ok", "oom", "failed"]
+
+
 class Record(BaseModel):
     """How one run ended and what it found. ``oom`` is a result: the configuration does not fit this device.
 
@@ -104,7 +107,7 @@ class Record(BaseModel):
     schema_version: Literal[1] = 1
     run_id: PlainName
     study: PlainName
-    status: Literal["ok", "oom", "failed"]
+    status: Status
     cause: str | None = None
     config: dict[str, Any]
     results: dict[str, float | int | str | bool | None] = {}

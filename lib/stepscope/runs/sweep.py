@@ -10,16 +10,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stepscope.config import RunConfig, require_device, studies
+from stepscope.config import RunConfig, StepConfig, require_device, studies
+from stepscope.files import write_text_durably
 from stepscope.runs.jupyter_kernel import asked, clear_dead
 from stepscope.runs.machine import machine
 from stepscope.runs.one_run import require_notebooks
-from stepscope.files import write_text_durably
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.store import ENDED, Store, StoreError
 from stepscope.runs.sweep_file import SweepError, load_sweep, sweep_name
@@ -213,7 +214,7 @@ def _place_elsewhere(error: OSError, store: Store) -> Path | None:
 
 
 @contextmanager
-def _pool(how: How, store: Store, client: object, console: Console) -> Iterator[Here | Dask]:
+def _pool(how: How, store: Store, client: Any, console: Console) -> Iterator[Here | Dask]:
     """Where runs go on: this process, a joined cluster (whose client it then is), or a local one."""
     with ExitStack() as closing:
         places: dict = {}
@@ -265,7 +266,10 @@ def _valid_record(config: RunConfig, store: Store, console: Console) -> Record |
 
 def work_estimate(config: RunConfig) -> int:
     """FLOPs of all steps' forward passes, which grow as a run's time does. Only the order is by it."""
-    return sum(forward_flops(config).values()) * (config.warmup_steps + config.timed_steps)
+    steps = config.warmup_steps + config.timed_steps
+    if isinstance(config, StepConfig):
+        return steps * sum(forward_flops(config).values())
+    return steps * 4 * config.batch_size * config.context_length**2 * config.d_model  # attention's two products
 
 
 class _Sweep:
@@ -359,8 +363,8 @@ class _Sweep:
         self.end.counts[record.status] += 1
         if record.status == "failed":
             name = f"{record.study}/{record.run_id}"
-            self.end.failed.append((name, record.cause))
-            self.console.print(f"[red]failed[/] {name}: {escape(record.cause)}", soft_wrap=True)
+            self.end.failed.append((name, record.cause or ""))
+            self.console.print(f"[red]failed[/] {name}: {escape(record.cause or '')}", soft_wrap=True)
         self.progress.update(self.task, advance=1)
 
     def _lost(self, config: RunConfig, cause: str) -> tuple[Path, Record]:

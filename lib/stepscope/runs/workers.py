@@ -86,6 +86,9 @@ class Here:
         self.store, self.timeout_s, self.notebook = store, timeout_s, notebook
         self.given: RunConfig | None = None
 
+    def refresh(self) -> None:
+        """This process is always there."""
+
     def free(self, config: RunConfig) -> bool:
         return self.given is None
 
@@ -96,13 +99,13 @@ class Here:
         self.given = config
 
     def wait(self) -> list[tuple[RunConfig, tuple[Path, Record] | Exception]]:
-        config, result = self.given, None
+        config, self.given = self.given, None
+        if config is None:
+            return []
         try:
-            result = make_run(config, self.store, self.timeout_s, self.notebook, self.where)
+            return [(config, make_run(config, self.store, self.timeout_s, self.notebook, self.where))]
         except OSError as error:
-            result = error
-        self.given = None
-        return [(config, result)]
+            return [(config, error)]
 
 
 class Dask:
@@ -132,7 +135,7 @@ class Dask:
             if self.client.status != "running":  # also while it tries again: its futures are cancelled then
                 raise OSError(f"the connection is {self.client.status}")
             self.workers = workers_of(self.client)
-        except Exception as error:  # Dask's own errors for a lost scheduler are of many types
+        except Exception as error:  # noqa: BLE001 Dask's own errors for a lost scheduler are of many types
             raise SchedulerGone(f"the scheduler is gone ({error})") from None
 
     @property
@@ -181,7 +184,7 @@ class Dask:
                 wait(futures, timeout=0.5, return_when="FIRST_COMPLETED")
         except TimeoutError:
             self.refresh()
-        except Exception:  # Dask has several for a future that its scheduler's or its worker's end cancelled
+        except Exception:  # noqa: BLE001 Dask has several for a future that its scheduler's or its worker's end cancelled
             time.sleep(1)
             self.refresh()
         results = []
@@ -208,7 +211,7 @@ class Dask:
             return WorkerDied(DIED)
         except OSError as error:
             return error
-        except Exception as error:  # a bug, or another version of this package there: this run's end only
+        except Exception as error:  # noqa: BLE001 a bug, or another version of this package there: this run's end only
             return WorkerDied(f"the worker gave it back: {type(error).__name__}: {error}")
         return Path(folder), Record.model_validate_json(record)
 
@@ -324,7 +327,7 @@ def local_cluster(workers: str):
                                    resources={"CPU": 1} | ({"GPU": 1} if gpus else {}))
         client = Client(cluster, set_as_default=False)
         client.run(_be_deaf)
-    except Exception as error:  # of many types: of the worker's process, its nanny, the connection to it
+    except Exception as error:  # noqa: BLE001 of many types: of the worker's process, its nanny, the connection to it
         if cluster:
             cluster.close(timeout=CLOSE_S)
         raise ClusterFailed(f"the local cluster, which did not start ({_in_words(error)})") from None
@@ -388,7 +391,7 @@ def join_cluster(address: str, store: Store):
         token.touch()
         facts = client.run(_facts, str(token.resolve()))
         token.unlink()
-    except Exception as error:  # the folder's, the scheduler's, or that of a worker's Python
+    except Exception as error:  # noqa: BLE001 the folder's, the scheduler's, or that of a worker's Python
         client.close()
         raise WorkersError(f"--scheduler: {address}: its workers cannot be asked what they run on"
                            f" ({_in_words(error)}); nothing was started") from None

@@ -1,8 +1,8 @@
 """What a study brings to the report: its tables, its questions and its pictures, each by name.
 
-A question has facts (a function from tables to numbers, named booleans and small tables, without a word) and words (a
-template that holds no arithmetic and no comparison, see :mod:`stepscope.say.words`). So facts are tested by numbers,
-and words are read and changed as text.
+A question has facts (a function from tables to numbers, named booleans and small tables, without a word) and
+words (a template that holds no arithmetic and no comparison, see :mod:`stepscope.say.words`). So facts are
+tested by numbers, and words are read and changed as text.
 """
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ class Question:
 
     Args:
         key: its anchor in the report.
-        facts: called with the tables of ``needs`` and ``uses``, in that order; None where they tell nothing. Under
-            ``runs`` it gives the run folders (relative to the runs folder) that the facts stand on.
+        facts: called with the tables of ``needs`` and ``uses``, in that order; None where they tell nothing.
+            Under ``runs`` it gives the run folders (relative to the runs folder) that the facts stand on.
         needs: tables that must have rows, else the question is not answered.
         uses: tables that may be empty.
-        printed: tables to print, by name: functions from the facts to a table of text, or to None. The words have the
-            caption, as block ``table_<name>``.
-        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``; where that is empty,
-            the figure is not shown.
+        printed: tables to print, by name: functions from the facts to a table of text, or to None. The words
+            have the caption, as block ``table_<name>``.
+        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``; where that
+            is empty, the figure is not shown.
     """
 
     key: str
@@ -43,8 +43,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure. ``draw`` is called with the tables of ``needs`` and ``uses`` and with the words for what was measured
-    on (``where=``); None where there is nothing to draw."""
+    """One figure. ``draw`` is called with the tables of ``needs`` and ``uses`` and with the words for what
+    was measured on (``where=``); None where there is nothing to draw."""
 
     stem: str
     draw: Callable[..., Figure | None]
@@ -69,7 +69,8 @@ class Chapter:
     Args:
         folder: the study's folder, in which ``words/`` is.
         title: the heading.
-        load: from a store and its records to this study's tables by name, without the study's own name before it.
+        load: from a store and its records to this study's tables by name, without the study's own name before
+            it.
     """
 
     folder: Path
@@ -112,12 +113,17 @@ def given(tables: Tables, asks: Question | Picture | Page) -> list[pd.DataFrame]
 
 
 def answer(chapter: Chapter, question: Question, tables: Tables) -> Answer:
-    """Facts, words, tables and captions of one question; what to measure where there is nothing to answer it from."""
+    """Facts, words, tables and captions of one question; what to measure where there is nothing to answer it
+    from."""
     asked = given(tables, question)
     facts = None if asked is None else question.facts(*asked)
     if facts is None:
         words = Words(chapter.folder / "words", f"{question.key}.md")
-        return Answer(question.key, words.block("question"), words.block("not_answered") or words.not_answered(chapter.study))
+        return Answer(
+            question.key,
+            words.block("question"),
+            words.block("not_answered") or words.not_answered(chapter.study),
+        )
     return told(chapter.folder, question, facts)
 
 
@@ -125,7 +131,12 @@ def told(folder: Path, question: Question, facts: Facts) -> Answer:
     """The facts of a question in words, with their tables and captions; ``folder`` has its ``words/``."""
     words = Words(folder / "words", f"{question.key}.md")
     printed = {name: table for name, make in question.printed.items() if (table := make(facts)) is not None}
-    return Answer(question.key, words.block("question"), words.block("text", facts), words.block("finding", facts),
-                  [(words.block(f"table_{name}", facts), table) for name, table in printed.items()],
-                  [(stem, caption) for stem in question.pictures if (caption := words.block(f"figure_{stem}", facts))],
-                  list(facts["runs"]))
+    return Answer(
+        question.key,
+        words.block("question"),
+        words.block("text", facts),
+        words.block("finding", facts),
+        [(words.block(f"table_{name}", facts), table) for name, table in printed.items()],
+        [(stem, caption) for stem in question.pictures if (caption := words.block(f"figure_{stem}", facts))],
+        list(facts["runs"]),
+    )

@@ -1,14 +1,15 @@
-"""An answer is made from tables: its words, the numbers in it, the tables beside it and the runs it stands on.
+"""An answer is made from tables: its words, the numbers in it, the tables beside it and the runs it stands
+on.
 
-This module has the type, and the wording that all answers share; a study's answers are in the module of its name. An
-adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
+This module has the type, and the wording that all answers share; a study's answers are in the module of its
+name. An adjective is a decision on data: it is made by a function here or there, never written into a
+sentence as it stands.
 """
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pandas as pd
-
 
 EXACT = 1e-12  # an error that is none, but for the arithmetic that computes it
 NEARLY = 0.05  # two figures this close count as the same in words
@@ -19,9 +20,9 @@ MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "s
 class Answer:
     """The answer to one question.
 
-    ``text`` and ``finding`` are markdown; ``finding`` is the one sentence for the first page, empty when there is none.
-    ``tables`` are (caption, table) with text ready to print; ``figures`` are (file stem, caption); ``runs`` are the
-    run folders, relative to the runs folder, that the numbers were computed from.
+    ``text`` and ``finding`` are markdown; ``finding`` is the one sentence for the first page, empty when
+    there is none. ``tables`` are (caption, table) with text ready to print; ``figures`` are (file stem,
+    caption); ``runs`` are the run folders, relative to the runs folder, that the numbers were computed from.
     """
 
     key: str
@@ -36,8 +37,12 @@ class Answer:
 
 def no_data(key: str, question: str, sweep: str) -> Answer:
     """What stands in a question's place while nothing has been measured for it."""
-    return Answer(key, question, f"Not answered here: this runs folder has no records for it. `stepscope sweep {sweep}`"
-                                 " measures them.")
+    return Answer(
+        key,
+        question,
+        f"Not answered here: this runs folder has no records for it. `stepscope sweep {sweep}`"
+        " measures them.",
+    )
 
 
 def runs_of(frame: pd.DataFrame) -> list[str]:
@@ -64,7 +69,8 @@ def percent(share: float, decimals: int = 0) -> str:
 
 
 def plus_minus(mean: float, std: float) -> str:
-    """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three below 10)."""
+    """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three
+    below 10)."""
     if not math.isfinite(mean):
         return "–"
     decimals = 3 if mean < 10 else 2
@@ -93,21 +99,30 @@ def count(n: int, noun: str) -> str:
 
 
 def neighbours_words(frame: pd.DataFrame, effect: str) -> str:
-    """A sentence on the runs of a table that had others beside them on their machine, and what that may do; empty if none had."""
+    """A sentence on the runs of a table that had others beside them on their machine, and what that may do;
+    empty if none had."""
     runs = frame.drop_duplicates("run_id")
     busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
-    which = f"each of the {count(len(runs), 'run')}" if busy == len(runs) > 1 else f"{busy} of {count(len(runs), 'run')}"
+    which = (
+        f"each of the {count(len(runs), 'run')}"
+        if busy == len(runs) > 1
+        else f"{busy} of {count(len(runs), 'run')}"
+    )
     return f"Beside {which} others went on on the same machine, {effect}." if busy else ""
 
 
 def apart(a: pd.Series, b: pd.Series) -> bool:
-    """Whether two medians differ by more than both their confidence intervals allow (the intervals do not overlap)."""
+    """Whether two medians differ by more than both their confidence intervals allow (the intervals do not
+    overlap)."""
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
 
 
 def interval_cells(rows: pd.DataFrame) -> list[str]:
     """"median [low, high]" of each row."""
-    return [f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]" for row in rows.itertuples()]
+    return [
+        f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]"
+        for row in rows.itertuples()
+    ]
 
 
 def plural(n: int, one: str, many: str) -> str:
@@ -188,7 +203,31 @@ def scientific(value: float, digits: int) -> str:
     return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-FILTERS: dict[str, Callable[..., str]] = {function.__name__: function for function in
-           (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma, plain, thousands, points, signed_percent, code, signed, tiny)}
-FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)
+FILTERS: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        number,
+        ms,
+        percent,
+        plus_minus,
+        span,
+        listing,
+        capital,
+        count,
+        plural,
+        either,
+        or_none,
+        percent_span,
+        percent_range,
+        precision,
+        comma,
+        plain,
+        thousands,
+        points,
+        signed_percent,
+        code,
+        signed,
+        tiny,
+    )
+}
+FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

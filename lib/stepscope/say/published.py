@@ -15,7 +15,8 @@ from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = Path(__file__).with_name("published.yaml")
 # Kinds of doubt, in the order in which they are told.
-KINDS = ("spread", "rate", "clocks", "flat", "ratios", "monotone", "estimates")  # of doubts, in the order they are told
+# of doubts, in the order they are told
+KINDS = ("spread", "rate", "clocks", "flat", "ratios", "monotone", "estimates")
 
 
 

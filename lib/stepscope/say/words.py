@@ -1,9 +1,10 @@
 """Words: one markdown template a question, into which computed facts are put.
 
-A template has the blocks ``question``, ``finding``, ``text`` and a caption for each table and figure. Lines are wrapped as
-one likes: a paragraph becomes one line. It may choose by a named boolean and go through a list; arithmetic and
-comparisons belong to the facts (``tests/test_words.py`` refuses them here). Whatever a value holds is data: it is
-escaped where it is put in, so nothing that was measured or recorded is rendered as markup.
+A template has the blocks ``question``, ``finding``, ``text`` and a caption for each table and figure. Lines
+are wrapped as one likes: a paragraph becomes one line. It may choose by a named boolean and go through a
+list; arithmetic and comparisons belong to the facts (``tests/test_words.py`` refuses them here). Whatever a
+value holds is
+data: it is escaped where it is put in, so nothing that was measured or recorded is rendered as markup.
 """
 import re
 from collections.abc import Callable
@@ -24,8 +25,8 @@ ADDRESS = re.compile(r"://|\bwww\.", re.IGNORECASE)  # what GitHub makes a link 
 
 
 def escape(value: Any) -> Any:
-    """Text of a record or a table as markdown that shows just this text. Code in balanced backticks stays code; what is
-    no text, or is markdown already (``Markup``), is left as it is."""
+    """Text of a record or a table as markdown that shows just this text. Code in balanced backticks stays
+    code; what is no text, or is markdown already (``Markup``), is left as it is."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     value = value.replace("\r", " ").replace("\n", " ")
@@ -47,7 +48,9 @@ def tidy(text: str) -> str:
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         items = re.split(r"\n\s*(?=[*-] )", paragraph)
-        paragraphs.append("\n".join(re.sub(r" (?=[,.;:?](\s|$))", "", " ".join(item.split())) for item in items))
+        paragraphs.append(
+            "\n".join(re.sub(r" (?=[,.;:?](\s|$))", "", " ".join(item.split())) for item in items)
+        )
     return "\n\n".join(paragraphs)
 
 
@@ -88,10 +91,14 @@ class Words:
             return ""
         context = self.template.new_context(facts or {})
         blocks, context.blocks = context.blocks, {block: [lambda _: iter(())] for block in context.blocks}
-        for _ in self.template.root_render_func(context):  # defines the template's macros, and says nothing itself
+        for _ in self.template.root_render_func(
+            context
+        ):  # defines the template's macros, and says nothing itself
             pass
         context.blocks = blocks
-        for macro in context.exported_vars & {key for key, value in context.vars.items() if isinstance(value, Macro)}:
+        for macro in context.exported_vars & {
+            key for key, value in context.vars.items() if isinstance(value, Macro)
+        }:
             context.vars[macro] = _said(context.vars[macro])
         return tidy("".join(self.template.blocks[name](context)))
 

@@ -191,7 +191,9 @@ def require_formulas(config: StepConfig) -> Formulas:
     """
     for field, known in (("attention", "eager"), ("compile", False)):
         if getattr(config, field) != known:
-            raise AccountingError(f"{field}: got {getattr(config, field)!r}, but the memory formulas are of {known!r} only")
+            raise AccountingError(
+                f"{field}: got {getattr(config, field)!r}, but the memory formulas are of {known!r} only"
+            )
     return FORMULAS["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 

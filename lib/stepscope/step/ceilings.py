@@ -1,6 +1,7 @@
 """What this device can do at most, measured: large matrix products and a large copy."""
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import pandas as pd
 import torch
@@ -29,12 +30,12 @@ def measure_ceilings(device: str) -> pd.DataFrame:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         a, b = torch.randn(2, size, size, device=device, dtype=AUTOCAST_DTYPES.get(precision)).unbind()
         out = torch.empty_like(a)
-        time_ms = _median_ms(device, lambda: torch.mm(a, b, out=out))
+        time_ms = _median_ms(device, partial(torch.mm, a, b, out=out))
         rows.append((f"matmul_{precision}", 2 * size**3 / time_ms / 1e9, "TFLOP/s", time_ms))
     torch.set_float32_matmul_precision(found)
     source = torch.randn(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
-    time_ms = _median_ms(device, lambda: target.copy_(source))
+    time_ms = _median_ms(device, partial(target.copy_, source))
     rows.append(("copy", 2 * COPY_BYTES[device] / time_ms / 1e9, "TB/s", time_ms))
     return pd.DataFrame(rows, columns=["ceiling", "value", "unit", "time_ms"])
 

@@ -8,7 +8,8 @@ from stepscope.config import PHASES, StepConfig
 
 
 def parameter_count(config: StepConfig) -> int:
-    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""
+    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last
+    norm."""
     block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
     return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model
 

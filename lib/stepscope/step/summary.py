@@ -79,8 +79,10 @@ def flags(times: np.ndarray) -> list[str]:
     spread = times.std(ddof=1) / times.mean()
     if spread > NOISY:
         far = np.abs(times - median).argmax()
-        found.append(f"noisy: standard deviation is {spread:.0%} of the mean (sample {far + 1} of {len(times)} is"
-                     f" {times[far] / median:.2f} times the median)")
+        found.append(
+            f"noisy: standard deviation is {spread:.0%} of the mean (sample {far + 1} of {len(times)} is"
+            f" {times[far] / median:.2f} times the median)"
+        )
     order = np.arange(len(times))
     drift = stats.theilslopes(times, order).slope * (len(times) - 1) / median
     if abs(drift) > DRIFT and stats.kendalltau(order, times).pvalue < 0.01:
@@ -89,7 +91,7 @@ def flags(times: np.ndarray) -> list[str]:
     gaps = np.diff(ordered)[1:-1]  # two samples at least on either side
     if len(gaps) and gaps.max() > GAP * median:
         split = gaps.argmax() + 2
-        within = max(np.ptp(ordered[:split]), np.ptp(ordered[split:]))
+        within: float = max(np.ptp(ordered[:split]), np.ptp(ordered[split:]))
         if gaps.max() > 2 * within:
             found.append(f"bimodal: {split} samples near {np.median(ordered[:split]):.4g} ms,"
                          f" {len(times) - split} near {np.median(ordered[split:]):.4g} ms")

@@ -7,6 +7,7 @@ waits
 * enqueue time: how long the host took to hand the phase to the GPU.
 """
 from collections.abc import Callable
+from itertools import pairwise
 from timeit import default_timer
 
 import pandas as pd
@@ -49,7 +50,7 @@ class CudaEvents:
         anew.
         """
         marked, self.used = self.events[:self.used], 0
-        return [start.elapsed_time(end) for start, end in zip(marked, marked[1:])]
+        return [start.elapsed_time(end) for start, end in pairwise(marked)]
 
 
 class PhaseClock:

@@ -22,15 +22,19 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
     """
     doubled = operations.duplicated(["kind", "row"])
     if doubled.any():
-        raise ConservationError(f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}")
+        raise ConservationError(
+            f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}"
+        )
     for column in ("phase", "region", "step"):
         parts = operations.groupby([column, "kind"], observed=True)["duration_ns"].agg(["size", "sum"])
         whole = parts.groupby("kind", observed=False).sum().reindex(totals.index, fill_value=0)
         for kind, (count, time_ns) in whole.iterrows():
             expected_count, expected_ns = totals.loc[kind]
             if (count, time_ns) != (expected_count, expected_ns):
-                raise ConservationError(f"{column}s sum to {count} operations of kind {kind} and {time_ns} ns, expected the "
-                                      f"capture's {expected_count} and {expected_ns} ns")
+                raise ConservationError(
+                    f"{column}s sum to {count} operations of kind {kind} and {time_ns} ns, expected the "
+                    f"capture's {expected_count} and {expected_ns} ns"
+                )
 
 
 def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
@@ -54,7 +58,9 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
         ConservationError: the operations are of several processes or devices.
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
-        raise ConservationError("operations of several processes or devices, expected those of one: their clocks run side by side")
+        raise ConservationError(
+            "operations of several processes or devices, expected those of one: their clocks run side by side"
+        )
     # What one range launched, and per step what none did (as -2 - step), in order of start.
     launcher = operations["phase_range"].where(operations["phase_range"] >= 0, -2 - operations["step"])
     runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"],

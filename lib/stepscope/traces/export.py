@@ -114,11 +114,15 @@ def _read(path: Path | str, phases: Sequence[str], step: str,
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
-            raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program that"
-                             " runs some")
+            raise TraceError(
+                f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program that"
+                " runs some"
+            )
         if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
-            raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected their"
-                             " kernels (nsys profile --cuda-graph-trace=node)")
+            raise TraceError(
+                f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected their"
+                " kernels (nsys profile --cuda-graph-trace=node)"
+            )
         events, calls = pool.submit(_events, path), pool.submit(
             _integers, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"],
             "correlationId IS NOT NULL")
@@ -131,8 +135,10 @@ def _read(path: Path | str, phases: Sequence[str], step: str,
     threads = len(pd.unique(np.concatenate([launches[0], ranges["global_thread"], process])))
     first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
     if len(times) and threads * (last - first + 2) > NEVER:
-        raise TraceError(f"{path}: {threads} threads have times from {first} to {last} ns, expected so short a capture"
-                         " that the times of all, one after the other, fit into 64 bits")
+        raise TraceError(
+            f"{path}: {threads} threads have times from {first} to {last} ns, expected so short a capture"
+            " that the times of all, one after the other, fit into 64 bits"
+        )
     return operations, process, launches, ranges
 
 
@@ -150,9 +156,11 @@ def _open_range(path: Path | str, ranges: pd.DataFrame, role: str, process: np.n
     within = np.flatnonzero(parent >= 0)
     if len(within):
         inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
-        raise ConservationError(f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-                                f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns,"
-                                " expected none in another")
+        raise ConservationError(
+            f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
+            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns,"
+            " expected none in another"
+        )
     return np.append(rows, -1)[found]
 
 
@@ -167,8 +175,10 @@ def _nest(path: Path | str, ranges: pd.DataFrame, thread: np.ndarray, time_ns: n
     innermost, parent, _ = enclosing(range_thread, starts, ends, thread, time_ns)
     crossing = np.append(ends, NEVER)[parent] < ends
     if crossing.any():
-        raise TraceError(f"{path}: {NVTX} range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
-                         " began in, expected the push/pop ranges of a thread to nest")
+        raise TraceError(
+            f"{path}: {NVTX} range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
+            " began in, expected the push/pop ranges of a thread to nest"
+        )
     steps = ranges.loc[ranges["role"] == "step"]
     number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
     number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
@@ -213,7 +223,8 @@ def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: 
     innermost[:-1][depth == 0] = -1
 
     openings = np.flatnonzero(opens)
-    parents, depths = np.empty(n, int), np.empty(n, int)
+    parents: np.ndarray = np.empty(n, int)
+    depths: np.ndarray = np.empty(n, int)
     parents[which[openings]] = innermost[openings - 1]
     depths[which[openings]] = depth[openings]
     return innermost[np.searchsorted(events, points + offset[n:], side="right") - 1], parents, depths
@@ -264,7 +275,9 @@ def scrub(path: Path | str, out_path: Path | str) -> None:
                                      uri=True)) as copy, _removed_on_error(out_path):
             copy.execute("ATTACH ? AS source", [_uri(path)])
             for table, (columns, rows) in tables.items():
-                copy.execute(f"CREATE TABLE {table} AS SELECT {', '.join(columns)} FROM source.{table} WHERE {rows}")
+                copy.execute(
+                    f"CREATE TABLE {table} AS SELECT {', '.join(columns)} FROM source.{table} WHERE {rows}"
+                )
             copy.execute(f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT)")
             for table, column in ((ACTIVITIES["kernel"], "demangledName"), (NVTX, "textId")):
                 if table in tables:
@@ -315,7 +328,9 @@ def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str],
     """
     if not _has(connection, table):
         return ()
-    return connection.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
+    return connection.execute(
+        f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid"
+    )
 
 
 def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
@@ -329,8 +344,10 @@ def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> 
         try:
             found = cursor.fetch_arrow_table().combine_chunks()
         except OSError as error:  # how the driver says that a later row has another type than the first ones
-            raise TraceError(f"{path}: {table} has values of several types in one column ({error}), expected one"
-                             " type in each") from None
+            raise TraceError(
+                f"{path}: {table} has values of several types in one column ({error}), expected one"
+                " type in each"
+            ) from None
     return found if len(found) else None
 
 
@@ -349,10 +366,14 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     """_integers of what was read of a table."""
     for name, column in zip(found.column_names, found.columns):
         if not pa.types.is_int64(column.type):
-            raise TraceError(f"{path}: {table} has {column.type} values in its column {name}, expected integers")
+            raise TraceError(
+                f"{path}: {table} has {column.type} values in its column {name}, expected integers"
+            )
         if column.null_count and name in NEEDED:
-            raise TraceError(f"{path}: {table} has no value in column {name} of {column.null_count} rows, expected"
-                             " one in each")
+            raise TraceError(
+                f"{path}: {table} has no value in column {name} of {column.null_count} rows, expected"
+                " one in each"
+            )
     values = {name: column.fill_null(-1).to_numpy() for name,
               column in zip(found.column_names, found.columns)}
     for name, least, most in (("start", -LATEST, LATEST), ("end", -LATEST, LATEST),
@@ -360,8 +381,10 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
         if name in values:
             wrong = (values[name] < least) | (values[name] >= most)
             if wrong.any():
-                raise TraceError(f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name}, expected"
-                                 f" {least} to {most}")
+                raise TraceError(
+                    f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name}, expected"
+                    f" {least} to {most}"
+                )
     backward = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
     if backward.any():
         row = backward.argmax()
@@ -476,5 +499,5 @@ def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nd
 def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
     """values[rows] of a categorical column, `missing` where a row is -1."""
     categories = values.cat.categories.union([missing], sort=False)
-    codes = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
+    codes: np.ndarray = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
     return pd.Categorical.from_codes(codes[rows], categories).remove_unused_categories()

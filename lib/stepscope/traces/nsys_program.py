@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
 from stepscope import StepscopeError
@@ -32,8 +31,8 @@ def find_nsys() -> Path | None:
     if on_path := shutil.which("nsys"):
         return Path(on_path)
     for place in PLACES:
-        if found := sorted(glob(place)):
-            return Path(found[-1])
+        if found := sorted(Path("/").glob(place.removeprefix("/"))):
+            return found[-1]
     return None
 
 
@@ -113,14 +112,20 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
             if outcome["status"] == "captured":
                 file = next(reports, None) if nsys else own / f"{config.mode}.trace.json"
                 if file is None or not file.exists():
-                    raise NsysError(f"no report was made of the capture of {config.mode}; the profiler said: {ended.stdout[-2000:]}")
+                    raise NsysError(
+                        f"no report was made of the capture of {config.mode};"
+                        f" the profiler said: {ended.stdout[-2000:]}"
+                    )
             captures.append(Capture(config, file, outcome))
         left = configs[len(captures):]
         if left:  # the process ended in the first of these
             captures.append(Capture(left[0], None, {"status": "crashed", "cause": ended.stdout[-2000:]}))
             left = left[1:]
     if all(item.outcome["status"] == "crashed" for item in captures):
-        raise NsysError(f"none of {len(captures)} configurations could be profiled; the profiler said: {captures[0].outcome['cause']}")
+        raise NsysError(
+            f"none of {len(captures)} configurations could be profiled;"
+            f" the profiler said: {captures[0].outcome['cause']}"
+        )
     return captures
 
 
@@ -138,6 +143,9 @@ def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     export = report.with_suffix(".sqlite")
     if ended.returncode or not export.exists():
-        raise NsysError(f"nsys stats made nothing of {report.name} (exit status {ended.returncode}); it said: {ended.stdout[-2000:]}")
+        raise NsysError(
+            f"nsys stats made nothing of {report.name} (exit status {ended.returncode});"
+            f" it said: {ended.stdout[-2000:]}"
+        )
     check_fresh(export, report)
     return export

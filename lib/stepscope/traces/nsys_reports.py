@@ -115,7 +115,9 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
     path = Path(path)
     report = report or next((r for r in REPORTS if path.stem.endswith((r, OLD_NAMES.get(r, r)))), None)
     if report not in REPORTS:
-        raise ReportError(f"{path}: the file's name tells no report, expected it to end in one of {', '.join(REPORTS)}")
+        raise ReportError(
+            f"{path}: the file's name tells no report, expected it to end in one of {', '.join(REPORTS)}"
+        )
     columns, lines = REPORTS[report], _lines(path, report)
     top = next((i for i, line in enumerate(lines[:HEADER_WITHIN]) if len(_places(line, columns)) >= 3), None)
     if top is None:
@@ -123,8 +125,10 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
     places = _places(lines[top], columns)
     missing = [name for name, (_, kind) in columns.items() if kind in (WHOLE, NAME) and name not in places]
     if missing:
-        raise ReportError(f"{path}: line {top + 1} has no column for {', '.join(missing)}, expected the header of"
-                          f" {report}, found {lines[top].strip()[:SHOWN]!r}")
+        raise ReportError(
+            f"{path}: line {top + 1} has no column for {', '.join(missing)}, expected the header of"
+            f" {report}, found {lines[top].strip()[:SHOWN]!r}"
+        )
     rows = _rows(path, lines[top:], top)
     values = {name: [_value(row[place], name, columns[name][1], factor,
                             f"{path}: line {number}, column {heading!r}")
@@ -137,8 +141,10 @@ def load_report(path: Path | str, report: str | None = None) -> pd.DataFrame:
     # else.
     total = frame["time_percent"].sum() if rows and "time_percent" in values else 100
     if total < 100 - 0.05 * (len(rows) + 1):
-        raise ReportError(f"{path}: the percentages of its {len(rows)} rows sum to {total:.1f}, expected 100: the last"
-                          " are missing")
+        raise ReportError(
+            f"{path}: the percentages of its {len(rows)} rows sum to {total:.1f}, expected 100: the last"
+            " are missing"
+        )
     return frame
 
 
@@ -156,8 +162,10 @@ def check_fresh(export: Path | str, capture: Path | str) -> None:
         except FileNotFoundError:
             raise ReportError(f"{path}: no such file, expected a capture and its export") from None
     if times[0] < times[1]:
-        raise ReportError(f"{export}: is {times[1] - times[0]:.0f} s older than {capture}, expected an export made after the "
-                          "capture (nsys stats --force-export=true)")
+        raise ReportError(
+            f"{export}: is {times[1] - times[0]:.0f} s older than {capture}, expected an export"
+            " made after the capture (nsys stats --force-export=true)"
+        )
 
 
 def _lines(path: Path, report: str) -> list[str]:
@@ -173,7 +181,9 @@ def _lines(path: Path, report: str) -> list[str]:
         with path.open("rb") as file:
             while line := file.readline(LONGEST_LINE + 1):
                 if len(line) > LONGEST_LINE:
-                    raise ReportError(f"{path}: line {len(lines) + 1} is longer than {LONGEST_LINE:,} bytes, {expected}")
+                    raise ReportError(
+                        f"{path}: line {len(lines) + 1} is longer than {LONGEST_LINE:,} bytes, {expected}"
+                    )
                 lines.append(line.decode())
                 before += len(line)
                 if before > LARGEST_FILE:
@@ -197,7 +207,9 @@ def _nothing(path: Path, report: str, lines: list[str]) -> pd.DataFrame:
     for line in said:
         if "does not contain" in line:
             return _table({}, REPORTS[report])
-    raise ReportError(f"{path}: no line is the header of {report}, expected its columns, found {said[0][:SHOWN]!r}")
+    raise ReportError(
+        f"{path}: no line is the header of {report}, expected its columns, found {said[0][:SHOWN]!r}"
+    )
 
 
 def _places(line: str, columns: dict) -> dict[str, tuple[int, str, str]]:
@@ -241,7 +253,9 @@ def _rows(path: Path, lines: list[str], before: int) -> list[tuple[int, list[str
     number.
     """
     if not lines[-1].endswith("\n"):
-        raise ReportError(f"{path}: line {before + len(lines)} is cut off, expected the file to end with an end of line")
+        raise ReportError(
+            f"{path}: line {before + len(lines)} is cut off, expected the file to end with an end of line"
+        )
     reader, rows = csv.reader(lines, strict=True), []
     width = len(next(reader))
     try:
@@ -249,10 +263,14 @@ def _rows(path: Path, lines: list[str], before: int) -> list[tuple[int, list[str
             if not row:
                 break
             if len(row) != width:
-                raise ReportError(f"{path}: line {before + reader.line_num} has {len(row)} fields, expected {width}")
+                raise ReportError(
+                    f"{path}: line {before + reader.line_num} has {len(row)} fields, expected {width}"
+                )
             rows.append((before + reader.line_num, row))
     except csv.Error as error:
-        raise ReportError(f"{path}: line {before + reader.line_num} is not CSV ({error}), expected {width} fields") from None
+        raise ReportError(
+            f"{path}: line {before + reader.line_num} is not CSV ({error}), expected {width} fields"
+        ) from None
     return rows
 
 

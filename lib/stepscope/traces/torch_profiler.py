@@ -17,15 +17,18 @@ SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
     correlationId INTEGER, globalPid INTEGER, demangledName INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER);
-CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER,
-    domainId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId
+INTEGER); CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid
+INTEGER, textId
+    INTEGER, domainId INTEGER);
 """
 # Operators that allocate, or look at the same numbers in another shape: they call for no work and hide what
 # does it.
-NO_WORK = re.compile(r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types"
-                     r"|expand|t$|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense"
-                     r"|item$)")
+NO_WORK = re.compile(
+    r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types"
+    r"|expand|t$|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense"
+    r"|item$)"
+)
 PROCESS_ID = 1 << 48 | 7 << 24
 # The categories of events that are read.
 WORK, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
@@ -85,10 +88,14 @@ def _read_events(trace: Path) -> list[dict[str, Any]]:
         complete = [e for e in events if e.get("ph") == "X"
                     and e.get("cat") in (*WORK, *LAUNCHES, OPERATOR, RANGE)]
     except OSError as error:
-        raise TraceError(f"{trace}: cannot be read ({error.strerror}), expected torch.profiler's trace") from None
+        raise TraceError(
+            f"{trace}: cannot be read ({error.strerror}), expected torch.profiler's trace"
+        ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TraceError(f"{trace}: {type(error).__name__} {error}, expected torch.profiler's trace: JSON with a list"
-                         " traceEvents of events") from None
+        raise TraceError(
+            f"{trace}: {type(error).__name__} {error}, expected torch.profiler's trace: JSON with a list"
+            " traceEvents of events"
+        ) from None
     return [_event(e, f"{trace}: the event {str(e.get('name'))[:80]!r}") for e in complete]
 
 
@@ -101,7 +108,9 @@ def _event(event: dict[str, Any], where: str) -> dict[str, Any]:
     correlation, stream = args.get("correlation"), args.get("stream", 0)
     for key, found, least in (("correlation", correlation, 0), ("stream", stream, -1)):
         if found is not None and not (isinstance(found, int) and least <= found < CORRELATIONS):
-            raise TraceError(f"{where} has {key} {found!r:.80}, expected a whole number from {least} to {CORRELATIONS}")
+            raise TraceError(
+                f"{where} has {key} {found!r:.80}, expected a whole number from {least} to {CORRELATIONS}"
+            )
     return {"cat": event["cat"], "name": str(event.get("name")), "tid": str(event.get("tid")), "start": start,
             "end": start + duration, "correlation": correlation, "stream": stream}
 

@@ -1,7 +1,9 @@
 """The benchmarking study's tables over all of its records."""
+from typing import cast
+
 import pandas as pd
 
-from stepscope.config import configure
+from stepscope.config import StepConfig, configure
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
@@ -21,7 +23,7 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     runs, frames = runs_frame(records), []
     for record in records:
         if record.status == "ok":
-            config = configure(**record.config)
+            config = cast(StepConfig, configure(**record.config))
             own = ceilings[ceilings["run_id"] == record.run_id]
             frames.append(run_times(samples[samples["run_id"] == record.run_id], own, config).assign(run_id=record.run_id))
         else:

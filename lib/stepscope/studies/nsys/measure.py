@@ -70,7 +70,10 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
     summed = operations.groupby(["phase", "region", "family",
                                  "name"])["duration_ns"].agg(count="size", total_ns="sum").reset_index()
     if summed["total_ns"].sum() != operations["duration_ns"].sum():
-        raise ConservationError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
+        raise ConservationError(
+            f"{export.name}: the table of operations lost"
+            f" {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns"
+        )
     return {"operations": summed, "clocks": clocks.assign(phase=clocks["phase"].astype(str)),
             "regions": _host_times(ranges), "timeline": _timeline(operations, ranges)}
 
@@ -82,8 +85,11 @@ def _host_times(ranges: pd.DataFrame) -> pd.DataFrame:
     joined = pd.merge_asof(regions[["start_ns", "end_ns", "name"]], phases[["start_ns", "end_ns", "name"]],
                            on="start_ns",
                            suffixes=("", "_phase"))
-    joined = joined.assign(phase=joined["name_phase"].astype(str).where(joined["start_ns"] < joined["end_ns_phase"], OUTSIDE),
-                           region=joined["name"].astype(str), host_ns=joined["end_ns"] - joined["start_ns"])
+    joined = joined.assign(
+        phase=joined["name_phase"].astype(str).where(joined["start_ns"] < joined["end_ns_phase"], OUTSIDE),
+        region=joined["name"].astype(str),
+        host_ns=joined["end_ns"] - joined["start_ns"],
+    )
     return joined.groupby(["phase", "region"])["host_ns"].agg(ranges="size", host_ns="sum").reset_index()
 
 
@@ -156,7 +162,10 @@ def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name
     for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]),
                         ("cuda_gpu_mem_time_sum", operations[is_memory])):
         if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != own["total_ns"].sum():
-            raise ConservationError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
+            raise ConservationError(
+                f"{name}: operations sum to {own['total_ns'].sum()} ns,"
+                f" and nsys's own {report} to {theirs} ns"
+            )
 
 
 def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool) -> list[Path]:
@@ -198,8 +207,12 @@ def top_kernels(operations: pd.DataFrame, steps: int, mode: str, phase: str | No
     share.
     """
     rows = operations[(operations["mode"] == mode) & ((operations["phase"] == phase) if phase else True)]
-    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns",
-                                                                                       ascending=False).reset_index()
+    summed = (
+        rows.groupby(["name", "family"])[["count", "total_ns"]]
+        .sum()
+        .sort_values("total_ns", ascending=False)
+        .reset_index()
+    )
     shown = summed.head(count)
     return pd.DataFrame({"kernel": shown["name"].map(short_names(shown["name"])), "family": shown["family"],
                          "ms_per_step": shown["total_ns"] / steps / 1e6, "launches": shown["count"] / steps,
@@ -209,7 +222,9 @@ def top_kernels(operations: pd.DataFrame, steps: int, mode: str, phase: str | No
 def unknown_kernels(operations: pd.DataFrame) -> pd.DataFrame:
     """The names that no family's rule knows, with their share of all time; empty is best."""
     other = operations[operations["family"] == OTHER]
-    return (other.groupby("name")["total_ns"].sum() / operations["total_ns"].sum()).rename("share").reset_index()
+    return (
+        (other.groupby("name")["total_ns"].sum() / operations["total_ns"].sum()).rename("share").reset_index()
+    )
 
 
 def _run_columns(table: pd.DataFrame) -> list[str]:
@@ -224,6 +239,9 @@ def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
         return text or "Nothing was captured."
     top = top_kernels(tables["operations"], steps, "forward", "forward", 1).iloc[0]
     clocks = three_clocks(tables["clocks"]).set_index(["mode", "phase"]).loc[("forward", "forward")]
-    return (f"Forward takes {clocks.operations_ms:.4g} ms of operations in {clocks.projected_ms:.4g} ms on the device"
-            f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
-            f" {top.share:.0%}, {top.launches:g} times a pass. {text}")
+    return (
+        f"Forward takes {clocks.operations_ms:.4g} ms of operations"
+        f" in {clocks.projected_ms:.4g} ms on the device"
+        f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
+        f" {top.share:.0%}, {top.launches:g} times a pass. {text}"
+    )
