@@ -11,7 +11,7 @@ from stepscope.report.load import chapters
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import Words, environment, escape, tidy
 
-TEMPLATES = sorted(Path(stepscope.__file__).parent.glob("**/words/*.md"))
+TEMPLATES = sorted(Path(stepscope.__file__).parent.glob("**/words/**/*.md"))
 ARITHMETIC = (nodes.Compare, nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow, nodes.Neg)
 
 
@@ -41,7 +41,8 @@ def test_every_question_has_its_words_and_every_words_its_question():
             words = Words(chapter.folder / "words", f"{question.key}.md")
             assert words.block("question").endswith("?") and "text" in words.template.blocks
             captions = {f"table_{name}" for name in question.printed} | {f"figure_{stem}" for stem in question.pictures}
-            assert captions | {"question", "text"} <= set(words.template.blocks) <= captions | {"question", "text", "finding"}
+            assert captions | {"question", "text"} <= set(words.template.blocks) <= captions | {
+                "question", "text", "finding", "not_answered"}
 
 
 HOSTILE = ["<b onclick=alert(1)>x</b>", "<form action=//x.test><button>go</form>", "<script>alert(1)</script>", "<img src=x>",

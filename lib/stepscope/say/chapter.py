@@ -29,7 +29,8 @@ class Question:
         uses: tables that may be empty.
         printed: tables to print, by name: functions from the facts to a table of text, or to None. The words have the
             caption, as block ``table_<name>``.
-        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``.
+        pictures: stems of figures to show. The words have the caption, as block ``figure_<stem>``; where that is empty,
+            the figure is not shown.
     """
 
     key: str
@@ -112,13 +113,20 @@ def given(tables: Tables, asks: Question | Picture | Page) -> list[pd.DataFrame]
 
 def answer(chapter: Chapter, question: Question, tables: Tables) -> Answer:
     """Facts, words, tables and captions of one question; what to measure where there is nothing to answer it from."""
-    words = Words(chapter.folder / "words", f"{question.key}.md")
     asked = given(tables, question)
     facts = None if asked is None else question.facts(*asked)
     if facts is None:
-        return Answer(question.key, words.block("question"), words.not_answered(chapter.study))
+        words = Words(chapter.folder / "words", f"{question.key}.md")
+        why = words.block("not_answered", {"has_records": asked is not None}) or words.not_answered(chapter.study)
+        return Answer(question.key, words.block("question"), why)
+    return told(chapter.folder, question, facts)
+
+
+def told(folder: Path, question: Question, facts: Facts) -> Answer:
+    """The facts of a question in words, with their tables and captions; ``folder`` has its ``words/``."""
+    words = Words(folder / "words", f"{question.key}.md")
     printed = {name: table for name, make in question.printed.items() if (table := make(facts)) is not None}
     return Answer(question.key, words.block("question"), words.block("text", facts), words.block("finding", facts),
                   [(words.block(f"table_{name}", facts), table) for name, table in printed.items()],
-                  [(stem, words.block(f"figure_{stem}", facts)) for stem in question.pictures],
+                  [(stem, caption) for stem in question.pictures if (caption := words.block(f"figure_{stem}", facts))],
                   list(facts["runs"]))

@@ -104,6 +104,11 @@ def apart(a: pd.Series, b: pd.Series) -> bool:
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
 
 
+def interval_cells(rows: pd.DataFrame) -> list[str]:
+    """"median [low, high]" of each row."""
+    return [f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]" for row in rows.itertuples()]
+
+
 def plural(n: int, one: str, many: str) -> str:
     """The word for one thing, or for several or none."""
     return one if n == 1 else many
@@ -130,6 +135,21 @@ def percent_range(shares: Iterable[float], decimals: int = 0) -> str:
     return f"{percent(min(shares), decimals)} to {percent(max(shares), decimals)}"
 
 
+def precision(name: str) -> str:
+    """A precision as it is written: fp32, TF32, bf16, fp16."""
+    return name.upper() if name == "tf32" else name
+
+
+def fixed(value: float, decimals: int = 1) -> str:
+    """A number to so many decimals, with a comma for thousands; a dash for none."""
+    return f"{value:,.{decimals}f}" if math.isfinite(value) else "–"
+
+
+def signed_percent(share: float, decimals: int = 1) -> str:
+    """A change or an error, with its sign."""
+    return f"{share:+.{decimals}%}"
+
+
 def comma(loop) -> str:
     """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
@@ -137,5 +157,5 @@ def comma(loop) -> str:
 
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, comma)}
-FILTERS["mode"] = MODE_WORDS.__getitem__
+            percent_range, precision, fixed, signed_percent, comma)}
+FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

@@ -6,10 +6,12 @@ comparisons belong to the facts (``tests/test_words.py`` refuses them here). Wha
 escaped where it is put in, so nothing that was measured or recorded is rendered as markup.
 """
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.runtime import Macro
 from markupsafe import Markup
 
 from stepscope.say import formats
@@ -49,9 +51,21 @@ def tidy(text: str) -> str:
     return "\n\n".join(paragraphs)
 
 
+def _said(macro: Macro) -> Callable[..., Markup]:
+    """A macro whose result is not escaped again: its values were, as they were put in."""
+    return lambda *values, **named: Markup(macro(*values, **named))
+
+
+class Templates(Environment):
+    """Jinja's, but that ``facts.clear`` is the fact of that name and not a dictionary's method."""
+
+    def getattr(self, thing: Any, name: str) -> Any:
+        return thing[name] if isinstance(thing, dict) and name in thing else super().getattr(thing, name)
+
+
 def environment(*folders: Path) -> Environment:
     """The templates of some folders, with the formats of :mod:`stepscope.say.formats` as filters."""
-    made = Environment(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
+    made = Templates(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
                        trim_blocks=True, lstrip_blocks=True)
     made.filters |= formats.FILTERS
     return made
@@ -77,6 +91,8 @@ class Words:
         for _ in self.template.root_render_func(context):  # defines the template's macros, and says nothing itself
             pass
         context.blocks = blocks
+        for macro in context.exported_vars & {key for key, value in context.vars.items() if isinstance(value, Macro)}:
+            context.vars[macro] = _said(context.vars[macro])
         return tidy("".join(self.template.blocks[name](context)))
 
     def not_answered(self, study: str) -> str:

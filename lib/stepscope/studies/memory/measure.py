@@ -10,14 +10,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from stepscope import StepscopeError
+from stepscope.config import PHASE_NAMES
 from stepscope.step import annotate
-from stepscope.step.accounting import CATEGORIES, MIB, at_rest, instants, peak, require_formulas, value
-from stepscope.config import configure
+from stepscope.step.accounting import CATEGORIES, MIB, peak
+from stepscope.step.timing import SAMPLE_COLUMNS, measure
+from stepscope.step.training_step import Step, build_step, out_of_memory_names
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.snapshot import allocations, load_snapshot
-from stepscope.step.training_step import Step, build_step, out_of_memory_names
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
-from stepscope.step.timing import measure
+from stepscope.studies.memory.tables import ALLOCATIONS
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
                 "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes"]
@@ -129,12 +129,12 @@ def record(config: Config) -> tuple[Step, dict[str, pd.DataFrame], dict]:
         snapshot = load_snapshot(place)
     marks = pd.DataFrame(recorder.marks, columns=MARK_COLUMNS)
     table = classified(allocations(snapshot, torch.cuda.current_device()), marks, recorder.regions, recorder.owners, config)
-    return step, {"allocations.parquet": table, "marks": marks, "levels": levels(table, marks)}, peaks(marks)
+    return step, {ALLOCATIONS: table, "marks": marks, "levels": levels(table, marks)}, peaks(marks)
 
 
 def peaks(marks: pd.DataFrame) -> dict[str, float]:
     """Peaks in MiB of the first and of the last step."""
-    steps = marks[marks["phase"].isin(["forward", "loss", "backward", "optimizer"])]
+    steps = marks[marks["phase"].isin(PHASE_NAMES)]
     found = {}
     for when, index in (("first", steps["step"].min()), ("steady", steps["step"].max())):
         own = steps[steps["step"] == index]
@@ -234,7 +234,7 @@ def levels(table: pd.DataFrame, marks: pd.DataFrame) -> pd.DataFrame:
     freed, rows = table["freed_at"].astype("float64").fillna(float("inf")), []
     for mark in marks.itertuples():
         end = int(mark.allocations + mark.frees - begun)
-        if mark.phase in ("forward", "loss", "backward", "optimizer"):
+        if mark.phase in PHASE_NAMES:
             live = live_bytes(table, int(mark.begun_at) - begun, end)
             peak_event = int(live.idxmax())
             if int(live.max()) + int(marks["requested_bytes"].iloc[0]) != mark.peak_requested_bytes:
@@ -260,25 +260,6 @@ def live_bytes(table: pd.DataFrame, first: int, end: int) -> pd.Series:
         at = at.to_numpy(dtype=int) + 1
         np.add.at(changes, at[at <= end], sizes.to_numpy()[at <= end])
     return pd.Series(changes.cumsum()[first:], range(first, end + 1))
-
-
-def predicted(config: Config) -> pd.DataFrame:
-    """The accounting's bytes by category: columns moment (``at rest``, ``after loss``, ``peak``), category, bytes.
-
-    After loss, what is saved for backward is complete; without gradients there is no such moment.
-    """
-    moments = {"at rest": at_rest(config), "peak": peak(config).categories}
-    if config.mode != "forward":
-        f, at = require_formulas(config), at_rest(config)
-        logits = value(f.logits, config)
-        copies = config.num_layers * value(f.copies, config) + value(f.head_copies, config)
-        saved = config.num_layers * value(f.saved, config) + value(f.end, config) - value(f.head_copies, config) - logits
-        workspace = next(i for i in instants(config) if i.phase == "loss").categories["cuBLAS workspace"]
-        # Logits and loss are held by the step.
-        moments["after loss"] = at | {"activations": saved + value(f.loss_saved, config), "autocast copies": copies,
-                                      "other": at["other"] + logits + 4, "cuBLAS workspace": workspace}
-    return pd.DataFrame([(moment, category, size) for moment, sizes in moments.items() for category, size in sizes.items()],
-                        columns=["moment", "category", "bytes"])
 
 
 @contextmanager
@@ -327,52 +308,11 @@ def measure_checkpoints(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
         if config.device == "cuda":
             row |= {name: number for name, number in counters().items() if name.startswith("peak")}
         rows.append(row)
-    return pd.concat(samples, ignore_index=True) if samples else pd.DataFrame(), pd.DataFrame(rows)
+    none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, "blocks_per_checkpoint"])  # where no setting fits
+    return pd.concat(samples, ignore_index=True) if samples else none, pd.DataFrame(rows)
 
 
 def use_segments(config: Config) -> None:
     """Give the allocator the configuration's option; before anything is on the GPU."""
     if config.device == "cuda" and config.expandable_segments:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
-def at_peak(table: pd.DataFrame) -> pd.DataFrame:
-    """When exactly each phase of each step peaks: step, phase, ``requested_mib``, ``allocated_mib``, layer, region, line, and
-    ``size_mib`` of the allocation that made the peak."""
-    own = table[table["moment"] == "peak"]
-    keys = ["run_id", "step", "phase"] if "run_id" in own else ["step", "phase"]
-    sums = own.groupby(keys, sort=False)["bytes"].sum() / MIB
-    without = own[own["category"] != "allocator rounding"].groupby(keys, sort=False)["bytes"].sum() / MIB
-    first = own.drop_duplicates(keys).set_index(keys)
-    return pd.DataFrame({"requested_mib": without, "allocated_mib": sums, "layer": first["layer"], "region": first["region"],
-                         "line": first["line"], "size_mib": first["size"] / MIB}).reset_index()
-
-
-TABLES = ("allocations.parquet", "levels", "saved", "checkpoints", "samples")
-
-
-def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """The study's tables over all records, each row with its run's configuration; ``runs`` has a row a run, the ones that ended
-    out of memory too, with ``predicted_mib``, the accounting's peak of its configuration. Empty tables where nothing was run."""
-    records = [record for record in records if record.study == "memory" and record.done]
-    if not records:
-        return dict.fromkeys(("runs", "predicted", *TABLES), pd.DataFrame())
-    runs = runs_frame(records)
-    configs = [configure(**record.config | {"device": "cpu"}).model_copy(update={"device": record.config["device"]}) for record in records]
-    runs["predicted_mib"] = [peak(config).allocated / MIB for config in configs]
-    runs["parameters_bytes"] = [at_rest(config)["parameters"] for config in configs]
-    runs["measured"] = ["checkpointing" if config.checkpoints else "history" for config in configs]
-    runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib") for record in records]
-    tables = {name: load_table(store, records, name) for name in TABLES}
-    # What a record says was predicted is what the formulas said then.
-    tables["predicted"] = pd.concat([predicted(config).assign(run_id=config.run_id) for config in configs], ignore_index=True)
-    if len(tables["checkpoints"]):
-        tables["checkpoints"] = tables["checkpoints"].merge(runs[["run_id", "size", "context_length"]], on="run_id")
-    return {"runs": by_size(runs)} | tables
-
-
-def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
-    """The largest allocations of one run's last forward pass by line of code and size: line, region, size (bytes), times, layers."""
-    own = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
-    grouped = own.groupby(["line", "region", "size"], sort=False).agg(times=("size", "size"), layers=("layer", "nunique")).reset_index()
-    return grouped.sort_values(["size", "times"], ascending=False, kind="stable", ignore_index=True).head(number)

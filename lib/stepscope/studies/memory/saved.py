@@ -63,11 +63,3 @@ def block_saved(step: Step) -> tuple[pd.DataFrame, dict[str, int]]:
 def _region(lines: list[str], place: int) -> str:
     """The name of the region that a line of the model belongs to: that of the nearest ``@region`` above it."""
     return next((line.split('"')[1] for line in reversed(lines[:place]) if line.strip().startswith("@region(")), "")
-
-
-def largest(table: pd.DataFrame, number: int = 5) -> pd.DataFrame:
-    """The largest contributors by line of the model: line, source, region, tensors, bytes, share of all that is saved."""
-    keys = ["line", "source", "region", "tensor"]
-    by_line = table.groupby(keys, sort=False).agg(tensors=("bytes", "size"), bytes=("bytes", "sum")).reset_index()
-    by_line["share"] = by_line["bytes"] / by_line["bytes"].sum()
-    return by_line.sort_values("bytes", ascending=False, kind="stable", ignore_index=True).head(number)
