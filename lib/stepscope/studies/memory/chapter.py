@@ -4,6 +4,7 @@ from pathlib import Path
 
 from stepscope.say.chapter import Chapter, Page, Picture, Question
 from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed
+from stepscope.studies.memory.figures import reference_timeline
 from stepscope.studies.memory.tables import all_runs
 from stepscope.studies.memory.timeline_page import reference_page
 
@@ -16,19 +17,24 @@ CHAPTER = Chapter(
         Question("memory-timeline", facts.timeline, (RUNS,), (LEVELS,), printed={"phases": printed.phases},
                  pictures=("memory_timeline", "memory_timeline_forward")),
         Question("memory-peaks", facts.peaks, (RUNS,), (LEVELS,),
-                 printed={"by_context": printed.by_context, "when": printed.when}, pictures=("memory_peaks",)),
+                 printed={"by_context": printed.by_context, "when": printed.when},
+                 pictures=("memory_peaks",)),
         Question("memory-accounting", facts_accounting.accounting, (RUNS,), (LEVELS, "memory.predicted"),
-                 printed={"checked": printed.checked, "by_category": printed.by_category, "fits": printed.fits}),
+                 printed={"checked": printed.checked, "by_category": printed.by_category,
+                          "fits": printed.fits}),
         Question("memory-residual", facts.residual, (RUNS,), printed={"by_context": printed.residual}),
-        Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS,), printed={"largest": printed.largest}),
-        Question("memory-block", facts.block, (SAVED, RUNS), printed={"five": printed.five, "by_run": printed.by_run}),
+        Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS,),
+                 printed={"largest": printed.largest}),
+        Question("memory-block", facts.block, (SAVED, RUNS),
+                 printed={"five": printed.five, "by_run": printed.by_run}),
         Question("memory-checkpointing", facts_options.checkpointing, CHECKPOINTS, ("memory.samples",),
                  printed={"curve": printed.curve}, pictures=("memory_checkpoints",)),
-        Question("memory-fragmentation", facts_options.fragmentation, (RUNS,), printed={"pairs": printed.pairs}),
+        Question("memory-fragmentation", facts_options.fragmentation, (RUNS,),
+                 printed={"pairs": printed.pairs}),
     ),
     pictures=(
-        Picture("memory_timeline", partial(figures.reference_timeline, mode="step"), (RUNS, ALLOCATIONS)),
-        Picture("memory_timeline_forward", partial(figures.reference_timeline, mode="forward"), (RUNS, ALLOCATIONS)),
+        Picture("memory_timeline", partial(reference_timeline, mode="step"), (RUNS, ALLOCATIONS)),
+        Picture("memory_timeline_forward", partial(reference_timeline, mode="forward"), (RUNS, ALLOCATIONS)),
         Picture("memory_peaks", figures.peaks, (RUNS,)),
         Picture("memory_checkpoints", figures.checkpoints, CHECKPOINTS, ("memory.samples",)),
     ),

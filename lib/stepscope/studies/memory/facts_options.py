@@ -12,21 +12,23 @@ UNMOVED = 0.01  # a share of reserved memory that counts as no change
 
 
 def curve(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Checkpointing's settings of the largest run that measured them, by blocks per checkpoint (0, none, last).
+    """Checkpointing's settings of the largest run that measured them, by blocks per checkpoint (0, none,
+    last).
 
-    Columns: ``blocks``, ``status``, ``predicted_mib``, ``peak_mib`` (missing without a GPU), ``time_ms`` (median step,
-    missing where none ended), run_id and the run's shape.
+    Columns: ``blocks``, ``status``, ``predicted_mib``, ``peak_mib`` (missing without a GPU), ``time_ms``
+    (median step, missing where none ended), run_id and the run's shape.
     """
     by_id = runs.set_index("run_id")
-    run_id = [run_id for run_id in by_id.index if run_id in set(checkpoints["run_id"])][-1]  # by size and context
+    run_id = by_id.index[by_id.index.isin(checkpoints["run_id"])][-1]  # they are by size and context
     own, config = checkpoints[checkpoints["run_id"] == run_id], config_of(by_id.loc[run_id])
     blocks = own["blocks_per_checkpoint"]
     times_ms = pd.Series(dtype=float)
     if len(samples):
-        steps = samples[(samples["run_id"] == run_id) & (samples["phase"] == WHOLE) & samples["timed"].astype(bool)]
-        times_ms = steps.groupby("blocks_per_checkpoint")["time_ms"].median()
+        steps = samples[(samples["run_id"] == run_id) & (samples["phase"] == WHOLE)]
+        times_ms = steps[steps["timed"].astype(bool)].groupby("blocks_per_checkpoint")["time_ms"].median()
+    on_gpu = "peak_allocated_bytes" in own
     own = own.assign(blocks=blocks, predicted_mib=[peak(config, int(k)).allocated / MIB for k in blocks],
-                     peak_mib=own["peak_allocated_bytes"] / MIB if "peak_allocated_bytes" in own else float("nan"),
+                     peak_mib=own["peak_allocated_bytes"] / MIB if on_gpu else float("nan"),
                      time_ms=blocks.map(times_ms), study="memory")
     return own.sort_values("blocks", key=lambda blocks: blocks.where(blocks > 0, 10**9), ignore_index=True)
 
@@ -41,37 +43,43 @@ def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Dat
     config = config_of(run)
     every = {k: peak(config, k).allocated for k in range(1, config.num_layers + 1)}
     optimum = min(every, key=lambda blocks: every[blocks])
-    on_gpu = bool(table["peak_mib"].notna().any())
     fitted = table[(table["blocks"] > 0) & (table["status"] == "ok")]
-    return {"run": shape_of(run), "layers": config.num_layers, "optimum": optimum, "optimum_gib": every[optimum] / GIB,
-            "on_gpu": on_gpu, "measured": measured_optimum(table, fitted, optimum) if on_gpu and len(fitted) else None,
-            "stops_early": stops_early(fitted) if on_gpu and len(fitted) else None,
+    on_gpu = bool(table["peak_mib"].notna().any())
+    compared = on_gpu and len(fitted) > 0
+    return {"run": shape_of(run), "layers": config.num_layers,
+            "optimum": optimum, "optimum_gib": every[optimum] / GIB, "on_gpu": on_gpu,
+            "measured": measured_optimum(table, fitted, optimum) if compared else None,
+            "stops_early": stops_early(fitted) if compared else None,
             "why": why(config), "table": table, "runs": runs_of(table)}
 
 
 def measured_optimum(table: pd.DataFrame, fitted: pd.DataFrame, optimum: int) -> dict:
-    """The measured setting with the least peak, the settings measured next to it, how far predictions are off, and what
-    it changes ``against_none`` (None where a step without checkpoints did not fit)."""
+    """The measured setting with the least peak, the settings measured next to it, how far predictions are
+    off, and what it changes ``against_none`` (None where a step without checkpoints did not fit)."""
     place = fitted["peak_mib"].argmin()
     best, none = fitted.iloc[place], table[(table["blocks"] == 0) & (table["status"] == "ok")]
     beside = [fitted.iloc[other] for other in (place - 1, place + 1) if 0 <= other < len(fitted)]
     against = None
     if len(none):
         base = none.iloc[0]
-        against = {"peak_mib": base["peak_mib"], "ms": base["time_ms"], "saved_share": 1 - best["peak_mib"] / base["peak_mib"],
+        against = {"peak_mib": base["peak_mib"], "ms": base["time_ms"],
+                   "saved_share": 1 - best["peak_mib"] / base["peak_mib"],
                    "longer_share": best["time_ms"] / base["time_ms"] - 1}
-    return {"blocks": int(best["blocks"]), "peak_mib": best["peak_mib"], "as_predicted": int(best["blocks"]) == optimum,
-            "every_block": int(best["blocks"]) == 1,
+    blocks = int(best["blocks"])
+    return {"blocks": blocks, "peak_mib": best["peak_mib"], "as_predicted": blocks == optimum,
+            "every_block": blocks == 1,
             "beside": [{"blocks": int(row["blocks"]), "peak_mib": row["peak_mib"]} for row in beside],
-            "off_share": (fitted["predicted_mib"] / fitted["peak_mib"] - 1).abs().max(), "against_none": against}
+            "off_share": (fitted["predicted_mib"] / fitted["peak_mib"] - 1).abs().max(),
+            "against_none": against}
 
 
 def stops_early(fitted: pd.DataFrame) -> dict | None:
-    """What each part more spares where more checkpoints are quicker: PyTorch stops running a part again at the last tensor
-    that backward needs of it."""
+    """What each part more spares where more checkpoints are quicker: PyTorch stops running a part again at
+    the last tensor that backward needs of it."""
     few, many = fitted.iloc[-1], fitted.iloc[0]
     most = int(fitted["blocks"].max())
-    parts_few, parts_many = (-(-most // int(row["blocks"])) for row in (few, many))  # as many as there are checkpoints
+    # There are as many parts as checkpoints.
+    parts_few, parts_many = (-(-most // int(row["blocks"])) for row in (few, many))
     spared = parts_many - parts_few
     if spared <= 0 or many["time_ms"] > few["time_ms"] * (1 - QUICKER):
         return None
@@ -87,8 +95,9 @@ def why(config: StepConfig) -> dict:
 
 
 def fragmentation(runs: pd.DataFrame) -> dict | None:
-    """The most and the least that is reserved beyond what is allocated (None where every run has expandable segments), and
-    what expandable segments change, a row of ``pairs`` each run that was made with and without them."""
+    """The most and the least that is reserved beyond what is allocated (None where every run has expandable
+    segments), and what expandable segments change, a row of ``pairs`` each run that was made with and without
+    them."""
     ok = runs[(runs["measured"] == "history") & (runs["device"] == "cuda") & (runs["status"] == "ok")]
     if ok.empty:
         return None
@@ -98,16 +107,22 @@ def fragmentation(runs: pd.DataFrame) -> dict | None:
                    idle_share=1 - ok["steady_peak_allocated_mib"] / reserved)
     expandable = ok["expandable_segments"].astype(bool)
     plain = ok[~expandable]
-    pairs = plain.merge(ok[expandable], on=["size", "context_length", "mode", "precision"], suffixes=("", "_expandable"))
+    pairs = plain.merge(ok[expandable], on=["size", "context_length", "mode", "precision"],
+                        suffixes=("", "_expandable"))
     pairs = pairs.assign(change_share=pairs["reserved_mib_expandable"] / pairs["reserved_mib"] - 1)
     by_idle = plain.sort_values("idle_share", kind="stable")
     least, most = by_idle.iloc[:1], by_idle[by_idle["idle_share"] == by_idle["idle_share"].max()].iloc[:1]
     shown = pd.concat([pairs, least, most])["run_id"]
     return {"most": idle(most), "least": idle(least),
-            "changes": [shape_of(row) | {"as_much": abs(row["change_share"]) < UNMOVED, "less": row["change_share"] < 0,
-                                         "change_share": abs(row["change_share"]), "reserved_mib": row["reserved_mib_expandable"]}
-                        for _, row in pairs.iterrows()],
-            "pairs": pairs if len(pairs) else None, "runs": runs_of(ok[expandable | ok["run_id"].isin(shown)])}
+            "changes": [change(row) for _, row in pairs.iterrows()], "pairs": pairs if len(pairs) else None,
+            "runs": runs_of(ok[expandable | ok["run_id"].isin(shown)])}
+
+
+def change(pair: pd.Series) -> dict:
+    """What expandable segments change about what one run reserves."""
+    share = pair["change_share"]
+    return shape_of(pair) | {"as_much": bool(abs(share) < UNMOVED), "less": bool(share < 0),
+                             "change_share": abs(share), "reserved_mib": pair["reserved_mib_expandable"]}
 
 
 def idle(one: pd.DataFrame) -> dict | None:

@@ -11,14 +11,17 @@ from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.memory.facts import GIB, matrix, reference
 from stepscope.studies.memory.facts_options import curve
 
-COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73", "cuBLAS workspace": "#000000",
-          "other": "#999999", "autocast copies": "#F0E442", "activations": "#56B4E9", "temporaries": "#D55E00"}
+COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
+          "cuBLAS workspace": "#000000", "other": "#999999", "autocast copies": "#F0E442",
+          "activations": "#56B4E9", "temporaries": "#D55E00"}
+HEADING = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
 MOSTLY = 0.8  # of the peak: where parameters alone are more, the axis begins near them
 NEAR_FULL = 0.7  # of the GPU's memory: where predictions come so near, it is drawn
 
 
 def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Live bytes by category after each event: an array (categories of :data:`COLORS`, events + 1); and their sum."""
+    """Live bytes by category after each event: an array (categories of :data:`COLORS`, events + 1); and their
+    sum."""
     freed = table.dropna(subset="freed_at")
     events = int(max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)) + 2
     live = np.zeros((len(COLORS), events))
@@ -33,7 +36,8 @@ def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
     """First event of each phase of a step, and the event after its last: by phase, in order."""
     own = table[(table["step"] == step) & table["phase"].isin(PHASE_NAMES)]
-    starts = own.groupby("phase")["allocated_at"].min().reindex([p for p in PHASE_NAMES if p in set(own["phase"])])
+    names = [phase for phase in PHASE_NAMES if phase in set(own["phase"])]
+    starts = own.groupby("phase")["allocated_at"].min().reindex(names)
     later = table.loc[(table["step"] > step) & table["phase"].isin(PHASE_NAMES), "allocated_at"]
     last = int(own["allocated_at"].max()) + 1
     if len(later):
@@ -58,7 +62,8 @@ def reference_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, mode: str,
 
 
 def timeline(table: pd.DataFrame, title: str) -> Figure:
-    """Live memory by category over the allocator's events, the first step beside the last, phases marked, peaks labelled."""
+    """Live memory by category over the allocator's events, the first step beside the last, phases marked,
+    peaks labelled."""
     use_style()
     live, total = stacked(table)
     steps = steps_of(table)
@@ -77,7 +82,7 @@ def timeline(table: pd.DataFrame, title: str) -> Figure:
     axes[0][0].set_ylim(bottom, top + 0.1 * (top - bottom))
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(title, **HEADING)
     return figure
 
 
@@ -86,22 +91,24 @@ def _one_step(axis: Axes, phases: dict[str, tuple[int, int]], live: np.ndarray, 
     first, end = next(iter(phases.values()))[0], list(phases.values())[-1][1]
     used = [row for row in range(len(COLORS)) if live[row].any()]
     x = np.arange(first, end + 1)
-    axis.stackplot(x - first, live[used][:, first:end + 1] / GIB, colors=[list(COLORS.values())[row] for row in used],
-                   step="post", labels=[list(COLORS)[row] for row in used], linewidth=0, rasterized=True)
+    names = [list(COLORS)[row] for row in used]
+    axis.stackplot(x - first, live[used][:, first:end + 1] / GIB, colors=[COLORS[name] for name in names],
+                   step="post", labels=names, linewidth=0, rasterized=True)
     for phase, (begin, after) in phases.items():
         if after - begin > 0.04 * (end - first):
             axis.axvline(begin - first, color="0.3", linewidth=0.8, linestyle=":")
-            axis.text(begin - first, 1.005, f" {phase}", transform=axis.get_xaxis_transform(), fontsize=9, va="bottom")
+            axis.text(begin - first, 1.005, f" {phase}", transform=axis.get_xaxis_transform(), fontsize=9,
+                      va="bottom")
     top, at = total[first:end + 1].max() / GIB, int(total[first:end + 1].argmax())
     side = "left" if at < 0.15 * (end - first) else "right" if at > 0.85 * (end - first) else "center"
-    axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10, ha=side,
-                  fontweight="bold")
+    axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10,
+                  ha=side, fontweight="bold")
     axis.plot([at], [top], "v", color="black", markersize=5)
 
 
 def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
-    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow, at its
-    prediction."""
+    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow,
+    at its prediction."""
     runs = matrix(runs)
     if runs.empty:
         return None
@@ -113,12 +120,12 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
         _peaks_of(axis, runs[runs["mode"] == mode])
         axis.set_xscale("log", base=2)
         axis.set_xticks(contexts, contexts)
-        axis.set(xlabel="context", ylabel="peak allocated (GiB)", title="forward alone" if mode == "forward" else "full step")
+        title = "forward alone" if mode == "forward" else "full step"
+        axis.set(xlabel="context", ylabel="peak allocated (GiB)", title=title)
         axis.set_ylim(0)
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside right center")
-    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", x=0.01, ha="left", fontsize=12,
-                    fontweight="bold")
+    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", **HEADING)
     return figure
 
 
@@ -131,14 +138,15 @@ def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
                   label=f"{precision}, predicted")
         ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
         measured_mib = ok.get("steady_peak_allocated_mib", ok["predicted_mib"])
-        axis.plot(ok["context_length"], measured_mib / 1024, marker, color=color, label=f"{precision}, measured")
-        axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color, markerfacecolor="white",
-                  label=f"{precision}, out of memory" if len(oom) else None)
+        axis.plot(ok["context_length"], measured_mib / 1024, marker, color=color,
+                  label=f"{precision}, measured")
+        axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color,
+                  markerfacecolor="white", label=f"{precision}, out of memory" if len(oom) else None)
     memory = runs["gpu_memory_mib"].dropna()
     if len(memory) and runs["predicted_mib"].max() > NEAR_FULL * memory.iloc[0]:
         axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
-        axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(), va="bottom",
-                  fontsize=9)
+        axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(),
+                  va="bottom", fontsize=9)
 
 
 def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
@@ -153,9 +161,11 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     if on_gpu:
         axes[0].plot(ok["blocks"], ok["peak_mib"] / 1024, "o", color=PALETTE[0], label="measured")
     axes[1].plot(ok["blocks"], ok["time_ms"], "o-", color=PALETTE[0], label="measured")
-    for axis, column, scale in ((axes[0], "peak_mib" if on_gpu else "predicted_mib", 1024), (axes[1], "time_ms", 1)):
+    peak = "peak_mib" if on_gpu else "predicted_mib"
+    for axis, column, scale in ((axes[0], peak, 1024), (axes[1], "time_ms", 1)):
         if len(fitted_none):
-            axis.axhline(fitted_none[column].iloc[0] / scale, color="0.3", linestyle="--", label="no checkpoints")
+            axis.axhline(fitted_none[column].iloc[0] / scale, color="0.3", linestyle="--",
+                         label="no checkpoints")
         axis.set_xscale("log", base=2)
         axis.set_xticks(own["blocks"], own["blocks"])
         axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
@@ -165,6 +175,5 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     axes[0].set(ylabel="peak allocated (GiB)", title="memory")
     axes[1].set(ylabel="step (ms)", title="time")
     row = rows.iloc[0]
-    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", x=0.01, ha="left",
-                    fontsize=12, fontweight="bold")
+    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", **HEADING)
     return figure

@@ -35,8 +35,8 @@ def by_context(facts: dict) -> pd.DataFrame:
               if run["status"] == "ok" else f"out of memory (predicted {fixed(run['predicted_mib'], 0)})"
               for _, run in runs.iterrows()],
         column=runs["mode"].map(MODE_WORDS) + ", " + runs["precision"])
-    table = cells.pivot(index="context_length", columns="column", values="cell")[list(dict.fromkeys(cells["column"]))]
-    return table.rename_axis("context").astype(object).fillna("–").reset_index()
+    table = cells.pivot(index="context_length", columns="column", values="cell")
+    return table[cells["column"].unique()].rename_axis("context").astype(object).fillna("–").reset_index()
 
 
 def when(facts: dict) -> pd.DataFrame | None:
@@ -45,9 +45,11 @@ def when(facts: dict) -> pd.DataFrame | None:
     if tops is None:
         return None
     return pd.DataFrame({
-        "mode": tops["mode"].map(MODE_WORDS), "precision": tops["precision"], "context": tops["context_length"],
-        "peak, MiB": tops["allocated_mib"].map(fixed), "where": [where(row) for _, row in tops.iterrows()],
-        "made by an allocation of, MiB": tops["size_mib"].map(number)}).sort_values(["mode", "precision", "context"])
+        "mode": tops["mode"].map(MODE_WORDS), "precision": tops["precision"],
+        "context": tops["context_length"], "peak, MiB": tops["allocated_mib"].map(fixed),
+        "where": [where(row) for _, row in tops.iterrows()],
+        "made by an allocation of, MiB": tops["size_mib"].map(number),
+    }).sort_values(["mode", "precision", "context"])
 
 
 def checked(facts: dict) -> pd.DataFrame | None:
@@ -56,8 +58,9 @@ def checked(facts: dict) -> pd.DataFrame | None:
         return None
     rows = facts["checked"]["table"]
     return pd.DataFrame({
-        "size": rows["size"].astype(str), "context": rows["context_length"], "mode": rows["mode"].map(MODE_WORDS),
-        "precision": rows["precision"], "predicted": rows["predicted_mib"].map(fixed),
+        "size": rows["size"].astype(str), "context": rows["context_length"],
+        "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
+        "predicted": rows["predicted_mib"].map(fixed),
         "measured": rows["steady_peak_allocated_mib"].map(fixed),
         "difference": [signed_percent(share, 2) for share in rows["off_share"]],
         "asked for: difference, bytes": [f"{off:+,.0f}" for off in rows["asked_off_bytes"]],
@@ -77,9 +80,10 @@ def by_category(facts: dict) -> pd.DataFrame | None:
 def fits(facts: dict) -> pd.DataFrame:
     """A row a mode and precision: the largest context and batch."""
     own, rows = facts["fits"], facts["fits"]["table"]
+    whole = rows[["largest_context", "largest_batch"]].map(fixed, decimals=0)
     return pd.DataFrame({"mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
-                         f"largest context at batch {own['batch']}": rows["largest_context"].map(fixed, decimals=0),
-                         f"largest batch at context {own['context']}": rows["largest_batch"].map(fixed, decimals=0)})
+                         f"largest context at batch {own['batch']}": whole["largest_context"],
+                         f"largest batch at context {own['context']}": whole["largest_batch"]})
 
 
 def residual(facts: dict) -> pd.DataFrame:
@@ -98,8 +102,9 @@ def largest(facts: dict) -> pd.DataFrame:
 def five(facts: dict) -> pd.DataFrame:
     """A row each of the largest contributors to what a block saves."""
     rows = facts["five"]
-    return pd.DataFrame({"region": rows["region"], "tensor": rows["tensor"], "source": "`" + rows["source"] + "`",
-                         "line": rows["line"], "tensors": rows["tensors"].astype(str),
+    return pd.DataFrame({"region": rows["region"], "tensor": rows["tensor"],
+                         "source": "`" + rows["source"] + "`", "line": rows["line"],
+                         "tensors": rows["tensors"].astype(str),
                          "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent)})
 
 
@@ -108,7 +113,8 @@ def by_run(facts: dict) -> pd.DataFrame | None:
     if facts["by_run"] is None:
         return None
     rows = facts["by_run"]
-    return pd.DataFrame({"precision": rows["precision"], "context": rows["context"], "saved": rows["saved_mib"].map(fixed),
+    return pd.DataFrame({"precision": rows["precision"], "context": rows["context"],
+                         "saved": rows["saved_mib"].map(fixed),
                          "of it copies of weights": rows["copies_mib"].map(fixed),
                          "gradients": rows["gradients_mib"].map(fixed)})
 
@@ -116,7 +122,8 @@ def by_run(facts: dict) -> pd.DataFrame | None:
 def curve(facts: dict) -> pd.DataFrame:
     """A row a setting of checkpointing."""
     rows = facts["table"]
-    table = pd.DataFrame({"blocks per checkpoint": [str(blocks) if blocks else "none" for blocks in rows["blocks"]],
+    settings = [str(blocks) if blocks else "none" for blocks in rows["blocks"]]
+    table = pd.DataFrame({"blocks per checkpoint": settings,
                           "predicted peak, MiB": rows["predicted_mib"].map(fixed)})
     if facts["on_gpu"]:
         table["measured peak, MiB"] = ["out of memory" if status == "oom" else fixed(peak_mib)

@@ -6,15 +6,17 @@ from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.step.accounting import MIB, at_rest, instants, peak, require_formulas, value
 
 ALLOCATIONS = "allocations.parquet"  # as a record names it
-RECORDED = {"allocations": ALLOCATIONS, "levels": "levels", "saved": "saved", "checkpoints": "checkpoints", "samples": "samples"}
+RECORDED = {"allocations": ALLOCATIONS}
+RECORDED |= {name: name for name in ("levels", "saved", "checkpoints", "samples")}
 
 
 def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The study's tables over all records, each row with its run's study and id; empty where nothing was run.
 
-    ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside its
-    configuration and results ``predicted_mib`` (the accounting's peak of its configuration), ``parameters_bytes``,
-    ``measured`` (``history`` or ``checkpointing``) and ``gpu_memory_mib``. ``predicted`` is :func:`predicted` of each.
+    ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside
+    its configuration and results ``predicted_mib`` (the accounting's peak of its configuration),
+    ``parameters_bytes``, ``measured`` (``history`` or ``checkpointing``) and ``gpu_memory_mib``.
+    ``predicted`` is :func:`predicted` of each.
     """
     records = [record for record in records if record.study == "memory" and record.done]
     if not records:
@@ -27,9 +29,11 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
         gpu_memory_mib=[record.machine.get("gpu_memory_mib") for record in records])
     tables = {name: load_table(store, records, recorded) for name, recorded in RECORDED.items()}
     # What a record says was predicted is what the formulas said then.
-    tables["predicted"] = pd.concat([predicted(config).assign(run_id=config.run_id) for config in configs], ignore_index=True)
+    tables["predicted"] = pd.concat([predicted(config).assign(run_id=record.run_id)
+                                     for config, record in zip(configs, records)], ignore_index=True)
     if len(tables["checkpoints"]):
-        tables["checkpoints"] = tables["checkpoints"].merge(runs[["run_id", "size", "context_length"]], on="run_id")
+        shapes = runs[["run_id", "size", "context_length"]]
+        tables["checkpoints"] = tables["checkpoints"].merge(shapes, on="run_id")
     return {"runs": by_size(runs)} | tables
 
 
@@ -41,7 +45,8 @@ def _config(record: Record) -> StepConfig:
 
 
 def predicted(config: StepConfig) -> pd.DataFrame:
-    """The accounting's bytes by category: columns moment (``at rest``, ``after loss``, ``peak``), category, bytes.
+    """The accounting's bytes by category: columns moment (``at rest``, ``after loss``, ``peak``), category,
+    bytes.
 
     After loss, what is saved for backward is complete; without gradients there is no such moment.
     """
@@ -57,5 +62,5 @@ def predicted(config: StepConfig) -> pd.DataFrame:
         moments["after loss"] = at | {
             "activations": saved + value(f.loss_saved, config), "autocast copies": copies,
             "other": at["other"] + logits + 4, "cuBLAS workspace": workspace}
-    return pd.DataFrame([(moment, category, size) for moment, sizes in moments.items() for category, size in sizes.items()],
-                        columns=["moment", "category", "bytes"])
+    rows = [(moment, *item) for moment, sizes in moments.items() for item in sizes.items()]
+    return pd.DataFrame(rows, columns=["moment", "category", "bytes"])

@@ -1,4 +1,5 @@
-"""The memory timeline as one HTML file that loads nothing else: zoom, and point at an allocation to see where it was made."""
+"""The memory timeline as one HTML file that loads nothing else: zoom, and point at an allocation to see where
+it was made."""
 import base64
 import hashlib
 import json
@@ -16,7 +17,8 @@ SHOWN = (("step", "fp32"), ("forward", "fp32"), ("forward", "bf16"))
 
 
 def reference_page(runs: pd.DataFrame, allocations: pd.DataFrame, where: str) -> str | None:
-    """The page of the runs that sentences speak of: full step, and forward alone in both precisions; None without any."""
+    """The page of the runs that sentences speak of: full step, and forward alone in both precisions; None
+    without any."""
     tables = {}
     for mode, precision in SHOWN:
         if (run := reference(runs, mode, precision)) is not None:
@@ -26,17 +28,19 @@ def reference_page(runs: pd.DataFrame, allocations: pd.DataFrame, where: str) ->
 
 
 def timeline_page(title: str, tables: dict[str, pd.DataFrame]) -> str:
-    """The page of one or more runs' allocations (see ``measure.classified``), by the name that each is shown under.
+    """The page of one or more runs' allocations (see ``measure.classified``), by the name that each is shown
+    under.
 
-    Title, names, and what the tables hold are text: the page shows them as they are, and its policy lets a browser run its
-    own script only.
+    Title, names, and what the tables hold are text: the page shows them as they are, and its policy lets a
+    browser run its own script only.
     """
     places: dict[str, int] = {}
     runs = [_run(name, table, places) for name, table in tables.items()]
     data = {"runs": runs, "places": list(places), "categories": list(COLORS), "colors": list(COLORS.values())}
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
+                              undefined=StrictUndefined)
     environment.filters["sha256"] = _sha256
-    # "<" may not stand in a script, whose text is not escaped otherwise; in JSON it can be written as a number.
+    # "<" may not stand in a script, whose text is not escaped otherwise; JSON can have it as a number.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return environment.get_template("timeline.html.j2").render(title=title, data=Markup(text))
 
@@ -47,7 +51,8 @@ def _sha256(script: str) -> str:
 
 
 def _run(name: str, table: pd.DataFrame, places: dict[str, int]) -> dict:
-    """One run as the page's script takes it; ``places`` numbers the places that any run's allocations were made at."""
+    """One run as the page's script takes it; ``places`` numbers the places that any run's allocations were
+    made at."""
     freed = table["freed_at"].astype("float64")
     life = (freed - table["allocated_at"]).fillna(0).astype(int)
     index = {category: number for number, category in enumerate(COLORS)}
