@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that operations make and drop, as an allocator's history and statistics; each taken in units of 512 bytes."""
+    """Every storage that operations make and drop, as an allocator's history and statistics; each taken in
+    units of 512 bytes."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +54,8 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the recording."""
+    """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the
+    recording."""
     storages = Storages()
     for name, answer in {"init": lambda: None, "synchronize": lambda: None, "current_device": lambda: 0,
                          "memory_stats_as_nested_dict": storages.stats, "reset_peak_memory_stats": storages.reset_peak}.items():
@@ -65,10 +67,11 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other rules.
+    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other
+    rules.
 
-    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse roots, sums and the
-    loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse
+    roots, sums and the loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
     def __init__(self):

@@ -1,20 +1,22 @@
-"""Memory: formulas against what storages live, snapshots that would run code, allocations that have to add up."""
+"""Memory: formulas against what storages live, snapshots that would run code, allocations that have to add
+up."""
 import pickle
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError
-from stepscope.step.training_step import accounting
-from stepscope.studies.memory import measure as memory
-from stepscope.studies.memory import saved
-from stepscope.studies.memory import snapshot
-from stepscope.step.accounting import MIB
 from stepscope.config import configure
+from stepscope.runs.store import read_record
+from stepscope.step import accounting
+from stepscope.step.accounting import MIB
 from stepscope.step.training_step import Step, build_step
-from stepscope.runs.store import Store
+from stepscope.studies.memory import facts, saved, snapshot
+from stepscope.studies.memory import measure as memory
+from stepscope.studies.memory.tables import predicted
 
 SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
           {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
@@ -32,8 +34,8 @@ def test_a_block_saves_what_the_formula_says(shape):
     table, found = saved.block_saved(build_step(config))
     assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config), "block_copies_bytes": 0,
                      "block_gradient_bytes": accounting.value(accounting.BLOCK_GRADIENTS, config)}
-    assert saved.largest(table)["share"].is_monotonic_decreasing and len(saved.largest(table)) == 5
-    assert saved.largest(table, 100)["share"].sum() == pytest.approx(1)
+    assert facts.largest_saved(table)["share"].is_monotonic_decreasing and len(facts.largest_saved(table)) == 5
+    assert facts.largest_saved(table, 100)["share"].sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,9 +65,9 @@ def test_predicted_peak_and_categories_are_what_lives(shape, precision, mode, mo
     expected = accounting.peak(config)
     assert found["steady_peak_requested_mib"] * MIB == expected.bytes
     if mode != "forward":
-        predicted = memory.predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
+        after_loss = predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
         levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'").set_index("category")["bytes"]
-        assert predicted.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
+        assert after_loss.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -168,10 +170,10 @@ def test_places_are_the_projects():
 
 def test_h200_peaks_are_predicted():
     """Sixty fp32 peaks that were measured before the formulas were written."""
-    records, _ = Store(Path(__file__).parents[1] / "runs/h200").records()
     off = {}
-    for record in records:
-        if record.study == "benchmark" and record.status == "ok":
+    for folder in (Path(__file__).parents[1] / "runs/h200/benchmark").iterdir():
+        record = read_record(folder)
+        if record.status == "ok":
             config = accounting.on_gpu(**{k: v for k, v in record.config.items() if k not in ("study", "device")})
             off[record.run_id] = accounting.peak(config).allocated / MIB / record.results["peak_allocated_mib"] - 1
     assert len(off) >= 60
