@@ -1,17 +1,18 @@
-"""What busy neighbours change: a figure from the ratios of ``stepscope.answers.neighbours``."""
+"""What busy neighbours change, drawn."""
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stepscope.studies.neighbours.answers import GROUPS, SAME, ratios
 from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.studies.neighbours.facts import SAME, ratios
+from stepscope.studies.neighbours.printed import GROUPS
 
 
 def agree(timings: pd.DataFrame, where: str) -> Figure | None:
     """A point a phase: its ratio to the first condition over its time, a panel for each other condition."""
-    if timings.empty or timings["condition"].nunique() < 2:
-        return None
     both = ratios(timings)
+    if both.empty:
+        return None
     use_style()
     conditions = list(both["condition"].unique())
     figure, axes = plt.subplots(1, len(conditions), figsize=(WIDTH_IN, 3.4), sharex=True, sharey=True, squeeze=False)

@@ -1,9 +1,10 @@
-"""Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more or fewer workers.
+"""Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more
+or fewer workers.
 
-Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and, in one, whether
-kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
-the median over their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
-interval has to be over runs.
+Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and,
+in one, whether kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions
+agree when the 95% intervals of the median over their runs overlap: runs of one condition differ from each
+other by more than the steps of one run do, so the interval has to be over runs.
 """
 import itertools
 import signal
@@ -24,14 +25,16 @@ from stepscope.step.summary import median_interval
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.step.timing import WHOLE
 from stepscope.runs.workers import local_cluster
+from stepscope.say.words import environment, tidy
+from stepscope.studies.neighbours.facts import ALONE, differing
+from stepscope.studies.neighbours.tables import KEPT
 
 # Of each device, a step that waits for the host and one that does not.
 CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 128, "mode": "forward"}, {"size": "small", "context_length": 512, "mode": "step"}],
                   "cpu": [{"size": "nano", "context_length": 32, "vocab_size": 1000, "mode": "forward"},
                           {"size": "tiny", "context_length": 128, "vocab_size": 1000, "mode": "step"}]}
 STEPS = {"warmup_steps": 10, "timed_steps": 40}
-ALONE = "1 busy"
-KEPT = "neighbours"  # in a runs folder
+WORDS = Path(__file__).parent / "words"
 
 
 class NeighboursError(StepscopeError, RuntimeError):
@@ -87,9 +90,10 @@ def _stop(number, frame):
 def compare_folders(folders: dict[str, Path], kept: Path) -> None:
     """Write what the same runs took in several folders: ``sweeps.csv`` and ``timings.csv``.
 
-    sweeps: a row a folder: condition (its name here), workers and wall_s (where one sweep made all that is in the folder), runs,
-    at_once (the most that went on at one time), ram_gib (of the machine, to tell hosts apart), mean_run_s, counted (operations of the profiles, by phase and kernel), different
-    (those of them whose number is not the first folder's). timings: :func:`phase_times`, with the condition.
+    sweeps: a row a folder: condition (its name here), workers and wall_s (where one sweep made all that is in
+    the folder), runs, at_once (the most that went on at one time), ram_gib (of the machine, to tell hosts
+    apart), mean_run_s, counted (operations of the profiles, by phase and kernel), different (those of them
+    whose number is not the first folder's). timings: :func:`phase_times`, with the condition.
 
     Args:
         folders: runs folders by what they are called; all else is compared with the first.
@@ -133,19 +137,13 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
 
 
 def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """A row for each phase of each profile: run_id, size, context_length, mode, phase; medians over the captured steps:
-    gpu_ms (from the phase's first operation to its last), operations_ms (the sum of its operations), busy_share of gpu_ms;
-    beside (how many runs went on beside its run)."""
+    """A row for each phase of each profile: run_id, size, context_length, mode, phase; medians over the
+    captured steps: gpu_ms (from the phase's first operation to its last), operations_ms (the sum of its
+    operations), busy_share of gpu_ms; beside (how many runs went on beside its run)."""
     clocks = load_table(store, records, "clocks")
     medians = clocks.groupby(["run_id", "mode", "phase"], sort=False)[["projected_ns", "operations_ns", "busy_share"]].median().reset_index()
     medians = medians.assign(gpu_ms=medians.pop("projected_ns") / 1e6, operations_ms=medians.pop("operations_ns") / 1e6)
     return runs_frame(records)[["run_id", "size", "context_length", "beside"]].merge(medians, on="run_id")
-
-
-def load(root: Path) -> dict[str, pd.DataFrame]:
-    """What a runs folder keeps of this: the two tables of :func:`compare_folders`, and ``experiment``; empty where none were made."""
-    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings", "experiment")}
-    return {name: pd.read_csv(file) if file.exists() else pd.DataFrame() for name, file in files.items()}
 
 
 def run_medians(store: Store) -> pd.DataFrame:
@@ -164,8 +162,8 @@ def compare(runs: pd.DataFrame) -> pd.DataFrame:
     Args:
         runs: :func:`run_medians` of every condition, with a column ``condition``.
 
-    Returns columns: size, context_length, mode, condition, runs, median_ms, ci_low_ms, ci_high_ms (over the runs), ratio
-    (to alone), agrees (whether the interval meets that of the runs alone).
+    Returns columns: size, context_length, mode, condition, runs, median_ms, ci_low_ms, ci_high_ms (over the
+    runs), ratio (to alone), agrees (whether the interval meets that of the runs alone).
     """
     rows = []
     for key, own in runs.groupby(["size", "context_length", "mode"], sort=False):
@@ -183,13 +181,9 @@ def compare(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """What the comparison says, in a sentence or two."""
-    differ = table[~table["agrees"]]
-    if differ.empty:
-        return "Every median agrees with that of the runs alone: their 95% intervals over runs overlap."
-    words = "; ".join(f"{row['size']} at context {row['context_length']}, {row['mode']}, {row['condition']}: {row['ratio'] - 1:+.1%}"
-                      for row in differ.to_dict("records"))
-    return f"Medians that do not agree with those of the runs alone: {words}. Run such measurements with --exclusive."
+    """What the comparison says, in a sentence or two, as the report has it."""
+    template = environment(WORDS).get_template("parts/verdict.md")
+    return tidy(template.render(differ=differing(table)))
 
 
 def show(table: pd.DataFrame, console: Console) -> None:
