@@ -1,6 +1,7 @@
 """A stand-in for CUDA's allocator: the recorder's calls answered from the storages that a CPU step makes."""
 import pickle
 import weakref
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,8 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.trace, self.live = [], {}
         self.counts = {"allocated": 0, "freed": 0}
-        self.bytes = {name: {"current": 0, "peak": 0} for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")}
+        self.bytes = {name: {"current": 0, "peak": 0}
+                      for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -42,14 +44,15 @@ class Storages(TorchDispatchMode):
             level["peak"] = max(level["peak"], level["current"])
 
     def stats(self):
-        return {"allocation": {"all": dict(self.counts)}} | {name: {"all": dict(level)} for name, level in self.bytes.items()}
+        return {"allocation": {"all": dict(self.counts)}} | {name: {"all": dict(level)} for name,
+                                                             level in self.bytes.items()}
 
     def reset_peak(self):
         for level in self.bytes.values():
             level["peak"] = level["current"]
 
     def dump(self, path):
-        with open(path, "wb") as file:
+        with Path(path).open("wb") as file:
             pickle.dump({"device_traces": [self.trace], "segments": []}, file)
 
 
@@ -58,7 +61,8 @@ def stand_in(monkeypatch) -> Storages:
     recording."""
     storages = Storages()
     for name, answer in {"init": lambda: None, "synchronize": lambda: None, "current_device": lambda: 0,
-                         "memory_stats_as_nested_dict": storages.stats, "reset_peak_memory_stats": storages.reset_peak}.items():
+                         "memory_stats_as_nested_dict": storages.stats,
+                         "reset_peak_memory_stats": storages.reset_peak}.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", storages.dump)

@@ -18,10 +18,14 @@ from stepscope.studies.memory import facts, saved, snapshot
 from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.tables import predicted
 
-SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
-          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
-          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10, "vocab_size": 400, "batch_size": 1},
-          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20, "batch_size": 2}]
+SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70,
+           "batch_size": 3},
+          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30,
+           "batch_size": 2},
+          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10,
+           "vocab_size": 400, "batch_size": 1},
+          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20,
+           "batch_size": 2}]
 
 
 def config_of(shape: dict, **fields):
@@ -32,9 +36,11 @@ def config_of(shape: dict, **fields):
 def test_a_block_saves_what_the_formula_says(shape):
     config = config_of(shape, mode="forward_backward")
     table, found = saved.block_saved(build_step(config))
-    assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config), "block_copies_bytes": 0,
+    assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config),
+                     "block_copies_bytes": 0,
                      "block_gradient_bytes": accounting.value(accounting.BLOCK_GRADIENTS, config)}
-    assert facts.largest_saved(table)["share"].is_monotonic_decreasing and len(facts.largest_saved(table)) == 5
+    five = facts.largest_saved(table)
+    assert five["share"].is_monotonic_decreasing and len(five) == 5
     assert facts.largest_saved(table, 100)["share"].sum() == pytest.approx(1)
 
 
@@ -45,7 +51,8 @@ def test_a_block_saves_what_the_formula_says_under_cudas_autocast(shape, monkeyp
     _, found = saved.block_saved(build_step(config))
     formulas = accounting.FORMULAS["bf16"]
     assert found["block_copies_bytes"] == accounting.value(formulas.copies, config)
-    assert found["block_saved_bytes"] == accounting.value(formulas.saved, config) + accounting.value(formulas.copies, config)
+    saved_bytes, copies = (accounting.value(formula, config) for formula in (formulas.saved, formulas.copies))
+    assert found["block_saved_bytes"] == saved_bytes + copies
 
 
 def recorded(config, monkeypatch):
@@ -66,7 +73,8 @@ def test_predicted_peak_and_categories_are_what_lives(shape, precision, mode, mo
     assert found["steady_peak_requested_mib"] * MIB == expected.bytes
     if mode != "forward":
         after_loss = predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
-        levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'").set_index("category")["bytes"]
+        levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'")
+        levels = levels.set_index("category")["bytes"]
         assert after_loss.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
 
 
@@ -102,12 +110,14 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     ends = levels[levels["moment"] == "end"].set_index(["step", "phase", "category"])["bytes"]
     weights = 4 * accounting.parameter_count(config)
     assert ends[1, "optimizer", "parameters"] == ends[0, "backward", "gradients"] == weights
-    assert ends[0, "backward", "optimizer state"] == 0 and ends[1, "forward", "optimizer state"] >= 2 * weights
+    assert ends[0, "backward", "optimizer state"] == 0
+    assert ends[1, "forward", "optimizer state"] >= 2 * weights
     steady = table[table["step"] == 1]
     scores = steady[(steady["region"] == "attention.softmax") & (steady["phase"] == "forward")]
     assert scores.groupby("layer").size().tolist() == [5, 5, 5]
     back = steady[(steady["phase"] == "backward") & (steady["region"] == "attention.softmax")]
-    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]  # backward meets the last layer first
+    # Backward meets the last layer first.
+    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]
     assert steady.loc[steady["phase"] == "backward", "category"].isin(["gradients", "temporaries"]).all()
 
 
@@ -147,8 +157,10 @@ def test_snapshot_that_would_run_code_is_refused(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]), pickle.dumps({"device_traces": 3}),
-                                     pickle.dumps({"segments": []}), pickle.dumps({"device_traces": []})[:-5]])
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]),
+                                     pickle.dumps({"device_traces": 3}),
+                                     pickle.dumps({"segments": []}),
+                                     pickle.dumps({"device_traces": []})[:-5]])
 def test_file_that_is_no_snapshot_is_named(tmp_path, content):
     file = tmp_path / "snapshot.pickle"
     file.write_bytes(content)
@@ -162,7 +174,8 @@ def test_places_are_the_projects():
               {"filename": "/somewhere/lib/stepscope/model.py", "line": 103, "name": "forward"}]
     history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
                                   {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
-                                  {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 1, "size": 8}]]}
+                                  {"action": "segment_free", "addr": 1, "size": 9},
+                                  {"action": "free_requested", "addr": 1, "size": 8}]]}
     table = snapshot.allocations(history)
     assert table["line"].tolist() == ["stepscope/model.py:103", "torch/nn/modules/linear.py:1"]
     assert table["freed_at"].tolist() == [2, pd.NA] and table["allocated_at"].tolist() == [0, 1]
@@ -174,8 +187,9 @@ def test_h200_peaks_are_predicted():
     for folder in (Path(__file__).parents[1] / "runs/h200/benchmark").iterdir():
         record = read_record(folder)
         if record.status == "ok":
-            config = accounting.on_gpu(**{k: v for k, v in record.config.items() if k not in ("study", "device")})
-            off[record.run_id] = accounting.peak(config).allocated / MIB / record.results["peak_allocated_mib"] - 1
+            fields = {k: v for k, v in record.config.items() if k not in ("study", "device")}
+            peak_mib = accounting.peak(accounting.on_gpu(**fields)).allocated / MIB
+            off[record.run_id] = peak_mib / record.results["peak_allocated_mib"] - 1
     assert len(off) >= 60
     assert max(abs(e) for run, e in off.items() if run.startswith("2.7B")) < 0.01
     assert sum(abs(e) < 0.01 for e in off.values()) >= len(off) - 3 and max(map(abs, off.values())) < 0.025

@@ -19,7 +19,8 @@ from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.chapter import CHAPTER
 from stepscope.studies.memory.tables import RECORDED, predicted
 
-SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40, "batch_size": 3}
+SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40,
+         "batch_size": 3}
 TABLES = ("runs", "predicted", *RECORDED)
 
 
@@ -30,18 +31,21 @@ def tables() -> dict[str, pd.DataFrame]:
     parts: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for context, mode, precision in ((4, m, p) for m in ("forward", "step") for p in ("fp32", "bf16")):
         for length in (context, 4 * context):
-            config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision, **SHAPE)
+            config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision,
+                               **SHAPE)
             with pytest.MonkeyPatch.context() as patch, stand_in(patch):
                 if precision == "bf16":
                     patch.setattr(Step, "autocast", lambda step: CudaAutocast())
                 _, recorded, results = memory.record(config)
             _keep(parts, config, recorded | {"predicted": predicted(config)}, results, "ok")
     _keep(parts, configure("memory", device="cpu", context_length=512, mode="step", **SHAPE), {}, {}, "oom")
-    config = configure("memory", device="cpu", context_length=32, mode="forward_backward", checkpoints=[1, 2, 0], **SHAPE)
+    config = configure("memory", device="cpu", context_length=32, mode="forward_backward",
+                       checkpoints=[1, 2, 0], **SHAPE)
     samples, settings = memory.measure_checkpoints(config)
     settings["peak_allocated_bytes"] = settings["predicted_bytes"] + 1000
     _keep(parts, config, {"samples": samples, "checkpoints": settings}, {}, "ok")
-    tables = {name: pd.concat(frames, ignore_index=True) if frames else pd.DataFrame() for name, frames in parts.items()}
+    tables = {name: pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+              for name, frames in parts.items()}
     tables["runs"]["size"] = pd.Categorical(["custom"] * len(tables["runs"]), ["custom"], ordered=True)
     return tables
 
@@ -50,12 +54,15 @@ def _keep(parts, config, tables, results, status):
     at = {"run_id": config.run_id, "study": "memory", "device": "cuda"}
     own = config.model_copy(update={"device": "cpu"})
     parts["runs"].append(pd.DataFrame([config.model_dump() | at | results | {
-        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0, "parameters_bytes": 1000,
+        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
+        "parameters_bytes": 1000,
         "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000,
         "block_copies_bytes": 0, "block_gradient_bytes": 1000}]))
     for name, recorded in RECORDED.items():
         if recorded in tables:
-            shape = {"size": config.size, "context_length": config.context_length} if name == "checkpoints" else {}
+            shape = {}
+            if name == "checkpoints":
+                shape = {"size": config.size, "context_length": config.context_length}
             parts[name].append(tables[recorded].assign(**at, **shape))
     if "predicted" in tables:
         parts["predicted"].append(tables["predicted"].assign(**at))
@@ -69,7 +76,8 @@ def of(tables, key, **columns):
 
 
 def named(tables, **columns):
-    return {f"memory.{name}": table for name, table in (tables | {"runs": tables["runs"].assign(**columns)}).items()}
+    replaced = tables | {"runs": tables["runs"].assign(**columns)}
+    return {f"memory.{name}": table for name, table in replaced.items()}
 
 
 def said(tables, key, **columns):
@@ -89,17 +97,21 @@ def test_the_timeline_is_of_the_largest_usual_context_and_its_first_step_lacks_t
 def test_phases_of_equal_height_are_not_told_apart_and_the_words_follow(tables):
     level = tables | {"levels": tables["levels"].assign(bytes=1000)}
     assert not of(level, "memory-timeline")["told_apart"]
-    steps = tables["levels"].assign(bytes=tables["levels"]["phase"].map({"loss": 1, "forward": 1, "backward": 2, "optimizer": 3}))
+    heights = tables["levels"]["phase"].map({"loss": 1, "forward": 1, "backward": 2, "optimizer": 3})
+    steps = tables["levels"].assign(bytes=heights)
     assert of(tables | {"levels": steps}, "memory-timeline")["told_apart"]
     assert said(level, "memory-timeline").text != said(tables | {"levels": steps}, "memory-timeline").text
 
 
 def test_the_place_of_a_peak():
     row = pd.Series({"phase": "backward", "layer": 3, "region": "ffn", "line": ""})
-    assert facts.place(row) == {"phase": "backward", "in_optimizer": False, "layer": 3, "region": "ffn", "line": None}
+    assert facts.place(row) == {"phase": "backward", "in_optimizer": False, "layer": 3, "region": "ffn",
+                                "line": None}
     nowhere = pd.Series({"phase": "optimizer", "layer": pd.NA, "region": float("nan"), "line": "a.py:1"})
-    assert facts.place(nowhere) == {"phase": "optimizer", "in_optimizer": True, "layer": None, "region": None, "line": "a.py:1"}
-    assert all(part in printed.where(row) for part in ("backward", "3", "ffn")) and "a.py:1" in printed.where(nowhere)
+    assert facts.place(nowhere) == {"phase": "optimizer", "in_optimizer": True, "layer": None, "region": None,
+                                    "line": "a.py:1"}
+    assert all(part in printed.where(row) for part in ("backward", "3", "ffn"))
+    assert "a.py:1" in printed.where(nowhere)
 
 
 @pytest.mark.parametrize("factor, raises, lowers", [(10, True, False), (0.1, False, True)])
@@ -115,14 +127,15 @@ def test_autocast_raises_or_lowers(tables, factor, raises, lowers):
 
 def test_autocast_either_way(tables):
     runs = tables["runs"]
-    up = (runs["precision"] == "bf16") & (runs["context_length"] == 4)
-    assert all(change["either_way"] for change in of(
-        tables, "memory-peaks", steady_peak_allocated_mib=1.0 + up - 0.5 * ((runs["precision"] == "bf16") & ~up))["autocast"])
+    bf16, short = runs["precision"] == "bf16", runs["context_length"] == 4
+    found = of(tables, "memory-peaks", steady_peak_allocated_mib=1.0 + (bf16 & short) - 0.5 * (bf16 & ~short))
+    assert found["autocast"] and all(change["either_way"] for change in found["autocast"])
 
 
 def test_what_does_not_fit_is_as_predicted_only_where_that_was_predicted(tables):
     found, roomy = of(tables, "memory-peaks"), of(tables, "memory-peaks", gpu_memory_mib=1e6)
-    assert [run["context"] for run in found["out_of_memory"]] == [512] and found["as_predicted"] and not roomy["as_predicted"]
+    assert [run["context"] for run in found["out_of_memory"]] == [512]
+    assert found["as_predicted"] and not roomy["as_predicted"]
     assert said(tables, "memory-peaks").text != said(tables, "memory-peaks", gpu_memory_mib=1e6).text
 
 
@@ -135,7 +148,8 @@ def test_the_full_steps_peak_over_contexts(tables):
     assert (flat["flat_up_to"], flat["in_optimizer"], flat["backward_from"]) == (16, [4], 16)
     rising = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 * context), phase_of)
     assert rising["flat_up_to"] is None and rising["falls"] is None
-    falling = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 - context, steady_peak_requested_mib=1.0 * context), phase_of)
+    falling = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 - context,
+                                         steady_peak_requested_mib=1.0 * context), phase_of)
     assert falling["falls"] == {"from": 4, "to": 16, "by_mib": 12, "asked_more_mib": 12}
     assert facts.full_step(own.iloc[:1], phase_of) is None
 
@@ -143,9 +157,11 @@ def test_the_full_steps_peak_over_contexts(tables):
 def test_two_runs_of_one_context_are_one_cell(tables):
     """Runs may differ in what the table has no place for, such as the optimizer."""
     runs = tables["runs"]
-    twice = tables | {"runs": pd.concat([runs.assign(run_id=runs["run_id"] + "-fused", optimizer="fused"), runs], ignore_index=True)}
+    fused = runs.assign(run_id=runs["run_id"] + "-fused", optimizer="fused")
+    twice = tables | {"runs": pd.concat([fused, runs], ignore_index=True)}
     assert facts.matrix(twice["runs"])["optimizer"].unique().tolist() == ["foreach"]
-    assert printed.by_context(of(twice, "memory-peaks")).equals(printed.by_context(of(tables, "memory-peaks")))
+    once, both = (printed.by_context(of(these, "memory-peaks")) for these in (tables, twice))
+    assert both.equals(once)
 
 
 def test_the_accounting_says_how_far_off_it_is(tables):
@@ -170,8 +186,10 @@ def test_categories_are_predicted(tables):
 
 
 def test_more_memory_fits_more(tables):
-    small, large = (of(tables, "memory-accounting", gpu_memory_mib=mib)["fits"]["table"] for mib in (100.0, 1000.0))
-    assert (small["largest_batch"] < large["largest_batch"]).all() and (small["largest_context"] < large["largest_context"]).all()
+    small, large = (of(tables, "memory-accounting", gpu_memory_mib=mib)["fits"]["table"]
+                    for mib in (100.0, 1000.0))
+    assert (small["largest_batch"] < large["largest_batch"]).all()
+    assert (small["largest_context"] < large["largest_context"]).all()
 
 
 def test_largest_allocations_and_residual(tables):
@@ -184,7 +202,8 @@ def test_largest_allocations_and_residual(tables):
 
 def test_a_block_against_its_gradients(tables):
     run = facts.reference(tables["runs"])
-    saved = pd.DataFrame({"run_id": run["run_id"], "line": ["a.py:1", "a.py:2", "a.py:1"], "source": "x", "region": "ffn",
+    saved = pd.DataFrame({"run_id": run["run_id"], "line": ["a.py:1", "a.py:2", "a.py:1"], "source": "x",
+                          "region": "ffn",
                           "tensor": "activation", "bytes": [1000, 3000, 1000]})
     more = of(tables | {"saved": saved}, "memory-block")
     assert more["saves_more"] and more["ratio"] == 5 and more["tensors"] == 3
@@ -205,7 +224,8 @@ def test_checkpointing_compares_the_optimum(tables):
     assert found["measured"]["every_block"] and [one["blocks"] for one in found["measured"]["beside"]] == [2]
     assert found["table"]["blocks"].tolist() == [1, 2, 0] and found["table"]["time_ms"].notna().all()
     turned = of(settings(tables, peak_allocated_bytes=[3e6, 1e6, 2e6]), "memory-checkpointing")["measured"]
-    assert turned["blocks"] == 2 and not turned["as_predicted"] and turned["against_none"]["saved_share"] == 0.5
+    assert turned["blocks"] == 2 and not turned["as_predicted"]
+    assert turned["against_none"]["saved_share"] == 0.5
     told = {said(settings(tables, peak_allocated_bytes=peaks), "memory-checkpointing").text
             for peaks in ([3e6, 1e6, 2e6], [1e6, 3e6, 2e6], float("nan"))}
     assert len(told) == 3
@@ -241,7 +261,8 @@ def test_what_running_again_spares():
 
 def test_fragmentation_pairs_runs(tables):
     runs = tables["runs"]
-    assert not of(tables, "memory-fragmentation")["changes"] and of(tables, "memory-fragmentation")["pairs"] is None
+    found = of(tables, "memory-fragmentation")
+    assert not found["changes"] and found["pairs"] is None
     own = runs[runs["measured"] == "history"].iloc[[0]]
     reserved = max(own["first_peak_reserved_mib"].iloc[0], own["steady_peak_reserved_mib"].iloc[0], 1.0)
     told = set()
@@ -249,7 +270,8 @@ def test_fragmentation_pairs_runs(tables):
         plain = runs.assign(first_peak_reserved_mib=reserved, steady_peak_reserved_mib=reserved)
         pair = own.assign(expandable_segments=True, run_id="other", first_peak_reserved_mib=0.0,
                           steady_peak_reserved_mib=factor * reserved)
-        both = tables | {"runs": pd.concat([plain, pair], ignore_index=True).astype({"size": runs["size"].dtype})}
+        joined = pd.concat([plain, pair], ignore_index=True).astype({"size": runs["size"].dtype})
+        both = tables | {"runs": joined}
         found = of(both, "memory-fragmentation")
         assert [(change["as_much"], change["less"]) for change in found["changes"]] == [(as_much, less)]
         assert "memory/other" in found["runs"] and len(found["pairs"]) == 1
@@ -291,7 +313,8 @@ def test_figures(tables):
     assert figures.peaks(tables["runs"].assign(device="cpu"), "here") is None
     for mode in ("forward", "step"):
         assert figures.reference_timeline(tables["runs"], tables["allocations"], mode, "here") is not None
-    assert figures.reference_timeline(tables["runs"].assign(device="cpu"), tables["allocations"], "step", "here") is None
+    assert figures.reference_timeline(tables["runs"].assign(device="cpu"), tables["allocations"], "step",
+                                      "here") is None
 
 
 def test_what_the_figure_stacks_is_what_lives(tables):
@@ -326,15 +349,18 @@ def test_timeline_of_a_recorded_step(small):
     assert labels[marked - 1].strip() == "optimizer"  # the steady step's label comes after its phases'
 
 
-HOSTILE = ["</script><script>document.title = 'taken'</script>", "<!--<script>", "</title><img src=x onerror=alert(1)>",
-           "\u2028'); document.title = 'taken'; //", "</SCRIPT ><form action=//x.test>", "${document.title}", "\\u003c", "]]>"]
+HOSTILE = ["</script><script>document.title = 'taken'</script>", "<!--<script>",
+           "</title><img src=x onerror=alert(1)>",
+           "\u2028'); document.title = 'taken'; //", "</SCRIPT ><form action=//x.test>", "${document.title}",
+           "\\u003c", "]]>"]
 
 
 def test_what_records_name_stays_text_in_the_interactive_timeline(small):
     for text in HOSTILE:
         evil = small.head(600).assign(line=text, region=text, function=text)
         page = timeline_page.timeline_page(text, {text: evil})
-        assert len(re.findall(r"</script", page, re.IGNORECASE)) == len(re.findall(r"<script", page, re.IGNORECASE)) == 1
+        assert len(re.findall(r"</script", page, re.IGNORECASE)) == 1
+        assert len(re.findall(r"<script", page, re.IGNORECASE)) == 1
         assert not re.search(r"<(img|form|!--)|\u2028'", page[page.index("<script>"):], re.IGNORECASE)
         data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
         assert data["runs"][0]["title"] == text and all(text in place for place in data["places"])
@@ -349,9 +375,11 @@ def test_interactive_timeline_is_whole_and_loads_nothing(small):
     data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
     run = data["runs"][0]
     assert [r["title"] for r in data["runs"]] == ["one", "two"]
-    assert sum(run["size"]) == small["size"].sum() and pd.Series(run["at"]).cumsum().tolist() == small["allocated_at"].tolist()
+    assert sum(run["size"]) == small["size"].sum()
+    assert pd.Series(run["at"]).cumsum().tolist() == small["allocated_at"].tolist()
     at = small.index[(small["region"] == "attention.softmax") & (small["layer"] == 3)][0]
-    assert data["places"][run["place"][at]].startswith("forward, layer 3, attention.softmax, stepscope/model.py:")
+    place = data["places"][run["place"][at]]
+    assert place.startswith("forward, layer 3, attention.softmax, stepscope/model.py:")
 
 
 def test_interactive_timeline_runs_in_a_browser_and_no_other_script_does(small, tmp_path):
@@ -366,7 +394,8 @@ def test_interactive_timeline_runs_in_a_browser_and_no_other_script_does(small, 
     page = page.replace(script, point).replace(timeline_page._sha256(script), timeline_page._sha256(point))
     file = tmp_path / "timeline.html"
     file.write_text(page.replace("</body>", "<script>document.title = 'taken'</script></body>"))
-    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()],
+    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                            file.as_uri()],
                            capture_output=True, text=True, timeout=60, check=True).stdout
     assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter
 
@@ -375,4 +404,5 @@ def test_the_page_is_of_the_runs_that_sentences_speak_of(tables):
     page = timeline_page.reference_page(tables["runs"], tables["allocations"], "here")
     data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
     assert len(data["runs"]) == len(timeline_page.SHOWN)
-    assert timeline_page.reference_page(tables["runs"].assign(device="cpu"), tables["allocations"], "here") is None
+    assert timeline_page.reference_page(tables["runs"].assign(device="cpu"), tables["allocations"],
+                                        "here") is None

@@ -18,10 +18,11 @@ def sooner(sweeps: pd.DataFrame) -> dict | None:
     if timed.empty:
         return None
     first = timed.iloc[0]
-    timed = timed.assign(times=first["wall_s"] / timed["wall_s"], workers=timed["workers"].fillna(0).astype(int))
-    more = timed[timed["workers"] > timed["workers"].iloc[0]][["workers", "wall_s", "times"]].to_dict("records")
+    times, workers = first["wall_s"] / timed["wall_s"], timed["workers"].fillna(0).astype(int)
+    table = pd.DataFrame({"workers": workers, "wall_s": timed["wall_s"], "times": times})
+    more = table[workers > workers.iloc[0]].to_dict("records")
     different = int(sweeps["different"].sum())
-    return {"first": {"runs": int(first["runs"]), "wall_s": first["wall_s"], "workers": int(timed["workers"].iloc[0]),
+    return {"first": {"runs": int(first["runs"]), "wall_s": first["wall_s"], "workers": int(workers.iloc[0]),
                       "counted": first["counted"]},
             "more": more, "best": max(more, key=lambda sweep: sweep["times"], default=None),
             "different": different, "same": not different, "others": len(sweeps) - 1, "hosts": hosts(sweeps),
@@ -60,7 +61,8 @@ def summary(both: pd.DataFrame) -> pd.DataFrame:
         low, high = median_interval(own["ratio"].to_numpy())
         unchanged = max(abs(low - 1), abs(high - 1)) <= SAME
         rows.append({"busy": busy, "condition": condition, "phases": len(own), "ratio": own["ratio"].median(),
-                     "low": low, "high": high, "p5": own["ratio"].quantile(0.05), "p95": own["ratio"].quantile(0.95),
+                     "low": low, "high": high,
+                     "p5": own["ratio"].quantile(0.05), "p95": own["ratio"].quantile(0.95),
                      "operations_ratio": own["operations_ratio"].median(), "beside": own["beside"].mean(),
                      "unchanged": unchanged, "untold": not unchanged and low <= 1 <= high})
     table = pd.DataFrame(rows).sort_values("busy", ascending=False, kind="stable", ignore_index=True)
@@ -85,16 +87,22 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
     far = both[both["busy"] & ((both["ratio"] - 1).abs() > FAR)]
     host = sweeps.set_index("condition")["ram_gib"].fillna(0)
     elsewhere = [condition for condition in rows["condition"].unique() if host[condition] != host[first]]
-    pairs = [{"condition": condition, "other": other,
-              "rows": summary(ratios(timings[timings["condition"].isin([condition, other])], other)).to_dict("records")}
+    pairs = [{"condition": condition, "other": other, "rows": pair_rows(timings, condition, other)}
              for condition, other in zip(elsewhere[1:], elsewhere) if host[condition] == host[other]]
     alone = rows[~rows["busy"] & (rows["beside"] == 0)]
     changed = ~rows["unchanged"] & ~rows["untold"]
-    return {"first": first, "same_share": SAME, "far_share": FAR, "groups": [group(own) for _, own in rows.groupby("busy", sort=False)],
+    return {"first": first, "same_share": SAME, "far_share": FAR,
+            "groups": [group(own) for _, own in rows.groupby("busy", sort=False)],
             "far": far.to_dict("records"), "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
             "waiting_alone": None if alone.empty else {"p5": alone["p5"].min(), "p95": alone["p95"].max()},
             "slower": rows[changed & (rows["ratio"] > 1) & (rows["beside"] > 0)].to_dict("records"),
             "busiest": busiest(rows[rows["busy"] & (rows["beside"] > 0)]), "table": rows, "runs": []}
+
+
+def pair_rows(timings: pd.DataFrame, condition: str, other: str) -> list[dict]:
+    """:func:`summary`'s rows of one condition against another."""
+    both = timings[timings["condition"].isin([condition, other])]
+    return summary(ratios(both, other)).to_dict("records")
 
 
 def group(rows: pd.DataFrame) -> dict:
@@ -112,7 +120,8 @@ def busiest(rows: pd.DataFrame) -> dict | None:
 def repeated(experiment: pd.DataFrame) -> dict | None:
     """Medians of the same run made again and again: those that ``differ`` from the runs' alone, and the least
     and the greatest ratio to them."""
-    fewest, ratios_to_alone = int(experiment["runs"].min()), experiment.loc[experiment["condition"] != ALONE, "ratio"]
+    fewest = int(experiment["runs"].min())
+    ratios_to_alone = experiment.loc[experiment["condition"] != ALONE, "ratio"]
     return {"all_runs": int(experiment["runs"].sum()), "differ": differing(experiment),
             "ratio_low": ratios_to_alone.min(), "ratio_high": ratios_to_alone.max(),
             "fewest": fewest, "few": fewest < ENOUGH, "table": experiment, "runs": []}

@@ -15,7 +15,8 @@ def agree(timings: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     conditions = list(both["condition"].unique())
-    figure, axes = plt.subplots(1, len(conditions), figsize=(WIDTH_IN, 3.4), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(conditions), figsize=(WIDTH_IN, 3.4), sharex=True, sharey=True,
+                                squeeze=False)
     for axis, condition in zip(axes[0], conditions):
         axis.axhspan(1 - SAME, 1 + SAME, color="0.85", linewidth=0, label=f"within {SAME:.0%}")
         for (busy, words), (color, marker) in zip(GROUPS.items(), (("#0072B2", "o"), ("#D55E00", "^"))):
@@ -26,5 +27,6 @@ def agree(timings: pd.DataFrame, where: str) -> Figure | None:
         axis.set_xlabel("time with one (ms)")
     axes[0, 0].set_ylabel("times as long")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(f"A phase's time against “{timings['condition'].iloc[0]}” ({where})", x=0.01, ha="left", fontweight="bold")
+    first = timings["condition"].iloc[0]
+    figure.suptitle(f"A phase's time against “{first}” ({where})", x=0.01, ha="left", fontweight="bold")
     return figure

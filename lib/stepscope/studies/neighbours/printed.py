@@ -10,14 +10,17 @@ def sweeps(facts: dict) -> pd.DataFrame:
     """A row a sweep."""
     rows = facts["table"]
     return pd.DataFrame({"sweep": rows["condition"], "at once": rows["at_once"].astype(str),
-                         "wall time (s)": rows["wall_s"].map(number), "times as fast": rows["times"].map(number),
+                         "wall time (s)": rows["wall_s"].map(number),
+                         "times as fast": rows["times"].map(number),
                          "mean run (s)": rows["mean_run_s"].map(number),
                          "operations that differ": rows["different"].astype(str)})
 
 
 def change(row: pd.Series) -> str:
     """How one group of phases changed."""
-    return "none" if row["unchanged"] else "not told apart" if row["untold"] else signed_percent(row["change_share"])
+    if row["unchanged"]:
+        return "none"
+    return "not told apart" if row["untold"] else signed_percent(row["change_share"])
 
 
 def phases(facts: dict) -> pd.DataFrame:

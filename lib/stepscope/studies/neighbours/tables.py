@@ -12,9 +12,11 @@ COLUMNS = {  # of each file, with what they hold
     "sweeps": {"condition": TEXT, "workers": MAYBE, "wall_s": MAYBE, "runs": NUMBER, "at_once": NUMBER,
                "ram_gib": MAYBE, "mean_run_s": NUMBER, "counted": NUMBER, "different": NUMBER},
     "timings": {"run_id": TEXT, "size": TEXT, "context_length": NUMBER, "beside": NUMBER, "mode": TEXT,
-                "phase": TEXT, "busy_share": MAYBE, "gpu_ms": MAYBE, "operations_ms": MAYBE, "condition": TEXT},
+                "phase": TEXT, "busy_share": MAYBE, "gpu_ms": MAYBE, "operations_ms": MAYBE,
+                "condition": TEXT},
     "experiment": {"size": TEXT, "context_length": NUMBER, "mode": TEXT, "condition": TEXT, "runs": NUMBER,
-                   "median_ms": MAYBE, "ci_low_ms": MAYBE, "ci_high_ms": MAYBE, "ratio": MAYBE, "agrees": TRUTH},
+                   "median_ms": MAYBE, "ci_low_ms": MAYBE, "ci_high_ms": MAYBE, "ratio": MAYBE,
+                   "agrees": TRUTH},
 }
 
 
@@ -29,8 +31,8 @@ def load(root: Path) -> dict[str, pd.DataFrame]:
     if len(tables["sweeps"]) and len(tables["timings"]):
         known, timed = tables["sweeps"]["condition"], tables["timings"]["condition"].unique()
         if known.duplicated().any() or not set(timed) <= set(known):
-            raise RecordError(f"{root / KEPT / 'sweeps.csv'}: expected one row for each condition of timings.csv"
-                              f" ({', '.join(timed)}), and it has {', '.join(known)}")
+            raise RecordError(f"{root / KEPT / 'sweeps.csv'}: expected one row for each condition of"
+                              f" timings.csv ({', '.join(timed)}), and it has {', '.join(known)}")
     return tables
 
 
