@@ -190,6 +190,8 @@ def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sen
     assert [row["condition"] for row in found["differ"]] == ["2 busy"] and found["all_runs"] == 9
     assert found["differ"][0]["change_share"] == pytest.approx(1.21 / 1.01 - 1) == found["ratio_high"] - 1
     assert printed.experiment(found)["agrees"].tolist() == ["yes", "no", "yes"]
+    ahead = moved.assign(condition=moved["condition"] + ", no kernel ahead")
+    assert facts.repeated(ahead)["kernels_ahead"] and not found["kernels_ahead"]
     # The command prints what the report says.
     assert neighbours.verdict(moved) in said("workers-again", {"experiment": moved}).text
     assert "2 busy" in neighbours.verdict(moved) and neighbours.verdict(moved) != neighbours.verdict(same)

@@ -145,8 +145,8 @@ def fixed(value: float, decimals: int = 1) -> str:
     return f"{value:,.{decimals}f}" if math.isfinite(value) else "–"
 
 
-def signed_percent(share: float, decimals: int = 1) -> str:
-    """A change or an error, with its sign."""
+def signed_percent(share: float, decimals: int = 0) -> str:
+    """A share with its sign, also where that is +."""
     return f"{share:+.{decimals}%}"
 
 

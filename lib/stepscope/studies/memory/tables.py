@@ -26,7 +26,7 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
         predicted_mib=[peak(config).allocated / MIB for config in configs],
         parameters_bytes=[at_rest(config)["parameters"] for config in configs],
         measured=["checkpointing" if record.config.get("checkpoints") else "history" for record in records],
-        gpu_memory_mib=[record.machine.get("gpu_memory_mib") for record in records])
+        gpu_memory_mib=[record.machine.get("gpu_memory_mib", float("nan")) for record in records])
     tables = {name: load_table(store, records, recorded) for name, recorded in RECORDED.items()}
     # What a record says was predicted is what the formulas said then.
     tables["predicted"] = pd.concat([predicted(config).assign(run_id=record.run_id)

@@ -124,6 +124,8 @@ def repeated(experiment: pd.DataFrame) -> dict | None:
     ratios_to_alone = experiment.loc[experiment["condition"] != ALONE, "ratio"]
     return {"all_runs": int(experiment["runs"].sum()), "differ": differing(experiment),
             "ratio_low": ratios_to_alone.min(), "ratio_high": ratios_to_alone.max(),
+            # An experiment of before has a condition more: kernels were made ready ahead then.
+            "kernels_ahead": bool(experiment["condition"].str.contains("ahead").any()),
             "fewest": fewest, "few": fewest < ENOUGH, "table": experiment, "runs": []}
 
 

@@ -1,10 +1,10 @@
 """Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more
 or fewer workers.
 
-Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and,
-in one, whether kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions
-agree when the 95% intervals of the median over their runs overlap: runs of one condition differ from each
-other by more than the steps of one run do, so the interval has to be over runs.
+Every condition runs the same configurations on the same cluster; only how many workers are busy differs. A
+run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of the median over
+their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
+interval has to be over runs.
 """
 import itertools
 import signal
@@ -63,14 +63,11 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
         stack.callback(client.close)
         folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        busy = [count for count in (1, 2, 4, 8) if count <= len(places)]
-        conditions = {f"{ALONE}, no kernel ahead": (1, False), ALONE: (1, True)}
-        conditions |= {f"{count} busy": (count, True) for count in busy[1:]}
+        conditions = {f"{count} busy": count for count in (1, 2, 4, 8) if count <= len(places)}
         # Conditions take turns, so that what drifts meets all alike.
-        for turn, (name, (count, prestart)) in itertools.product(range(repeat), conditions.items()):
-            how = How(cluster=(client, places), limit=count, prestart=prestart)
-            end = run_sweep([_sweep(folder, name, turn, count)], Store(folder / _label(name)), how,
-                            Console(quiet=True))
+        for turn, (name, count) in itertools.product(range(repeat), conditions.items()):
+            end = run_sweep([_sweep(folder, name, turn, count)], Store(folder / _label(name)),
+                            How(cluster=(client, places), limit=count), Console(quiet=True))
             told = f"turn {turn + 1} of {repeat}"
             if end.stopped_by:
                 kept = f"the runs so far are in {runs}" if runs else "no runs are kept"
@@ -87,7 +84,7 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
 
 def _label(condition: str) -> str:
     """A condition as the name of a folder."""
-    return condition.replace(" ", "-").replace(",", "")
+    return condition.replace(" ", "-")
 
 
 def _sweep(folder: Path, condition: str, turn: int, count: int) -> Path:

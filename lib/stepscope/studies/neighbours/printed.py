@@ -20,7 +20,7 @@ def change(row: pd.Series) -> str:
     """How one group of phases changed."""
     if row["unchanged"]:
         return "none"
-    return "not told apart" if row["untold"] else signed_percent(row["change_share"])
+    return "not told apart" if row["untold"] else signed_percent(row["change_share"], 1)
 
 
 def phases(facts: dict) -> pd.DataFrame:

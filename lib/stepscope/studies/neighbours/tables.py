@@ -27,35 +27,35 @@ def load(root: Path) -> dict[str, pd.DataFrame]:
     Raises:
         RecordError: a file cannot be read, or holds something else than what is written to it.
     """
-    tables = {name: read(root / KEPT / f"{name}.csv", columns) for name, columns in COLUMNS.items()}
+    tables = {name: read(root, f"{KEPT}/{name}.csv", columns) for name, columns in COLUMNS.items()}
     if len(tables["sweeps"]) and len(tables["timings"]):
         known, timed = tables["sweeps"]["condition"], tables["timings"]["condition"].unique()
         if known.duplicated().any() or not set(timed) <= set(known):
-            raise RecordError(f"{root / KEPT / 'sweeps.csv'}: expected one row for each condition of"
-                              f" timings.csv ({', '.join(timed)}), and it has {', '.join(known)}")
+            raise RecordError(f"{KEPT}/sweeps.csv: expected one row for each condition of timings.csv"
+                              f" ({', '.join(timed)}), and it has {', '.join(known)}")
     return tables
 
 
-def read(file: Path, columns: dict[str, str]) -> pd.DataFrame:
-    """One of the files; empty where there is none.
+def read(root: Path, name: str, columns: dict[str, str]) -> pd.DataFrame:
+    """One of the files, by its path in the runs folder; empty where there is none.
 
     Raises:
         RecordError: it cannot be read, has no rows, lacks a column, or a column holds something else.
     """
-    if not file.exists():
+    if not (root / name).exists():
         return pd.DataFrame()
     try:
-        table = pd.read_csv(file, dtype={name: str for name, kind in columns.items() if kind == TEXT})
+        table = pd.read_csv(root / name)
     except (OSError, ValueError) as error:
-        raise RecordError(f"{file}: cannot be read as a table ({error})") from None
-    if lacking := [name for name in columns if name not in table]:
-        raise RecordError(f"{file}: lacks the columns {', '.join(lacking)}; expected {', '.join(columns)}")
+        raise RecordError(f"{name}: cannot be read as a table ({' '.join(str(error).split())})") from None
+    if lacking := [column for column in columns if column not in table]:
+        raise RecordError(f"{name}: lacks the columns {', '.join(lacking)}; expected {', '.join(columns)}")
     if table.empty:
-        raise RecordError(f"{file}: holds no rows, only a header")
-    for name, kind in columns.items():
-        if not holds(table[name], kind):
-            raise RecordError(f"{file}: column {name}: expected {kind} in every row")
-    return table
+        raise RecordError(f"{name}: holds no rows, only a header")
+    for column, kind in columns.items():
+        if not holds(table[column], kind):
+            raise RecordError(f"{name}: column {column}: expected {kind} in every row")
+    return table.astype({column: str for column, kind in columns.items() if kind == TEXT})
 
 
 def holds(column: pd.Series, kind: str) -> bool:
