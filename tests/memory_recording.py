@@ -1,6 +1,7 @@
 """A stand-in for CUDA's allocator: the recorder's calls answered from the storages that a CPU step makes."""
 import pickle
 import weakref
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -10,13 +11,15 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that operations make and drop, as an allocator's history and statistics; each taken in units of 512 bytes."""
+    """Every storage that operations make and drop, as an allocator's history and statistics; each taken in
+    units of 512 bytes."""
 
     def __init__(self):
         super().__init__()
         self.trace, self.live = [], {}
         self.counts = {"allocated": 0, "freed": 0}
-        self.bytes = {name: {"current": 0, "peak": 0} for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")}
+        self.bytes = {name: {"current": 0, "peak": 0}
+                      for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -41,22 +44,25 @@ class Storages(TorchDispatchMode):
             level["peak"] = max(level["peak"], level["current"])
 
     def stats(self):
-        return {"allocation": {"all": dict(self.counts)}} | {name: {"all": dict(level)} for name, level in self.bytes.items()}
+        return {"allocation": {"all": dict(self.counts)}} | {name: {"all": dict(level)} for name,
+                                                             level in self.bytes.items()}
 
     def reset_peak(self):
         for level in self.bytes.values():
             level["peak"] = level["current"]
 
     def dump(self, path):
-        with open(path, "wb") as file:
+        with Path(path).open("wb") as file:
             pickle.dump({"device_traces": [self.trace], "segments": []}, file)
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the recording."""
+    """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the
+    recording."""
     storages = Storages()
     for name, answer in {"init": lambda: None, "synchronize": lambda: None, "current_device": lambda: 0,
-                         "memory_stats_as_nested_dict": storages.stats, "reset_peak_memory_stats": storages.reset_peak}.items():
+                         "memory_stats_as_nested_dict": storages.stats,
+                         "reset_peak_memory_stats": storages.reset_peak}.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", storages.dump)
@@ -65,10 +71,11 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other rules.
+    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other
+    rules.
 
-    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse roots, sums and the
-    loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse
+    roots, sums and the loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
     def __init__(self):

@@ -1,4 +1,5 @@
-"""Memory: formulas against what storages live, snapshots that would run code, allocations that have to add up."""
+"""Memory: formulas against what storages live, snapshots that would run code, allocations that have to add
+up."""
 import pickle
 from pathlib import Path
 
@@ -9,16 +10,22 @@ import torch
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError
 from stepscope.config import configure
-from stepscope.runs.store import Store
+from stepscope.runs.record import read_record
+from stepscope.step import accounting
 from stepscope.step.accounting import MIB
-from stepscope.step.training_step import Step, accounting, build_step
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.memory import facts, saved, snapshot
 from stepscope.studies.memory import measure as memory
-from stepscope.studies.memory import saved, snapshot
+from stepscope.studies.memory.tables import predicted
 
-SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
-          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
-          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10, "vocab_size": 400, "batch_size": 1},
-          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20, "batch_size": 2}]
+SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70,
+           "batch_size": 3},
+          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30,
+           "batch_size": 2},
+          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10,
+           "vocab_size": 400, "batch_size": 1},
+          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20,
+           "batch_size": 2}]
 
 
 def config_of(shape: dict, **fields):
@@ -29,10 +36,12 @@ def config_of(shape: dict, **fields):
 def test_a_block_saves_what_the_formula_says(shape):
     config = config_of(shape, mode="forward_backward")
     table, found = saved.block_saved(build_step(config))
-    assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config), "block_copies_bytes": 0,
+    assert found == {"block_saved_bytes": accounting.value(accounting.FORMULAS["fp32"].saved, config),
+                     "block_copies_bytes": 0,
                      "block_gradient_bytes": accounting.value(accounting.BLOCK_GRADIENTS, config)}
-    assert saved.largest(table)["share"].is_monotonic_decreasing and len(saved.largest(table)) == 5
-    assert saved.largest(table, 100)["share"].sum() == pytest.approx(1)
+    five = facts.largest_saved(table)
+    assert five["share"].is_monotonic_decreasing and len(five) == 5
+    assert facts.largest_saved(table, 100)["share"].sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,7 +51,8 @@ def test_a_block_saves_what_the_formula_says_under_cudas_autocast(shape, monkeyp
     _, found = saved.block_saved(build_step(config))
     formulas = accounting.FORMULAS["bf16"]
     assert found["block_copies_bytes"] == accounting.value(formulas.copies, config)
-    assert found["block_saved_bytes"] == accounting.value(formulas.saved, config) + accounting.value(formulas.copies, config)
+    saved_bytes, copies = (accounting.value(formula, config) for formula in (formulas.saved, formulas.copies))
+    assert found["block_saved_bytes"] == saved_bytes + copies
 
 
 def recorded(config, monkeypatch):
@@ -62,9 +72,10 @@ def test_predicted_peak_and_categories_are_what_lives(shape, precision, mode, mo
     expected = accounting.peak(config)
     assert found["steady_peak_requested_mib"] * MIB == expected.bytes
     if mode != "forward":
-        predicted = memory.predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
-        levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'").set_index("category")["bytes"]
-        assert predicted.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
+        after_loss = predicted(config).query("moment == 'after loss'").set_index("category")["bytes"]
+        levels = tables["levels"].query("step == 1 and phase == 'loss' and moment == 'end'")
+        levels = levels.set_index("category")["bytes"]
+        assert after_loss.drop("allocator rounding").to_dict() == levels.drop("allocator rounding").to_dict()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -99,12 +110,14 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     ends = levels[levels["moment"] == "end"].set_index(["step", "phase", "category"])["bytes"]
     weights = 4 * accounting.parameter_count(config)
     assert ends[1, "optimizer", "parameters"] == ends[0, "backward", "gradients"] == weights
-    assert ends[0, "backward", "optimizer state"] == 0 and ends[1, "forward", "optimizer state"] >= 2 * weights
+    assert ends[0, "backward", "optimizer state"] == 0
+    assert ends[1, "forward", "optimizer state"] >= 2 * weights
     steady = table[table["step"] == 1]
     scores = steady[(steady["region"] == "attention.softmax") & (steady["phase"] == "forward")]
     assert scores.groupby("layer").size().tolist() == [5, 5, 5]
     back = steady[(steady["phase"] == "backward") & (steady["region"] == "attention.softmax")]
-    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]  # backward meets the last layer first
+    # Backward meets the last layer first.
+    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]
     assert steady.loc[steady["phase"] == "backward", "category"].isin(["gradients", "temporaries"]).all()
 
 
@@ -144,20 +157,15 @@ def test_snapshot_that_would_run_code_is_refused(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]), pickle.dumps({"device_traces": 3}),
-                                     pickle.dumps({"segments": []}), pickle.dumps({"device_traces": []})[:-5]])
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2]),
+                                     pickle.dumps({"device_traces": 3}),
+                                     pickle.dumps({"segments": []}),
+                                     pickle.dumps({"device_traces": []})[:-5]])
 def test_file_that_is_no_snapshot_is_named(tmp_path, content):
     file = tmp_path / "snapshot.pickle"
     file.write_bytes(content)
     with pytest.raises(snapshot.SnapshotError, match=r"snapshot\.pickle"):
         snapshot.load_snapshot(file)
-
-
-@pytest.mark.parametrize("entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}])
-def test_sizes_and_addresses_that_no_memory_has_are_refused(entry):
-    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": []} | entry]]}
-    with pytest.raises(snapshot.SnapshotError, match="is no address or size of 64 bits"):
-        snapshot.allocations(history)
 
 
 def test_places_are_the_projects():
@@ -166,7 +174,8 @@ def test_places_are_the_projects():
               {"filename": "/somewhere/lib/stepscope/model.py", "line": 103, "name": "forward"}]
     history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
                                   {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
-                                  {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 1, "size": 8}]]}
+                                  {"action": "segment_free", "addr": 1, "size": 9},
+                                  {"action": "free_requested", "addr": 1, "size": 8}]]}
     table = snapshot.allocations(history)
     assert table["line"].tolist() == ["stepscope/model.py:103", "torch/nn/modules/linear.py:1"]
     assert table["freed_at"].tolist() == [2, pd.NA] and table["allocated_at"].tolist() == [0, 1]
@@ -174,12 +183,13 @@ def test_places_are_the_projects():
 
 def test_h200_peaks_are_predicted():
     """Sixty fp32 peaks that were measured before the formulas were written."""
-    records, _ = Store(Path(__file__).parents[1] / "runs/h200").records()
     off = {}
-    for record in records:
-        if record.study == "benchmark" and record.status == "ok":
-            config = accounting.on_gpu(**{k: v for k, v in record.config.items() if k not in ("study", "device")})
-            off[record.run_id] = accounting.peak(config).allocated / MIB / record.results["peak_allocated_mib"] - 1
+    for folder in (Path(__file__).parents[1] / "runs/h200/benchmark").iterdir():
+        record = read_record(folder)
+        if record.status == "ok":
+            fields = {k: v for k, v in record.config.items() if k not in ("study", "device")}
+            peak_mib = accounting.peak(accounting.on_gpu(**fields)).allocated / MIB
+            off[record.run_id] = peak_mib / record.results["peak_allocated_mib"] - 1
     assert len(off) >= 60
     assert max(abs(e) for run, e in off.items() if run.startswith("2.7B")) < 0.01
     assert sum(abs(e) < 0.01 for e in off.values()) >= len(off) - 3 and max(map(abs, off.values())) < 0.025
@@ -194,3 +204,10 @@ def test_what_fits():
     assert accounting.largest_that_fits(config, "batch_size", 1_000) == 0
     with pytest.raises(accounting.AccountingError, match="sdpa"):
         accounting.peak(config.model_copy(update={"attention": "sdpa"}))
+
+
+@pytest.mark.parametrize("entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}])
+def test_sizes_and_addresses_that_no_memory_has_are_refused(entry):
+    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": []} | entry]]}
+    with pytest.raises(snapshot.SnapshotError, match="is no address or size of 64 bits"):
+        snapshot.allocations(history)

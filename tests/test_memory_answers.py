@@ -1,4 +1,5 @@
-"""What is said of memory: sentences follow from the tables, and say so where there are none."""
+"""What is said of memory: facts from tables as a GPU's recording makes them, and words that follow the
+facts."""
 import json
 import re
 import shutil
@@ -7,37 +8,44 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from memory_recording import CudaAutocast, stand_in
-from stepscope.studies.memory import measure as memory
-from stepscope.step.accounting import MIB, on_gpu, peak
-from stepscope.studies.memory import answers as answers
-from stepscope.studies.memory import options_answers as memory_options
-from stepscope.config import configure
-from stepscope.studies.memory import figures as figures
-from stepscope.step.training_step import Step
-from stepscope.studies.memory.timeline_page import timeline_page
 
-SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40, "batch_size": 3}
+from memory_recording import CudaAutocast, stand_in
+from stepscope.config import PHASE_NAMES, configure
+from stepscope.say.chapter import answer, given
+from stepscope.step.accounting import MIB, WORKSPACE, on_gpu, peak
+from stepscope.step.training_step import Step
+from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed, timeline_page
+from stepscope.studies.memory import measure as memory
+from stepscope.studies.memory.chapter import CHAPTER
+from stepscope.studies.memory.tables import RECORDED, predicted
+
+SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40,
+         "batch_size": 3}
+TABLES = ("runs", "predicted", *RECORDED)
 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, pd.DataFrame]:
-    """As if recorded on a GPU: two contexts, both modes and precisions; one run out of memory; one of checkpointing."""
-    parts = {name: [] for name in ("runs", "predicted", *memory.TABLES)}
+    """As if recorded on a GPU: two contexts, both modes and precisions; one run out of memory; one of
+    checkpointing."""
+    parts: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for context, mode, precision in ((4, m, p) for m in ("forward", "step") for p in ("fp32", "bf16")):
         for length in (context, 4 * context):
-            config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision, **SHAPE)
+            config = configure("memory", device="cpu", context_length=length, mode=mode, precision=precision,
+                               **SHAPE)
             with pytest.MonkeyPatch.context() as patch, stand_in(patch):
                 if precision == "bf16":
                     patch.setattr(Step, "autocast", lambda step: CudaAutocast())
                 _, recorded, results = memory.record(config)
-            _keep(parts, config, recorded | {"predicted": memory.predicted(config)}, results, "ok")
+            _keep(parts, config, recorded | {"predicted": predicted(config)}, results, "ok")
     _keep(parts, configure("memory", device="cpu", context_length=512, mode="step", **SHAPE), {}, {}, "oom")
-    config = configure("memory", device="cpu", context_length=32, mode="forward_backward", checkpoints=[1, 2, 0], **SHAPE)
+    config = configure("memory", device="cpu", context_length=32, mode="forward_backward",
+                       checkpoints=[1, 2, 0], **SHAPE)
     samples, settings = memory.measure_checkpoints(config)
     settings["peak_allocated_bytes"] = settings["predicted_bytes"] + 1000
     _keep(parts, config, {"samples": samples, "checkpoints": settings}, {}, "ok")
-    tables = {name: pd.concat(frames, ignore_index=True) if frames else pd.DataFrame() for name, frames in parts.items()}
+    tables = {name: pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+              for name, frames in parts.items()}
     tables["runs"]["size"] = pd.Categorical(["custom"] * len(tables["runs"]), ["custom"], ordered=True)
     return tables
 
@@ -46,93 +54,273 @@ def _keep(parts, config, tables, results, status):
     at = {"run_id": config.run_id, "study": "memory", "device": "cuda"}
     own = config.model_copy(update={"device": "cpu"})
     parts["runs"].append(pd.DataFrame([config.model_dump() | at | results | {
-        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0, "parameters_bytes": 1000,
-        "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000, "block_copies_bytes": 0,
-        "block_gradient_bytes": 1000}]))
-    for name, table in tables.items():
-        if name in parts:
-            parts[name].append(table.assign(**at, size=config.size, context_length=config.context_length)
-                               if name == "checkpoints" else table.assign(**at))
+        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
+        "parameters_bytes": 1000,
+        "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000,
+        "block_copies_bytes": 0, "block_gradient_bytes": 1000}]))
+    for name, recorded in RECORDED.items():
+        if recorded in tables:
+            shape = {}
+            if name == "checkpoints":
+                shape = {"size": config.size, "context_length": config.context_length}
+            parts[name].append(tables[recorded].assign(**at, **shape))
+    if "predicted" in tables:
+        parts["predicted"].append(tables["predicted"].assign(**at))
 
 
-def changed(tables, name, **columns):
-    return tables | {name: tables[name].assign(**columns)}
+def of(tables, key, **columns):
+    """The facts of one question, with some columns of ``runs`` replaced."""
+    question = next(question for question in CHAPTER.questions if question.key == key)
+    asked = given(named(tables, **columns), question)
+    return None if asked is None else question.facts(*asked)
 
 
-def test_timeline_says_when_and_how_the_first_step_differs(tables):
-    answer = answers.timeline(tables)
-    assert "Full step of custom at context 16, fp32" in answer.text and "AdamW's" in answer.text
-    assert answers.TIMELINE in answer.text and len(answer.runs) == 2
-    flat = tables["levels"].assign(bytes=1000)
-    assert "Not all of the phases' peaks" in answers.timeline(tables | {"levels": flat}).text
+def named(tables, **columns):
+    replaced = tables | {"runs": tables["runs"].assign(**columns)}
+    return {f"memory.{name}": table for name, table in replaced.items()}
 
 
-def test_peaks_name_the_cause(tables):
+def said(tables, key, **columns):
+    question = next(question for question in CHAPTER.questions if question.key == key)
+    return answer(CHAPTER, question, named(tables, **columns))
+
+
+def test_the_timeline_is_of_the_largest_usual_context_and_its_first_step_lacks_the_optimizers_state(tables):
+    found = of(tables, "memory-timeline")
+    assert (found["run"]["context"], found["run"]["precision"]) == (16, "fp32") and len(found["runs"]) == 2
+    assert found["phases"]["phase"].tolist() == list(PHASE_NAMES)
+    assert found["top_gib"] == pytest.approx(max(found["peaks_gib"].values()))
+    assert found["first_forward_lower_gib"] >= found["state_gib"] > 0  # rounding comes on top
+    assert 0 < found["forward"]["parameters_share"] < 1
+
+
+def test_phases_of_equal_height_are_not_told_apart_and_the_words_follow(tables):
+    level = tables | {"levels": tables["levels"].assign(bytes=1000)}
+    assert not of(level, "memory-timeline")["told_apart"]
+    heights = tables["levels"]["phase"].map({"loss": 1, "forward": 1, "backward": 2, "optimizer": 3})
+    steps = tables["levels"].assign(bytes=heights)
+    assert of(tables | {"levels": steps}, "memory-timeline")["told_apart"]
+    assert said(level, "memory-timeline").text != said(tables | {"levels": steps}, "memory-timeline").text
+
+
+def test_the_place_of_a_peak():
+    row = pd.Series({"phase": "backward", "layer": 3, "region": "ffn", "line": ""})
+    assert facts.place(row) == {"phase": "backward", "in_optimizer": False, "layer": 3, "region": "ffn",
+                                "line": None}
+    nowhere = pd.Series({"phase": "optimizer", "layer": pd.NA, "region": float("nan"), "line": "a.py:1"})
+    assert facts.place(nowhere) == {"phase": "optimizer", "in_optimizer": True, "layer": None, "region": None,
+                                    "line": "a.py:1"}
+    assert all(part in printed.where(row) for part in ("backward", "3", "ffn"))
+    assert "a.py:1" in printed.where(nowhere)
+
+
+@pytest.mark.parametrize("factor, raises, lowers", [(10, True, False), (0.1, False, True)])
+def test_autocast_raises_or_lowers(tables, factor, raises, lowers):
+    peaks, fp32 = tables["runs"]["steady_peak_allocated_mib"], tables["runs"]["precision"] == "fp32"
+    found = of(tables, "memory-peaks", steady_peak_allocated_mib=peaks.where(fp32, peaks * factor))
+    assert all((change["raises"], change["lowers"]) == (raises, lowers) for change in found["autocast"])
+    assert {change["forward_alone"] for change in found["autocast"]} == {True, False}
+    assert (found["kept_copies"] is not None) == raises
+    if raises:
+        assert found["kept_copies"]["copies_gib"] > 0 and found["kept_copies"]["forward_alone"]
+
+
+def test_autocast_either_way(tables):
     runs = tables["runs"]
-    peaks, fp32 = runs["steady_peak_allocated_mib"], runs["precision"] == "fp32"
-    raised, lowered = (runs.assign(steady_peak_allocated_mib=peaks.where(fp32, peaks * factor)) for factor in (10, 0.1))
-    answer = answers.peaks(tables | {"runs": raised})
-    assert "raises the peak of forward alone" in answer.text and answer.numbers["copies_mib"] > 0
-    assert "lowers the peak of forward alone" in answers.peaks(tables | {"runs": lowered}).text
-    assert "Out of memory, as predicted: full step at context 512" in answer.text
-    roomy = changed(tables, "runs", gpu_memory_mib=1e6)
-    assert "as predicted" not in answers.peaks(roomy).text
+    bf16, short = runs["precision"] == "bf16", runs["context_length"] == 4
+    found = of(tables, "memory-peaks", steady_peak_allocated_mib=1.0 + (bf16 & short) - 0.5 * (bf16 & ~short))
+    assert found["autocast"] and all(change["either_way"] for change in found["autocast"])
 
 
-def test_accounting_says_how_far_off_it_is(tables):
-    assert answers.accounting(tables).numbers["exact"] == 0  # there is no workspace on a CPU, and the formulas count two
-    asked = [peak(answers.config_of(run)).bytes / MIB for _, run in tables["runs"].iterrows()]
-    assert answers.accounting(changed(tables, "runs", steady_peak_requested_mib=asked)).numbers["exact"] == 8
-    wrong = tables["runs"].assign(predicted_mib=tables["runs"]["predicted_mib"] * 1.5)
-    other = answers.accounting(tables | {"runs": wrong})
-    assert "8 runs: 0 are within 1%" in other.text and other.numbers["worst"] > 0.3
+def test_what_does_not_fit_is_as_predicted_only_where_that_was_predicted(tables):
+    found, roomy = of(tables, "memory-peaks"), of(tables, "memory-peaks", gpu_memory_mib=1e6)
+    assert [run["context"] for run in found["out_of_memory"]] == [512]
+    assert found["as_predicted"] and not roomy["as_predicted"]
+    assert said(tables, "memory-peaks").text != said(tables, "memory-peaks", gpu_memory_mib=1e6).text
+
+
+def test_the_full_steps_peak_over_contexts(tables):
+    runs = tables["runs"]
+    context, step = runs["context_length"], (runs["mode"] == "step") & (runs["precision"] == "fp32")
+    own = runs[step & (runs["status"] == "ok")]
+    phase_of = pd.Series(["optimizer", "backward"], own.sort_values("context_length")["run_id"])
+    flat = facts.full_step(own.assign(steady_peak_allocated_mib=100.0), phase_of)
+    assert (flat["flat_up_to"], flat["in_optimizer"], flat["backward_from"]) == (16, [4], 16)
+    rising = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 * context), phase_of)
+    assert rising["flat_up_to"] is None and rising["falls"] is None
+    falling = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 - context,
+                                         steady_peak_requested_mib=1.0 * context), phase_of)
+    assert falling["falls"] == {"from": 4, "to": 16, "by_mib": 12, "asked_more_mib": 12}
+    assert facts.full_step(own.iloc[:1], phase_of) is None
+
+
+def test_two_runs_of_one_context_are_one_cell(tables):
+    """Runs may differ in what the table has no place for, such as the optimizer."""
+    runs = tables["runs"]
+    fused = runs.assign(run_id=runs["run_id"] + "-fused", optimizer="fused")
+    twice = tables | {"runs": pd.concat([fused, runs], ignore_index=True)}
+    assert facts.matrix(twice["runs"])["optimizer"].unique().tolist() == ["foreach"]
+    once, both = (printed.by_context(of(these, "memory-peaks")) for these in (tables, twice))
+    assert both.equals(once)
+
+
+def test_the_accounting_says_how_far_off_it_is(tables):
+    runs = tables["runs"]
+    found = of(tables, "memory-accounting")["checked"]
+    assert found["peaks"] == 8 and found["exact"] == 0  # no workspaces on a CPU, and the formulas count them
+    assert set((found["table"]["asked_off_bytes"] / WORKSPACE).round(3)) == {1, 2}
+    asked = [peak(facts.config_of(run)).bytes / MIB for _, run in runs.iterrows()]
+    assert of(tables, "memory-accounting", steady_peak_requested_mib=asked)["checked"]["exact"] == 8
+    wrong = of(tables, "memory-accounting", predicted_mib=1.5 * runs["steady_peak_allocated_mib"])["checked"]
+    assert wrong["within"] == 0 and wrong["furthest_share"] == pytest.approx(0.5)
+    right = of(tables, "memory-accounting", predicted_mib=runs["steady_peak_allocated_mib"])["checked"]
+    assert right["within"] == 8 and right["furthest_share"] == 0
+
+
+def test_categories_are_predicted(tables):
+    table = facts_accounting.by_category(tables["runs"], tables["levels"], tables["predicted"])["table"]
+    for precision in ("fp32", "bf16"):
+        told = table[precision].drop(["cuBLAS workspace", "allocator rounding"])
+        # On a CPU each parameter's number of steps counts as optimizer state, 4 bytes.
+        assert told["predicted"].tolist() == pytest.approx(told["measured"].tolist(), abs=200 / MIB)
+
+
+def test_more_memory_fits_more(tables):
+    small, large = (of(tables, "memory-accounting", gpu_memory_mib=mib)["fits"]["table"]
+                    for mib in (100.0, 1000.0))
+    assert (small["largest_batch"] < large["largest_batch"]).all()
+    assert (small["largest_context"] < large["largest_context"]).all()
 
 
 def test_largest_allocations_and_residual(tables):
-    assert answers.residual(tables).numbers["mib"] * MIB == 3 * 512 * 16 * 4
-    answer = answers.largest_of_forward(tables)
-    assert tables["allocations.parquet"]["layer"].max() == 2  # counted anew in each step
-    assert answer.numbers["mib"] * MIB == 4 * 3 * 16 * 64
+    assert of(tables, "memory-residual")["bytes"] == 3 * 512 * 16 * 4
+    found = of(tables, "memory-largest")
+    assert tables["allocations"]["layer"].max() == 2  # counted anew in each step
+    assert found["mib"] * MIB == 4 * 3 * 16 * 64 and found["times"] >= len(found["biggest"])
+    assert found["table"]["size"].is_monotonic_decreasing
+
+
+def test_a_block_against_its_gradients(tables):
+    run = facts.reference(tables["runs"])
+    saved = pd.DataFrame({"run_id": run["run_id"], "line": ["a.py:1", "a.py:2", "a.py:1"], "source": "x",
+                          "region": "ffn",
+                          "tensor": "activation", "bytes": [1000, 3000, 1000]})
+    more = of(tables | {"saved": saved}, "memory-block")
+    assert more["saves_more"] and more["ratio"] == 5 and more["tensors"] == 3
+    assert more["five"]["bytes"].tolist() == [3000, 2000] and more["five_share"] == 1
+    less = of(tables | {"saved": saved}, "memory-block", block_gradient_bytes=10_000)
+    assert not less["saves_more"]
+    assert said(tables | {"saved": saved}, "memory-block").text != said(
+        tables | {"saved": saved}, "memory-block", block_gradient_bytes=10_000).text
+
+
+def settings(tables, **columns):
+    return tables | {"checkpoints": tables["checkpoints"].assign(**columns)}
 
 
 def test_checkpointing_compares_the_optimum(tables):
-    answer = memory_options.checkpointing(tables)
-    assert answer.numbers["predicted_optimum"] == answer.numbers["measured_optimum"] == 1
-    assert "block: the predicted one" in answer.text
-    turned = tables["checkpoints"].assign(peak_allocated_bytes=[3e6, 1e6, 2e6])
-    assert "not the predicted one" in memory_options.checkpointing(tables | {"checkpoints": turned}).text
+    found = of(tables, "memory-checkpointing")
+    assert found["optimum"] == found["measured"]["blocks"] == 1 and found["measured"]["as_predicted"]
+    assert found["measured"]["every_block"] and [one["blocks"] for one in found["measured"]["beside"]] == [2]
+    assert found["table"]["blocks"].tolist() == [1, 2, 0] and found["table"]["time_ms"].notna().all()
+    turned = of(settings(tables, peak_allocated_bytes=[3e6, 1e6, 2e6]), "memory-checkpointing")["measured"]
+    assert turned["blocks"] == 2 and not turned["as_predicted"]
+    assert turned["against_none"]["saved_share"] == 0.5
+    told = {said(settings(tables, peak_allocated_bytes=peaks), "memory-checkpointing").text
+            for peaks in ([3e6, 1e6, 2e6], [1e6, 3e6, 2e6], float("nan"))}
+    assert len(told) == 3
+
+
+def test_settings_that_do_not_fit_are_told_and_not_compared(tables):
+    without = of(settings(tables, status=["ok", "ok", "oom"]), "memory-checkpointing")["measured"]
+    assert without["against_none"] is None and without["blocks"] == 1
+    none_fits = settings(tables, status="oom")
+    found = of(none_fits, "memory-checkpointing")
+    assert found["measured"] is None and found["stops_early"] is None and found["on_gpu"]
+    assert printed.curve(found)["measured peak, MiB"].nunique() == 1
+    assert said(none_fits, "memory-checkpointing").text and figures.checkpoints(
+        none_fits["checkpoints"], tables["runs"], pd.DataFrame(), "here") is not None
+
+
+def test_where_no_setting_fits_there_are_no_samples_and_that_is_a_result(monkeypatch, tmp_path):
+    def full(step):
+        raise memory.torch.OutOfMemoryError("full")
+    monkeypatch.setattr(memory, "measure", full)
+    samples, settings = memory.measure_checkpoints(configure(
+        "memory", device="cpu", context_length=8, mode="forward_backward", checkpoints=[1, 0], **SHAPE))
+    assert settings["status"].tolist() == ["oom", "oom"]
+    samples.to_csv(tmp_path / "samples.csv", index=False)
+    assert "phase" in pd.read_csv(tmp_path / "samples.csv") and not len(samples)
+
+
+def test_what_running_again_spares():
+    fitted = pd.DataFrame({"blocks": [1, 2, 4], "time_ms": [80.0, 90.0, 100.0]})
+    assert facts_options.stops_early(fitted)["each_ms"] == pytest.approx(20 / 3)  # 4 parts against 1
+    assert facts_options.stops_early(fitted.assign(time_ms=100.0)) is None
 
 
 def test_fragmentation_pairs_runs(tables):
     runs = tables["runs"]
-    pair = runs[runs["measured"] == "history"].iloc[[0]].assign(expandable_segments=True, run_id="other", first_peak_reserved_mib=0.001,
-                                                                steady_peak_reserved_mib=0.001)
-    both = tables | {"runs": pd.concat([runs, pair], ignore_index=True).astype({"size": runs["size"].dtype})}
-    assert " less (" in memory_options.fragmentation(both).text
-    assert "With expandable segments" not in memory_options.fragmentation(tables).text
+    found = of(tables, "memory-fragmentation")
+    assert not found["changes"] and found["pairs"] is None
+    own = runs[runs["measured"] == "history"].iloc[[0]]
+    reserved = max(own["first_peak_reserved_mib"].iloc[0], own["steady_peak_reserved_mib"].iloc[0], 1.0)
+    told = set()
+    for factor, as_much, less in ((0.5, False, True), (1.001, True, False), (2, False, False)):
+        plain = runs.assign(first_peak_reserved_mib=reserved, steady_peak_reserved_mib=reserved)
+        pair = own.assign(expandable_segments=True, run_id="other", first_peak_reserved_mib=0.0,
+                          steady_peak_reserved_mib=factor * reserved)
+        joined = pd.concat([plain, pair], ignore_index=True).astype({"size": runs["size"].dtype})
+        both = tables | {"runs": joined}
+        found = of(both, "memory-fragmentation")
+        assert [(change["as_much"], change["less"]) for change in found["changes"]] == [(as_much, less)]
+        assert "memory/other" in found["runs"] and len(found["pairs"]) == 1
+        told.add(said(both, "memory-fragmentation").text)
+    assert len(told) == 3
 
 
-@pytest.mark.parametrize("answer", [answers.timeline, answers.peaks, answers.accounting, answers.residual, answers.largest_of_forward,
-                                    answers.block, memory_options.checkpointing, memory_options.fragmentation])
-def test_question_without_data_says_so(answer):
-    empty = dict.fromkeys(("runs", "predicted", *memory.TABLES), pd.DataFrame())
-    assert "stepscope sweep memory" in answer(empty).text
+def test_runs_with_expandable_segments_only_have_none_to_compare_with(tables):
+    found = of(tables, "memory-fragmentation", expandable_segments=True)
+    assert found["most"] is None and found["least"] is None and found["runs"]
+    assert said(tables, "memory-fragmentation", expandable_segments=True).text
+
+
+@pytest.mark.parametrize("question", CHAPTER.questions, ids=lambda question: question.key)
+def test_a_question_without_records_is_not_answered(question):
+    told = answer(CHAPTER, question, {f"memory.{name}": pd.DataFrame() for name in TABLES})
+    assert "stepscope sweep memory" in told.text and not told.tables and not told.runs
+
+
+@pytest.mark.parametrize("key", ["memory-timeline", "memory-peaks", "memory-largest", "memory-fragmentation"])
+def test_records_of_a_cpu_have_no_history_and_that_is_why(tables, key):
+    told = said(tables, key, device="cpu")
+    assert "CUDA" in told.text and "stepscope sweep" not in told.text and not told.tables and not told.figures
+
+
+def test_what_a_record_names_is_shown_as_text(tables):
+    hostile = "<b onclick=alert(1)>x</b>"
+    levels = tables["levels"].assign(region=hostile, line=hostile)
+    allocations = tables["allocations"].assign(region=hostile, line=hostile)
+    for key in ("memory-timeline", "memory-largest"):
+        text = said(tables | {"levels": levels, "allocations": allocations}, key).text
+        assert "onclick" in text and not re.search(r"(?<!\\)<b", text)
 
 
 def test_figures(tables):
-    runs = answers.matrix(tables)
-    figure = figures.peaks(runs, "here")
+    figure = figures.peaks(tables["runs"], "here")
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["forward alone", "full step"]
-    assert figures.checkpoints(memory_options.curve(tables), "here") is not None
-    assert figures.peaks(pd.DataFrame(), "here") is None and figures.checkpoints(pd.DataFrame(), "here") is None
+    assert figures.checkpoints(tables["checkpoints"], tables["runs"], tables["samples"], "here") is not None
+    assert figures.peaks(tables["runs"].assign(device="cpu"), "here") is None
+    for mode in ("forward", "step"):
+        assert figures.reference_timeline(tables["runs"], tables["allocations"], mode, "here") is not None
+    assert figures.reference_timeline(tables["runs"].assign(device="cpu"), tables["allocations"], "step",
+                                      "here") is None
 
 
 def test_what_the_figure_stacks_is_what_lives(tables):
-    own = tables["allocations.parquet"]
-    own = own[own["run_id"] == answers.reference(tables)["run_id"]]
-    _, total = figures.stacked(own)
-    steady = answers.reference(tables)["steady_peak_requested_mib"]
-    assert total.max() == pytest.approx(steady * MIB)
+    run, own = facts.reference(tables["runs"]), tables["allocations"]
+    _, total = figures.stacked(own[own["run_id"] == run["run_id"]])
+    assert total.max() == pytest.approx(run["steady_peak_requested_mib"] * MIB)
 
 
 def test_a_prediction_for_each_out_of_memory():
@@ -142,7 +330,8 @@ def test_a_prediction_for_each_out_of_memory():
 
 @pytest.fixture(scope="module")
 def small() -> pd.DataFrame:
-    """Two steps of the small model at context 128, fp32, as recorded on an H200; the allocator counted 2,536.95 MiB at its peak."""
+    """Two steps of the small model at context 128, fp32, as recorded on an H200; the allocator counted
+    2,536.95 MiB at its peak."""
     return pd.read_parquet(Path(__file__).parent / "data/memory/small-ctx128-step-fp32.parquet")
 
 
@@ -151,7 +340,7 @@ def test_timeline_of_a_recorded_step(small):
     assert total.max() / MIB == pytest.approx(2536.95, abs=0.01)
     for step in figures.steps_of(small):
         phases = figures.bounds(small, step)
-        assert list(phases) == ["forward", "loss", "backward", "optimizer"]
+        assert list(phases) == list(PHASE_NAMES)
         assert all(before[1] == after[0] for before, after in zip(phases.values(), list(phases.values())[1:]))
     figure = figures.timeline(small, "title")
     labels = [text.get_text() for axis in figure.axes for text in axis.texts]
@@ -160,26 +349,60 @@ def test_timeline_of_a_recorded_step(small):
     assert labels[marked - 1].strip() == "optimizer"  # the steady step's label comes after its phases'
 
 
+HOSTILE = ["</script><script>document.title = 'taken'</script>", "<!--<script>",
+           "</title><img src=x onerror=alert(1)>",
+           "\u2028'); document.title = 'taken'; //", "</SCRIPT ><form action=//x.test>", "${document.title}",
+           "\\u003c", "]]>"]
+
+
+def test_what_records_name_stays_text_in_the_interactive_timeline(small):
+    for text in HOSTILE:
+        evil = small.head(600).assign(line=text, region=text, function=text)
+        page = timeline_page.timeline_page(text, {text: evil})
+        assert len(re.findall(r"</script", page, re.IGNORECASE)) == 1
+        assert len(re.findall(r"<script", page, re.IGNORECASE)) == 1
+        assert not re.search(r"<(img|form|!--)|\u2028'", page[page.index("<script>"):], re.IGNORECASE)
+        data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
+        assert data["runs"][0]["title"] == text and all(text in place for place in data["places"])
+        title = re.search(r"<title>(.*?)</title>", page, re.DOTALL)[1]
+        assert "<" not in title
+
+
 def test_interactive_timeline_is_whole_and_loads_nothing(small):
-    evil = small.assign(line=small["line"].where(small.index != 5, "</script><img src=x>"))
-    page = timeline_page("A title", {"one": evil, "two": small.head(600)})
-    assert page.count("</script>") == 1 and "<img" not in page
-    assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", timeline_page("A title", {"one": small}))
+    page = timeline_page.timeline_page("A title", {"one": small, "two": small.head(600)})
+    assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", page)
+    assert all(f"{what} 'none'" in page for what in ("default-src", "base-uri", "form-action"))
     data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
     run = data["runs"][0]
     assert [r["title"] for r in data["runs"]] == ["one", "two"]
-    assert sum(run["size"]) == small["size"].sum() and pd.Series(run["at"]).cumsum().tolist() == small["allocated_at"].tolist()
+    assert sum(run["size"]) == small["size"].sum()
+    assert pd.Series(run["at"]).cumsum().tolist() == small["allocated_at"].tolist()
     at = small.index[(small["region"] == "attention.softmax") & (small["layer"] == 3)][0]
-    assert data["places"][run["place"][at]].startswith("forward, layer 3, attention.softmax, stepscope/model.py:")
+    place = data["places"][run["place"][at]]
+    assert place.startswith("forward, layer 3, attention.softmax, stepscope/model.py:")
 
 
-def test_interactive_timeline_runs_in_a_browser(small, tmp_path):
+def test_interactive_timeline_runs_in_a_browser_and_no_other_script_does(small, tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no browser here")
+    page = timeline_page.timeline_page("A title", {"one": small})
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
+    point = script.replace("open_(0);\n", """open_(0);
+        const found = find(canvas.clientWidth / 2, canvas.clientHeight - 2);
+        document.title = 'found ' + DATA.places[run.raw.place[found]];\n""")
+    page = page.replace(script, point).replace(timeline_page._sha256(script), timeline_page._sha256(point))
     file = tmp_path / "timeline.html"
-    point = "find_(); function find_() { const i = find(canvas.clientWidth / 2, canvas.clientHeight - 2); document.title = 'found ' + DATA.places[run.raw.place[i]]; }"
-    file.write_text(timeline_page("A title", {"one": small}).replace("open_(0);\n</script>", f"open_(0); {point}\n</script>"))
-    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()], capture_output=True, text=True,
-                           timeout=60, check=True).stdout
+    file.write_text(page.replace("</body>", "<script>document.title = 'taken'</script></body>"))
+    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                            file.as_uri()],
+                           capture_output=True, text=True, timeout=60, check=True).stdout
     assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter
+
+
+def test_the_page_is_of_the_runs_that_sentences_speak_of(tables):
+    page = timeline_page.reference_page(tables["runs"], tables["allocations"], "here")
+    data = json.loads(re.search(r"const DATA = (\{.*\});", page)[1])
+    assert len(data["runs"]) == len(timeline_page.SHOWN)
+    assert timeline_page.reference_page(tables["runs"].assign(device="cpu"), tables["allocations"],
+                                        "here") is None

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from stepscope.studies.neighbours import measure as neighbours
-from stepscope.studies.neighbours import answers as answers
-from stepscope.studies.neighbours import figures as figures
+
 from stepscope.runs.record import RecordError
 from stepscope.runs.store import ENDED
+from stepscope.say.chapter import answer
+from stepscope.studies.neighbours import facts, figures, printed, tables
+from stepscope.studies.neighbours import measure as neighbours
+from stepscope.studies.neighbours.chapter import CHAPTER
 
 REFERENCE = Path(__file__).parent.parent / "runs" / "h200"
 RUNS = ["small-ctx128-all-fp32-9beec75f", "large-ctx512-all-fp32-339d56d3"]
@@ -22,8 +24,10 @@ def copied(folder, wall_s=None, workers=1, runs=RUNS):
         shutil.copytree(REFERENCE / "nsys" / run, folder / "nsys" / run)
     if wall_s:
         (folder / ENDED).parent.mkdir()
-        (folder / ENDED).write_text(f"started_at,sweeps,workers,runs,wall_s\n2026-11-21T00:00:00+00:00,nsys,{workers},{len(runs)},{wall_s}\n"
-                                    f"2026-11-21T01:00:00+00:00,nsys,{workers},0,1000\n")
+        (folder / ENDED).write_text(
+            "started_at,sweeps,workers,runs,wall_s\n"
+            f"2026-11-21T00:00:00+00:00,nsys,{workers},{len(runs)},{wall_s}\n"
+            f"2026-11-21T01:00:00+00:00,nsys,{workers},0,1000\n")
     return folder
 
 
@@ -42,54 +46,81 @@ def change(folder, table, edit):
 
 @pytest.fixture
 def folders(tmp_path):
-    return {"one": copied(tmp_path / "one", wall_s=100), "two": copied(tmp_path / "two", wall_s=50, workers=2), "reference": REFERENCE}
+    return {"one": copied(tmp_path / "one", wall_s=100),
+            "two": copied(tmp_path / "two", wall_s=50, workers=2),
+            "three": copied(tmp_path / "three")}
 
 
 def compared(folders, tmp_path):
-    neighbours.compare_folders(folders, tmp_path / neighbours.KEPT)
-    return neighbours.load(tmp_path)
+    neighbours.compare_folders(folders, tmp_path / tables.KEPT)
+    return tables.load(tmp_path)
+
+
+def said(key, loaded):
+    question = next(question for question in CHAPTER.questions if question.key == key)
+    empty = {name: pd.DataFrame() for name in tables.COLUMNS}
+    named = {f"neighbours.{name}": table for name, table in (empty | loaded).items()}
+    return answer(CHAPTER, question, named)
 
 
 def test_equal_folders_are_told_equal_and_their_times_come_from_the_sweeps(folders, tmp_path):
-    tables = compared(folders, tmp_path)
-    sweeps = tables["sweeps"].set_index("condition")
-    assert sweeps["runs"].tolist() == [2, 2, 2] and sweeps["different"].tolist() == [0, 0, 0] and sweeps["counted"].nunique() == 1
-    assert sweeps.loc["one", "wall_s"] == 100 and sweeps.loc["two", "workers"] == 2 and np.isnan(sweeps.loc["reference", "wall_s"])
-    answer = answers.sooner(tables["sweeps"])
-    assert "50.0 s with 2 (2.00 times as fast)" in answer.text and "none differs" in answer.text and answer.numbers["times_2"] == 2
-    agreed = answers.agree(tables["timings"], tables["sweeps"])
-    assert "neither group became slower" in agreed.text and set(agreed.tables[0][1]["change"]) == {"none"}
-    assert figures.agree(tables["timings"], "here") is not None
+    loaded = compared(folders, tmp_path)
+    sweeps = loaded["sweeps"].set_index("condition")
+    assert sweeps["runs"].tolist() == [2, 2, 2] and sweeps["different"].tolist() == [0, 0, 0]
+    assert sweeps["counted"].nunique() == 1 and np.isnan(sweeps.loc["three", "wall_s"])
+    assert sweeps.loc["one", "wall_s"] == 100 and sweeps.loc["two", "workers"] == 2
+    found = facts.sooner(loaded["sweeps"])
+    assert found["more"] == [{"workers": 2, "wall_s": 50, "times": 2}]
+    assert found["best"]["times"] == 2 and found["same"]
+    agreed = facts.agree(loaded["timings"], loaded["sweeps"])
+    assert agreed["table"]["unchanged"].all() and not agreed["slower"] and not agreed["far"]
+    assert set(printed.phases(agreed)["change"]) == {"none"}
+    assert figures.agree(loaded["timings"], "here") is not None
 
 
 def test_a_folder_that_several_sweeps_made_has_no_wall_time(folders, tmp_path):
     with (folders["two"] / ENDED).open("a") as ended:
         ended.write("2026-11-21T02:00:00+00:00,nsys,4,1,30\n")
-    tables = compared(folders, tmp_path)
-    assert tables["sweeps"]["wall_s"].isna().tolist() == [False, True, True]
-    assert "times_4" not in answers.sooner(tables["sweeps"]).numbers and not answers.sooner(tables["sweeps"]).finding
+    sweeps = compared(folders, tmp_path)["sweeps"]
+    assert sweeps["wall_s"].isna().tolist() == [False, True, True]
+    found = facts.sooner(sweeps)
+    assert not found["more"] and found["best"] is None
+    assert not said("workers-time", {"sweeps": sweeps}).finding
+    assert facts.sooner(sweeps.assign(wall_s=np.nan)) is None
 
 
 def test_an_operation_more_and_a_slower_phase_are_told(folders, tmp_path):
-    change(folders["two"], "operations.parquet", lambda table: table.assign(count=table["count"] + (table.index == 0)))
+    equal = compared(folders, tmp_path)
+    change(folders["two"], "operations.parquet",
+           lambda table: table.assign(count=table["count"] + (table.index == 0)))
     change(folders["two"], "clocks", lambda table: table.assign(projected_ns=table["projected_ns"] * 1.3))
-    tables = compared(folders, tmp_path)
-    assert tables["sweeps"]["different"].tolist() == [0, 2, 0]  # one in each of the two runs
-    assert "2 differ" in answers.sooner(tables["sweeps"]).text and "not with the same" in answers.sooner(tables["sweeps"]).finding
-    beside = tables["timings"].assign(beside=(tables["timings"]["condition"] == "two").astype(int))
-    agreed = answers.agree(beside, tables["sweeps"])
-    assert "further than 5% from 1: large, context 512, forward, forward with two (1.30;" in agreed.text
-    assert "phases that keep the GPU busy with two (+30.0%)" in agreed.text and agreed.numbers["slower"] == 2 and not agreed.finding
-    assert answers.agree(tables["timings"], tables["sweeps"]).numbers["slower"] == 0  # slower, and not for anything beside it
+    loaded = compared(folders, tmp_path)
+    assert loaded["sweeps"]["different"].tolist() == [0, 2, 0]  # one in each of the two runs
+    found = facts.sooner(loaded["sweeps"])
+    assert found["different"] == 2 and not found["same"]
+    beside = loaded["timings"].assign(beside=(loaded["timings"]["condition"] == "two").astype(int))
+    agreed = facts.agree(beside, loaded["sweeps"])
+    assert {row["condition"] for row in agreed["far"]} == {"two"}
+    assert [(row["busy"], row["condition"]) for row in agreed["slower"]] == [(True, "two"), (False, "two")]
+    assert [row["change_share"] for row in agreed["slower"]] == pytest.approx([0.3, 0.3])
+    assert agreed["busiest"] is None
+    assert not facts.agree(loaded["timings"], loaded["sweeps"])["slower"]  # slower, and not for a neighbour
+    for key in ("workers-time", "workers-agree"):
+        assert said(key, loaded | {"timings": beside}).text != said(key, equal).text
 
 
 def test_another_host_is_told(folders, tmp_path):
-    tables = compared(folders, tmp_path)
-    host = tables["sweeps"].assign(ram_gib=[100, 200, 200])
-    text = answers.agree(tables["timings"], host).text
-    assert "Two and reference were on another host than one (200 GiB of memory against 100)" in text and "another host" in answers.sooner(host).text
-    assert "On that host, reference against two" in text
-    assert "another host" not in answers.agree(tables["timings"], tables["sweeps"].assign(ram_gib=1)).text
+    loaded = compared(folders, tmp_path)
+    timings, sweeps = loaded["timings"], loaded["sweeps"].assign(ram_gib=[100, 200, 200])
+    assert facts.hosts(sweeps) == {"others": ["two", "three"], "first": "one", "others_gib": 200,
+                                   "first_gib": 100}
+    pairs = facts.agree(timings, sweeps)["pairs"]
+    assert [(pair["condition"], pair["other"]) for pair in pairs] == [("three", "two")]
+    for same in (1, np.nan):  # what a machine had may not be recorded
+        assert facts.hosts(sweeps.assign(ram_gib=same)) is None
+        assert facts.agree(timings, sweeps.assign(ram_gib=same))["hosts"] is None
+    one_host = sweeps.assign(ram_gib=1)
+    assert said("workers-time", {"sweeps": sweeps}).text != said("workers-time", {"sweeps": one_host}).text
 
 
 def test_folders_that_cannot_be_compared(folders, tmp_path):
@@ -101,30 +132,70 @@ def test_folders_that_cannot_be_compared(folders, tmp_path):
         compared(folders | {"less": one_run}, tmp_path)
 
 
-def test_nothing_compared_is_said():
-    tables = neighbours.load(Path("nowhere"))
-    assert "no such comparison" in answers.sooner(tables["sweeps"]).text
-    assert "no such comparison" in answers.agree(tables["timings"], tables["sweeps"]).text
-    assert "does not hold" in answers.repeated(tables["experiment"]).text
-    assert figures.agree(tables["timings"], "here") is None
+@pytest.mark.parametrize("question", CHAPTER.questions, ids=lambda question: question.key)
+def test_nothing_compared_is_said(question):
+    told = said(question.key, tables.load(Path("nowhere")))
+    assert "stepscope neighbours" in told.text and not told.tables and not told.figures and not told.runs
+
+
+def test_one_condition_compares_nothing():
+    timings = pd.read_csv(REFERENCE / tables.KEPT / "timings.csv")
+    one = timings[timings["condition"] == timings["condition"].iloc[0]]
+    assert facts.agree(one, pd.DataFrame()) is None and figures.agree(one, "here") is None
+
+
+@pytest.fixture
+def kept(tmp_path):
+    shutil.copytree(REFERENCE / tables.KEPT, tmp_path / tables.KEPT)
+    return tmp_path / tables.KEPT
+
+
+@pytest.mark.parametrize("name", list(tables.COLUMNS))
+def test_a_file_that_holds_something_else_is_one_sentence_that_names_it(kept, name):
+    file = kept / f"{name}.csv"
+    whole = pd.read_csv(file)
+    column = "agrees" if name == "experiment" else "runs" if name == "sweeps" else "gpu_ms"
+    for content in ("", "\0\0", whole.head(0).to_csv(index=False),
+                    whole.drop(columns=column).to_csv(index=False),
+                    whole.assign(**{column: "much"}).to_csv(index=False),
+                    whole.assign(condition=None).to_csv(index=False)):
+        file.write_text(content)
+        with pytest.raises(RecordError, match=rf"{name}\.csv: ") as error:
+            tables.load(kept.parent)
+        assert "\n" not in str(error.value)
+
+
+def test_files_that_do_not_belong_together_are_refused(kept):
+    sweeps = pd.read_csv(kept / "sweeps.csv")
+    for rows in (sweeps.iloc[1:], pd.concat([sweeps, sweeps])):
+        rows.to_csv(kept / "sweeps.csv", index=False)
+        with pytest.raises(RecordError, match=r"sweeps\.csv: expected one row for each condition"):
+            tables.load(kept.parent)
+    (kept / "sweeps.csv").unlink()
+    assert not said("workers-agree", tables.load(kept.parent)).tables  # what it was measured on is not known
 
 
 def runs(**medians):
-    return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition, "median_ms": value,
-                          "beside": 0 if condition.startswith("1") else 1} for condition, values in medians.items() for value in values])
+    return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition,
+                          "median_ms": value, "beside": 0 if condition.startswith("1") else 1}
+                         for condition, values in medians.items() for value in values])
 
 
 def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sentence_names_what_moved():
     alone = [1.0, 1.01, 1.02]
     same = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.005, 1.015, 1.03]}))
-    assert same["agrees"].all() and "Every median agrees" in neighbours.verdict(same)
+    assert same["agrees"].all() and not facts.repeated(same)["differ"] and facts.repeated(same)["few"]
     moved = neighbours.compare(runs(**{"1 busy": alone, "2 busy": [1.2, 1.21, 1.22], "4 busy": alone}))
     assert moved["agrees"].tolist() == [True, False, True]
-    assert "small at context 128, forward, 2 busy: +19.8%" in neighbours.verdict(moved) and "--exclusive" in neighbours.verdict(moved)
-    assert "Every median agrees" in answers.repeated(same).text and "their interval is their range" in answers.repeated(same).text
-    told = answers.repeated(moved)
-    assert told.numbers["differ"] == 1 and "do not agree" in told.text and "1.000 to 1.198 times" in told.text
-    assert told.tables[0][1]["agrees"].tolist() == ["yes", "no", "yes"]
+    found = facts.repeated(moved)
+    assert [row["condition"] for row in found["differ"]] == ["2 busy"] and found["all_runs"] == 9
+    assert found["differ"][0]["change_share"] == pytest.approx(1.21 / 1.01 - 1) == found["ratio_high"] - 1
+    assert printed.experiment(found)["agrees"].tolist() == ["yes", "no", "yes"]
+    ahead = moved.assign(condition=moved["condition"] + ", no kernel ahead")
+    assert facts.repeated(ahead)["kernels_ahead"] and not found["kernels_ahead"]
+    # The command prints what the report says.
+    assert neighbours.verdict(moved) in said("workers-again", {"experiment": moved}).text
+    assert "2 busy" in neighbours.verdict(moved) and neighbours.verdict(moved) != neighbours.verdict(same)
     # Runs that happened to have nobody beside them do not count for a busy condition.
     quiet = runs(**{"1 busy": alone, "2 busy": [1.2, 1.21]}).assign(beside=0)
     assert neighbours.compare(quiet)["runs"].tolist() == [3, 0]

@@ -119,11 +119,8 @@ def answer(chapter: Chapter, question: Question, tables: Tables) -> Answer:
     facts = None if asked is None else question.facts(*asked)
     if facts is None:
         words = Words(chapter.folder / "words", f"{question.key}.md")
-        return Answer(
-            question.key,
-            words.block("question"),
-            words.block("not_answered") or words.not_answered(chapter.study),
-        )
+        why = words.block("not_answered", {"has_records": asked is not None})
+        return Answer(question.key, words.block("question"), why or words.not_answered(chapter.study))
     return told(chapter.folder, question, facts)
 
 

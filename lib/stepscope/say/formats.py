@@ -156,6 +156,11 @@ def precision(name: str) -> str:
     return name.upper() if name == "tf32" else name
 
 
+def fixed(value: float, decimals: int = 1) -> str:
+    """A number to so many decimals, with a comma for thousands; a dash for none."""
+    return f"{value:,.{decimals}f}" if math.isfinite(value) else "–"
+
+
 def comma(loop) -> str:
     """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
@@ -205,29 +210,8 @@ def scientific(value: float, digits: int) -> str:
 
 FILTERS: dict[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (
-        number,
-        ms,
-        percent,
-        plus_minus,
-        span,
-        listing,
-        capital,
-        count,
-        plural,
-        either,
-        or_none,
-        percent_span,
-        percent_range,
-        precision,
-        comma,
-        plain,
-        thousands,
-        points,
-        signed_percent,
-        code,
-        signed,
-        tiny,
-    )
+    for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
+                     percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
+                     signed_percent, code, signed, tiny)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -91,14 +91,11 @@ class Words:
             return ""
         context = self.template.new_context(facts or {})
         blocks, context.blocks = context.blocks, {block: [lambda _: iter(())] for block in context.blocks}
-        for _ in self.template.root_render_func(
-            context
-        ):  # defines the template's macros, and says nothing itself
+        for _ in self.template.root_render_func(context):  # defines the macros, and says nothing itself
             pass
         context.blocks = blocks
-        for macro in context.exported_vars & {
-            key for key, value in context.vars.items() if isinstance(value, Macro)
-        }:
+        macros = {key for key, value in context.vars.items() if isinstance(value, Macro)}
+        for macro in context.exported_vars & macros:
             context.vars[macro] = _said(context.vars[macro])
         return tidy("".join(self.template.blocks[name](context)))
 

@@ -4,11 +4,22 @@ import textwrap
 import numpy as np
 import pandas as pd
 
-from stepscope.say.formats import Answer, count, listing, ms, neighbours_words, no_data, number, percent, runs_of, span
-from stepscope.studies.attention.measure import TOLERANCE
 from stepscope.config import PRECISIONS
+from stepscope.say.formats import (
+    Answer,
+    count,
+    listing,
+    ms,
+    neighbours_words,
+    no_data,
+    number,
+    percent,
+    runs_of,
+    span,
+)
 from stepscope.say.selections import precisions
 from stepscope.studies.attention.config import ATTENTIONS
+from stepscope.studies.attention.measure import TOLERANCE
 
 WORDS = {"eager": "written out", "compiled": "compiled", "flash": "SDPA flash", "efficient": "SDPA memory-efficient",
          "cudnn": "SDPA cuDNN", "math": "SDPA math", "flex": "FlexAttention"}

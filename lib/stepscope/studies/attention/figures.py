@@ -6,9 +6,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
+from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.attention.answers import WORDS, head, names, precisions, timed, untried
 from stepscope.studies.attention.config import ATTENTIONS
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 
 COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
 STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}

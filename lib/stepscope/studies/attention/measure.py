@@ -18,14 +18,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
-from stepscope.studies.attention.config import ATTENTIONS, Config
-from stepscope.step.model import Attention
-from stepscope.step.training_step import AUTOCAST_DTYPES, out_of_memory_names
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
+from stepscope.step.model import Attention
 from stepscope.step.summary import flags, median_interval
 from stepscope.step.timing import PhaseClock
+from stepscope.step.training_step import AUTOCAST_DTYPES, out_of_memory_names
+from stepscope.studies.attention.config import ATTENTIONS, Config
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, stats
 
+from stepscope.config import PRECISIONS
 from stepscope.say.formats import Answer, capital, count, listing, no_data, number, percent, runs_of, span
 from stepscope.studies.attention.answers import NEARLY, WORDS, head, is_cpu, names, precisions, timed
-from stepscope.studies.attention.ending import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
-from stepscope.config import PRECISIONS
 from stepscope.studies.attention.config import ATTENTIONS
+from stepscope.studies.attention.ending import MASK_INSIDE_BYTES, QUADRATIC, WRITTEN, fused_tensors
 
 CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02      # a card whose name is this close to the memory of the device here is that device

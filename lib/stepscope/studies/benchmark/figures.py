@@ -6,12 +6,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, PercentFormatter, ScalarFormatter
 
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick
-from stepscope.studies.benchmark.facts_published import compared
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
-from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
+from stepscope.studies.benchmark.facts_published import compared
 
 
 def phases(times: pd.DataFrame, where: str) -> Figure | None:

@@ -7,8 +7,8 @@ from stepscope.config import StepConfig, configure
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
-from stepscope.step.timing import WHOLE
 from stepscope.step.rates import run_times
+from stepscope.step.timing import WHOLE
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:

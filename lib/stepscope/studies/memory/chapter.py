@@ -1,55 +1,42 @@
 """What the memory study brings to the report."""
+from functools import partial
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter
-from stepscope.studies.memory import answers, figures, options_answers
-from stepscope.studies.memory.measure import all_runs
-from stepscope.studies.memory.timeline_page import timeline_page
+from stepscope.say.chapter import Chapter, Page, Picture, Question
+from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed
+from stepscope.studies.memory.figures import reference_timeline
+from stepscope.studies.memory.tables import all_runs
+from stepscope.studies.memory.timeline_page import reference_page
 
-
-def _own(t):
-    return {name.removeprefix("memory."): table for name, table in t.items() if name.startswith("memory.")}
-
-
-def _timeline(t, where, mode):
-    memory = _own(t)
-    run = answers.reference(memory, mode)
-    if run is None:
-        return None
-    table = memory["allocations.parquet"]
-    words = answers.MODE_WORDS[mode]
-    return figures.timeline(table[table["run_id"] == run["run_id"]],
-                            f"{run['size']}, context {run['context_length']}, {words}, {run['precision']}, {where}")
-
-
-def _page(t, where):
-    """The page with the allocations of the full step and of forward alone, fp32 and bf16; None where there are none."""
-    memory, shown = _own(t), {}
-    for mode, precision in (("step", "fp32"), ("forward", "fp32"), ("forward", "bf16")):
-        if (run := answers.reference(memory, mode, precision)) is not None:
-            table = memory["allocations.parquet"]
-            name = f"{answers.MODE_WORDS[mode]}, {precision}, {run['size']}, context {run['context_length']}"
-            shown[name] = table[table["run_id"] == run["run_id"]]
-    return timeline_page(f"Live memory by category, {where}", shown) if shown else None
-
+RUNS, LEVELS, ALLOCATIONS, SAVED = "memory.runs", "memory.levels", "memory.allocations", "memory.saved"
+CHECKPOINTS = ("memory.checkpoints", RUNS)
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Memory", all_runs,
-    old=(
-        lambda t: answers.timeline(_own(t)),
-        lambda t: answers.peaks(_own(t)),
-        lambda t: answers.accounting(_own(t)),
-        lambda t: answers.residual(_own(t)),
-        lambda t: answers.largest_of_forward(_own(t)),
-        lambda t: answers.block(_own(t)),
-        lambda t: options_answers.checkpointing(_own(t)),
-        lambda t: options_answers.fragmentation(_own(t)),
+    questions=(
+        Question("memory-timeline", facts.timeline, (RUNS,), (LEVELS,), printed={"phases": printed.phases},
+                 pictures=("memory_timeline", "memory_timeline_forward")),
+        Question("memory-peaks", facts.peaks, (RUNS,), (LEVELS,),
+                 printed={"by_context": printed.by_context, "when": printed.when},
+                 pictures=("memory_peaks",)),
+        Question("memory-accounting", facts_accounting.accounting, (RUNS,), (LEVELS, "memory.predicted"),
+                 printed={"checked": printed.checked, "by_category": printed.by_category,
+                          "fits": printed.fits}),
+        Question("memory-residual", facts.residual, (RUNS,), printed={"by_context": printed.residual}),
+        Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS,),
+                 printed={"largest": printed.largest}),
+        Question("memory-block", facts.block, (SAVED, RUNS),
+                 printed={"five": printed.five, "by_run": printed.by_run}),
+        Question("memory-checkpointing", facts_options.checkpointing, CHECKPOINTS, ("memory.samples",),
+                 printed={"curve": printed.curve}, pictures=("memory_checkpoints",)),
+        Question("memory-fragmentation", facts_options.fragmentation, (RUNS,),
+                 printed={"pairs": printed.pairs}),
     ),
-    old_pictures={
-        "memory_timeline": lambda t, where: _timeline(t, where, "step"),
-        "memory_timeline_forward": lambda t, where: _timeline(t, where, "forward"),
-        "memory_peaks": lambda t, where: figures.peaks(answers.matrix(_own(t)), where),
-        "memory_checkpoints": lambda t, where: figures.checkpoints(options_answers.curve(_own(t)), where),
-    },
-    old_pages={answers.TIMELINE: _page},
+    pictures=(
+        Picture("memory_timeline", partial(reference_timeline, mode="step"), (RUNS, ALLOCATIONS)),
+        Picture("memory_timeline_forward", partial(reference_timeline, mode="forward"), (RUNS, ALLOCATIONS)),
+        Picture("memory_peaks", figures.peaks, (RUNS,)),
+        Picture("memory_checkpoints", figures.checkpoints, CHECKPOINTS, ("memory.samples",)),
+    ),
+    pages=(Page("memory_timeline.html", reference_page, (RUNS, ALLOCATIONS)),),
 )

@@ -7,7 +7,8 @@ from stepscope.config import StepConfig, Steps
 
 
 class Config(StepConfig):
-    """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each setting."""
+    """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each
+    setting."""
 
     study: Literal["memory"] = "memory"
     warmup_steps: int = Field(1, ge=0, le=10**6)

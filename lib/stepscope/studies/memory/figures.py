@@ -1,26 +1,34 @@
-"""Figures of the memory study, each one call over a tidy table; None where there is nothing to draw."""
+"""Figures of the memory study, each one call over tidy tables; None where there is nothing to draw."""
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
+from stepscope.say.formats import MODE_WORDS
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.studies.memory.facts import GIB, matrix, reference
+from stepscope.studies.memory.facts_options import curve
 
-GIB = 2**30
-COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73", "cuBLAS workspace": "#000000",
-          "other": "#999999", "autocast copies": "#F0E442", "activations": "#56B4E9", "temporaries": "#D55E00"}
+COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
+          "cuBLAS workspace": "#000000", "other": "#999999", "autocast copies": "#F0E442",
+          "activations": "#56B4E9", "temporaries": "#D55E00"}
+HEADING = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
 MOSTLY = 0.8  # of the peak: where parameters alone are more, the axis begins near them
+NEAR_FULL = 0.7  # of the GPU's memory: where predictions come so near, it is drawn
 
 
 def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Live bytes by category after each event: an array (categories of :data:`COLORS`, events + 1); and their sum."""
+    """Live bytes by category after each event: an array (categories of :data:`COLORS`, events + 1); and their
+    sum."""
     freed = table.dropna(subset="freed_at")
     events = int(max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)) + 2
     live = np.zeros((len(COLORS), events))
     place = {category: row for row, category in enumerate(COLORS)}
-    np.add.at(live, (table["category"].map(place).to_numpy(dtype=int), table["allocated_at"].to_numpy(dtype=int) + 1), table["size"].to_numpy())
-    np.subtract.at(live, (freed["category"].map(place).to_numpy(dtype=int), freed["freed_at"].to_numpy(dtype=int) + 1), freed["size"].to_numpy())
+    for change, own, event in ((np.add, table, "allocated_at"), (np.subtract, freed, "freed_at")):
+        rows = own["category"].map(place).to_numpy(dtype=int)
+        change.at(live, (rows, own[event].to_numpy(dtype=int) + 1), own["size"].to_numpy())
     live = live.cumsum(axis=1)
     return live, live.sum(axis=0)
 
@@ -28,10 +36,14 @@ def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
     """First event of each phase of a step, and the event after its last: by phase, in order."""
     own = table[(table["step"] == step) & table["phase"].isin(PHASE_NAMES)]
-    starts = own.groupby("phase")["allocated_at"].min().reindex([p for p in PHASE_NAMES if p in set(own["phase"])])
+    names = [phase for phase in PHASE_NAMES if phase in set(own["phase"])]
+    starts = own.groupby("phase")["allocated_at"].min().reindex(names)
     later = table.loc[(table["step"] > step) & table["phase"].isin(PHASE_NAMES), "allocated_at"]
     last = int(own["allocated_at"].max()) + 1
-    end = min(int(later.min()), last + len(own)) if len(later) else min(last + len(own) // 2, int(table["freed_at"].max()) + 1)
+    if len(later):
+        end = min(int(later.min()), last + len(own))
+    else:
+        end = min(last + len(own) // 2, int(table["freed_at"].max()) + 1)
     edges = [*starts.astype(int), max(end, last)]
     return {phase: (first, after) for phase, first, after in zip(starts.index, edges, edges[1:])}
 
@@ -40,87 +52,120 @@ def steps_of(table: pd.DataFrame) -> list[int]:
     return sorted(table.loc[table["phase"].isin(PHASE_NAMES), "step"].unique().tolist())
 
 
+def reference_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, mode: str, where: str) -> Figure | None:
+    """:func:`timeline` of the run that sentences speak of."""
+    run = reference(runs, mode)
+    if run is None:
+        return None
+    title = f"{run['size']}, context {run['context_length']}, {MODE_WORDS[mode]}, {run['precision']}, {where}"
+    return timeline(allocations[allocations["run_id"] == run["run_id"]], title)
+
+
 def timeline(table: pd.DataFrame, title: str) -> Figure:
-    """Live memory by category over the allocator's events, the first step beside the last, phases marked, peaks labelled."""
+    """Live memory by category over the allocator's events, the first step beside the last, phases marked,
+    peaks labelled."""
     use_style()
     live, total = stacked(table)
     steps = steps_of(table)
     steps = [steps[0], steps[-1]] if len(steps) > 1 else steps
     figure, axes = plt.subplots(1, len(steps), figsize=(WIDTH_IN, 4.4), sharey=True, squeeze=False)
-    used = [row for row, category in enumerate(COLORS) if live[row].any()]
     for axis, step in zip(axes[0], steps):
-        phases = bounds(table, step)
-        first, end = next(iter(phases.values()))[0], list(phases.values())[-1][1]
-        x = np.arange(first, end + 1)
-        axis.stackplot(x - first, live[used][:, first:end + 1] / GIB, colors=[list(COLORS.values())[row] for row in used], step="post",
-                       labels=[list(COLORS)[row] for row in used], linewidth=0, rasterized=True)
-        top = total[first:end + 1].max() / GIB
-        at = int(total[first:end + 1].argmax())
-        for phase, (begin, after) in phases.items():
-            if after - begin > 0.04 * (end - first):
-                axis.axvline(begin - first, color="0.3", linewidth=0.8, linestyle=":")
-                axis.text(begin - first, 1.005, f" {phase}", transform=axis.get_xaxis_transform(), fontsize=9, va="bottom")
-        side = "left" if at < 0.15 * (end - first) else "right" if at > 0.85 * (end - first) else "center"
-        axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10, ha=side, fontweight="bold")
-        axis.plot([at], [top], "v", color="black", markersize=5)
-        axis.set_xlabel(f"allocations and frees of {'the first step' if step == steps[0] and len(steps) > 1 else 'a steady step'}")
+        _one_step(axis, bounds(table, step), live, total)
+        which = "the first step" if step == steps[0] and len(steps) > 1 else "a steady step"
+        axis.set_xlabel(f"allocations and frees of {which}")
         axis.margins(x=0)
         axis.grid(axis="x", visible=False)
     top, floor = total.max() / GIB, live[0].max() / GIB
     bottom = floor - 0.2 * (top - floor) if floor > MOSTLY * top else 0
-    axes[0][0].set_ylabel("live memory asked for (GiB)" if not bottom else f"live memory asked for (GiB; begins at {bottom:.1f})")
+    begins = f"; begins at {bottom:.1f}" if bottom else ""
+    axes[0][0].set_ylabel(f"live memory asked for (GiB{begins})")
     axes[0][0].set_ylim(bottom, top + 0.1 * (top - bottom))
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(title, **HEADING)
     return figure
 
 
+def _one_step(axis: Axes, phases: dict[str, tuple[int, int]], live: np.ndarray, total: np.ndarray) -> None:
+    """The categories of one step stacked, its phases marked and its peak labelled."""
+    first, end = next(iter(phases.values()))[0], list(phases.values())[-1][1]
+    used = [row for row in range(len(COLORS)) if live[row].any()]
+    x = np.arange(first, end + 1)
+    names = [list(COLORS)[row] for row in used]
+    axis.stackplot(x - first, live[used][:, first:end + 1] / GIB, colors=[COLORS[name] for name in names],
+                   step="post", labels=names, linewidth=0, rasterized=True)
+    for phase, (begin, after) in phases.items():
+        if after - begin > 0.04 * (end - first):
+            axis.axvline(begin - first, color="0.3", linewidth=0.8, linestyle=":")
+            axis.text(begin - first, 1.005, f" {phase}", transform=axis.get_xaxis_transform(), fontsize=9,
+                      va="bottom")
+    top, at = total[first:end + 1].max() / GIB, int(total[first:end + 1].argmax())
+    side = "left" if at < 0.15 * (end - first) else "right" if at > 0.85 * (end - first) else "center"
+    axis.annotate(f"{top:.2f} GiB", (at, top), xytext=(0, 5), textcoords="offset points", fontsize=10,
+                  ha=side, fontweight="bold")
+    axis.plot([at], [top], "v", color="black", markersize=5)
+
+
 def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
-    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow, at its prediction."""
+    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow,
+    at its prediction."""
+    runs = matrix(runs)
     if runs.empty:
         return None
     use_style()
     modes = [mode for mode in ("forward", "step") if (runs["mode"] == mode).any()]
     figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.8), squeeze=False)
+    contexts = sorted(runs["context_length"].unique())
     for axis, mode in zip(axes[0], modes):
-        for (precision, own), color, marker in zip(runs[runs["mode"] == mode].sort_values("precision", ascending=False).groupby("precision", sort=False), PALETTE, MARKERS):
-            own = own.sort_values("context_length")
-            axis.plot(own["context_length"], own["predicted_mib"] / 1024, "-", color=color, linewidth=1, label=f"{precision}, predicted")
-            ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
-            axis.plot(ok["context_length"], ok.get("steady_peak_allocated_mib", ok["predicted_mib"]) / 1024, marker, color=color, label=f"{precision}, measured")
-            axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color, markerfacecolor="white",
-                      label=f"{precision}, out of memory" if len(oom) else None)
-        memory = runs["gpu_memory_mib"].dropna()
-        if len(memory) and runs.loc[runs["mode"] == mode, "predicted_mib"].max() > 0.7 * memory.iloc[0]:
-            axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
-            axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(), va="bottom", fontsize=9)
+        _peaks_of(axis, runs[runs["mode"] == mode])
         axis.set_xscale("log", base=2)
-        contexts = sorted(runs["context_length"].unique())
         axis.set_xticks(contexts, contexts)
-        axis.set(xlabel="context", ylabel="peak allocated (GiB)", title="forward alone" if mode == "forward" else "full step")
+        title = "forward alone" if mode == "forward" else "full step"
+        axis.set(xlabel="context", ylabel="peak allocated (GiB)", title=title)
         axis.set_ylim(0)
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside right center")
-    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", **HEADING)
     return figure
 
 
-def checkpoints(curve: pd.DataFrame, where: str) -> Figure | None:
+def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
+    """The peaks of one mode by precision, and the GPU's memory where they come near it."""
+    by_precision = runs.sort_values("precision", ascending=False).groupby("precision", sort=False)
+    for (precision, own), color, marker in zip(by_precision, PALETTE, MARKERS):
+        own = own.sort_values("context_length")
+        axis.plot(own["context_length"], own["predicted_mib"] / 1024, "-", color=color, linewidth=1,
+                  label=f"{precision}, predicted")
+        ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
+        measured_mib = ok.get("steady_peak_allocated_mib", ok["predicted_mib"])
+        axis.plot(ok["context_length"], measured_mib / 1024, marker, color=color,
+                  label=f"{precision}, measured")
+        axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color,
+                  markerfacecolor="white", label=f"{precision}, out of memory" if len(oom) else None)
+    memory = runs["gpu_memory_mib"].dropna()
+    if len(memory) and runs["predicted_mib"].max() > NEAR_FULL * memory.iloc[0]:
+        axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
+        axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(),
+                  va="bottom", fontsize=9)
+
+
+def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
     """Peak, measured and predicted, and step time over blocks per checkpoint; dashed: without checkpoints."""
-    if curve.empty:
-        return None
+    rows = curve(settings, runs, samples)
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
-    own, none = curve[curve["blocks"] > 0], curve[curve["blocks"] == 0]
-    ok = own[own["status"] == "ok"]
+    own, none = rows[rows["blocks"] > 0], rows[rows["blocks"] == 0]
+    ok, fitted_none = own[own["status"] == "ok"], none[none["status"] == "ok"]
+    on_gpu = ok["peak_mib"].notna().any()
     axes[0].plot(own["blocks"], own["predicted_mib"] / 1024, "-", color=PALETTE[1], label="predicted")
-    if ok["peak_mib"].notna().any():
+    if on_gpu:
         axes[0].plot(ok["blocks"], ok["peak_mib"] / 1024, "o", color=PALETTE[0], label="measured")
     axes[1].plot(ok["blocks"], ok["time_ms"], "o-", color=PALETTE[0], label="measured")
-    for axis, column, scale in ((axes[0], "peak_mib" if ok["peak_mib"].notna().any() else "predicted_mib", 1024), (axes[1], "time_ms", 1)):
-        if len(none) and none["status"].iloc[0] == "ok":
-            axis.axhline(none[column].iloc[0] / scale, color="0.3", linestyle="--", label="no checkpoints")
+    peak = "peak_mib" if on_gpu else "predicted_mib"
+    for axis, column, scale in ((axes[0], peak, 1024), (axes[1], "time_ms", 1)):
+        if len(fitted_none):
+            axis.axhline(fitted_none[column].iloc[0] / scale, color="0.3", linestyle="--",
+                         label="no checkpoints")
         axis.set_xscale("log", base=2)
         axis.set_xticks(own["blocks"], own["blocks"])
         axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
@@ -129,6 +174,6 @@ def checkpoints(curve: pd.DataFrame, where: str) -> Figure | None:
         axis.minorticks_off()
     axes[0].set(ylabel="peak allocated (GiB)", title="memory")
     axes[1].set(ylabel="step (ms)", title="time")
-    row = curve.iloc[0]
-    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    row = rows.iloc[0]
+    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", **HEADING)
     return figure

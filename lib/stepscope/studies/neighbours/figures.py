@@ -1,20 +1,22 @@
-"""What busy neighbours change: a figure from the ratios of ``stepscope.answers.neighbours``."""
+"""What busy neighbours change, drawn."""
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stepscope.studies.neighbours.answers import GROUPS, SAME, ratios
 from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.studies.neighbours.facts import SAME, ratios
+from stepscope.studies.neighbours.printed import GROUPS
 
 
 def agree(timings: pd.DataFrame, where: str) -> Figure | None:
     """A point a phase: its ratio to the first condition over its time, a panel for each other condition."""
-    if timings.empty or timings["condition"].nunique() < 2:
-        return None
     both = ratios(timings)
+    if both.empty:
+        return None
     use_style()
     conditions = list(both["condition"].unique())
-    figure, axes = plt.subplots(1, len(conditions), figsize=(WIDTH_IN, 3.4), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(conditions), figsize=(WIDTH_IN, 3.4), sharex=True, sharey=True,
+                                squeeze=False)
     for axis, condition in zip(axes[0], conditions):
         axis.axhspan(1 - SAME, 1 + SAME, color="0.85", linewidth=0, label=f"within {SAME:.0%}")
         for (busy, words), (color, marker) in zip(GROUPS.items(), (("#0072B2", "o"), ("#D55E00", "^"))):
@@ -25,5 +27,6 @@ def agree(timings: pd.DataFrame, where: str) -> Figure | None:
         axis.set_xlabel("time with one (ms)")
     axes[0, 0].set_ylabel("times as long")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(f"A phase's time against “{timings['condition'].iloc[0]}” ({where})", x=0.01, ha="left", fontweight="bold")
+    first = timings["condition"].iloc[0]
+    figure.suptitle(f"A phase's time against “{first}” ({where})", x=0.01, ha="left", fontweight="bold")
     return figure

@@ -7,9 +7,9 @@ from timeit import default_timer
 import pandas as pd
 import torch
 
-from stepscope.studies.warmup.config import Config
-from stepscope.step.training_step import Step, build_step
 from stepscope.step.timing import PhaseClock
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.warmup.config import Config
 
 REPEATS = 3
 

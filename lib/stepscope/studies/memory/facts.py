@@ -1,0 +1,291 @@
+"""What the memory study's tables say, in numbers: when memory peaks, and what single tensors and one block
+take."""
+import pandas as pd
+
+from stepscope.config import PHASE_NAMES, StepConfig
+from stepscope.say.formats import NEARLY, runs_of
+from stepscope.step.accounting import BLOCK_GRADIENTS, MIB, on_gpu, require_formulas, value
+
+GIB = 2**30
+ABOUT_NONE = 0.005  # a change of a peak this small is not given as a lower bound
+FLAT = 0.03         # a peak that changes by less than this hardly moves
+USUAL = 512         # sentences speak of the largest context up to this one
+ROUNDING = "allocator rounding"
+
+
+def histories(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose allocations were recorded (or would have been, had they not ended out of memory), in
+    order."""
+    expandable = runs["expandable_segments"].astype(bool)
+    runs = runs[(runs["measured"] == "history") & (runs["device"] == "cuda") & ~expandable]
+    return runs.sort_values(["size", "context_length", "mode", "precision"], kind="stable")
+
+
+def matrix(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of :func:`histories`, those of the largest size that has any, forward and full step; one of each
+    context, mode and precision, AdamW as torch runs it by default where there is a choice."""
+    runs = histories(runs)
+    runs = runs[runs["mode"].isin(["forward", "step"])]
+    if runs.empty:
+        return runs
+    runs = runs[runs["size"] == runs["size"].max()]
+    usual_first = runs.sort_values("optimizer", key=lambda optimizer: optimizer != "foreach", kind="stable")
+    return runs[runs.index.isin(usual_first.drop_duplicates(["context_length", "mode", "precision"]).index)]
+
+
+def reference(runs: pd.DataFrame, mode: str = "step", precision: str = "fp32") -> pd.Series | None:
+    """The run that sentences speak of: of the mode and precision, the largest context up to 512 that fits."""
+    runs = matrix(runs)
+    runs = runs[(runs["mode"] == mode) & (runs["precision"] == precision) & (runs["status"] == "ok")]
+    if runs.empty:
+        return None
+    below = runs[runs["context_length"] <= USUAL]
+    return (below if len(below) else runs).sort_values("context_length").iloc[-1 if len(below) else 0]
+
+
+def config_of(run: pd.Series) -> StepConfig:
+    """A run's configuration as it is on a GPU, for formulas."""
+    fields = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size")
+    config = on_gpu(**{name: int(run[name]) for name in fields}, mode=run["mode"], precision=run["precision"],
+                    optimizer=run["optimizer"])
+    assert isinstance(config, StepConfig)
+    return config.model_copy(update={"device": run["device"]})
+
+
+def shape_of(run: pd.Series) -> dict:
+    """What a sentence names a run by."""
+    return {"size": str(run["size"]), "context": int(run["context_length"]), "mode": run["mode"],
+            "precision": run["precision"]}
+
+
+def at_peak(levels: pd.DataFrame) -> pd.DataFrame:
+    """When exactly each phase of each step peaks: (run_id,) step, phase, ``requested_mib``,
+    ``allocated_mib``, layer, region, line, and ``size_mib`` of the allocation that made the peak."""
+    own = levels[levels["moment"] == "peak"]
+    keys = ["run_id", "step", "phase"] if "run_id" in own else ["step", "phase"]
+    sums = own.groupby(keys, sort=False)["bytes"].sum() / MIB
+    without = own[own["category"] != ROUNDING].groupby(keys, sort=False)["bytes"].sum() / MIB
+    first = own.drop_duplicates(keys).set_index(keys)
+    return pd.DataFrame({"requested_mib": without, "allocated_mib": sums, "layer": first["layer"],
+                         "region": first["region"], "line": first["line"],
+                         "size_mib": first["size"] / MIB}).reset_index()
+
+
+def last_step(levels: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each run's last step."""
+    return levels[levels["step"] == levels.groupby("run_id")["step"].transform("max")]
+
+
+def step_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> pd.DataFrame:
+    """When each phase of each run's last step peaks (:func:`at_peak`)."""
+    return at_peak(last_step(levels[levels["run_id"].isin(runs["run_id"])]))
+
+
+def place(row: pd.Series) -> dict:
+    """Where a peak is: ``phase``, ``in_optimizer``, and ``layer``, ``region`` and ``line``, each None where
+    there is none."""
+    def text(name: str) -> str | None:
+        return row[name] if isinstance(row[name], str) and row[name] else None
+    return {"phase": row["phase"], "in_optimizer": row["phase"] == PHASE_NAMES[-1],
+            "layer": None if pd.isna(row["layer"]) else int(row["layer"]), "region": text("region"),
+            "line": text("line")}
+
+
+def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
+    """How memory moves in the reference's full step: the peak of each phase, of the first step and of a
+    steady one.
+
+    ``forward`` is of forward alone, None where it was not recorded; ``phases`` has a row a phase of the
+    steady step.
+    """
+    run = reference(runs)
+    if run is None:
+        return None
+    own = levels[levels["run_id"] == run["run_id"]]
+    peaks = at_peak(own)
+    first, last = (peaks[peaks["step"] == step].set_index("phase")
+                   for step in (peaks["step"].min(), peaks["step"].max()))
+    heights = last["allocated_mib"]
+    by_height = heights.drop("loss", errors="ignore").sort_values()  # the loss' peak is backward's first
+    top, first_top = (step.reset_index().loc[step["allocated_mib"].argmax()] for step in (last, first))
+    ends = last_step(own[own["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
+    alone = reference(runs, "forward")
+    return {"run": shape_of(run), "peaks_gib": (heights * MIB / GIB).to_dict(), "nearly_share": NEARLY,
+            "told_apart": bool((by_height.diff().dropna() / by_height.iloc[-1] > NEARLY).all()),
+            "top": place(top), "top_gib": top["allocated_mib"] * MIB / GIB,
+            "first_top": place(first_top), "first_top_gib": first_top["allocated_mib"] * MIB / GIB,
+            "state_gib": ends["forward", "optimizer state"] / GIB,
+            "first_forward_lower_gib": (heights["forward"] - first["allocated_mib"]["forward"]) * MIB / GIB,
+            "forward": None if alone is None else forward_alone(alone, levels),
+            "phases": last.assign(first_mib=first["allocated_mib"]).reset_index(),
+            "runs": runs_of(pd.DataFrame([run] if alone is None else [run, alone]))}
+
+
+def forward_alone(run: pd.Series, levels: pd.DataFrame) -> dict:
+    """The peak of a forward pass without gradients, and the parameters' share of it."""
+    own = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
+    peak_mib = at_peak(own)["allocated_mib"].iloc[0]
+    return {"peak_gib": peak_mib * MIB / GIB,
+            "parameters_share": own.set_index("category")["bytes"]["parameters"] / MIB / peak_mib}
+
+
+def peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
+    """Peaks by context, mode and precision of the largest size.
+
+    ``full_step`` and ``autocast`` say how they move, each None (or empty) where there is nothing to compare;
+    ``out_of_memory`` are the runs that did not fit; ``by_context`` has a row a run, ``tops`` one a run that
+    fitted, with the place of its peak, or is None.
+    """
+    runs = matrix(runs)
+    if runs.empty:
+        return None
+    ok, oom = runs[runs["status"] == "ok"], runs[runs["status"] == "oom"]
+    when = step_peaks(ok, levels) if len(ok) else pd.DataFrame()
+    tops = None
+    if len(when):
+        highest = when.loc[when.groupby("run_id")["allocated_mib"].idxmax()].set_index("run_id")
+        tops = ok.set_index("run_id")[["context_length", "mode", "precision"]]
+        tops = tops.join(highest, how="inner").sort_index()
+    autocast = [] if tops is None else autocast_changes(ok, levels)
+    return {"size": str(runs["size"].iloc[0]),
+            "full_step": None if tops is None else full_step(ok, tops["phase"]), "autocast": autocast,
+            "kept_copies": next((change for change in autocast if change["copies_gib"] is not None), None),
+            "out_of_memory": [shape_of(row) | {"predicted_gib": row["predicted_mib"] * MIB / GIB,
+                                               "gpu_gib": row["gpu_memory_mib"] * MIB / GIB}
+                              for _, row in oom.iterrows()],
+            "as_predicted": bool((oom["predicted_mib"] > oom["gpu_memory_mib"]).all()),
+            "by_context": runs, "tops": tops, "runs": runs_of(runs)}
+
+
+def full_step(ok: pd.DataFrame, phase_of: pd.Series) -> dict | None:
+    """How the full step's peak moves with context in fp32, and the phases (by run_id) that it is in; None for
+    one context.
+
+    ``flat_up_to``: up to which context it hardly changes, ``backward_from``: from which on it is backward's,
+    ``falls``: between which contexts it falls although more is asked for; each None where that is not so.
+    """
+    full = ok[(ok["mode"] == "step") & (ok["precision"] == "fp32")].sort_values("context_length")
+    if len(full) < 2:
+        return None
+    contexts, phases = full["context_length"].tolist(), phase_of[full["run_id"]].tolist()
+    peaks_mib = full["steady_peak_allocated_mib"].tolist()
+    asked_mib = full["steady_peak_requested_mib"].tolist()
+    flat = [context for context, peak in zip(contexts, peaks_mib) if abs(peak / peaks_mib[0] - 1) < FLAT]
+    falls = [{"from": contexts[i], "to": contexts[i + 1], "by_mib": peaks_mib[i] - peaks_mib[i + 1],
+              "asked_more_mib": asked_mib[i + 1] - asked_mib[i]} for i in range(len(full) - 1)
+             if peaks_mib[i + 1] < peaks_mib[i] and asked_mib[i + 1] > asked_mib[i]]
+
+    def contexts_of(phase: str) -> list[int]:
+        return [context for context, its in zip(contexts, phases) if its == phase]
+
+    return {"first_context": contexts[0], "first_mib": peaks_mib[0],
+            "last_context": contexts[-1], "last_mib": peaks_mib[-1],
+            "flat_share": FLAT, "flat_up_to": flat[-1] if len(flat) > 1 else None,
+            "in_optimizer": contexts_of("optimizer"),
+            "backward_from": next(iter(contexts_of("backward")), None),
+            "parameters_gib": int(full["parameters_bytes"].iloc[0]) / GIB,
+            "falls": falls[0] if falls else None}
+
+
+def autocast_changes(ok: pd.DataFrame, levels: pd.DataFrame) -> list[dict]:
+    """What bf16 autocast changes about the peaks of each mode, over contexts; empty where one precision is
+    missing.
+
+    ``least_share`` and ``most_share`` have their sign, ``low_share`` and ``high_share`` none;
+    ``from_about_none``: the smallest is hardly a change. ``copies_gib`` are autocast's copies of weights at
+    the peak of forward alone where all of its peaks are raised, None elsewhere.
+    """
+    wide = ok.pivot_table(index=["mode", "context_length"], columns="precision",
+                          values="steady_peak_allocated_mib")
+    if not {"fp32", "bf16"} <= set(wide):
+        return []
+    found = []
+    for mode, own in (wide["bf16"] / wide["fp32"] - 1).dropna().groupby(level="mode"):
+        raises, of_mode = bool(own.min() > 0), ok[(ok["mode"] == mode) & (ok["precision"] == "bf16")].iloc[0]
+        forward_alone, sizes = mode == "forward", own.abs()
+        found.append({
+            "forward_alone": forward_alone, "raises": raises, "lowers": bool(own.max() < 0),
+            "either_way": bool(own.min() * own.max() < 0), "least_share": own.min(), "most_share": own.max(),
+            "from_about_none": bool(sizes.min() < ABOUT_NONE),
+            "low_share": sizes.min(), "high_share": sizes.max(),
+            "copies_gib": copies_bytes(of_mode, levels) / GIB if forward_alone and raises else None})
+    return found
+
+
+def copies_bytes(run: pd.Series, levels: pd.DataFrame) -> int:
+    """Autocast's copies of weights at the peak of a run's last forward pass."""
+    own = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
+    return own.set_index("category")["bytes"]["autocast copies"]
+
+
+def residual(runs: pd.DataFrame) -> dict | None:
+    """One tensor of the residual stream of the largest size, at the usual context (else the least), and
+    ``by_context``."""
+    own = runs[runs["size"] == runs["size"].max()]
+    rows = own.drop_duplicates("context_length").sort_values("context_length")
+    rows = rows.assign(bytes=rows["batch_size"] * rows["context_length"] * rows["d_model"] * 4)
+    usual = rows[rows["context_length"] == USUAL]
+    one = (usual if len(usual) else rows).iloc[0]
+    return {"size": str(one["size"]), "batch": one["batch_size"], "context": one["context_length"],
+            "d_model": one["d_model"], "bytes": one["bytes"], "mib": one["bytes"] / MIB,
+            "by_context": pd.DataFrame({"context": rows["context_length"], "mib": rows["bytes"] / MIB}),
+            "runs": runs_of(rows)}
+
+
+def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
+    """The largest allocations of one run's last forward pass by line of code and size: line, region, size
+    (bytes), times, layers."""
+    own = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
+    grouped = own.groupby(["line", "region", "size"], sort=False).agg(
+        times=("size", "size"), layers=("layer", "nunique")).reset_index()
+    grouped = grouped.sort_values(["size", "times"], ascending=False, kind="stable", ignore_index=True)
+    return grouped.head(number)
+
+
+def largest(runs: pd.DataFrame, allocations: pd.DataFrame) -> dict | None:
+    """The largest allocations of the reference's forward pass: ``biggest`` are the lines that make one of
+    ``mib``."""
+    run = reference(runs, "forward")
+    if run is None:
+        return None
+    table = largest_allocations(allocations[allocations["run_id"] == run["run_id"]])
+    biggest = table[table["size"] == table["size"].max()]
+    return {"run": shape_of(run), "mib": table["size"].max() / MIB, "times": int(biggest["times"].sum()),
+            "biggest": biggest[["region", "line"]].to_dict("records"),
+            "table": table.assign(mib=table["size"] / MIB), "runs": runs_of(run.to_frame().T)}
+
+
+def largest_saved(saved: pd.DataFrame, number: int = 5) -> pd.DataFrame:
+    """The largest contributors to what a block saves by line of the model: line, source, region, tensor,
+    tensors, bytes, share of all that is saved."""
+    by_line = saved.groupby(["line", "source", "region", "tensor"], sort=False).agg(
+        tensors=("bytes", "size"), bytes=("bytes", "sum")).reset_index()
+    by_line["share"] = by_line["bytes"] / by_line["bytes"].sum()
+    return by_line.sort_values("bytes", ascending=False, kind="stable", ignore_index=True).head(number)
+
+
+def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
+    """What one block of the reference (else of the last run that measured it) keeps for its backward, against
+    the formula and against its gradients; ``five`` are the largest contributors, ``by_run`` compares contexts
+    and precisions, or is None."""
+    measured = saved["run_id"].unique()
+    chosen = reference(runs)
+    run_id = chosen["run_id"] if chosen is not None and chosen["run_id"] in measured else measured[-1]
+    run, own = runs.set_index("run_id", drop=False).loc[run_id], saved[saved["run_id"] == run_id]
+    config, five = config_of(run), largest_saved(own)
+    formulas = require_formulas(config)
+    saved_bytes, gradient_bytes = int(run["block_saved_bytes"]), int(run["block_gradient_bytes"])
+    by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
+    by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(
+        ["precision", "context_length"], ascending=[False, True])
+    return {"run": shape_of(run), "saved_mib": saved_bytes / MIB, "tensors": len(own),
+            "formula_mib": (value(formulas.saved, config) + value(formulas.copies, config)) / MIB,
+            "five": five.assign(mib=five["bytes"] / MIB), "five_share": five["share"].sum(),
+            "gradients_mib": gradient_bytes / MIB, "gradients_formula": BLOCK_GRADIENTS,
+            "saves_more": saved_bytes > gradient_bytes, "ratio": saved_bytes / gradient_bytes,
+            "by_run": None if len(by_run) < 2 else pd.DataFrame({
+                "precision": by_run["precision"], "context": by_run["context_length"],
+                "saved_mib": by_run["block_saved_bytes"] / MIB,
+                "copies_mib": by_run["block_copies_bytes"] / MIB,
+                "gradients_mib": by_run["block_gradient_bytes"] / MIB}),
+            "runs": runs_of(run.to_frame().T)}

@@ -1,0 +1,73 @@
+"""The closed formulas of memory against what was measured, and what they say will fit."""
+import pandas as pd
+
+from stepscope.say.formats import runs_of
+from stepscope.step.accounting import CATEGORIES, FORMULAS, MIB, peak, what_fits
+from stepscope.studies.memory.facts import (
+    ROUNDING,
+    USUAL,
+    config_of,
+    histories,
+    last_step,
+    reference,
+    shape_of,
+)
+
+WITHIN = 0.01         # a prediction this close to the measured peak holds
+EXACT_BYTES = 1024    # and this close, what the program asks for is told exactly
+ASSUMED_MIB = 80 * 1024  # of memory, where no GPU was measured
+
+
+def accounting(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame) -> dict | None:
+    """What a block saves by formula; ``checked`` against the measured peaks and ``by_category``, each None
+    where nothing was measured; and what fits."""
+    recorded = histories(runs)
+    ok = recorded[recorded["status"] == "ok"]
+    return {"saved": {precision: formulas.saved for precision, formulas in FORMULAS.items()},
+            "checked": checked(ok) if len(ok) else None,
+            "by_category": by_category(runs, levels, predicted) if len(ok) else None,
+            "fits": fits(runs), "runs": runs_of(recorded if len(recorded) else runs)}
+
+
+def checked(ok: pd.DataFrame) -> dict:
+    """Predicted peaks against measured ones: the prediction that is furthest off, and how many are right, of
+    what is allocated (``within``) and of what is asked for (``exact``). ``table`` has a row a run."""
+    peaks = [peak(config_of(run)) for _, run in ok.iterrows()]
+    allocated_mib, asked_mib = ok["steady_peak_allocated_mib"], ok["steady_peak_requested_mib"]
+    table = ok.assign(off_share=ok["predicted_mib"] / allocated_mib - 1,
+                      asked_off_bytes=[one.bytes - asked * MIB for one, asked in zip(peaks, asked_mib)],
+                      rounding_mib=allocated_mib - asked_mib,
+                      predicted_rounding_mib=[one.categories[ROUNDING] / MIB for one in peaks])
+    furthest = table.loc[table["off_share"].abs().idxmax()]
+    return {"peaks": len(table), "within_share": WITHIN,
+            "within": int((table["off_share"].abs() < WITHIN).sum()),
+            "exact": int((table["asked_off_bytes"].abs() < EXACT_BYTES).sum()),
+            "furthest": shape_of(furthest), "furthest_share": furthest["off_share"],
+            "rounding_mib": table["rounding_mib"], "table": table}
+
+
+def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame) -> dict | None:
+    """MiB by category, predicted and measured, after the loss of a steady full step, where activations are
+    complete; columns of ``table`` are (precision, ``predicted`` or ``measured``)."""
+    columns, run = {}, None
+    for precision in ("fp32", "bf16"):
+        if (found := reference(runs, "step", precision)) is None:
+            continue
+        run = found
+        own = last_step(levels[levels["run_id"] == run["run_id"]])
+        own = own[(own["phase"] == "loss") & (own["moment"] == "end")]
+        formula = predicted[(predicted["run_id"] == run["run_id"]) & (predicted["moment"] == "after loss")]
+        for name, table in (("predicted", formula), ("measured", own)):
+            columns[precision, name] = table.set_index("category")["bytes"].reindex(CATEGORIES) / MIB
+    return None if run is None else {"run": shape_of(run), "table": pd.DataFrame(columns).fillna(0.0)}
+
+
+def fits(runs: pd.DataFrame) -> dict:
+    """The largest context and batch of the largest size, by prediction, for the GPU that was measured."""
+    memory = runs["gpu_memory_mib"].dropna()
+    memory_mib = float(memory.iloc[0]) if len(memory) else ASSUMED_MIB
+    own = histories(runs) if len(memory) else runs
+    run = own[own["size"] == own["size"].max()].iloc[0] if len(own) else runs.iloc[0]
+    config = config_of(run).model_copy(update={"context_length": USUAL})
+    return {"size": str(run["size"]), "batch": run["batch_size"], "context": USUAL,
+            "memory_gib": memory_mib / 1024, "table": what_fits(config, memory_mib)}

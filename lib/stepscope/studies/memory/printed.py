@@ -1,0 +1,143 @@
+"""The memory study's tables as they are printed."""
+import pandas as pd
+
+from stepscope.say.formats import MODE_WORDS, fixed, number, percent, signed_percent
+from stepscope.studies.memory.facts import place
+
+
+def mib(size_mib: float) -> str:
+    return f"{fixed(size_mib)} MiB"
+
+
+def where(row: pd.Series) -> str:
+    """Phase, layer, region and line of a peak."""
+    at = place(row)
+    line = "" if at["line"] is None else f" ({at['line']})"
+    if at["in_optimizer"]:
+        return f"{at['phase']}{line}"
+    layer = "" if at["layer"] is None else f", layer {at['layer']}"
+    return f"{at['phase']}{layer}, {at['region'] or 'between operations'}{line}"
+
+
+def phases(facts: dict) -> pd.DataFrame:
+    """A row a phase: its peak in the first and in a steady step, and where that is."""
+    rows = facts["phases"]
+    return pd.DataFrame({"phase": rows["phase"], "first step": rows["first_mib"].map(mib),
+                         "steady step": rows["allocated_mib"].map(mib),
+                         "where the steady step's peak is": [where(row) for _, row in rows.iterrows()]})
+
+
+def by_context(facts: dict) -> pd.DataFrame:
+    """Contexts down, modes and precisions across."""
+    runs = facts["by_context"]
+    cells = runs.assign(
+        cell=[f"{fixed(run['steady_peak_allocated_mib'], 0)} / {fixed(run['steady_peak_reserved_mib'], 0)}"
+              if run["status"] == "ok" else f"out of memory (predicted {fixed(run['predicted_mib'], 0)})"
+              for _, run in runs.iterrows()],
+        column=runs["mode"].map(MODE_WORDS) + ", " + runs["precision"])
+    table = cells.pivot(index="context_length", columns="column", values="cell")
+    return table[cells["column"].unique()].rename_axis("context").astype(object).fillna("–").reset_index()
+
+
+def when(facts: dict) -> pd.DataFrame | None:
+    """A row a run: its peak, where it is, and the allocation that makes it."""
+    tops = facts["tops"]
+    if tops is None:
+        return None
+    return pd.DataFrame({
+        "mode": tops["mode"].map(MODE_WORDS), "precision": tops["precision"],
+        "context": tops["context_length"], "peak, MiB": tops["allocated_mib"].map(fixed),
+        "where": [where(row) for _, row in tops.iterrows()],
+        "made by an allocation of, MiB": tops["size_mib"].map(number),
+    }).sort_values(["mode", "precision", "context"])
+
+
+def checked(facts: dict) -> pd.DataFrame | None:
+    """A row a run: its peak predicted and measured."""
+    if facts["checked"] is None:
+        return None
+    rows = facts["checked"]["table"]
+    return pd.DataFrame({
+        "size": rows["size"].astype(str), "context": rows["context_length"],
+        "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
+        "predicted": rows["predicted_mib"].map(fixed),
+        "measured": rows["steady_peak_allocated_mib"].map(fixed),
+        "difference": [signed_percent(share, 2) for share in rows["off_share"]],
+        "asked for: difference, bytes": [f"{off:+,.0f}" for off in rows["asked_off_bytes"]],
+        "rounding, predicted / measured": [f"{fixed(ours)} / {fixed(theirs)}" for ours, theirs in
+                                           zip(rows["predicted_rounding_mib"], rows["rounding_mib"])]})
+
+
+def by_category(facts: dict) -> pd.DataFrame | None:
+    """Categories down; precisions, predicted and measured, across."""
+    if facts["by_category"] is None:
+        return None
+    table = facts["by_category"]["table"].map(fixed, decimals=3)
+    table.columns = [", ".join(names) for names in table]
+    return table.rename_axis("category").reset_index()
+
+
+def fits(facts: dict) -> pd.DataFrame:
+    """A row a mode and precision: the largest context and batch."""
+    own, rows = facts["fits"], facts["fits"]["table"]
+    whole = rows[["largest_context", "largest_batch"]].map(fixed, decimals=0)
+    return pd.DataFrame({"mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
+                         f"largest context at batch {own['batch']}": whole["largest_context"],
+                         f"largest batch at context {own['context']}": whole["largest_batch"]})
+
+
+def residual(facts: dict) -> pd.DataFrame:
+    """A row a context."""
+    rows = facts["by_context"]
+    return pd.DataFrame({"context": rows["context"], "MiB": rows["mib"].map(number, digits=4)})
+
+
+def largest(facts: dict) -> pd.DataFrame:
+    """A row a line of the model and size."""
+    rows = facts["table"]
+    return pd.DataFrame({"MiB each": rows["mib"].map(number, digits=4), "times": rows["times"].astype(str),
+                         "region": rows["region"], "line": rows["line"]})
+
+
+def five(facts: dict) -> pd.DataFrame:
+    """A row each of the largest contributors to what a block saves."""
+    rows = facts["five"]
+    return pd.DataFrame({"region": rows["region"], "tensor": rows["tensor"],
+                         "source": "`" + rows["source"] + "`", "line": rows["line"],
+                         "tensors": rows["tensors"].astype(str),
+                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent)})
+
+
+def by_run(facts: dict) -> pd.DataFrame | None:
+    """A row a precision and context: what one block saves."""
+    if facts["by_run"] is None:
+        return None
+    rows = facts["by_run"]
+    return pd.DataFrame({"precision": rows["precision"], "context": rows["context"],
+                         "saved": rows["saved_mib"].map(fixed),
+                         "of it copies of weights": rows["copies_mib"].map(fixed),
+                         "gradients": rows["gradients_mib"].map(fixed)})
+
+
+def curve(facts: dict) -> pd.DataFrame:
+    """A row a setting of checkpointing."""
+    rows = facts["table"]
+    settings = [str(blocks) if blocks else "none" for blocks in rows["blocks"]]
+    table = pd.DataFrame({"blocks per checkpoint": settings,
+                          "predicted peak, MiB": rows["predicted_mib"].map(fixed)})
+    if facts["on_gpu"]:
+        table["measured peak, MiB"] = ["out of memory" if status == "oom" else fixed(peak_mib)
+                                       for status, peak_mib in zip(rows["status"], rows["peak_mib"])]
+    return table.assign(**{"step, ms": rows["time_ms"].map(number)})
+
+
+def pairs(facts: dict) -> pd.DataFrame | None:
+    """A row a run that was made with and without expandable segments."""
+    if facts["pairs"] is None:
+        return None
+    rows = facts["pairs"]
+    return pd.DataFrame({"size": rows["size"].astype(str), "context": rows["context_length"],
+                         "mode": rows["mode"].map(MODE_WORDS), "allocated": rows["allocated_mib"].map(fixed),
+                         "reserved": rows["reserved_mib"].map(fixed),
+                         "allocated, expandable": rows["allocated_mib_expandable"].map(fixed),
+                         "reserved, expandable": rows["reserved_mib_expandable"].map(fixed)})

@@ -1,0 +1,47 @@
+"""The tables of sweeps side by side as they are printed."""
+import pandas as pd
+
+from stepscope.say.formats import number, signed_percent
+
+GROUPS = {True: "phases that keep the GPU busy", False: "phases in which the GPU waits for the host"}
+
+
+def sweeps(facts: dict) -> pd.DataFrame:
+    """A row a sweep."""
+    rows = facts["table"]
+    return pd.DataFrame({"sweep": rows["condition"], "at once": rows["at_once"].astype(str),
+                         "wall time (s)": rows["wall_s"].map(number),
+                         "times as fast": rows["times"].map(number),
+                         "mean run (s)": rows["mean_run_s"].map(number),
+                         "operations that differ": rows["different"].astype(str)})
+
+
+def change(row: pd.Series) -> str:
+    """How one group of phases changed."""
+    if row["unchanged"]:
+        return "none"
+    return "not told apart" if row["untold"] else signed_percent(row["change_share"], 1)
+
+
+def phases(facts: dict) -> pd.DataFrame:
+    """A row a sweep and group of phases."""
+    rows = facts["table"]
+    four = rows[["ratio", "low", "high", "p5", "p95", "operations_ratio"]].map(number, digits=4)
+    groups = rows["busy"].map(GROUPS).str.removeprefix("phases ")
+    return pd.DataFrame({
+        "phases": groups + " (" + rows["phases"].astype(str) + ")", "sweep": rows["condition"],
+        "runs beside": rows["beside"].map(number, digits=2),
+        "median ratio": four["ratio"] + " [" + four["low"] + ", " + four["high"] + "]",
+        "single phases, 5% to 95%": four["p5"] + " to " + four["p95"],
+        "sum of operations": four["operations_ratio"], "change": [change(row) for _, row in rows.iterrows()]})
+
+
+def experiment(facts: dict) -> pd.DataFrame:
+    """A row a configuration and condition."""
+    rows = facts["table"]
+    four = rows[["median_ms", "ci_low_ms", "ci_high_ms", "ratio"]].map(number, digits=4)
+    return pd.DataFrame({
+        "run": rows["size"] + ", context " + rows["context_length"].astype(str) + ", " + rows["mode"],
+        "workers": rows["condition"], "runs": rows["runs"].astype(str),
+        "median (ms)": four["median_ms"] + " [" + four["ci_low_ms"] + ", " + four["ci_high_ms"] + "]",
+        "ratio to alone": four["ratio"], "agrees": rows["agrees"].map({True: "yes", False: "no"})})
