@@ -23,7 +23,7 @@ from stepscope.config import device_here
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.store import ENDED, Store
 from stepscope.runs.sweep import How, run_sweep
-from stepscope.runs.tables import load_table, runs_frame
+from stepscope.runs.tables import load_table, read_table, runs_frame
 from stepscope.runs.workers import local_cluster
 from stepscope.say.words import environment, tidy
 from stepscope.step.summary import median_interval
@@ -152,8 +152,8 @@ def _sweep_row(store: Store, records: list[Record], in_folder: int) -> dict:
     """``workers`` and ``wall_s`` (where one sweep made all that is in the folder, else None), ``runs``,
     ``at_once`` (the most that went on at one time), ``ram_gib`` (of the machine, to tell hosts apart),
     ``mean_run_s``."""
-    file = store.root / ENDED
-    ended = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
+    known = (store.root / ENDED).exists()
+    ended = read_table(store.root, ENDED) if known else pd.DataFrame(columns=["workers", "runs", "wall_s"])
     ended = ended[ended["runs"] > 0]
     one_made_all = len(ended) == 1 and ended["runs"].iloc[0] == in_folder
     begun = [record.started_at.timestamp() for record in records]

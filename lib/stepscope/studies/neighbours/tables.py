@@ -5,6 +5,7 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from stepscope.runs.record import RecordError
+from stepscope.runs.tables import read_table
 
 KEPT = "neighbours"  # in a runs folder
 TEXT, NUMBER, MAYBE, TRUTH = "text", "a number", "a number or nothing", "True or False"
@@ -44,10 +45,7 @@ def read(root: Path, name: str, columns: dict[str, str]) -> pd.DataFrame:
     """
     if not (root / name).exists():
         return pd.DataFrame()
-    try:
-        table = pd.read_csv(root / name)
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{name}: cannot be read as a table ({' '.join(str(error).split())})") from None
+    table = read_table(root, name)
     if lacking := [column for column in columns if column not in table]:
         raise RecordError(f"{name}: lacks the columns {', '.join(lacking)}; expected {', '.join(columns)}")
     if table.empty:
