@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepscope.studies.attention.measure import Implementations, Inputs, block_mask, mask_memory, memory_pass, reason, release
+from stepscope.studies.attention.measure import Implementations, Inputs, block_mask, mask_memory, memory_pass
+from stepscope.step.compiling import reason, release
 from stepscope.studies.attention.config import Config
 
 WRITTEN = ("eager", "math")               # made of torch's own operators

@@ -2,8 +2,6 @@
 
 Shapes in comments: B batch, T sequence, d head dimension. There is one head, so the tensors are (B, 1, T, d).
 """
-import gc
-import re
 import warnings
 from collections.abc import Callable
 from functools import cached_property
@@ -19,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
 from stepscope.studies.attention.config import ATTENTIONS, Config
+from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import Attention
 from stepscope.step.training_step import AUTOCAST_DTYPES, out_of_memory_names
 from stepscope.runs.store import Record, Store, load_table, runs_frame
@@ -148,39 +147,6 @@ def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, 
     return {f"{name}_error": error if isfinite(error) else inf for name, error in zip(QUANTITIES, relative)}
 
 
-class Compiles:
-    """Counts what torch.compile does between two readings: graphs compiled, and graph breaks."""
-
-    def __init__(self) -> None:
-        self.read()
-
-    def read(self) -> tuple[int, int]:
-        """Graphs and graph breaks since the last reading."""
-        from torch._dynamo.utils import counters
-        now = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        since = tuple(a - b for a, b in zip(now, getattr(self, "last", now)))
-        self.last = now
-        return since
-
-
-def allow_recompiling(times: int = 256) -> None:
-    """Let one function be compiled for so many shapes (torch's limit is 8), and fail beyond instead of running eager."""
-    import torch._dynamo.config as dynamo
-    dynamo.recompile_limit, dynamo.accumulated_recompile_limit = times, 4 * times
-    dynamo.fail_on_recompile_limit_hit = True
-
-
-def release(device: str, after_error: bool = False) -> None:
-    """Give freed memory back to the driver, so that one cell's blocks do not shape the next one's.
-
-    After an error tensors may hang in cycles, which only the collector frees; it takes a third of a second, so not otherwise.
-    """
-    if after_error:
-        gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -266,20 +232,6 @@ def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> 
     affordable = int(config.cell_seconds * 1e3 / wall_ms) if wall_ms else config.timed_steps
     passes = min(config.timed_steps, max(config.least_passes, affordable))
     return pd.DataFrame([once()[:3] for _ in range(passes)], columns=["forward_ms", "backward_ms", "enqueue_ms"])
-
-
-def reason(error: Exception, warned: list) -> str:
-    """Why an implementation does not run, in torch's own words.
-
-    Where no kernel of a backend fits, torch says in the error that none does, and why in warnings, one for each backend;
-    of those, the ones for backends that were switched off say nothing.
-    """
-    words = str(error) or type(error).__name__
-    if "No available kernel" in words:
-        said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
-        words = " ".join(dict.fromkeys(text for text in said if not re.search("not used because|runtime"
-                                                                              " disabled", text))) or words
-    return re.sub(r"/\S*/", "", " ".join(words.split()))[:400]  # no paths of this machine
 
 
 def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],

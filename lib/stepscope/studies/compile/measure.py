@@ -4,7 +4,7 @@ import dataclasses
 import pandas as pd
 import torch
 
-from stepscope.studies.attention.measure import Compiles, allow_recompiling, reason, release
+from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.studies.benchmark.measure import run_times
 from stepscope.config import PHASES
 from stepscope.studies.compile.config import Config
