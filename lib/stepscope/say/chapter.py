@@ -117,7 +117,7 @@ def answer(chapter: Chapter, question: Question, tables: Tables) -> Answer:
     facts = None if asked is None else question.facts(*asked)
     if facts is None:
         words = Words(chapter.folder / "words", f"{question.key}.md")
-        return Answer(question.key, words.block("question"), words.not_answered(chapter.study))
+        return Answer(question.key, words.block("question"), words.block("not_answered") or words.not_answered(chapter.study))
     return told(chapter.folder, question, facts)
 
 

@@ -4,7 +4,7 @@ This module has the type, and the wording that all answers share; a study's answ
 adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -145,7 +145,41 @@ def comma(loop) -> str:
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
+def called(keys: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """What some things are called."""
+    return [names[key] for key in keys]
+
+
+def fixed(value: float, decimals: int = 0) -> str:
+    """A number to so many decimals, a comma for thousands."""
+    return f"{value:,.{decimals}f}"
+
+
+def positions(value: float) -> str:
+    """A length of sequence: whole below 100,000, above it to three digits, from a million on in millions."""
+    if math.isnan(value):
+        return "–"
+    if value < 1e5:
+        return f"{int(value):,}"
+    return number(value) if value < 1e6 else f"{number(value / 1e6)} million"
+
+
+def to(low: object, high: object) -> str:
+    """"a to b", or one where both print the same."""
+    return f"{low}" if f"{low}" == f"{high}" else f"{low} to {high}"
+
+
+def with_error(value: float, error: float) -> str:
+    """Value ± error to the error's first digit, five decimals at most; the value alone where there is no error."""
+    if math.isnan(error):
+        return f"{value:.3f}"
+    if error < 5e-6:
+        return f"{value:.5f}"
+    decimals = min(5, max(0, -math.floor(math.log10(error))))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma)}
+            percent_range, precision, comma, called, fixed, positions, to, with_error)}
 FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

@@ -15,7 +15,8 @@ def matrix(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def reference(table: pd.DataFrame) -> tuple[str, int]:
-    """What sentences speak of, in a table ordered by size: the smallest size, and of its contexts the largest up to 512."""
+    """What sentences speak of, in a table ordered by size: the smallest size, and of its contexts the largest
+    up to 512."""
     size = table["size"].iloc[0]
     contexts = table.loc[table["size"] == size, "context_length"]
     return str(size), int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())
@@ -29,3 +30,11 @@ def pick(times: pd.DataFrame, **values) -> pd.DataFrame:
 
 def precisions(table: pd.DataFrame) -> list[str]:
     return [precision for precision in PRECISIONS if (table["precision"] == precision).any()]
+
+
+def beside(rows: pd.DataFrame) -> dict | None:
+    """How many of a table's ``runs`` had others ``beside`` them on their machine (``each`` of several); None
+    if none had."""
+    runs = rows.drop_duplicates("run_id")
+    busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
+    return {"runs": len(runs), "beside": busy, "each": busy == len(runs) > 1} if busy else None

@@ -56,9 +56,16 @@ def _said(macro: Macro) -> Callable[..., Markup]:
     return lambda *values, **named: Markup(macro(*values, **named))
 
 
+class Templates(Environment):
+    """Jinja's, but that ``facts.clear`` is the fact of that name and not a dictionary's method."""
+
+    def getattr(self, thing: Any, name: str) -> Any:
+        return thing[name] if isinstance(thing, dict) and name in thing else super().getattr(thing, name)
+
+
 def environment(*folders: Path) -> Environment:
     """The templates of some folders, with the formats of :mod:`stepscope.say.formats` as filters."""
-    made = Environment(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
+    made = Templates(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
                        trim_blocks=True, lstrip_blocks=True)
     made.filters |= formats.FILTERS
     return made

@@ -50,13 +50,16 @@ def _tried(name: str, config: Config, sequence: int, run: Callable[[], dict]) ->
 def search(attempt: Callable[[int], dict], fits: int, limit: float, halvings: int) -> list[dict]:
     """Probes from a sequence that fits: doubled until one fails or ``limit`` is reached, then the octave
     halved so often."""
-    rows, fails = [], None
+    rows: list[dict] = []
+    fails: int | None = None
     while fails is None and fits < limit:
         rows.append(attempt(2 * fits))
         if rows[-1]["status"] == "failed":
             return rows
         fits, fails = (2 * fits, None) if rows[-1]["status"] == "ok" else (fits, 2 * fits)
-    for _ in range(halvings if fails else 0):
+    if fails is None:
+        return rows
+    for _ in range(halvings):
         middle = (fits + fails) // 2
         rows.append(attempt(middle))
         fits, fails = (middle, fails) if rows[-1]["status"] == "ok" else (fits, middle)

@@ -90,7 +90,8 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
 def _measure(config: Config) -> dict[str, pd.DataFrame]:
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     allow_recompiling()
-    implementations, rows, samples = Implementations(), [], []
+    implementations, samples = Implementations(), []
+    rows: list[dict] = []
     for causal in (True, False):
         names = config.causal if causal else config.unmasked
         for sequence in sorted(config.sequences) if names else ():
