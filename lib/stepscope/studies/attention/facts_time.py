@@ -41,7 +41,7 @@ def grid(rows: pd.DataFrame) -> list[dict]:
     for precision in precisions(rows):
         heads = sorted(rows.loc[rows["precision"] == precision, "d_model"].unique())
         found.setdefault(tuple(heads), []).append(precision)
-    return [{"heads": heads, "precisions": shown} for heads, shown in found.items()]
+    return [{"heads": list(heads), "precisions": shown} for heads, shown in found.items()]
 
 
 def ranked(at: pd.DataFrame, precision: str, by: str) -> list[dict]:
