@@ -1,10 +1,13 @@
 """The attention study: what is checked, timed, counted and followed, on a CPU."""
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from conftest import record_of
 from stepscope.config import configure
-from stepscope.runs.one_run import make_run
 from stepscope.say.chapter import answer, given
 from stepscope.step.compiling import reason
 from stepscope.studies.attention import ending, following, implementations
@@ -15,6 +18,7 @@ from stepscope.studies.attention.measure import measure_attention, measure_cell
 from stepscope.studies.attention.memory import memory_pass
 from stepscope.studies.attention.timing import timed_passes
 
+NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "attention.ipynb"
 SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16, 32], "timed_steps": 3,
          "warmup_steps": 1, "cell_seconds": 0.05}
 
@@ -143,6 +147,7 @@ def test_passes_are_as_many_as_asked_for_or_as_time_allows(small, monkeypatch):
 # -- memory --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["eager", "math"])
 def test_what_the_code_alone_predicts_is_what_autograd_is_handed(name, small):
     config = small()
     for sequence in (16, 32):
@@ -215,14 +220,24 @@ def test_a_search_doubles_until_it_fails_and_halves_back():
 # -------------------------------------------------------------------------
 
 
+def execute(config, folder):
+    """The cells of the notebook, one after another in this process, as a sweep has them executed in a kernel."""
+    names = config.model_dump(mode="json") | {"run_folder": str(folder)}
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code" and "parameters" not in cell["metadata"].get("tags", []):
+            exec("".join(cell["source"]), names)
+    return json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
+
+
 def test_a_notebooks_run_becomes_cells_with_rates_and_answers_without_a_gpu(store):
-    config = configure("attention", **SMALL | {"causal": ["eager", "flash", "cudnn"],
-                                               "unmasked": ["eager", "flash"], "unmasked_from": 16})
-    with store.writing():
-        store.commit(*make_run(config, store))
-        record = store.find(config)
-    assert record.status == "ok", record.cause
-    assert set(record.tables) == {"cells", "samples.parquet", "ceilings", "ends", "predicted", "accounting"}
+    asked = {"causal": ["eager", "flash", "cudnn"], "unmasked": ["eager", "flash"], "unmasked_from": 16}
+    config = configure("attention", **SMALL | asked)
+    store.folder(config).mkdir(parents=True)
+    outcome = execute(config, store.folder(config))
+    assert set(outcome["tables"]) == {"cells", "samples.parquet", "ceilings", "ends", "predicted",
+                                      "accounting"}
+    fields = ("tables", "results", "machine", "software")
+    record = record_of(config, **{field: outcome[field] for field in fields})
     tables = {f"attention.{name}": table for name, table in CHAPTER.load(store, [record]).items()}
     cells = tables["attention.cells"]
     assert len(cells) == 3 * 3 + 2 * 2 and cells["status"].value_counts().to_dict() == {"ok": 10,
