@@ -216,12 +216,11 @@ def test_a_search_doubles_until_it_fails_and_halves_back():
     assert len(broken) == 1
 
 
-# -- from the notebook to the answers
-# -------------------------------------------------------------------------
+# -- from the notebook to the answers ------------------------------------------------------------------------
 
 
 def execute(config, folder):
-    """The cells of the notebook, one after another in this process, as a sweep has them executed in a kernel."""
+    """The notebook's cells, one after another in this process, as a sweep has them executed in a kernel."""
     names = config.model_dump(mode="json") | {"run_folder": str(folder)}
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code" and "parameters" not in cell["metadata"].get("tags", []):
@@ -240,8 +239,8 @@ def test_a_notebooks_run_becomes_cells_with_rates_and_answers_without_a_gpu(stor
     record = record_of(config, **{field: outcome[field] for field in fields})
     tables = {f"attention.{name}": table for name, table in CHAPTER.load(store, [record]).items()}
     cells = tables["attention.cells"]
-    assert len(cells) == 3 * 3 + 2 * 2 and cells["status"].value_counts().to_dict() == {"ok": 10,
-                                                                                        "unsupported": 3}
+    assert len(cells) == 3 * 3 + 2 * 2
+    assert cells["status"].value_counts().to_dict() == {"ok": 10, "unsupported": 3}
     row = cells[cells["status"] == "ok"].iloc[-1]
     flops = 3 * 4 * 2 * row["sequence"] ** 2 * 8
     assert row["pass_tflops"] == pytest.approx(flops / row["pass_median_ms"] / 1e9)

@@ -61,8 +61,7 @@ def said(key, cells, **tables):
     return answer(CHAPTER, question, empty | {"attention.cells": cells} | others)
 
 
-# -- correctness and time
-# ----------------------------------------------------------------------------------------------
+# -- correctness and time ------------------------------------------------------------------------------------
 
 def test_wrong_and_unsupported_cells_are_told_apart():
     cells = gpu_cells()
@@ -182,8 +181,7 @@ def test_a_mask_that_is_skipped_is_told_from_one_that_is_computed():
     assert said("attention-causal", cells).text != said("attention-causal", squares).text
 
 
-# -- compiling and TF32
-# ------------------------------------------------------------------------------------------------
+# -- compiling and TF32 --------------------------------------------------------------------------------------
 
 def test_what_pays_off_and_what_never_does():
     cells = gpu_cells()
@@ -260,8 +258,7 @@ def test_a_cpu_is_asked_neither_for_tf32_nor_for_its_end():
         assert here.text and not here.tables and "GPU" not in here.text
 
 
-# -- memory
-# ------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 def test_the_exponent_and_its_error_are_those_of_the_data():
     sequences = np.array([1024, 4096, 16384] * 2)
@@ -313,8 +310,7 @@ def test_the_end_is_where_the_polynomial_meets_the_memory():
     assert prediction.longest_fitting(np.array([0.0, 100.0, 0.0]), 1e6) == pytest.approx(1e4)
 
 
-# -- where it ends
-# -----------------------------------------------------------------------------------------------------
+# -- where it ends -------------------------------------------------------------------------------------------
 
 SAID = "CUDA out of memory. 99 GiB is allocated by PyTorch, and {} is reserved by PyTorch but unallocat"
 PROBES = [("pass", "eager", False, 24576, "ok", ""), ("pass", "eager", False, 26624, "oom", "20.00 GiB"),
@@ -417,8 +413,7 @@ def test_nothing_is_said_where_nothing_was_searched():
     assert here.text and not here.finding and not here.tables
 
 
-# -- formats
-# -----------------------------------------------------------------------------------------------------------
+# -- formats -------------------------------------------------------------------------------------------------
 
 def test_errors_are_printed_to_their_first_digit():
     assert with_error(1.90234, 0.0114) == "1.90 ± 0.01"
