@@ -3,22 +3,46 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 REFERENCE := runs/h200
+JOBS ?= 2
+LAB_FLAGS ?=
 
-.PHONY: report test lab bench check reference doctor clean
+.PHONY: report test lint trials hooks lab lab-copies bench check reference doctor clean
 
 report: $(READY)  ## measure this machine and render its report beside its runs
 	$(BIN)/stepscope report
 
-test: $(READY)  ## the tests
-	$(BIN)/python -m pytest
-	$(MAKE) --no-print-directory check
+# lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
+test: $(READY)  ## the tests, on JOBS processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
-lab: $(READY)  ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir notebooks
+lint: $(READY)  ## ruff and mypy, over the package, bench, the tests and the notebooks
+	$(BIN)/ruff check
+	$(BIN)/python tests/typecheck.py
+
+hooks: $(READY)  ## lint, and notebooks without outputs, before each commit
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hooks]'
+	$(BIN)/pre-commit install
+
+trials: $(READY)  ## what takes longer than make test may: before a release
+	$(BIN)/python -m pytest -m trials
+
+lab: $(READY) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves
+	$(BIN)/jupyter lab --notebook-dir lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
+
+lab-copies:  # a copy that was edited stays, and is named when its notebook has changed since
+	@mkdir -p lab/.originals
+	@for new in notebooks/*.ipynb; do \
+	    mine="lab/$${new##*/}"; old="lab/.originals/$${new##*/}"; \
+	    if [ -e "$$mine" ] && ! cmp -s "$$mine" "$$old"; then \
+	        cmp -s "$$new" "$$old" || echo "$$mine stays as you left it; $$new has changed since: delete yours to get it"; \
+	    else \
+	        cp "$$new" "$$mine" && cp "$$new" "$$old" || exit 1; \
+	    fi; \
+	done
 
 bench: $(READY)  ## what measuring costs, as ratios in one run, beside other programs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/stepscope bench
+	$(BIN)/python -m bench
 
 check: $(READY)  ## is the committed report what the committed records say?
 	$(BIN)/stepscope check --runs $(REFERENCE) --out .
@@ -35,5 +59,5 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-clean:  ## the virtual environment and caches; never runs
-	rm -rf .venv .pytest_cache lib/*.egg-info
+clean:  ## the virtual environment and caches; never runs, nor copies of notebooks
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache lib/*.egg-info

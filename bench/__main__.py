@@ -1,4 +1,8 @@
-"""What measuring costs, side by side in one process: the harness, annotation, and the sweep around them."""
+"""What measuring costs, side by side in one process: the harness, annotation, and the sweep around them.
+
+Run it from the checkout, with this project installed: python -m bench
+"""
+import argparse
 import logging
 import sqlite3
 import statistics
@@ -8,28 +12,34 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from timeit import default_timer
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from stepscope.step.annotate import annotated
 from bench.sweeps import bench_engine, bench_store
 from bench.traces import add_short_names, make_capture, write_chrome_trace
-from stepscope.config import configure
-from stepscope.traces.conservation import check_conservation, kernel_summary, phase_clocks
-from stepscope.traces.nsys_program import capture, make_reports
-from stepscope.studies.nsys.measure import profiler_here
-from stepscope.step.training_step import Step, build_step
+from stepscope.config import StepConfig, configure
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import run_sweep
+from stepscope.step.annotate import annotated
 from stepscope.step.timing import PhaseClock
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.nsys.measure import profiler_here
+from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
+from stepscope.traces.nsys_program import NsysError, capture, make_reports
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
-CONFIGURATIONS = {"cuda": [{"size": "small", "context_length": 512}, {"size": "medium", "context_length": 512}],
-                  "cpu": [{"size": "tiny", "context_length": 128, "vocab_size": 1000}]}
+CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
+    "cuda": [{"size": "small", "context_length": 512}, {"size": "medium", "context_length": 512}],
+    "cpu": [{"size": "tiny", "context_length": 128, "vocab_size": 1000}]}
+
+
+def config_of(**values: Any) -> StepConfig:
+    return cast(StepConfig, configure("benchmark", **values))
 
 
 def harness_ms(step: Step) -> float:
@@ -44,7 +54,9 @@ def harness_ms(step: Step) -> float:
 
 
 def bare_ms(step: Step) -> float:
-    """Median of a step between two CUDA events and nothing else; on a CPU, between two readings of the host's clock."""
+    """Median of a step between two CUDA events and nothing else; on a CPU, between two readings of the host's
+    clock.
+    """
     times_ms = []
     for _ in range(STEPS):
         step.clear_gradients()
@@ -72,7 +84,8 @@ def library_ms(step: Step) -> float:
         from triton.testing import do_bench  # comes with torch's CUDA build only
         return do_bench(once, warmup=100, rep=STEPS * 60, return_mode="median")
     from torch.utils.benchmark import Timer
-    return Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads()).adaptive_autorange(max_run_time=2).median * 1e3
+    return Timer("once()", globals={"once": once},
+                 num_threads=torch.get_num_threads()).adaptive_autorange(max_run_time=2).median * 1e3
 
 
 def annotated_ms(step: Step) -> float:
@@ -85,17 +98,20 @@ def bench(console: Console) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     library = "triton.testing.do_bench" if device == "cuda" else "torch.utils.benchmark.Timer"
     for values in CONFIGURATIONS[device]:
-        step = build_step(configure("benchmark", device=device, **values))
+        step = build_step(config_of(device=device, **values))
         for _ in range(5):
             step()
-        _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}", step,
-                 {"the harness": harness_ms, "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
+        _compare(console, f"One full step, {values['size']} at context {values['context_length']}, {device}",
+                 step,
+                 {"the harness": harness_ms,
+                  "bare events" if device == "cuda" else "bare host clock": bare_ms, library: library_ms})
         del step
     size = "small" if device == "cuda" else "nano"
-    step = build_step(configure("benchmark", device=device, size=size, context_length=128, mode="forward"))
+    step = build_step(config_of(device=device, size=size, context_length=128, mode="forward"))
     for _ in range(20):
         step()
-    _compare(console, f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
+    _compare(console,
+             f"Annotation (outside a profiler): forward of {size} at context 128, where launches are the limit", step,
              {"off": harness_ms, "on": annotated_ms, "off again": harness_ms})
     _bench_sweep(console, device)
     bench_engine(console)
@@ -106,11 +122,13 @@ def bench(console: Console) -> None:
 
 def _compare(console: Console, title: str, step: Step, methods: dict[str, Callable[[Step], float]]) -> None:
     rounds = [{name: method(step) for name, method in methods.items()} for _ in range(ROUNDS)]
-    table = Table("measured by", "ms", "ratio", "lowest and highest ratio of the rounds", title=title, title_justify="left")
+    table = Table("measured by", "ms", "ratio", "lowest and highest ratio of the rounds", title=title,
+                  title_justify="left")
     first = next(iter(methods))
     for name in methods:
         ratios = [r[name] / r[first] for r in rounds]
-        table.add_row(name, f"{statistics.median(r[name] for r in rounds):.4g}", f"{statistics.median(ratios):.4f}",
+        table.add_row(name, f"{statistics.median(r[name] for r in rounds):.4g}",
+                      f"{statistics.median(ratios):.4f}",
                       f"{min(ratios):.4f} {max(ratios):.4f}")
     console.print(table)
 
@@ -128,47 +146,68 @@ def _bench_sweep(console: Console, device: str) -> None:
         records = store.records()[0]
     in_steps_s = sum(record.measuring_s for record in records)
     in_runs_s = sum(record.duration_s for record in records)
-    table = Table("time", "s", "of the wall time", title=f"A sweep of {len(records)} runs ({fixed['size']})", title_justify="left")
-    for name, seconds in (("wall time of the sweep", wall_s), ("in runs (kernel start, imports, notebook)", in_runs_s),
-                          ("in warm-up and timed steps", in_steps_s), ("outside of runs", wall_s - in_runs_s)):
+    table = Table("time", "s", "of the wall time", title=f"A sweep of {len(records)} runs ({fixed['size']})",
+                  title_justify="left")
+    for name, seconds in (("wall time of the sweep", wall_s),
+                          ("in runs (kernel start, imports, notebook)", in_runs_s),
+                          ("in warm-up and timed steps", in_steps_s),
+                          ("outside of runs", wall_s - in_runs_s)):
         table.add_row(name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
     console.print(table)
 
 
 def _bench_accounting(console: Console, device: str) -> None:
-    """The accounting of one event-level export, against nsys's own reports of the same file where nsys is whole."""
+    """The accounting of one event-level export, against nsys's own reports of the same file where nsys is
+    whole.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        export, nsys = Path(folder) / "capture.sqlite", None if device == "cpu" else profiler_here(device)[1]
-        if nsys:
-            config = configure("benchmark", device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
-            captured = capture([config], Path(folder) / "capture", nsys)[0]
-            export = make_reports(nsys, captured.file, Path(folder), "capture")
-        else:
-            make_capture(export, kernels=100_000, ranges=100_000)
+        nsys = None if device == "cpu" else profiler_here(device)[1]
+        export = _export(Path(folder), device, nsys)
 
         def account() -> None:
             operations, ranges = load_trace(export)
             check_conservation(operations, activity_totals(export))
             phase_clocks(operations, ranges)
-            kernel_summary(operations, ("phase", "region", "name"))
-        seconds = {"load here": _seconds(lambda: load_trace(export)), "load, check, clocks and summary here": _seconds(account)}
+            operations.groupby(["phase", "region", "name"], observed=True)["duration_ns"].sum()
+        first = _seconds(lambda: load_trace(export))
+        seconds: dict[str, float | str] = {"load here": first,
+                                           "load, check, clocks and summary here": _seconds(account)}
         for report in ("nvtx_kern_sum", "nvtx_gpu_proj_sum") if nsys else ():
-            seconds[f"nsys stats {report}"] = _seconds(lambda: subprocess.run(
-                [nsys, "stats", "--report", report, "--format", "csv", "--output", "-", str(export)], check=True, capture_output=True))
+            command = [str(nsys), "stats", "--report", report, "--format", "csv", "--output", "-",
+                       str(export)]
+            seconds[f"nsys stats {report}"] = _seconds(
+                lambda: subprocess.run(command, check=True, capture_output=True))
         seconds |= _others(export, Path(folder))
         operations = int(activity_totals(export)["operations"].sum())
-    first = seconds["load here"]
-    table = Table("accounting of one capture", "s", "ratio to load here", title=f"{operations:,} GPU operations", title_justify="left")
+    table = Table("accounting of one capture", "s", "ratio to load here",
+                  title=f"{operations:,} GPU operations",
+                  title_justify="left")
     for name, value in seconds.items():
-        table.add_row(name, *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
+        table.add_row(name,
+                      *((value, "") if isinstance(value, str) else (f"{value:.3f}", f"{value / first:.2f}")))
     console.print(table)
 
 
-def _others(export: Path, folder: Path) -> dict[str, float | str]:
-    """What two programs for the same purpose take to give each kernel its range, in s, or why they were not run.
+def _export(folder: Path, device: str, nsys: Path | None) -> Path:
+    """A capture's export: of this machine's steps, or a made-up one where there is no nsys."""
+    export = folder / "capture.sqlite"
+    if nsys is None:
+        make_capture(export, kernels=100_000, ranges=100_000)
+        return export
+    config = config_of(device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
+    captured = capture([config], folder / "capture", nsys)[0]
+    if captured.file is None:
+        raise NsysError(f"nothing was captured: {captured.outcome['cause']}")
+    return make_reports(nsys, captured.file, folder, "capture")
 
-    Both are asked for less than is done here: nsys-ai leaves out kernels that no range holds, copies and fills; Holistic
-    Trace Analysis reads torch.profiler's format, so it gets the same operations in that, with the phases only.
+
+def _others(export: Path, folder: Path) -> dict[str, float | str]:
+    """What two programs for the same purpose take to give each kernel its range, in s, or why they were not
+    run.
+
+    Both are asked for less than is done here: nsys-ai leaves out kernels that no range holds, copies and
+    fills; Holistic Trace Analysis reads torch.profiler's format, so it gets the same operations in that, with
+    the phases only.
     """
     seconds: dict[str, float | str] = {}
     missing = "not installed (it comes with the extra 'bench')"
@@ -179,7 +218,8 @@ def _others(export: Path, folder: Path) -> dict[str, float | str]:
     else:
         add_short_names(export)
         with closing(sqlite3.connect(export)) as connection:
-            seconds["nsys-ai, kernels to ranges"] = _seconds(lambda: attribute_kernels_to_nvtx(connection, str(export)))
+            seconds["nsys-ai, kernels to ranges"] = _seconds(
+                lambda: attribute_kernels_to_nvtx(connection, str(export)))
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
@@ -190,7 +230,8 @@ def _others(export: Path, folder: Path) -> dict[str, float | str]:
         logging.disable(logging.WARNING)  # its progress
 
         def annotated_kernels() -> None:
-            TraceAnalysis(trace_files={0: str(chrome)}, trace_dir=str(folder)).get_gpu_kernels_with_user_annotations(0)
+            TraceAnalysis(trace_files={0: str(chrome)},
+                          trace_dir=str(folder)).get_gpu_kernels_with_user_annotations(0)
         seconds["Holistic Trace Analysis, kernels to phases"] = _seconds(annotated_kernels)
         logging.disable(logging.NOTSET)
     return seconds
@@ -204,3 +245,8 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
         times.append(default_timer() - started)
     return statistics.median(times)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m bench", description=__doc__).parse_args()
+    bench(Console())

@@ -5,7 +5,6 @@
 
 import json
 import multiprocessing
-import re
 import sqlite3
 import sys
 import tempfile
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stepscope.traces.conservation import check_conservation, kernel_summary, phase_clocks
-from stepscope.traces.torch_profiler import PROCESS_ID, write_export
+from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
+from stepscope.traces.torch_profiler import PROCESS_ID, write_export
 
 MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
 
@@ -27,10 +26,12 @@ MAIN, AUTOGRAD = PROCESS_ID | 7, PROCESS_ID | 8  # globalTids
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
     """A capture of about that many ranges, and exactly that many kernels, launched evenly over its steps.
 
-    A step is a forward and a backward, which are made of blocks of four regions each; backward's blocks and launches are
-    on a second thread. Names of ranges are registered strings; there are 50 kernels of two families.
+    A step is a forward and a backward, which are made of blocks of four regions each; backward's blocks and
+    launches are on a second thread. Names of ranges are registered strings; there are 50 kernels of two
+    families.
     """
-    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # in each phase: a block and its four regions are five ranges
+    # in each phase: a block and its four regions are five ranges
+    blocks = max(1, round((ranges / steps - 3) / 2 / 5))
     unit = 10_000  # ns in one region
     phase_time = (4 * blocks + 2) * unit
     names = ["step", "forward", "backward", "block", "a", "b", "c", "d"]
@@ -53,7 +54,8 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
     launched = np.linspace(0, steps * 2 * phase_time - 1, kernels).astype(int)
     thread = np.where(launched // phase_time % 2, AUTOGRAD, MAIN).tolist()
     index, launched = range(1, kernels + 1), launched.tolist()
-    kernel_names = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}" for i in range(50)]
+    kernel_names = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}"
+                    for i in range(50)]
     write_export(
         path,
         StringIds=enumerate(names + kernel_names),
@@ -77,31 +79,46 @@ def add_short_names(path: Path) -> None:
 def write_chrome_trace(export: Path, path: Path) -> None:
     """The operations, launches and ranges of an export as torch.profiler would have written them.
 
-    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it begins. The phases
-    are also there as the GPU sees them (``gpu_user_annotation``): from the first to the last of their operations.
+    In whole microseconds, since Holistic Trace Analysis rounds, and then what is shorter ends before it
+    begins. The phases are also there as the GPU sees them (``gpu_user_annotation``): from the first to the
+    last of their operations.
     """
     operations, ranges = load_trace(export)
     operations = operations[operations["launch_start_ns"].notna()]
 
     def events(category: str, names, process, thread, start_ns, duration_ns, **args) -> Iterator[dict]:
-        for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns, *args.values()):
-            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000, "dur": duration // 1000 + 1,
+        for name, pid, tid, start, duration, *values in zip(names, process, thread, start_ns, duration_ns,
+                                                            *args.values()):
+            yield {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start // 1000,
+                   "dur": duration // 1000 + 1,
                    "args": dict(zip(args, values))}
 
     work = operations.assign(end_ns=operations["start_ns"] + operations["duration_ns"]).groupby(["phase_range", "device", "stream"])
-    phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), name=("phase", "first")).reset_index()
+    phases = work.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"),
+                      name=("phase", "first")).reset_index()
     phases = phases[phases["phase_range"] >= 0]
     correlation, stream, device = (operations[c].tolist() for c in ("correlation_id", "stream", "device"))
     calls = ["cudaLaunchKernel"] * len(operations)
     trace = [*events("cuda_runtime", calls, operations["process"].tolist(), operations["thread"].tolist(),
-                     operations["launch_start_ns"].tolist(), operations["launch_duration_ns"].tolist(), correlation=correlation),
+                     operations["launch_start_ns"].tolist(), operations["launch_duration_ns"].tolist(),
+                     correlation=correlation),
              *events("kernel", operations["name"].tolist(), device, stream, operations["start_ns"].tolist(),
-                     operations["duration_ns"].tolist(), correlation=correlation, stream=stream, device=device),
-             *events("user_annotation", ranges["name"].tolist(), ranges["process"].tolist(), ranges["thread"].tolist(),
+                     operations["duration_ns"].tolist(), correlation=correlation, stream=stream,
+                     device=device),
+             *events("user_annotation", ranges["name"].tolist(), ranges["process"].tolist(),
+                     ranges["thread"].tolist(),
                      ranges["start_ns"].tolist(), (ranges["end_ns"] - ranges["start_ns"]).tolist()),
-             *events("gpu_user_annotation", phases["name"].tolist(), phases["device"].tolist(), phases["stream"].tolist(),
+             *events("gpu_user_annotation", phases["name"].tolist(), phases["device"].tolist(),
+                     phases["stream"].tolist(),
                      phases["start_ns"].tolist(), (phases["end_ns"] - phases["start_ns"]).tolist())]
-    path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [], "traceEvents": trace}))
+    path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [],
+                                "traceEvents": trace}))
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had; on Linux."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
 
 
 def _measure(path: str) -> dict[str, float]:
@@ -110,11 +127,10 @@ def _measure(path: str) -> dict[str, float]:
     loaded = time.perf_counter()
     check_conservation(operations, activity_totals(path))
     clocks = phase_clocks(operations, ranges)
-    kernel_summary(operations, ("phase", "region", "family"))
+    operations.groupby(["phase", "region", "family"], observed=True)["duration_ns"].sum()
     accounted = time.perf_counter()
-    peak_kib = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return {"kernels": len(operations), "ranges": len(ranges), "load_s": loaded - begin,
-                "account_s": accounted - loaded, "peak_mib": peak_kib / 1024,
+                "account_s": accounted - loaded, "peak_mib": peak_mib(),
                 "in_phases": int(clocks["operations"].sum())}
 
 
@@ -122,7 +138,8 @@ def bench_trace(kernels: int = 1_000_000, ranges: int = 1_000_000) -> dict[str, 
     """Load a made-up capture in a process of its own; print and return what it took.
 
     Returns:
-        kernels, ranges (in the capture), load_s, account_s (conservation, clocks and a summary), peak_mib (of the whole
+        kernels, ranges (in the capture), load_s, account_s (conservation, clocks and a summary), peak_mib (of
+        the whole
         process: interpreter, pandas and results; Linux only), in_phases (operations in the table of clocks).
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +148,9 @@ def bench_trace(kernels: int = 1_000_000, ranges: int = 1_000_000) -> dict[str, 
         # A fresh process, so that making the capture is not in its peak.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             result = pool.submit(_measure, str(path)).result()
-    print("  ".join(f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value:,}" for key, value in result.items()))
+    for key, value in result.items():
+        print(key, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}", end="  ")
+    print()
     return result
 
 

@@ -1,39 +1,70 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import yaml
+
 from stepscope.config import RunConfig, configure
-from stepscope.runs.store import Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what the
-# processor says of itself is believed.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what
+# the processor says of itself is believed.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
-TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
-        "timed_steps": 2}
-# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small that nothing
-# else takes long.
-HUGE = {"device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2, "batch_size": 1,
-        "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
+TINY: dict[str, Any] = {
+    "device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1,
+    "warmup_steps": 0, "timed_steps": 2}
+# A context that no machine holds and no address space spans (its mask alone is 144 TB), of a model so small
+# that nothing else takes long.
+HUGE: dict[str, Any] = {
+    "device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2,
+    "batch_size": 1, "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
 
 
 @pytest.fixture
 def tiny():
     """Make a tiny configuration, with any field replaced."""
     def make(**fields) -> RunConfig:
-        return configure(**{"study": "benchmark"} | TINY | fields)
+        return configure(**{"study": "benchmark", **TINY, **fields})
     return make
 
 
 @pytest.fixture
 def store(tmp_path) -> Store:
     return Store(tmp_path / "runs")
+
+
+@pytest.fixture
+def fault_folder(tmp_path, monkeypatch):
+    """The notebooks of :mod:`faults`, where all programs that this test starts look for them."""
+    import faults  # not above: few tests need it, and papermill with it
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    faults.make_notebooks(folder)
+    monkeypatch.setenv("STEPSCOPE_TEST_FAULTS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start the command line as a program, as often as asked; see :class:`faults.Program`."""
+    import faults
+    made = []
+    with TemporaryDirectory(ignore_cleanup_errors=True) as short:  # socket paths are: not in the tests' folder
+        def start(*arguments):
+            made.append(faults.Program(tmp_path, short, *arguments))
+            return made[-1]
+        yield start
+        for each in made:
+            each.end()
 
 
 @pytest.fixture
@@ -48,6 +79,16 @@ def write_sweep(tmp_path):
 
 def record_of(config: RunConfig, **fields) -> Record:
     """A record as a run of this configuration would leave it."""
-    whole = {"run_id": config.run_id, "study": config.study, "status": "ok", "config": config.model_dump(mode="json"),
-             "started_at": datetime(2025, 1, 2, tzinfo=timezone.utc), "duration_s": 1.0}
+    whole: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
     return Record(**whole | fields)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests that share what is made once a module go to one process of xdist; others to whichever is free."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope in ("module", "package") for definitions in fixtures for fixture in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))

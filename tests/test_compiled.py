@@ -11,7 +11,7 @@ from stepscope.studies.compile import measure as compiled
 from stepscope.studies.compile import answers as answers
 from stepscope.config import PHASES, configure
 from stepscope.studies.attention import figures as figures
-from stepscope.runs.store import write_table
+from stepscope.runs.tables import write_table
 
 COMPILE = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 1, "timed_steps": 3}
 

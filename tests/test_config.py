@@ -1,50 +1,64 @@
-"""Configurations, the sweep files that spell many, and the notebooks' parameters cells that spell one each."""
+"""Configurations, the sweep files that spell many, and the notebooks' parameters cells that spell one."""
+
 import ast
 import json
 from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-from conftest import TINY
-from stepscope.config import SIZES, STUDIES, ConfigError, configure, from_notebook, require_device
-from stepscope.runs.one_run import NOTEBOOKS, PROJECT
-from stepscope.runs.sweep import SHIPPED, SweepError, load_sweep
 
+from conftest import TINY
+from stepscope.config import (
+    SIZES,
+    ConfigError,
+    configure,
+    free_fields,
+    from_notebook,
+    require_device,
+    studies,
+)
+from stepscope.runs.one_run import NOTEBOOKS, PROJECT
+from stepscope.runs.sweep_file import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
+
+STUDIES = studies()
 CUSTOM = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 
 
-@pytest.mark.parametrize("fields, told", [
-    # field and value, then what is allowed
-    ({"size": "huge"}, ["size: got 'huge'", *SIZES, "d_model, d_ff, num_layers and num_heads"]),
-    ({"size": 10}, ["size: got 10", "small"]),
-    ({"size": ["small"]}, ["size: got ['small']", "medium"]),
-    ({"d_model": 64}, ["d_model: got 64", "'nano' has 32"]),
-    (CUSTOM | {"num_heads": 5}, ["num_heads: got 5", "divide d_model = 48"]),
-    (CUSTOM | {"num_heads": 16}, ["num_heads: got 16", "= 3 must be even"]),
-    (CUSTOM | {"num_heads": 0}, ["num_heads: got 0", "greater than or equal to 1"]),
-    (CUSTOM | {"d_model": 1, "num_heads": 1}, ["d_model: got 1", "greater than or equal to 2"]),
-    (CUSTOM | {"d_ff": -1}, ["d_ff: got -1", "greater than or equal to 1"]),
-    (CUSTOM | {"num_layers": 0}, ["num_layers: got 0", "greater than or equal to 1"]),
-    (CUSTOM | {"num_layers": None}, ["num_layers: not given"]),
-    ({"context_length": None}, ["context_length: not given"]),
-    ({"context_length": 0}, ["context_length: got 0", "greater than or equal to 1"]),
-    ({"context_length": "128"}, ["context_length: got '128'", "integer"]),
-    ({"context_length": 128.5}, ["context_length: got 128.5", "integer"]),
-    ({"batch_size": 0}, ["batch_size: got 0", "greater than or equal to 1"]),
-    ({"batch_size": True}, ["batch_size: got True", "integer"]),
-    ({"vocab_size": 1}, ["vocab_size: got 1", "greater than or equal to 2"]),
-    ({"timed_steps": 0}, ["timed_steps: got 0", "greater than or equal to 1"]),
-    ({"warmup_steps": -1}, ["warmup_steps: got -1", "greater than or equal to 0"]),
-    ({"seed": -1}, ["seed: got -1", "greater than or equal to 0"]),
-    ({"mode": "train"}, ["mode: got 'train'", "'forward', 'forward_backward' or 'step'"]),
-    ({"precision": "fp8"}, ["precision: got 'fp8'", "'fp32', 'tf32', 'bf16' or 'fp16'"]),
-    ({"attention": "flash"}, ["attention: got 'flash'", "'eager' or 'sdpa'"]),
-    ({"optimizer": "sgd"}, ["optimizer: got 'sgd'", "'foreach', 'fused' or 'forloop'"]),
-    ({"compile": "yes"}, ["compile: got 'yes'", "boolean"]),
-    ({"device": "tpu"}, ["device: got 'tpu'", "'cuda' or 'cpu'"]),
-    ({"context": 128}, ["context: no such field", "context_length"]),
-    ({"study": "benchmarks"}, ["study: got 'benchmarks'", *STUDIES]),
-])
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        # field and value, then what is allowed
+        ({"size": "huge"}, ["size: got 'huge'", *SIZES, "d_model, d_ff, num_layers and num_heads"]),
+        ({"size": 10}, ["size: got 10", "small"]),
+        ({"size": ["small"]}, ["size: got ['small']", "medium"]),
+        ({"d_model": 64}, ["d_model: got 64", "'nano' has 32"]),
+        (CUSTOM | {"num_heads": 5}, ["num_heads: got 5", "divide d_model = 48"]),
+        (CUSTOM | {"num_heads": 16}, ["num_heads: got 16", "= 3 must be even"]),
+        (CUSTOM | {"num_heads": 0}, ["num_heads: got 0", "greater than or equal to 1"]),
+        (CUSTOM | {"d_model": 1, "num_heads": 1}, ["d_model: got 1", "greater than or equal to 2"]),
+        (CUSTOM | {"d_ff": -1}, ["d_ff: got -1", "greater than or equal to 1"]),
+        (CUSTOM | {"num_layers": 0}, ["num_layers: got 0", "greater than or equal to 1"]),
+        (CUSTOM | {"num_layers": None}, ["num_layers: not given"]),
+        ({"context_length": None}, ["context_length: not given"]),
+        ({"context_length": 0}, ["context_length: got 0", "greater than or equal to 1"]),
+        ({"context_length": "128"}, ["context_length: got '128'", "integer"]),
+        ({"context_length": 128.5}, ["context_length: got 128.5", "integer"]),
+        ({"batch_size": 0}, ["batch_size: got 0", "greater than or equal to 1"]),
+        ({"batch_size": True}, ["batch_size: got True", "integer"]),
+        ({"vocab_size": 1}, ["vocab_size: got 1", "greater than or equal to 2"]),
+        ({"timed_steps": 0}, ["timed_steps: got 0", "greater than or equal to 1"]),
+        ({"warmup_steps": -1}, ["warmup_steps: got -1", "greater than or equal to 0"]),
+        ({"seed": -1}, ["seed: got -1", "greater than or equal to 0"]),
+        ({"mode": "train"}, ["mode: got 'train'", "'forward', 'forward_backward' or 'step'"]),
+        ({"precision": "fp8"}, ["precision: got 'fp8'", "'fp32', 'tf32', 'bf16' or 'fp16'"]),
+        ({"attention": "flash"}, ["attention: got 'flash'", "'eager' or 'sdpa'"]),
+        ({"optimizer": "sgd"}, ["optimizer: got 'sgd'", "'foreach', 'fused' or 'forloop'"]),
+        ({"compile": "yes"}, ["compile: got 'yes'", "boolean"]),
+        ({"device": "tpu"}, ["device: got 'tpu'", "'cuda' or 'cpu'"]),
+        ({"context": 128}, ["context: no such field", "context_length"]),
+        ({"study": "benchmarks"}, ["study: got 'benchmarks'", *STUDIES]),
+    ],
+)
 def test_a_bad_value_is_one_sentence_with_field_value_and_what_is_allowed(fields, told):
     with pytest.raises(ConfigError) as caught:
         configure(**{"study": "benchmark"} | TINY | fields)
@@ -54,7 +68,9 @@ def test_a_bad_value_is_one_sentence_with_field_value_and_what_is_allowed(fields
 
 
 def test_every_bad_field_is_told_at_once(tiny):
-    with pytest.raises(ConfigError, match="context_length: got 0, .*; mode: got 'x', .*; steps: no such field"):
+    with pytest.raises(
+        ConfigError, match="context_length: got 0, .*; mode: got 'x', .*; steps: no such field"
+    ):
         tiny(context_length=0, mode="x", steps=3)
 
 
@@ -63,14 +79,24 @@ def test_a_configuration_cannot_be_changed_behind_its_run_id(tiny):
         tiny().seed = 3
 
 
-@pytest.mark.parametrize("fields", [
-    {"size": None, **SIZES["nano"]._asdict()},
-    {"size": "custom", **SIZES["nano"]._asdict()},
-    {"size": "nano", **SIZES["nano"]._asdict()},
-    {"size": "nano", "d_ff": SIZES["nano"].d_ff},
-    {"mode": "step", "precision": "fp32", "attention": "eager", "compile": False, "optimizer": "foreach", "seed": 0},
-    {"mode": None, "seed": None},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": None, **SIZES["nano"]._asdict()},
+        {"size": "custom", **SIZES["nano"]._asdict()},
+        {"size": "nano", **SIZES["nano"]._asdict()},
+        {"size": "nano", "d_ff": SIZES["nano"].d_ff},
+        {
+            "mode": "step",
+            "precision": "fp32",
+            "attention": "eager",
+            "compile": False,
+            "optimizer": "foreach",
+            "seed": 0,
+        },
+        {"mode": None, "seed": None},
+    ],
+)
 def test_one_configuration_has_one_run_id_however_it_is_spelled(tiny, fields):
     assert tiny(**fields) == tiny()
     assert tiny(**fields).run_id == tiny().run_id
@@ -98,8 +124,15 @@ def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
     fields = STUDIES["attention"].model_fields
     left = fields.keys() - {"study", "size", "d_model", "context_length", "device"}
     given = {"device": "cpu", "d_model": 16}
-    variants = [configure("attention", **given | more) for more in
-                ({}, {"d_model": 32}, {"device": "cuda"}, *({field: value} for field in left for value in others(fields[field])))]
+    variants = [
+        configure("attention", **given | more)
+        for more in (
+            {},
+            {"d_model": 32},
+            {"device": "cuda"},
+            *({field: value} for field in left for value in others(fields[field])),
+        )
+    ]
     assert len({config.run_id for config in variants}) == len(variants)
     assert all(config.context_length == max(config.sequences) for config in variants)
     with pytest.raises(ConfigError, match="num_heads"):
@@ -109,54 +142,102 @@ def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
 @pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention"}))
 def test_another_value_of_any_field_is_another_run_id(study, tiny):
     shape = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 3, "num_heads": 4}
-    given = {"vocab_size": 51, "context_length": 9, "batch_size": 2, "device": "cuda", "warmup_steps": 2, "timed_steps": 3}
-    variants = [tiny(study=study), tiny(study=study, size="micro"), tiny(study=study, **shape),
-                *(tiny(study=study, **shape | {field: value}) for field, value in
-                  {"d_model": 96, "d_ff": 97, "num_layers": 4, "num_heads": 2}.items()),
-                *(tiny(study=study, **{field: value}) for field, value in given.items())]
+    given = {
+        "vocab_size": 51,
+        "context_length": 9,
+        "batch_size": 2,
+        "device": "cuda",
+        "warmup_steps": 2,
+        "timed_steps": 3,
+    }
+    variants = [
+        tiny(study=study),
+        tiny(study=study, size="micro"),
+        tiny(study=study, **shape),
+        *(
+            tiny(study=study, **shape | {field: value})
+            for field, value in {"d_model": 96, "d_ff": 97, "num_layers": 4, "num_heads": 2}.items()
+        ),
+        *(tiny(study=study, **{field: value}) for field, value in given.items()),
+    ]
     left = STUDIES[study].model_fields.keys() - shape.keys() - given.keys() - {"study"}
     assert left >= {"mode", "precision", "attention", "compile", "optimizer", "seed"}
-    variants += [tiny(study=study, **{field: value})
-                 for field in left for value in others(STUDIES[study].model_fields[field])]
+    variants += [
+        tiny(study=study, **{field: value})
+        for field in left
+        for value in others(STUDIES[study].model_fields[field])
+    ]
     assert len({config.run_id for config in variants}) == len(variants)
 
 
 def test_run_ids_stay_what_they_were():
     """Committed records are found by these names: whoever changes one renames every run there is."""
-    assert configure("benchmark", size="2.7B", context_length=512, device="cuda").run_id == "2.7B-ctx512-step-fp32-fa94b687"
-    assert configure("warmup", d_model=48, d_ff=96, num_layers=2, num_heads=4, context_length=16, device="cpu",
-                     mode="forward", precision="bf16", warmup_steps=0).run_id == "custom-ctx16-forward-bf16-9bc48f81"
+    assert (
+        configure("benchmark", size="2.7B", context_length=512, device="cuda").run_id
+        == "2.7B-ctx512-step-fp32-fa94b687"
+    )
+    assert (
+        configure(
+            "warmup",
+            d_model=48,
+            d_ff=96,
+            num_layers=2,
+            num_heads=4,
+            context_length=16,
+            device="cpu",
+            mode="forward",
+            precision="bf16",
+            warmup_steps=0,
+        ).run_id
+        == "custom-ctx16-forward-bf16-9bc48f81"
+    )
 
 
 def test_committed_records_are_found_by_their_configuration():
-    folders = [path for runs in (PROJECT / "runs").glob("*/") if not runs.name.startswith("local-")
-               for path in runs.glob("*/*/record.json")]
+    folders = [
+        path
+        for runs in (PROJECT / "runs").glob("*/")
+        if not runs.name.startswith("local-")
+        for path in runs.glob("*/*/record.json")
+    ]
     for path in folders:
         config = configure(**json.loads(path.read_text(encoding="utf-8"))["config"])
         assert (config.study, config.run_id) == (path.parent.parent.name, path.parent.name)
 
 
 def test_the_sizes_of_the_handout():
-    handout = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
-               "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32), "10B": (4608, 12288, 50, 36)}
+    handout = {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (1600, 6400, 48, 25),
+        "2.7B": (2560, 10240, 32, 32),
+        "10B": (4608, 12288, 50, 36),
+    }
     assert {name: tuple(SIZES[name]) for name in handout} == handout
 
 
 def test_cuda_without_a_gpu(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device: got 'cuda', but torch .* sees no CUDA GPU here; 'cpu' and 'auto' are"):
+    with pytest.raises(
+        ConfigError, match="device: got 'cuda', but torch .* sees no CUDA GPU here; 'cpu' and 'auto' are"
+    ):
         require_device(tiny(device="cuda"))
     require_device(tiny(device="cpu"))
 
 
 def test_precisions_that_a_device_lacks(tiny, monkeypatch):
-    with pytest.raises(ConfigError, match="precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible"):
+    with pytest.raises(
+        ConfigError, match="precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible"
+    ):
         require_device(tiny(precision="tf32"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     for precision in ("tf32", "bf16"):
-        with pytest.raises(ConfigError, match=f"precision: got '{precision}', but Old GPU has compute capability 7.5"):
+        with pytest.raises(
+            ConfigError, match=f"precision: got '{precision}', but Old GPU has compute capability 7.5"
+        ):
             require_device(tiny(device="cuda", precision=precision))
     require_device(tiny(device="cuda", precision="fp16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -164,6 +245,7 @@ def test_precisions_that_a_device_lacks(tiny, monkeypatch):
 
 
 # Sweep files
+
 
 def test_a_sweep_is_the_product_of_its_axes_the_last_varying_fastest(write_sweep):
     path = write_sweep("""
@@ -174,42 +256,63 @@ axes:
   mode: [step, forward]
 """)
     configs = load_sweep(path)
-    assert [(c.context_length, c.mode) for c in configs] == [(8, "step"), (8, "forward"), (16, "step"), (16, "forward")]
+    assert [(c.context_length, c.mode) for c in configs] == [
+        (8, "step"),
+        (8, "forward"),
+        (16, "step"),
+        (16, "forward"),
+    ]
     assert {(c.study, c.size, c.device, c.warmup_steps) for c in configs} == {("benchmark", "nano", "cpu", 2)}
 
 
 def test_what_two_blocks_both_ask_for_is_run_once_and_in_the_first_ones_place(write_sweep, tiny):
     nano = {field: value for field, value in TINY.items() if field != "size"}
-    path = write_sweep([{"study": "benchmark", "fixed": TINY, "axes": {"seed": [1, 0, 1]}},
-                        {"study": "benchmark", "fixed": nano | SIZES["nano"]._asdict(), "axes": {"seed": [0, 2]}},
-                        {"study": "warmup", "fixed": TINY}])
+    path = write_sweep(
+        [
+            {"study": "benchmark", "fixed": TINY | {}, "axes": {"seed": [1, 0, 1]}},
+            {"study": "benchmark", "fixed": nano | SIZES["nano"]._asdict(), "axes": {"seed": [0, 2]}},
+            {"study": "warmup", "fixed": TINY | {}},
+        ]
+    )
     assert load_sweep(path) == [tiny(seed=1), tiny(seed=0), tiny(seed=2), tiny(study="warmup")]
 
 
-@pytest.mark.parametrize("content, told", [
-    ("", ["block 1", "expected a mapping with study"]),
-    ("[]", ["asks for no run"]),
-    ("just words", ["block 1", "expected a mapping with study"]),
-    ("study: [benchmark]", ["block 1", "study"]),
-    ("study: benchmark\nfixd: {size: nano}", ["block 1", "fixd: unknown key", "study, fixed, axes"]),
-    ("- {study: benchmark, fixed: {size: nano, device: cpu, context_length: 8}}\n- {study: benchmark, grid: {}}",
-     ["block 2", "grid: unknown key"]),
-    ("study: benchmark\nfixed: [size, nano]", ["fixed: got ['size', 'nano']", "mapping"]),
-    ("study: benchmark\nfixed: nano", ["fixed: got 'nano'", "mapping"]),
-    ("study: benchmark\naxes: [size]", ["axes: got ['size']", "mapping"]),
-    ("study: benchmark\naxes: {size: nano}", ["axes.size: got 'nano'", "list of one or more"]),
-    ("study: benchmark\naxes: {size: []}", ["axes.size: got []", "list of one or more"]),
-    ("study: benchmark\nfixed: {size: nano}\naxes: {size: [nano]}", ["size: given both in fixed and in axes"]),
-    ("study: benchmark\nfixed: {size: nano, colour: red, context_length: 8}", ["colour: no such field"]),
-    ("study: benchmark\nfixed: {size: nano}\naxes: {context_length: [8, 0]}", ["context_length: got 0"]),
-    ("study: lunch\nfixed: {size: nano}", ["study: got 'lunch'", *STUDIES]),
-    ("study: benchmark\nfixed: {study: warmup, size: nano, context_length: 8}", ["fixed: got 'study'", "names of fields"]),
-    ("study: benchmark\nfixed: {8: nano}", ["fixed: got 8", "names of fields"]),
-    ("study: benchmark\naxes: {8: [nano]}", ["axes: got 8", "names of fields"]),
-    ("study: {", ["not YAML", "line 1"]),
-    ("study: benchmark\n\tfixed: {}", ["not YAML", "line 2"]),
-    (b"study: benchmark\nfixed: {size: n\xe4no}", ["not YAML"]),
-])
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ("", ["block 1", "expected a mapping with study"]),
+        ("[]", ["asks for no run"]),
+        ("just words", ["block 1", "expected a mapping with study"]),
+        ("study: [benchmark]", ["block 1", "study"]),
+        ("study: benchmark\nfixd: {size: nano}", ["block 1", "fixd: unknown key", "study, fixed, axes"]),
+        (
+            "- {study: benchmark, fixed: {size: nano, device: cpu, context_length: 8}}\n"
+            "- {study: benchmark, grid: {}}",
+            ["block 2", "grid: unknown key"],
+        ),
+        ("study: benchmark\nfixed: [size, nano]", ["fixed: got ['size', 'nano']", "mapping"]),
+        ("study: benchmark\nfixed: nano", ["fixed: got 'nano'", "mapping"]),
+        ("study: benchmark\naxes: [size]", ["axes: got ['size']", "mapping"]),
+        ("study: benchmark\naxes: {size: nano}", ["axes.size: got 'nano'", "list of one or more"]),
+        ("study: benchmark\naxes: {size: []}", ["axes.size: got []", "list of one or more"]),
+        (
+            "study: benchmark\nfixed: {size: nano}\naxes: {size: [nano]}",
+            ["size: given both in fixed and in axes"],
+        ),
+        ("study: benchmark\nfixed: {size: nano, colour: red, context_length: 8}", ["colour: no such field"]),
+        ("study: benchmark\nfixed: {size: nano}\naxes: {context_length: [8, 0]}", ["context_length: got 0"]),
+        ("study: lunch\nfixed: {size: nano}", ["study: got 'lunch'", *STUDIES]),
+        (
+            "study: benchmark\nfixed: {study: warmup, size: nano, context_length: 8}",
+            ["fixed: got 'study'", "names of fields"],
+        ),
+        ("study: benchmark\nfixed: {8: nano}", ["fixed: got 8", "names of fields"]),
+        ("study: benchmark\naxes: {8: [nano]}", ["axes: got 8", "names of fields"]),
+        ("study: {", ["line 2", "plain YAML"]),
+        ("study: benchmark\n\tfixed: {}", ["line 2", "tab", "plain YAML"]),
+        (b"study: benchmark\nfixed: {size: n\xe4no}", ["not UTF-8"]),
+    ],
+)
 def test_a_bad_sweep_file_is_one_line_that_names_file_place_and_what_is_expected(tmp_path, content, told):
     path = tmp_path / "some.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -220,29 +323,46 @@ def test_a_bad_sweep_file_is_one_line_that_names_file_place_and_what_is_expected
 
 
 def test_a_sweep_file_that_is_not_there_names_those_that_are(tmp_path):
-    with pytest.raises(SweepError, match="nowhere.yaml: cannot be read .*No such file.* ship with stepscope: .*benchmark"):
+    with pytest.raises(
+        SweepError, match="nowhere.yaml: cannot be read .*No such file.* ship with stepscope: .*benchmark"
+    ):
         load_sweep(tmp_path / "nowhere.yaml")
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_sweeps_are_valid(path):
-    assert load_sweep(path)
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/sweep*.yaml")), ids=sweep_name)
+def test_shipped_sweeps_are_valid_and_of_their_study(path):
+    assert path.parent.name in {config.study for config in load_sweep(path)}
+
+
+def test_sweeps_are_found_by_their_studys_name():
+    assert [sweep_name(path) for name in ("benchmark", "cpu") for path in find_sweeps(name)][:2] == [
+        "benchmark",
+        "attention-cpu",
+    ]
 
 
 def test_the_shipped_benchmark_sweep_holds_the_handouts_matrix():
-    asked = [c for c in load_sweep(SHIPPED / "benchmark.yaml") if c.optimizer == "foreach" and c.precision == "fp32"
-             and c.attention == "eager" and not c.compile]
+    asked = [
+        c
+        for c in load_sweep(find_sweeps("benchmark")[0])
+        if c.optimizer == "foreach" and c.precision == "fp32" and c.attention == "eager" and not c.compile
+    ]
     assert {(c.size, c.context_length, c.mode) for c in asked} >= {
-        (size, context, mode) for size in ("small", "medium", "large", "xl", "2.7B") for context in (128, 256, 512, 1024)
-        for mode in ("forward", "forward_backward", "step")}
-    assert {(c.batch_size, c.vocab_size, c.warmup_steps, c.timed_steps) for c in asked} == {(4, 10_000, 5, 10)}
+        (size, context, mode)
+        for size in ("small", "medium", "large", "xl", "2.7B")
+        for context in (128, 256, 512, 1024)
+        for mode in ("forward", "forward_backward", "step")
+    }
+    assert {(c.batch_size, c.vocab_size, c.warmup_steps, c.timed_steps) for c in asked} == {
+        (4, 10_000, 5, 10)
+    }
 
 
 def test_the_warmup_sweep_holds_0_1_2_and_5_warmups():
     sizes = {}
-    for config in load_sweep(SHIPPED / "warmup.yaml"):
+    for config in load_sweep(find_sweeps("warmup")[0]):
         sizes.setdefault(config.size, set()).add(config.warmup_steps)
-    assert sizes == dict.fromkeys(("small", "medium", "large", "xl", "2.7B"), {0, 1, 2, 5})
+    assert sizes == {size: {0, 1, 2, 5} for size in ("small", "medium", "large", "xl", "2.7B")}
 
 
 # Notebooks
@@ -252,8 +372,11 @@ ALL_NOTEBOOKS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 def parameters_of(path):
     """The names and values that a notebook's parameters cell sets."""
-    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-             if "parameters" in cell["metadata"].get("tags", [])]
+    cells = [
+        cell
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if "parameters" in cell["metadata"].get("tags", [])
+    ]
     assert len(cells) == 1 and cells[0]["cell_type"] == "code"
     statements = ast.parse("".join(cells[0]["source"])).body
     return {statement.targets[0].id: ast.literal_eval(statement.value) for statement in statements}
@@ -262,11 +385,15 @@ def parameters_of(path):
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_notebooks_parameters_are_its_studys_fields(study):
     names = parameters_of(NOTEBOOKS / f"{study}.ipynb")
-    assert names.keys() == STUDIES[study].model_fields.keys() - {"study"} | {"run_folder"}
+    derived = (
+        {"context_length"} if study == "attention" else set()
+    )  # there it is the longest of the sequences
+    assert names.keys() == set(free_fields(study)) - derived | {"run_folder"}
     assert names["run_folder"] == ""  # by hand, nothing is written
     config = from_notebook(study, names)
     assert {field: value for field, value in names.items() if value not in (None, "auto", "")} == {
-        field: getattr(config, field) for field, value in names.items() if value not in (None, "auto", "")}
+        field: getattr(config, field) for field, value in names.items() if value not in (None, "auto", "")
+    }
 
 
 @pytest.mark.parametrize("path", ALL_NOTEBOOKS, ids=lambda path: path.stem)
@@ -278,4 +405,7 @@ def test_notebooks_have_parameters_and_no_outputs(path):
 
 
 def test_a_notebooks_other_variables_are_passed_over(tiny):
-    assert from_notebook("benchmark", TINY | {"d_model": None, "run_folder": ".", "json": json, "_": 3}) == tiny()
+    assert (
+        from_notebook("benchmark", TINY | {"d_model": None, "run_folder": ".", "json": json, "_": 3})
+        == tiny()
+    )

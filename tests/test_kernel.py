@@ -1,6 +1,5 @@
-"""Kernels: one ahead of its run and harmless, and nothing left of those whose owner was killed."""
+"""Kernels: nothing is left of those whose owner was killed."""
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -8,48 +7,8 @@ import sys
 import tempfile
 
 import psutil
-import pytest
-import yaml
-from conftest import TINY
-from rich.console import Console
-from stepscope.runs import one_run as execute
+
 from stepscope.runs import jupyter_kernel as kernel
-from stepscope.config import configure
-from stepscope.runs.store import Store
-from stepscope.runs.sweep import How, run_sweep
-
-TELLS = """
-import json, pathlib, sys, time
-ready = "torch" in sys.modules
-import torch
-json.dump({"finished": True, "results": {"ready": ready, "cuda": torch.cuda.is_initialized()}}, open("outcome.json", "w"))
-pathlib.Path(".measured").touch()
-time.sleep(1.5)
-"""
-
-
-@pytest.fixture
-def telling(tmp_path, monkeypatch):
-    (tmp_path / "notebooks").mkdir()
-    for study in ("benchmark", "warmup"):
-        content = json.loads((execute.PROJECT / "notebooks" / f"{study}.ipynb").read_text(encoding="utf-8"))
-        parameters = next(cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", []))
-        content["cells"] = [parameters, parameters | {"metadata": {}, "id": "tells", "source": TELLS}]
-        (tmp_path / "notebooks" / f"{study}.ipynb").write_text(json.dumps(content))
-    monkeypatch.setattr(execute, "NOTEBOOKS", tmp_path / "notebooks")
-
-
-@pytest.mark.parametrize("prestart", [True, False])
-def test_the_next_runs_kernel_is_ready_has_touched_no_gpu_and_is_no_kernel_of_one_that_times_its_imports(prestart, telling, tmp_path):
-    sweep, store = tmp_path / "some.yaml", Store(tmp_path / "runs")
-    sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}}, {"study": "warmup", "fixed": TINY}]))
-    run_sweep([sweep], store, How(prestart=prestart), Console(quiet=True))
-    told = {(record.study, record.config["seed"]): record.results for record in store.records()[0]}
-    assert {run: results["ready"] for run, results in told.items()} == {
-        ("benchmark", 0): False, ("benchmark", 1): prestart, ("warmup", 0): False}
-    assert not any(results["cuda"] for results in told.values())
-    assert kernel.spare.kernel is None and not store.partial.exists()
-    assert {path.name for path in store.folder(configure("benchmark", **TINY, seed=1)).iterdir()} == {"record.json", "notebook.ipynb"}
 
 
 def test_what_a_killed_owner_left_is_ended_and_removed_and_what_a_living_one_has_is_let_be(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+
 from stepscope.traces.families import FAMILIES, RULES, families, family, rules, short_name, short_names
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
@@ -16,10 +17,12 @@ NAMES = {
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, int>>(T1::Params)",
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
-        "ampere_sgemm_128x64_tn", "ampere_sgemm_64x32_sliced1x4_tn", "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN",
+        "ampere_sgemm_128x64_tn", "ampere_sgemm_64x32_sliced1x4_tn",
+        "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN",
         "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT_splitK", "sm90_gemm_wgmma_f16",
         "void cublasLt::splitKreduce_kernel<(int)32, (int)16, int, float>(cublasLt::cublasSplitKParams<T6>, const T4 *)",
-        "void gemv2T_kernel_val<int, int, float, float, float, float, (int)128>(T13, T6, T6)", "gemvx::kernel",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, (int)128>(T13, T6, T6)",
+        "gemvx::kernel",
         "void dot_kernel<float, (int)128, (int)0, cublasDotParams<cublasGemvTensor<const float>>>(T4)",
     ],
     "fused attention": [
@@ -61,7 +64,8 @@ NAMES = {
         "void at::native::vectorized_gather_kernel<(int)16, long>(char *, char *, T2 *, int, long, long, long, long, bool)",
         "void at::native::_scatter_gather_elementwise_kernel<(int)128, (int)8, void at::native::<unnamed>::f>(int, T3)",
         "void at_cuda_detail::cub::CUB_200700_900_NS::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::Policy, (bool)0>(T7 *)",
-        "void at_cuda_detail::cub::DeviceUniqueByKeySweepKernel<int>(int)", "void cub::DeviceCompactInitKernel<int>(T1, int)",
+        "void at_cuda_detail::cub::DeviceUniqueByKeySweepKernel<int>(int)",
+        "void cub::DeviceCompactInitKernel<int>(T1, int)",
         "void at::native::<unnamed>::compute_grad_weight<float, long>(const T2 *, const T1 *, const T2 *, long)",
         "void at::native::<unnamed>::sum_and_scatter<float, long>(const T2 *, T1 *, const float *)",
         "void at::native::<unnamed>::krn_partials_per_segment<long>(T1 *, const T1 *, const long *, long)",
@@ -76,10 +80,13 @@ NAMES = {
         "void at::native::<unnamed>::distribution_elementwise_grid_stride_kernel<float, (int)4, void f>(long, at::PhiloxCudaState)",
         "void at::native::<unnamed>::fused_dropout_kernel_vec<float, float, unsigned int, (int)1, (int)4, (bool)1>(int)",
     ],
-    "compiler-generated": ["triton_poi_fused_mul_silu_3", "triton_red_fused__softmax_add_5", "triton_tem_fused_mm_7"],
+    "compiler-generated": ["triton_poi_fused_mul_silu_3", "triton_red_fused__softmax_add_5",
+                           "triton_tem_fused_mm_7"],
     "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)",
-                      "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "ncclKernel_AllGather_RING_LL_Sum_int8_t"],
-    "memory": ["[CUDA memcpy Device-to-Device]", "[CUDA memset]", "[CUDA memcpy DtoD]", "Memcpy HtoD (Pageable -> Device)",
+                      "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL",
+                      "ncclKernel_AllGather_RING_LL_Sum_int8_t"],
+    "memory": ["[CUDA memcpy Device-to-Device]", "[CUDA memset]", "[CUDA memcpy DtoD]",
+               "Memcpy HtoD (Pageable -> Device)",
                "Memset (Device)"],
     "elementwise": [
         "void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std::array<char *, 3>>(int)",
@@ -134,12 +141,14 @@ def test_short_names_never_merge_kernels():
 
 @pytest.mark.parametrize(("name", "short"), [
     (NAMES["matrix multiply"][0], "cutlass_80_simt_sgemm_128x256_8x4_nt_align1"),
-    (NAMES["matrix multiply"][3], "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma"),
+    (NAMES["matrix multiply"][3],
+     "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma"),
     (NAMES["softmax"][0], "softmax_warp_forward<float>"),
     (NAMES["softmax"][1], "softmax_warp_backward<BFloat16 float>"),
     (NAMES["copy and cast"][0], "elementwise_kernel<direct_copy_kernel_cuda>"),
     (NAMES["elementwise"][0], "vectorized_elementwise_kernel<CUDAFunctor_add float>"),
-    ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"), ("[CUDA memset]", "[CUDA memset]"), ("", ""), ("(x)", "(x)"), ("<int>", "<int>"),
+    ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"), ("[CUDA memset]", "[CUDA memset]"), ("", ""),
+    ("(x)", "(x)"), ("<int>", "<int>"),
 ])
 def test_short_name(name, short):
     assert short_name(name) == short
@@ -150,7 +159,8 @@ def test_kernels_that_share_a_short_name_get_longer_ones():
     names = [forward.format(8), forward.format(9), "void f(int)", "f"]
     assert len({short_name(name) for name in names}) == 2
     assert short_names(names) == {
-        names[0]: "softmax_warp_forward<float, float, float, 8, 0>", names[1]: "softmax_warp_forward<float, float, float, 9, 0>",
+        names[0]: "softmax_warp_forward<float, float, float, 8, 0>",
+        names[1]: "softmax_warp_forward<float, float, float, 9, 0>",
         names[2]: names[2], names[3]: names[3]}
 
 

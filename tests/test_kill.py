@@ -1,5 +1,6 @@
 """A sweep that is killed again and again ends with the records of one that was left alone."""
 import ctypes
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from conftest import HUGE, TINY
+from faults import HANGS
 from stepscope.config import configure
 from stepscope.runs.store import Store
 
@@ -82,6 +85,7 @@ def records(store):
     return {name: (store.root / name[0] / name[1] / "record.json").read_bytes() for name, record in found.items() if record}
 
 
+@pytest.mark.trials
 def test_twenty_kills_lose_nothing_and_double_nothing(tmp_path, mark):
     sweep = tmp_path / "some.yaml"
     sweep.write_text(yaml.safe_dump([{"study": c.study, "fixed": c.model_dump(mode="json", exclude={"study", "size"})}
@@ -133,3 +137,27 @@ def test_twenty_kills_lose_nothing_and_double_nothing(tmp_path, mark):
 
 def paths(root):
     return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_a_sweep_that_is_killed_and_then_stopped_goes_on_and_leaves_nothing_that_runs(program, fault_folder, write_sweep, tmp_path):
+    sweep = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, HANGS]}})
+    runs, hanging = tmp_path / "runs", fault_folder / "of_the_hanging"
+    statuses, seen, seeds = [], [], []
+    for number in (signal.SIGKILL, signal.SIGTERM, None):
+        sweeping = program("sweep", sweep, "--runs", runs)
+        if number:
+            sweeping.wait_for(hanging.exists)
+            sweeping.process.send_signal(number)
+        statuses.append(sweeping.process.wait(60))
+        # Of a sweep that is killed, the next ends what a kernel had put into another session; all others end that themselves.
+        assert sweeping.all_ended(but=[int(hanging.read_text())] if number == signal.SIGKILL else ()), number
+        assert "Traceback" not in sweeping.said.read_text()
+        seen.append({path: path.read_bytes() for path in runs.glob("*/*/record.json")})
+        seeds.append({json.loads(record)["config"]["seed"] for record in seen[-1].values()})
+        hanging.unlink(missing_ok=True)
+        if number == signal.SIGTERM:
+            assert "stopped by SIGTERM; 1 left" in sweeping.said.read_text()
+            (fault_folder / "mended").touch()
+    assert statuses == [-signal.SIGKILL, 75, 0] and seeds == [{0}, {0}, {0, HANGS}]
+    assert seen[0].items() <= seen[1].items() <= seen[2].items()  # what is done is not lost, and not done again
+    assert not any(".tmp" in path or "set-aside" in path or ".partial" in path for path in paths(runs))

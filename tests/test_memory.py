@@ -5,16 +5,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError
-from stepscope.step.training_step import accounting
-from stepscope.studies.memory import measure as memory
-from stepscope.studies.memory import saved
-from stepscope.studies.memory import snapshot
-from stepscope.step.accounting import MIB
 from stepscope.config import configure
-from stepscope.step.training_step import Step, build_step
 from stepscope.runs.store import Store
+from stepscope.step.accounting import MIB
+from stepscope.step.training_step import Step, accounting, build_step
+from stepscope.studies.memory import measure as memory
+from stepscope.studies.memory import saved, snapshot
 
 SHAPES = [{"d_model": 24, "d_ff": 50, "num_layers": 3, "num_heads": 2, "context_length": 24, "vocab_size": 70, "batch_size": 3},
           {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30, "batch_size": 2},
@@ -152,6 +151,13 @@ def test_file_that_is_no_snapshot_is_named(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(snapshot.SnapshotError, match=r"snapshot\.pickle"):
         snapshot.load_snapshot(file)
+
+
+@pytest.mark.parametrize("entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}])
+def test_sizes_and_addresses_that_no_memory_has_are_refused(entry):
+    history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": []} | entry]]}
+    with pytest.raises(snapshot.SnapshotError, match="is no address or size of 64 bits"):
+        snapshot.allocations(history)
 
 
 def test_places_are_the_projects():

@@ -1,5 +1,4 @@
-"""The mixed-precision study: its experiments and cells on the CPU, and its answers on the committed H200 records, changed too."""
-import dataclasses
+"""The mixed-precision study: its experiments and cells on the CPU; its facts on H200 records, changed too."""
 from fractions import Fraction
 from pathlib import Path
 
@@ -7,24 +6,57 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+
 from conftest import TINY
-from stepscope.studies.mixed_precision import measure as mixed_precision
-from stepscope.studies.mixed_precision import numerics
-from stepscope.report.render import render as report
-from stepscope.studies.mixed_precision import answers as answers
 from stepscope.config import ConfigError, configure, require_device
-from stepscope.say.published import load_published
-from stepscope.report.render import SECTIONS, load_data
+from stepscope.report.load import chapters, load_data
 from stepscope.runs.store import Store
-from stepscope.step.summary import ratio_interval
 from stepscope.runs.sweep import run_sweep
+from stepscope.say.chapter import answer, given
+from stepscope.say.published import load_published
+from stepscope.step.summary import ratio_interval
+from stepscope.studies.mixed_precision import (
+    comparison,
+    facts_numerics,
+    facts_operations,
+    facts_slower,
+    facts_speed,
+    numerics,
+    printed,
+)
+from stepscope.studies.mixed_precision import measure as mixed_precision
+from stepscope.studies.mixed_precision.chapter import CHAPTER
 
 ROOT = Path(__file__).parents[1]
+QUESTIONS = {question.key: question for question in CHAPTER.questions}
 
 
 @pytest.fixture(scope="module")
-def data():
-    return load_data(Store(ROOT / "runs" / "h200"))
+def tables():
+    """The study's tables and the profiles' on H200 records; the benchmark's times are this study's."""
+    store, studies = Store(ROOT / "runs" / "h200"), ("mixed_precision", "nsys")
+    records = [record for record in store.records()[0] if record.study in studies
+               and record.config["size"] in ("small", "medium", "2.7B")
+               and record.config["context_length"] != 256]
+    loaded = {f"{chapter.study}.{name}": table for chapter in chapters() if chapter.study in studies
+              for name, table in chapter.load(store, records).items()}
+    times = loaded["mixed_precision.times"]
+    return loaded | {"benchmark.published": load_published(),
+                     "benchmark.times": times.assign(attention="eager", compile=False, optimizer="foreach")}
+
+
+def named(tables):
+    return {f"mixed_precision.{name}": table for name, table in tables.items()}
+
+
+def facts(tables, key, **changed):
+    """A question's facts, with some of this study's tables changed."""
+    return QUESTIONS[key].facts(*given(tables | named(changed), QUESTIONS[key]))
+
+
+def said(tables, key, **changed):
+    """A question's answer in words, likewise."""
+    return answer(CHAPTER, QUESTIONS[key], tables | named(changed))
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +70,10 @@ def sums():
 
 
 def test_the_four_loops_make_what_is_published(sums):
-    assert sums.loc[list(answers.PUBLISHED_SUMS), "printed"].to_dict() == answers.PUBLISHED_SUMS
-    assert sums["bits"]["fp32 into fp32"] == "0x4120008c" and float(sums["result"]["fp16 into fp16"]) == 9.953125
+    published = facts_numerics.PUBLISHED_SUMS
+    assert sums.loc[list(published), "printed"].astype(float).to_dict() == published
+    assert sums["bits"]["fp32 into fp32"] == "0x4120008c"
+    assert float(sums["result"]["fp16 into fp16"]) == 9.953125
 
 
 def test_an_error_splits_into_storing_and_adding(sums):
@@ -47,7 +81,8 @@ def test_an_error_splits_into_storing_and_adding(sums):
         assert row.error_of_term + row.error_of_adding == pytest.approx(row.error, abs=1e-15)
         assert float(Fraction(row.result) - 10) == row.error
     # The sum in fp32 of a thousand fp16 terms is exact, so nothing is lost in adding.
-    assert sums["error_of_adding"]["fp16 into fp32"] == 0 and sums["error_of_adding"]["bf16 into bf16"] == pytest.approx(-6.009765625)
+    assert sums["error_of_adding"]["fp16 into fp32"] == 0
+    assert sums["error_of_adding"]["bf16 into bf16"] == pytest.approx(-6.009765625)
 
 
 def test_where_an_addition_stops_changing_the_sum():
@@ -65,8 +100,8 @@ def test_the_toys_types_are_found_on_the_running_model():
 
 def test_a_norm_in_fp16_overflows_and_in_bf16_only_rounds():
     norms = numerics.norm_errors("cpu").set_index(["norm", "dtype", "scale", "quantity"])
-    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0,
-                              "variance"] == 1 and norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
+    assert norms["nonfinite"]["LayerNorm", "fp16", 1000.0, "variance"] == 1
+    assert norms["nonfinite"]["LayerNorm", "fp16", 1.0, "variance"] == 0
     bf16 = norms.xs("bf16", level="dtype")
     assert bf16["nonfinite"].max() == 0 and bf16["relative_error"].max() < 2**-7
 
@@ -84,12 +119,13 @@ def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     monkeypatch.setattr(mixed_precision, "measure", measure)
     samples, cells = mixed_precision.measure_all(config, lambda: None)
     status = cells.set_index(["precision", "mode"])["status"]
-    assert len(cells) == 12 and (status["tf32"] == "skipped").all() and "no TF32" in cells.loc[cells["precision"] == "tf32", "cause"].iloc[0]
-    assert status["bf16", "step"] == "oom" and (status.drop(index=[("bf16", "step"), *[("tf32", mode) for mode in status["tf32"].index]]) == "ok").all()
+    assert len(cells) == 12 and (status["tf32"] == "skipped").all()
+    assert cells.loc[cells["precision"] == "tf32", "cause"].str.contains("no TF32").all()
+    assert status["bf16", "step"] == "oom" and (status == "ok").sum() == 12 - 3 - 1
     assert set(zip(samples["precision"], samples["mode"])) == set(status.index[status == "ok"])
     assert not {precision for precision, _ in seen} & {"tf32"}
-    assert all(context.fast_dtype == torch.float16 and scales for (precision, _),
-               (context, scales, _) in seen.items() if precision == "fp16")
+    assert all(context.fast_dtype == torch.float16 and scales
+               for (precision, _), (context, scales, _) in seen.items() if precision == "fp16")
     assert all(matmul == "highest" for *_, matmul in seen.values())
 
 
@@ -106,7 +142,7 @@ def test_a_gpu_that_is_too_old_says_so(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
     old = config.step(precision="bf16", mode="step").model_copy(update={"device": "cuda"})
-    with pytest.raises(ConfigError, match="precision: got 'bf16', but an old GPU has compute capability 7.5 and it needs 8.0"):
+    with pytest.raises(ConfigError, match="an old GPU has compute capability 7.5 and it needs 8.0"):
         require_device(old)
     require_device(old.model_copy(update={"precision": "fp16"}))
 
@@ -120,7 +156,8 @@ def test_gradients_are_compared_on_the_same_weights(config):
 
 
 def samples_of(**times):
-    return pd.DataFrame([(precision, "step", True, "step", ms) for precision, group in times.items() for ms in group],
+    return pd.DataFrame([(precision, "step", True, "step", ms)
+                         for precision, group in times.items() for ms in group],
                         columns=["precision", "mode", "timed", "phase", "time_ms"])
 
 
@@ -129,7 +166,7 @@ def samples_of(**times):
     ([9.9, 9.91, 9.9, 9.91], "none"),      # told apart, but by less than SAME
     ([2.0, 30.0, 3.0, 40.0], "none")])     # the interval holds 1
 def test_a_change_is_a_ratio_told_apart_from_one(times, change):
-    row = mixed_precision.speedups(samples_of(fp32=[10.0, 10.01, 9.99, 10.0], bf16=times)).iloc[0]
+    row = comparison.speedups(samples_of(fp32=[10.0, 10.01, 9.99, 10.0], bf16=times)).iloc[0]
     assert row.change == change and row.speedup == pytest.approx(10 / np.median(times), rel=1e-3)
     assert row.speedup_low <= row.speedup <= row.speedup_high
 
@@ -142,114 +179,204 @@ def test_the_interval_of_a_ratio():
 
 
 def test_operations_by_the_types_they_touch():
-    kinds = [answers.kind_of(*row) for row in [("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"),
-                                               ("add", "bf16, fp32", "fp32"),
-                                               ("nll_loss_forward", "fp32, int64", "fp32"),
-                                               ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
+    kinds = [facts_operations.kind_of(*row) for row in [
+        ("_to_copy", "fp32", "bf16"), ("mm", "bf16", "bf16"), ("exp", "fp32", "fp32"),
+        ("add", "bf16, fp32", "fp32"), ("nll_loss_forward", "fp32, int64", "fp32"),
+        ("masked_fill", "bf16, bool", "bf16"), ("ones_like", float("nan"), "fp32")]]
     assert kinds == ["cast", "low", "fp32", "both", "fp32", "low", "fp32"]
 
 
 def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep):
-    fields = {name: value for name, value in TINY.items()} | {"count_casts": True, "experiments": True}
+    fields = TINY | {"count_casts": True, "experiments": True}
     end = run_sweep([write_sweep({"study": "mixed_precision", "fixed": fields})], store)
     assert not end.failed and end.counts["ok"] == 1
     data = load_data(store)
-    for answer in SECTIONS["Mixed precision"]:
-        made = answer(data)
-        assert made.key == "mixed-left" or "Not answered" not in made.text  # that one needs a profile
-        assert "GPU" not in made.text or made.key == "mixed-memory", made.text  # a CPU's finding says nothing of a GPU
-    assert "a CPU has no TF32" in answers.speed(data.mixed, data.times, data.operations).text
-    assert {"mixed_running", "mixed_norms", "mixed_speed",
-            "mixed_health"} <= set(report.draw_figures(data, store.root / "figures"))
+    for key, question in QUESTIONS.items():
+        made = answer(CHAPTER, question, data.tables)
+        assert key == "mixed-left" or made.runs or not made.tables  # that one needs a profile
+        assert "GPU" not in made.text or key == "mixed-memory"  # a CPU's finding says nothing of a GPU
+    missing, = facts(data.tables, "mixed-speed")["missing"]
+    assert missing["precision"] == "tf32" and not missing["cells"] and "TF32" in missing["cause"]
+    record, = data.records
+    memory = facts(data.tables, "mixed-memory")
+    assert memory == {"measurable": False, "runs": [f"mixed_precision/{record.run_id}"]}
+    drawn = {picture.stem for picture in CHAPTER.pictures
+             if (asked := given(data.tables, picture)) and picture.draw(*asked, where="here")}
+    assert drawn == {"mixed_running", "mixed_norms", "mixed_speed", "mixed_health"}
 
 
-# Answers on the committed records, and on the same changed -----------------------------------------------------------
+# Facts on the committed records, and on the same changed
 
-def test_fp32s_answers_see_no_other_precision(data):
-    assert set(data.operations["precision"]) == {"fp32"} and set(data.mixed["profiles"]["precision"]) == {"bf16"}
-    assert data.statuses["run_id"].nunique() == 20
-
-
-def test_sums_that_are_not_the_published_ones_are_told(data):
-    assert "all as in the published reports" in answers.accumulation(data.mixed).text
-    off = data.mixed["sums"].assign(result=data.mixed["sums"]["result"] + 1.0)
-    assert "not what comes out here: fp32 into fp32 10.0001; " in answers.accumulation(data.mixed | {"sums": off}).text
-    bits = data.mixed["sums"]["bits"].where(data.mixed["sums"]["device"] == "cuda", "0x0000")
-    assert "CPU and GPU differ in" in answers.accumulation(data.mixed | {"sums": data.mixed["sums"].assign(bits=bits)}).text
+def test_profiles_in_fp32_and_in_others_are_two_tables(tables):
+    assert set(tables["nsys.operations"]["precision"]) == {"fp32"}
+    assert not set(tables["nsys.operations_low"]["precision"]) & {"fp32"}
 
 
-def test_where_autocast_differs_between_devices(data):
-    assert "On the CPU another type has output of ln (bf16 and fp16)" in answers.toy(data.mixed).text
-    same = data.mixed["toy"][data.mixed["toy"]["device"] == "cuda"]
-    same = pd.concat([same.assign(device="cpu"), same])
-    assert "On the CPU the types are the same." in answers.toy(data.mixed | {"toy": same}).text
+def test_sums_that_are_not_the_published_ones_are_told(tables):
+    sums = tables["mixed_precision.sums"]
+    right = facts(tables, "mixed-sums")
+    loops = set(facts_numerics.PUBLISHED_SUMS)
+    assert right["as_published"] and right["differ"] == [] and len(right["loops"]) == len(loops)
+    assert set(right["by_adding"]) | set(right["by_storing"]) == loops
+    off = sums.assign(result=sums["result"].where(sums["way"] != "fp16 into fp16", 11.0))
+    wrong = facts(tables, "mixed-sums", sums=off)
+    assert not wrong["as_published"] and [own["way"] for own in wrong["other"]] == ["fp16 into fp16"]
+    bits = sums.assign(bits=sums["bits"].where(sums["device"] == "cuda", "0x0000"))
+    assert len(facts(tables, "mixed-sums", sums=bits)["differ"]) == sums["way"].nunique()
+    assert facts(tables, "mixed-sums", sums=sums[sums["device"] == "cuda"])["differ"] is None
+    assert len({said(tables, "mixed-sums", sums=table).text for table in (sums, off, bits)}) == 3
 
 
-def test_what_a_norm_loses_is_decided_by_the_data(data):
-    answer = answers.norms(data.mixed)
-    assert "bf16 loses nothing at any scale" in answer.text and "scale 100 on" in answer.finding
-    lossy = data.mixed["norms"].assign(nonfinite=data.mixed["norms"]["nonfinite"].where(data.mixed["norms"]["dtype"] != "bf16", 0.5))
-    changed = answers.norms(data.mixed | {"norms": lossy})
-    assert "bf16 loses nothing" not in changed.text and not changed.finding
+def test_where_autocast_differs_between_devices(tables):
+    rows = tables["mixed_precision.toy"]
+    found = facts(tables, "mixed-toy")
+    assert not set(found["kept"]) & set(found["cast"]) and not found["mixed_up"]
+    elsewhere, = found["elsewhere"]
+    assert [own["tensor"] for own in elsewhere["differ"]] == ["output of ln"] and not elsewhere["on_gpu"]
+    same = pd.concat([rows[rows["device"] == "cuda"].assign(device=device) for device in ("cpu", "cuda")])
+    assert facts(tables, "mixed-toy", toy=same)["elsewhere"] == [{"on_gpu": False, "differ": []}]
+    other = (rows["tensor"] == "loss") & (rows["autocast"] == "fp16")
+    mixed_up = rows.assign(dtype=rows["dtype"].mask(other, "fp16"))
+    assert facts(tables, "mixed-toy", toy=mixed_up)["mixed_up"] == ["loss"]
 
 
-def test_speed_and_its_trend_follow_the_data(data):
-    answer = answers.speed(data.mixed, data.times, data.operations)
-    assert "more with every size" in answer.text and "slower than fp32 in 2 cases of 20" in answer.finding
-    flat = data.mixed["speedups"].assign(speedup=1.0, speedup_low=0.9, speedup_high=1.1, change="none")
-    changed = answers.speed(data.mixed | {"speedups": flat}, data.times, data.operations)
-    assert "0 are faster than fp32, 0 slower, and 180 show no change" in changed.text and "slower" not in changed.finding
-    assert "– none" in changed.tables[0][1].to_string()
+def test_what_a_norm_loses_is_decided_by_the_data(tables):
+    norms = tables["mixed_precision.norms"]
+    found = facts(tables, "mixed-norms")
+    fp16, bf16 = found["types"]
+    assert found["only_fp16_loses"] and not fp16["loses_nothing"] and bf16["loses_nothing"]
+    overflows = [group["scale"] for norm in fp16["norms"] for loss in norm["losses"] if loss["overflow"]
+                 for group in loss["groups"]]
+    assert min(overflows) == found["overflows_from"]
+    lossy = norms.assign(nonfinite=norms["nonfinite"].where(norms["dtype"] != "bf16", 0.5))
+    changed = facts(tables, "mixed-norms", norms=lossy)
+    fp16, bf16 = changed["types"]
+    assert not (changed["only_fp16_loses"] or bf16["loses_nothing"] or bf16["right"]) and fp16["right"]
+    assert said(tables, "mixed-norms").finding and not said(tables, "mixed-norms", norms=lossy).finding
 
 
-def test_why_low_precision_is_slower_is_told_by_the_clocks(data):
-    answer = answers.slower(data.mixed, data.times, data.operations)
-    assert "Limited by the host's launches" in answer.text and "none of these 12 are slower by more than that" in answer.text
-    assert "In each of the 12 of 180" in answer.finding
-    never = data.mixed["speedups"].assign(change="faster")
-    assert answers.slower(data.mixed | {"speedups": never}, data.times, data.operations).text.startswith("Nowhere")
-    busy = data.mixed["times"].assign(launch_bound_share=0.0, trailing_ms=1e6)
-    changed = answers.slower(data.mixed | {"times": busy}, data.times, data.operations)
-    assert "Limited by the host's launches" not in changed.text and not changed.finding
+def test_speed_and_its_trend_follow_the_data(tables):
+    speedups, found = tables["mixed_precision.speedups"], facts(tables, "mixed-speed")
+    assert found["faster"] + found["slower"] + found["unchanged"] == found["compared"] == len(found["walls"])
+    assert found["step"]["least"]["speedup"] < found["step"]["most"]["speedup"] <= found["best"]["speedup"]
+    falling = speedups.assign(speedup=speedups["speedup"] / 10.0**speedups["size"].cat.codes)
+    assert not any(own["rises"] for own in facts(tables, "mixed-speed", speedups=falling)["by_precision"])
+    flat = speedups.assign(speedup=1.0, speedup_low=0.9, speedup_high=1.1, change="none")
+    changed = facts(tables, "mixed-speed", speedups=flat)
+    assert changed["unchanged"] == changed["compared"] and not changed["step"]["slower"]
+    assert all(phase["unchanged"] for phase in changed["phases"])
+    cells = printed.speedups(changed, "step")[changed["precisions"]]
+    assert cells.stack().nunique() == 1
+    assert printed.speedups(found, "step")[found["precisions"]].stack().nunique() > 1
 
 
-def test_the_parts_of_a_step_hold_all_its_operations(data):
-    for operations in (data.operations, data.mixed["profiles"]):
-        table = answers.parts(operations)
+def test_how_far_fp32_is_from_another_process(tables):
+    assert all(own["off"] == 0 for own in facts(tables, "mixed-speed")["again"])
+    times = tables["benchmark.times"]
+    farther = tables | {"benchmark.times": times.assign(median_ms=times["median_ms"] * 1.5)}
+    again = facts(farther, "mixed-speed")["again"]
+    assert all(own["off"] == pytest.approx(0.5) for own in again)
+    assert sum(own["cells"] for own in again) == 3 * 9  # modes and runs
+    slower = facts(tables, "mixed-slower")
+    assert facts(farther, "mixed-slower")["noise"]["beyond"] < slower["noise"]["beyond"] == slower["whole"]
+    assert facts(tables | {"benchmark.times": pd.DataFrame()}, "mixed-slower")["noise"] is None
+
+
+def test_why_low_precision_is_slower_is_told_by_the_clocks(tables):
+    found, times = facts(tables, "mixed-slower"), tables["mixed_precision.times"]
+    assert found["host_sets_the_time"] and found["phases"] + found["whole"] == found["table"]["cells"].sum()
+    told = sum(phase["cells"] for own in found["by_cause"] for phase in own["phases"])
+    assert told == found["table"]["cells"].sum()
+    busy = times.assign(launch_bound_share=0.0, trailing_ms=1e6)
+    changed = facts(tables, "mixed-slower", times=busy)
+    assert not changed["host_sets_the_time"] and changed["optimizer"] is None
+    assert not {own["cause"] for own in changed["by_cause"]} & {facts_slower.LAUNCHES, facts_slower.CAUGHT_UP}
+    on_cpu = facts(tables, "mixed-slower", times=times.drop(columns="launch_bound_share"))
+    assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_slower.PROCESSOR]
+    never = tables["mixed_precision.speedups"].assign(change="faster")
+    assert facts(tables, "mixed-slower", speedups=never)["nowhere"] and not found["nowhere"]
+    changes = ({}, {"times": busy}, {"speedups": never})
+    texts = {said(tables, "mixed-slower", **change).text for change in changes}
+    assert len(texts) == 3 and not said(tables, "mixed-slower", speedups=never).tables
+
+
+def test_casts_are_counted_by_what_they_touch(tables):
+    found, census = facts(tables, "mixed-casts"), tables["mixed_precision.census"]
+    for own in found["census"]["autocasts"]:
+        rows = census[(census["autocast"] == own["autocast"]) & (census["operation"] != "zeros_like")]
+        assert sum(own["kinds"].values()) == rows["count"].sum()
+    assert found["census"]["lossy"] and found["census"]["softmax_in_fp32"]
+    low = census.assign(reads="bf16", writes="bf16")
+    assert not facts(tables, "mixed-casts", census=low)["census"]["softmax_in_fp32"]
+    half = facts(tables, "mixed-casts", census=pd.DataFrame())
+    assert half["census"] is None and half["cost"]["shares"].equals(found["cost"]["shares"])
+    assert len(said(tables, "mixed-casts", census=pd.DataFrame()).tables) == 1
+
+
+def test_the_parts_of_a_step_hold_all_its_operations(tables):
+    for operations in (tables["nsys.operations"], tables["nsys.operations_low"]):
+        parts_ms = facts_operations.parts(operations)[list(facts_operations.PARTS)]
         step = operations[operations["mode"] == "step"]
-        assert table[list(answers.PARTS)].to_numpy().sum() == pytest.approx((step["total_ns"] / step["steps"]).sum() / 1e6)
+        assert parts_ms.to_numpy().sum() == pytest.approx((step["total_ns"] / step["steps"]).sum() / 1e6)
 
 
-def test_what_faster_products_could_give_is_amdahls(data):
-    answer = answers.left(data.mixed, data.operations)
-    table = answers.parts(data.mixed["profiles"])
-    rest = 1 - table["matrix products"] / table[list(answers.PARTS)].sum(axis=1)
-    assert answer.numbers["limit_high"] == pytest.approx(1 / rest.min()) and answer.numbers["limit_low"] == pytest.approx(1 / rest.max())
-    assert "optimizer, casts and copies and norms no faster" in answer.text
+def test_what_faster_products_could_give_is_amdahls(tables):
+    found, low = facts(tables, "mixed-left"), tables["nsys.operations_low"]
+    table = facts_operations.parts(low)
+    rest = 1 - table["matrix products"] / table[list(facts_operations.PARTS)].sum(axis=1)
+    assert list(found["limit"]) == pytest.approx(list(1 / rest))
+    assert list(found["others"]) == pytest.approx(list(rest))
+    most = {own["part"]: own["times"].max() for own in found["gains"]["by_part"]}
+    no_faster = [part for part in most if most[part] < 1 + comparison.SAME]
+    assert found["gains"]["no_faster"] == no_faster and "matrix products" not in no_faster
+    alone = low.assign(total_ns=low["total_ns"].where(low["family"] != facts_operations.MATMUL, 0))
+    assert list(facts(tables | {"nsys.operations_low": alone}, "mixed-left")["limit"]) == [1.0] * len(table)
+    assert facts(tables | {"nsys.operations": pd.DataFrame()}, "mixed-left")["gains"] is None
 
 
-def test_memory_says_what_the_allocator_counted(data):
-    answer = answers.memory(data.mixed)
-    assert "its forward alone takes 18 to 48% more" in answer.finding
-    halved = data.mixed["times"].assign(peak_allocated_mib=lambda t: t["peak_allocated_mib"].where(t["precision"] != "bf16", t["peak_allocated_mib"] / 2))
-    assert "forward alone" not in answers.memory(data.mixed | {"times": halved}).finding
+def test_memory_says_what_the_allocator_counted(tables):
+    found, times = facts(tables, "mixed-memory"), tables["mixed_precision.times"]
+    assert found["forward_takes_more"] and found["less"] + found["more"] <= found["cells"]
+    assert found["step"]["least"]["change"] == pytest.approx(found["step"]["most_saved"])
+    half = np.where(times["precision"] == "bf16", 0.5, 1.0)
+    halved = times.assign(peak_allocated_mib=times["peak_allocated_mib"] * half)
+    changed = facts(tables, "mixed-memory", times=halved)
+    assert not changed["forward_takes_more"] and changed["forward_more_percent"] is changed["level"] is None
+    assert not changed["same_width_same_memory"] and changed["step"]["saves_everywhere"]
+    assert changed["less"] == changed["cells"]
+    assert said(tables, "mixed-memory").finding != said(tables, "mixed-memory", times=halved).finding
+    uncounted = said(tables, "mixed-memory", times=times.assign(peak_allocated_mib=np.nan))
+    assert uncounted.runs and not (uncounted.finding or uncounted.tables or uncounted.figures)
 
 
-def test_gradients_lost_without_a_scaler(data):
-    answer = answers.health(data.mixed)
-    assert "fewer than 1 in" in answer.finding and answer.numbers["fp16 unscaled"] > 1000 * answer.numbers["fp16 scaled"]
-    none = data.mixed["health"].assign(zero=0.0)
-    assert not answers.health(data.mixed | {"health": none}).finding
+def test_gradients_lost_without_a_scaler(tables):
+    found, health = facts(tables, "mixed-health"), tables["mixed_precision.health"]
+    unscaled = found["unscaled"]
+    assert unscaled["loses_some"] and unscaled["longer"]["low"] < unscaled["longer"]["high"]
+    assert unscaled["zero"]["shares"].max() > 1000 * found["scaled"]["zero"]["shares"].max()
+    none = health.assign(zero=0.0)
+    changed = facts(tables, "mixed-health", health=none)
+    assert not changed["unscaled"]["loses_some"]
+    assert changed["unscaled"]["zero"]["none"] and changed["bf16"]["none"]
+    assert said(tables, "mixed-health").finding and not said(tables, "mixed-health", health=none).finding
+    bare = facts(tables, "mixed-health", health=health[health["scale"] == 1])
+    assert bare["unscaled"] is None and bare["scaled"] is None
+    assert facts(tables, "mixed-health", health=health[health["precision"] == "fp32"]) is None
 
 
-def test_published_pairs_are_of_one_report_and_pass(data):
-    pairs = answers.published_pairs(load_published())
-    assert len(pairs) == answers.published_speedups(data.mixed, data.published).numbers["pairs"] and (pairs["precision"] != "fp32").all()
-    fast = data.mixed["speedups"].assign(speedup=100.0)
-    assert "in none, below it in 30" in answers.published_speedups(data.mixed | {"speedups": fast}, data.published).text
+def test_published_pairs_are_of_one_report_and_pass(tables):
+    pairs, found = facts_speed.published_pairs(load_published()), facts(tables, "mixed-published")
+    assert len(pairs) >= found["pairs"] == len(found["table"]) and (pairs["precision"] != "fp32").all()
+    speedups = tables["mixed_precision.speedups"]
+    fast = facts(tables, "mixed-published", speedups=speedups.assign(speedup=100.0))
+    assert fast["inside"] == 0 and fast["below"] == fast["pairs"] == found["pairs"]
+    other = said(tables, "mixed-published", speedups=speedups.assign(size="d2 f1 l1 h1"))
+    assert not other.tables and other.text != said(tables, "mixed-published").text
 
 
-def test_a_question_without_data_says_so(data):
-    empty = dataclasses.replace(data, mixed=dict.fromkeys(data.mixed, pd.DataFrame()))
-    for answer in SECTIONS["Mixed precision"]:
-        assert answer(empty).text.startswith("Not answered here")
+@pytest.mark.parametrize("key", QUESTIONS)
+def test_a_question_without_data_says_so(tables, key):
+    empty = dict.fromkeys(tables, pd.DataFrame())
+    made = answer(CHAPTER, QUESTIONS[key], empty)
+    assert "stepscope sweep mixed_precision" in made.text
+    assert not (made.finding or made.tables or made.figures or made.runs)

@@ -1,19 +1,24 @@
-"""The model against independent ones: parameter counts, numerics, FLOPs; and the names its parts bear in a profile."""
+"""The model against independent ones: parameter counts, numerics, FLOPs; and the names its parts bear in a
+profile.
+"""
 from contextlib import contextmanager
 
 import pytest
 import torch
-from stepscope.step.training_step import annotate
-from stepscope.config import SIZES, configure
-from stepscope.step.flops import forward_flops, phase_flops, step_flops
-from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, parameter_count, rope_tables
-from stepscope.step.training_step import build_step
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600}
+from stepscope.config import SIZES, configure
+from stepscope.step import annotate
+from stepscope.step.flops import forward_flops, phase_flops, step_flops
+from stepscope.step.flops import parameter_count
+from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
+from stepscope.step.training_step import build_step
+
+HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200,
+           "2.7B": 3_406_809_600}
 SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24,
          "batch_size": 3, "device": "cpu"}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -43,7 +48,8 @@ def wide_model(**fields):
 
 def loss_and_gradients(model, logits, targets):
     loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return loss, dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+    return loss, dict(zip(dict(model.named_parameters()),
+                          torch.autograd.grad(loss, list(model.parameters()))))
 
 
 # Parameters
@@ -60,13 +66,16 @@ def test_the_step_has_a_gradient_for_every_parameter_and_for_nothing_else():
     step = build_step(configure("benchmark", **SHAPE, mode="forward_backward"))
     step()
     assert all(parameter.grad is not None for parameter in step.model.parameters())
-    assert set(step.model.state_dict()) == {name for name, _ in step.model.named_parameters()}  # no mask, no table saved
+    # no mask, no table saved
+    assert set(step.model.state_dict()) == {name for name, _ in step.model.named_parameters()}
 
 
 # Numerics
 
-NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
-         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn", "ffn": "mlp"}
+NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+         "blocks": "model.layers",
+         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+         "attention": "self_attn", "ffn": "mlp"}
 
 
 def in_llama(name):
@@ -76,22 +85,27 @@ def in_llama(name):
 def llama_like(model, config, exact):
     """The library's Llama with the same weights.
 
-    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm and tables
-    from complex exponentials in their place, and leaves all else (projections, rotation, attention, MLP, residuals) its.
+    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm
+    and tables from complex exponentials in their place, and leaves all else (projections, rotation,
+    attention, MLP, residuals) its.
     """
     with float64():
         llama = LlamaForCausalLM(LlamaConfig(
             vocab_size=config["vocab_size"], hidden_size=config["d_model"], intermediate_size=config["d_ff"],
-            num_hidden_layers=config["num_layers"], num_attention_heads=config["num_heads"], rms_norm_eps=1e-5,
-            max_position_embeddings=config["context_length"], tie_word_embeddings=False, attn_implementation="sdpa",
+            num_hidden_layers=config["num_layers"], num_attention_heads=config["num_heads"],
+            rms_norm_eps=1e-5,
+            max_position_embeddings=config["context_length"], tie_word_embeddings=False,
+            attn_implementation="sdpa",
             bos_token_id=None, eos_token_id=None)).double()
     if exact:
         for path, module in list(llama.named_modules()):
             if type(module).__name__ == "LlamaRMSNorm":
                 parent, _, name = path.rpartition(".")
-                setattr(llama.get_submodule(parent), name, nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
+                setattr(llama.get_submodule(parent), name,
+                        nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
         llama.model.rotary_emb.forward = lambda x, position_ids: complex_tables(config)
-    missing = llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()}, strict=True)
+    missing = llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()},
+                                    strict=True)
     assert not missing.missing_keys and not missing.unexpected_keys
     return llama
 
@@ -99,7 +113,8 @@ def llama_like(model, config, exact):
 def complex_tables(config):
     head_dim = config["d_model"] // config["num_heads"]
     pair = torch.arange(head_dim // 2, dtype=torch.float64)
-    turn = torch.exp(1j * torch.arange(config["context_length"])[:, None] * torch.exp(-2 * pair / head_dim * torch.log(
+    turn = torch.exp(1j * torch.arange(config["context_length"])[:, None] * torch.exp(-2 * pair / head_dim
+                                                                                      * torch.log(
         torch.tensor(10_000.0, dtype=torch.float64))))
     turn = torch.cat((turn, turn), dim=-1)[None]
     return turn.real, turn.imag
@@ -123,7 +138,8 @@ def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention)
 
 def test_logits_are_those_of_the_librarys_untouched_llama_to_its_own_precision():
     model, tokens, _ = wide_model()
-    torch.testing.assert_close(model(tokens), llama_like(model, SHAPE, exact=False)(tokens).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(tokens), llama_like(model, SHAPE, exact=False)(tokens).logits, rtol=1e-4,
+                               atol=1e-4)
 
 
 def test_the_step_is_the_librarys_forward_loss_and_adamw():
@@ -138,10 +154,12 @@ def test_the_step_is_the_librarys_forward_loss_and_adamw():
         functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
         adamw.step()
     for name, parameter in step.model.named_parameters():  # three of Adam's steps of 1e-3
-        torch.testing.assert_close(parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4, msg=name)
+        torch.testing.assert_close(parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4,
+                                   msg=name)
 
 
-@pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("dtype, rounding",
+                         [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
     norm = RMSNorm(48).to(dtype)
     with torch.no_grad():
@@ -156,7 +174,8 @@ def test_swiglu_is_torchs():
     with float64():
         ffn, x = SwiGLU(48, 80), torch.randn(2, 5, 48)
     gate, up = (functional.linear(x, projection.weight) for projection in (ffn.gate_proj, ffn.up_proj))
-    torch.testing.assert_close(ffn(x), functional.linear(functional.silu(gate) * up, ffn.down_proj.weight), **EXACT)
+    torch.testing.assert_close(ffn(x), functional.linear(functional.silu(gate) * up, ffn.down_proj.weight),
+                               **EXACT)
 
 
 def test_written_out_attention_is_torchs():
@@ -205,10 +224,13 @@ def test_no_token_sees_a_later_one_and_every_token_sees_all_earlier(attention):
 # FLOPs
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
-@pytest.mark.parametrize("fields", [{}, {"size": "nano"}, {"size": "micro", "batch_size": 1, "vocab_size": 1000},
-                                    {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}])
+@pytest.mark.parametrize("fields",
+                         [{}, {"size": "nano"}, {"size": "micro", "batch_size": 1, "vocab_size": 1000},
+                                    {"context_length": 1},
+                                    {"batch_size": 1, "num_heads": 1, "num_layers": 1}])
 def test_flops_are_those_that_torch_counts(mode, fields):
-    shape = {field: value for field, value in SHAPE.items() if "size" not in fields or field not in SIZES["nano"]._fields}
+    shape = {field: value for field,
+             value in SHAPE.items() if "size" not in fields or field not in SIZES["nano"]._fields}
     config = configure("benchmark", **shape | fields, mode=mode)
     step = build_step(config)
     with FlopCounterMode(display=False) as counter:
@@ -285,7 +307,8 @@ def leaf(*names):
     return [(name, []) for name in names]
 
 
-EAGER = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask", "attention.softmax", "attention.value",
+EAGER = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask", "attention.softmax",
+         "attention.value",
          "attention.output"]
 SDPA = ["attention.qkv", "attention.rope", "attention.fused", "attention.output"]
 
@@ -297,15 +320,18 @@ def test_annotated_parts_open_ranges_in_the_models_nesting(kind, parts):
         with annotate.nvtx_range("forward"):
             annotated_logits = model(tokens)
         model.loss(annotated_logits, targets)
-    block = ("block", [*leaf("norm"), ("attention", leaf(*parts)), *leaf("residual", "norm", "ffn", "residual")])
-    assert recorder.tree == [("forward", [*leaf("embedding"), *[block] * 3, *leaf("norm", "head")]), *leaf("cross_entropy")]
+    block = ("block",
+             [*leaf("norm"), ("attention", leaf(*parts)), *leaf("residual", "norm", "ffn", "residual")])
+    assert recorder.tree == [("forward", [*leaf("embedding"), *[block] * 3, *leaf("norm", "head")]),
+                             *leaf("cross_entropy")]
     assert recorder.open == [recorder.tree]
     assert torch.equal(annotated_logits, model(tokens))
 
 
 def methods_of(model):
     """Every region's method as a call would find it, and whether the class's own or a stand-in."""
-    return {(path, name): getattr(module, name) for path, module in model.named_modules() for name in dir(type(module))
+    return {(path, name): getattr(module, name) for path,
+            module in model.named_modules() for name in dir(type(module))
             if isinstance(getattr(getattr(type(module), name, None), "region", None), str)}
 
 
@@ -313,7 +339,8 @@ def test_annotation_leaves_nothing_behind():
     model, tokens, _ = wide_model()
     before = methods_of(model)
     assert {path for path, _ in before} == {path for path, module in model.named_modules()
-                                            if type(module).__module__ == TransformerLM.__module__}  # every part of ours
+                                            # every part of ours
+                                            if type(module).__module__ == TransformerLM.__module__}
     plain = {path: set(vars(module)) for path, module in model.named_modules()}
     with recording(Recorder()) as recorder:
         with annotate.annotated(model):

@@ -10,7 +10,8 @@ import pytest
 from stepscope.studies.neighbours import measure as neighbours
 from stepscope.studies.neighbours import answers as answers
 from stepscope.studies.neighbours import figures as figures
-from stepscope.runs.store import ENDED, RecordError
+from stepscope.runs.record import RecordError
+from stepscope.runs.store import ENDED
 
 REFERENCE = Path(__file__).parent.parent / "runs" / "h200"
 RUNS = ["small-ctx128-all-fp32-9beec75f", "large-ctx512-all-fp32-339d56d3"]

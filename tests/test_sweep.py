@@ -3,33 +3,39 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import HUGE, TINY
-from stepscope import __version__, cli
-from stepscope.runs import one_run as execute
-from stepscope.runs import workers
+
+from conftest import HUGE, TINY, record_of
+from faults import finished, short_notebook
+from stepscope import PROJECT, __version__, cli
 from stepscope.config import PHASES, configure
-from stepscope.runs.store import Store, load_table
-from stepscope.runs.sweep import run_sweep
+from stepscope.runs import one_run, workers
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table
+from stepscope.runs.sweep import How, _require_same_machine, run_sweep
+from stepscope.runs.sweep_file import SweepError
 from stepscope.step.timing import WHOLE
 
-KILLED, RAISES, UNFINISHED = 13, 14, 15  # seeds with which the notebook below goes wrong
 # Stands after the cell that makes the Run. The working notebook's cells are all still there.
-FAULT = f"""
-import os, pathlib, signal, sys, tempfile
+TELLS = """
+import os, pathlib, sys, tempfile
 print("host", os.uname().nodename, "python", sys.prefix, "tmp", tempfile.gettempdir(), "home", pathlib.Path.home())
-if config.seed == {KILLED}:
+"""
+KILLED, RAISES, UNFINISHED = 13, 14, 15  # seeds with which a notebook goes wrong that has nothing but this cell
+FAULT = f"""
+import os, signal
+if seed == {KILLED}:
     os.kill(os.getpid(), signal.SIGKILL)
-if config.seed == {RAISES}:
+if seed == {RAISES}:
     raise RuntimeError("[enforce] this run was told to fail [/here]")
-if config.seed == {UNFINISHED}:
-    run.finish = lambda *arguments: None
 """
 # What this kernel listens on, by the kernel's own account and by the system's.
 SOCKETS = """
@@ -68,7 +74,7 @@ def tiny(**fields):
 
 
 OK, OOM, LAST = tiny(), configure("benchmark", **HUGE), tiny(study="warmup", mode="forward_backward")
-FAILING = [tiny(seed=KILLED), tiny(seed=RAISES), tiny(seed=UNFINISHED)]
+FAILING = [tiny(study="compile", seed=seed) for seed in (KILLED, RAISES, UNFINISHED)]
 ALL = [OK, OOM, *FAILING, LAST]
 
 
@@ -77,11 +83,12 @@ def swept(tmp_path_factory):
     """A sweep in which runs end in every way there is: its folder, its end, and what it said."""
     folder = tmp_path_factory.mktemp("swept")
     (folder / "notebooks").mkdir()
-    with_cells(execute.NOTEBOOKS / "benchmark.ipynb", folder / "notebooks" / "benchmark.ipynb", FAULT, SOCKETS)
-    shutil.copy(execute.NOTEBOOKS / "warmup.ipynb", folder / "notebooks")
+    with_cells(one_run.NOTEBOOKS / "benchmark.ipynb", folder / "notebooks" / "benchmark.ipynb", TELLS, SOCKETS)
+    shutil.copy(one_run.NOTEBOOKS / "warmup.ipynb", folder / "notebooks")
+    (folder / "notebooks" / "compile.ipynb").write_text(short_notebook(FAULT), encoding="utf-8")
     (folder / "all.yaml").write_text(yaml.safe_dump(block(*ALL)))
     with pytest.MonkeyPatch.context() as patch, (folder / "said").open("w") as said:
-        patch.setattr(execute, "NOTEBOOKS", folder / "notebooks")
+        patch.setattr(one_run, "NOTEBOOKS", folder / "notebooks")
         store = Store(folder / "runs")
         end = run_sweep([folder / "all.yaml"], store, console=cli.Console(file=said, width=200))
     return store, end, (folder / "said").read_text()
@@ -91,7 +98,7 @@ def test_every_way_to_end_costs_one_run_and_the_sweep_goes_on(swept):
     store, end, said = swept
     assert end.counts == {"ok": 2, "oom": 1, "failed": 3} and end.left == [] and end.stopped_by is None
     assert [store.find(config).status for config in ALL] == ["ok", "oom", "failed", "failed", "failed", "ok"]
-    assert [name for name, _ in end.failed] == [f"benchmark/{config.run_id}" for config in FAILING]
+    assert [name for name, _ in end.failed] == [f"compile/{config.run_id}" for config in FAILING]
     assert all(cause in said for _, cause in end.failed)
     assert store.records()[1] == [] and not store.partial.exists()
 
@@ -123,11 +130,11 @@ def test_failures_say_why(swept):
     causes = [swept[0].find(config).cause for config in FAILING]
     assert causes == ["the notebook's kernel died (killed, or crashed below Python)",
                       "RuntimeError: [enforce] this run was told to fail [/here]",
-                      "benchmark.ipynb ran to its end without Run.finish(...)"]
+                      "compile.ipynb ran to its end without Run.finish(...)"]
     for config in FAILING:
         record = swept[0].find(config)
-        assert not record.done and record.tables == {} and record.machine["device_name"]
-        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "sockets.json", "kernel.log"}
+        assert not record.done and record.tables == {}
+        assert {path.name for path in swept[0].folder(config).iterdir()} <= {"record.json", "notebook.ipynb", "kernel.log"}
 
 
 def outputs_of(folder):
@@ -147,7 +154,7 @@ def test_executed_notebooks_show_results_and_failed_ones_the_error(swept):
 
 def test_nothing_that_is_kept_names_this_machine(swept):
     store = swept[0]
-    places = {str(store.root), str(execute.PROJECT), str(Path.home()), sys.prefix, tempfile.gettempdir(),
+    places = {str(store.root), str(one_run.PROJECT), str(Path.home()), sys.prefix, tempfile.gettempdir(),
               os.uname().nodename}
     kept = [path for config in ALL for path in store.folder(config).iterdir()]
     assert sum(path.name == "notebook.ipynb" for path in kept) == len(ALL)
@@ -161,13 +168,13 @@ def test_nothing_that_is_kept_names_this_machine(swept):
 def test_pictures_are_not_searched_for_paths_and_home_is_found_however_it_is_written(tmp_path, monkeypatch):
     """Base64 can hold "/tmp" by chance; and tracebacks shorten home to a tilde."""
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
-    monkeypatch.setattr(execute, "PROJECT", Path("/home/somebody/project"))  # wherever this checkout is
-    monkeypatch.setattr(Path, "home", lambda: execute.PROJECT.parent)
-    text = f"~/{execute.PROJECT.name}/lib/a.py {execute.PROJECT}/lib/a.py {execute.PROJECT.parent}/other /tmp/x"
+    monkeypatch.setattr(one_run, "PROJECT", Path("/home/somebody/project"))  # wherever this checkout is
+    monkeypatch.setattr(Path, "home", lambda: one_run.PROJECT.parent)
+    text = f"~/{one_run.PROJECT.name}/lib/a.py {one_run.PROJECT}/lib/a.py {one_run.PROJECT.parent}/other /tmp/x"
     outputs = [{"output_type": "display_data", "data": {"image/png": "ab/tmp+cd", "text/plain": [text]}}]
     notebook = tmp_path / "notebook.ipynb"
     notebook.write_text(json.dumps({"metadata": {}, "cells": [{"cell_type": "code", "outputs": outputs}]}))
-    execute._strip_machine(notebook)
+    one_run._strip_machine(notebook)
     data = outputs_of(tmp_path)[0]["data"]
     assert data == {"image/png": "ab/tmp+cd", "text/plain": ["./lib/a.py ./lib/a.py ~/other <tmp>/x"]}
 
@@ -180,11 +187,11 @@ def test_kernels_talk_over_sockets_in_a_folder_of_their_own(swept):
 
 
 def test_failed_runs_are_done_again_and_nothing_else(swept, tmp_path, write_sweep):
-    """With the notebooks as they should be; and a record that was cut short is done again with them."""
+    """And a record that was cut short is done again with them."""
     copy = Store(shutil.copytree(swept[0].root, tmp_path / "runs"))
     os.truncate(copy.folder(OK) / "record.json", 100)
     kept = {config.run_id: (copy.folder(config) / "record.json").read_bytes() for config in (OOM, LAST)}
-    end = run_sweep([write_sweep(block(OK, OOM, FAILING[0], LAST))], copy)
+    end = run_sweep([write_sweep(block(OK, OOM, FAILING[0], LAST))], copy, How(notebook=finished))
     assert end.counts == {"ok": 3, "oom": 1} and end.failed == []
     assert copy.find(OK).status == copy.find(FAILING[0]).status == "ok"
     assert [path.name.split("-2")[0] for path in (copy.root / "set-aside").iterdir()] == [f"benchmark-{OK.run_id}"]
@@ -197,9 +204,75 @@ def test_a_kernel_that_does_not_start_is_a_failed_run(tmp_path, write_sweep, sto
     kernel.parent.mkdir(parents=True)
     kernel.write_text(json.dumps({"argv": ["false"], "display_name": "Python 3", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    end = run_sweep([write_sweep(block(OK, tiny(seed=1)))], store)
-    assert end.counts == {"failed": 2}
+    end = run_sweep([write_sweep(block(OK))], store)
+    assert end.counts == {"failed": 1}
     assert store.find(OK).cause == "the notebook's kernel did not start: Kernel died before replying to kernel_info"
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_named_and_not_the_runs_folder(tmp_path, write_sweep, store, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    end = run_sweep([write_sweep(block(OK))], store)
+    assert str(tmp_path / "nowhere") in end.stopped_by and "runs folder" not in end.stopped_by
+    assert end.left == [OK] and not store.partial.exists()
+
+
+# What may not go together
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def h200(tmp_path):
+    """A runs folder with one run of a GPU."""
+    run = "benchmark/small-ctx128-step-fp32-b05781de"
+    shutil.copytree(PROJECT / "runs" / "h200" / run, tmp_path / "h200" / run)
+    return tmp_path / "h200"
+
+
+@pytest.mark.parametrize("words", [["sweep", "{sweep}"], ["report"]])
+def test_a_runs_folder_of_another_device_is_refused_and_stays_as_it_is(words, h200, command, write_sweep):
+    before = everything(h200)
+    status, said = command(*(word.format(sweep=write_sweep(block(OK))) for word in words), "--runs", h200)
+    assert status == 2 and said.count("\n") == 1, said
+    assert said.startswith(f"error: {h200}: holds runs of 'NVIDIA H200' (cuda), and this sweep's are of ")
+    assert everything(h200) == before
+
+
+def test_a_gpus_runs_do_not_go_into_a_cpus_folder_nor_two_kinds_of_machine_into_one(store):
+    gpu = configure("benchmark", **TINY | {"device": "cuda"})
+    (store.folder(OK)).mkdir(parents=True)
+    record = record_of(OK, machine={"device_name": "a CPU"})
+    (store.folder(OK) / "record.json").write_text(record.model_dump_json(), encoding="utf-8")
+    with pytest.raises(SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'NVIDIA H200' .cuda."):
+        _require_same_machine(store, [gpu], {"device_name": "NVIDIA H200"})
+    with pytest.raises(SweepError, match="holds runs of 'a CPU' .cpu., and this sweep's are of 'another' .cpu."):
+        _require_same_machine(store, [OK], {"device_name": "another"})
+    _require_same_machine(store, [OK], {"device_name": "a CPU"})
+    with pytest.raises(SweepError, match="asks for runs on cpu and on cuda"):
+        _require_same_machine(store, [OK, gpu], {"device_name": "a CPU"})
+
+
+# Outside of a checkout
+
+def test_a_package_without_notebooks_says_so_before_anything_starts(tmp_path, write_sweep):
+    """As an installed wheel that lacks them would: no checkout around it."""
+    packages = tmp_path / "lib" / "site-packages"
+    shutil.copytree(one_run.PACKAGE, packages / "stepscope", ignore=shutil.ignore_patterns("notebooks", "__pycache__"))
+    done = subprocess.run([sys.executable, "-m", "stepscope.cli", "sweep", str(write_sweep(block(OK))), "--runs", "runs"],
+                          cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(packages)}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{packages}/stepscope/notebooks: has no notebook of benchmark" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_go_to_the_current_folder_where_there_is_no_checkout(tmp_path, command, monkeypatch):
+    assert Path(PROJECT, "lib", "stepscope", "cli.py").samefile(cli.__file__)
+    monkeypatch.setattr(cli, "PROJECT", None)
+    monkeypatch.chdir(tmp_path)
+    assert cli._local_runs(None).parent == tmp_path / "runs"
+    monkeypatch.setattr(one_run, "PROJECT", None)
+    assert one_run._without_machine(f"{sys.prefix}/lib/x.py") == "<python>/lib/x.py"
 
 
 # The command line
@@ -215,13 +288,17 @@ def test_list_shows_every_run_and_names_what_cannot_be_used(swept, command, tmp_
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Run the command line as its entry point does: exit status and what it said, on one stream."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             cli.main()
         printed = capsys.readouterr()
         return end.value.code or 0, printed.out + re.sub(r" +", " ", printed.err)
-    return run
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 LONG_ID = "small-ctx1024-forward_backward-fp32-6c04cefa"
@@ -241,10 +318,10 @@ def few_runs(tmp_path):
 def test_list_into_a_pipe_is_lines_of_the_same_columns(few_runs, command):
     status, said = command("list", "--runs", few_runs)
     head, *lines = [line.split("\t") for line in said.splitlines()]
-    assert status == 0 and head == ["study", "run", "status", "seconds", "runs beside", "cause"]
-    assert [line[:3] for line in lines] == [["benchmark", LONG_ID, "ok"], ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "oom"]]
-    assert [len(line) for line in lines] == [6, 6] and lines[1][4] == "3"
-    assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][5])
+    assert status == 0 and head == ["study", "run", "shape", "status", "seconds", "runs beside", "cause"]
+    assert [line[:4] for line in lines] == [["benchmark", LONG_ID, "", "ok"], ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "", "oom"]]
+    assert [len(line) for line in lines] == [7, 7] and lines[1][5] == "3"
+    assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][6])
 
 
 @pytest.mark.parametrize("columns", [30, 80, 200])
@@ -301,11 +378,8 @@ def quick_notebook(tmp_path, monkeypatch):
     """A notebook that is over as soon as its kernel is up, and does what the given line says."""
     def make(line):
         (tmp_path / "notebooks").mkdir(exist_ok=True)
-        content = json.loads((execute.PROJECT / "notebooks" / "benchmark.ipynb").read_text(encoding="utf-8"))
-        content["cells"] = [cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", [])] + [
-            content["cells"][1] | {"metadata": {}, "id": "line", "source": line}]
-        (tmp_path / "notebooks" / "benchmark.ipynb").write_text(json.dumps(content))
-        monkeypatch.setattr(execute, "NOTEBOOKS", tmp_path / "notebooks")
+        (tmp_path / "notebooks" / "benchmark.ipynb").write_text(short_notebook(line), encoding="utf-8")
+        monkeypatch.setattr(one_run, "NOTEBOOKS", tmp_path / "notebooks")
     return make
 
 
@@ -314,25 +388,33 @@ FINISH = "import json; json.dump({'finished': True, 'results': {'seed': seed}}, 
 
 def test_exit_0_when_all_is_done_and_again_when_there_is_nothing_to_do(command, write_sweep, tmp_path, quick_notebook, monkeypatch):
     quick_notebook(FINISH)
-    sweep = write_sweep(block(OK, tiny(seed=1)))
+    sweep = write_sweep(block(OK))
     monkeypatch.chdir(tmp_path)
     status, said = command("sweep", sweep, "--runs", "runs")  # from here, wherever notebooks are executed
-    assert status == 0 and "2 done, 0 out of memory, 0 failed" in said
+    assert status == 0 and "1 done, 0 out of memory, 0 failed" in said
     quick_notebook("raise RuntimeError('nobody should run this')")
     status, said = command("sweep", sweep, "--runs", tmp_path / "runs")
-    assert status == 0 and "2 done, 0 out of memory, 0 failed" in said
+    assert status == 0 and "1 done, 0 out of memory, 0 failed" in said
 
 
-def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, quick_notebook):
-    quick_notebook("assert seed, 'a seed of nothing'; " + FINISH)
+def fails_at_first(config, folder, timeout_s, abandoned):
+    return ("failed", "a seed of nothing") if config.seed == 0 else finished(config, folder, timeout_s, abandoned)
+
+
+def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(one_run, "run_notebook", fails_at_first)
     status, said = command("sweep", write_sweep(block(OK, tiny(seed=1))), "--runs", tmp_path / "runs")
     assert status == 1 and "1 done, 0 out of memory, 1 failed" in said
-    assert f"failed: benchmark/{OK.run_id}" in said and "AssertionError: a seed of nothing" in said
+    assert f"failed: benchmark/{OK.run_id}" in said and "a seed of nothing" in said
 
 
 @pytest.mark.parametrize("arguments, told", [
     (["sweep", "{tmp}/nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory)"),
     (["sweep", "{tmp}/bad.yaml"], "bad.yaml, block 1: colour: no such field"),
+    (["sweep", "{tmp}/twice.yaml"], "twice.yaml: line 2, column 1: the key 'study' is there twice"),
+    (["sweep", "{tmp}/bomb.yaml"], "bomb.yaml: line 2, column 8: the alias *a stands for something written elsewhere"),
+    (["sweep", "{tmp}/deep.yaml"], "deep.yaml: line 1, column 31: more than 30 levels are within each other"),
+    (["sweep", "{tmp}/many.yaml"], "block 1: axes: their product is more than 100,000 runs"),
     (["sweep", "{tmp}/tf32.yaml"], "precision: got 'tf32', but a CPU has no TF32"),
     (["resume"], "no sweep was begun here"),
     (["sweep", "cpu", "--time-budget", "soon"], "--time-budget: got 'soon'"),
@@ -351,6 +433,10 @@ def test_exit_1_when_a_run_failed(command, write_sweep, tmp_path, quick_notebook
 def test_exit_2_and_one_line_when_the_input_is_bad(arguments, told, command, write_sweep, tmp_path):
     write_sweep([{"study": "benchmark", "fixed": TINY | {"colour": "red"}}], "bad.yaml")
     write_sweep(block(OK, tiny(precision="tf32")), "tf32.yaml")
+    write_sweep("study: benchmark\nstudy: warmup\n", "twice.yaml")
+    write_sweep("study: &a [benchmark, benchmark]\nfixed: *a\n", "bomb.yaml")
+    write_sweep("[" * 5_000, "deep.yaml")
+    write_sweep([{"study": "benchmark", "axes": {f"axis{i}": list(range(10)) for i in range(10)}}], "many.yaml")
     status, said = command(*(a.format(tmp=tmp_path) for a in arguments), "--runs", tmp_path / "runs")
     assert status == 2 and told in " ".join(said.split()), said
     assert "Traceback" not in said
@@ -373,8 +459,14 @@ def test_exit_2_when_another_sweep_is_writing(command, write_sweep, tmp_path):
     assert status == 2 and said.startswith("error:") and "another sweep is writing here" in said and said.count("\n") == 1
 
 
-def test_exit_75_when_time_is_up_and_resume_does_the_rest(command, write_sweep, tmp_path, quick_notebook):
-    quick_notebook(FINISH)
+def takes_its_time(config, folder, timeout_s, abandoned):
+    time.sleep(0.4)
+    (folder / "outcome.json").write_text(json.dumps({"finished": True, "results": {"seed": config.seed}}))
+    return "ok", None
+
+
+def test_exit_75_when_time_is_up_and_resume_does_the_rest(command, write_sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(one_run, "run_notebook", takes_its_time)
     runs, configs = tmp_path / "runs", [tiny(seed=seed) for seed in range(3)]
     status, said = command("sweep", write_sweep(block(*configs)), "--runs", runs, "--time-budget", "0s")
     assert status == 75 and f"stopped by time budget; 3 left, beginning with {OK.run_id}" in said
@@ -389,6 +481,27 @@ def test_exit_75_when_time_is_up_and_resume_does_the_rest(command, write_sweep, 
     assert Store(runs).find(OK) == first
 
 
+def test_exit_75_and_one_sentence_on_a_signal_before_the_first_run(tmp_path, write_sweep):
+    """While libraries are imported, and while what is there is looked through."""
+    code = ("import os, signal, sys; from stepscope import cli\n"
+            "class Signals:  # itself, when this module is first asked for\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            "        if name == 'stepscope.runs.sweep_file': os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Signals()); cli.main()")
+    done = subprocess.run([sys.executable, "-c", code, "sweep", str(write_sweep(block(OK))), "--runs", str(tmp_path / "runs")],
+                          capture_output=True, text=True)
+    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGINT") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("workers", [None, "1"])
+def test_a_signal_before_the_first_run_leaves_all_runs_and_starts_no_workers(workers, write_sweep, store, monkeypatch):
+    monkeypatch.setattr("stepscope.runs.sweep.clear_dead", lambda: signal.raise_signal(signal.SIGTERM))
+    end = run_sweep([write_sweep(block(OK, tiny(seed=1)))], store, How(workers=workers, notebook=finished))
+    assert end.stopped_by == "SIGTERM" and end.left == [OK, tiny(seed=1)] and store.records() == ([], [])
+    assert list((store.root / "sweeps").iterdir()) == [store.root / "sweeps" / "some.yaml"]  # to be resumed
+
+
 def test_resume_knows_every_sweep_that_was_begun_whatever_its_files_name_ended_in(command, write_sweep, tmp_path):
     for seed, name in enumerate(("one.yaml", "two.yml", "three")):
         file = write_sweep(block(tiny(seed=seed)), name)
@@ -396,10 +509,3 @@ def test_resume_knows_every_sweep_that_was_begun_whatever_its_files_name_ended_i
         file.unlink()
     status, said = command("resume", "--runs", tmp_path / "runs", "--time-budget", "0s")
     assert status == 75 and "3 left" in said
-
-
-def test_the_module_is_a_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "stepscope.cli", "sweep", "nowhere", "--runs", str(tmp_path)],
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: nowhere: cannot be read")
-    assert done.stderr.count("\n") == 1

@@ -1,11 +1,14 @@
-"""The timing harness: which rows a measurement has, and that the clocks' readings are put where they belong."""
+"""The timing harness: which rows a measurement has, and that the clocks' readings are put where they
+belong.
+"""
 import pytest
 import torch
+
 from conftest import HUGE
-from stepscope.step.training_step import timing
 from stepscope.config import PHASES, configure
-from stepscope.step.training_step import build_step
+from stepscope.step import timing, training_step
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, PhaseClock, measure
+from stepscope.step.training_step import build_step
 
 
 @pytest.fixture
@@ -57,7 +60,8 @@ def test_the_sm_clock_is_read_once_after_each_step_and_outside_the_clocks(tiny, 
 
 def test_host_times_are_the_differences_of_what_the_clock_showed(tiny, wait_free):
     samples = measure(build_step(tiny(mode="step", timed_steps=1)))
-    # The clock is read at the start, at the end of each of the four phases, and at the end of the step: 5 seconds.
+    # The clock is read at the start, at the end of each of the four phases, and at the end of the step: 5
+    # seconds.
     assert samples["time_ms"].tolist() == [1000, 1000, 1000, 1000, 5000]
     assert samples["enqueue_ms"].tolist() == [1000, 1000, 1000, 1000, 4000]
 
@@ -66,13 +70,16 @@ def test_host_times_are_the_differences_of_what_the_clock_showed(tiny, wait_free
 
 @pytest.fixture
 def watched(tiny):
-    """A measured step's model, with what was true of it at the start of each forward: gradients, and the weights."""
+    """A measured step's model, with what was true of it at the start of each forward: gradients, and the
+    weights.
+    """
     def watch(mode, **fields):
         step, seen = build_step(tiny(mode=mode, **fields)), []
 
         def look(model, args):
             parameters = list(model.parameters())
-            seen.append(([p.grad is not None for p in parameters], torch.cat([p.detach().flatten() for p in parameters])))
+            seen.append(([p.grad is not None for p in parameters],
+                         torch.cat([p.detach().flatten() for p in parameters])))
         step.model.register_forward_pre_hook(look)
         return step, seen
     return watch
@@ -107,7 +114,8 @@ def test_forward_alone_is_inference_and_the_other_modes_train(tiny):
         assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("precision, dtype",
+                         [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_precision_is_autocasts(precision, dtype, tiny):
     step, seen = build_step(tiny(mode="step", precision=precision)), []
     ffn = step.model.blocks[0].ffn.gate_proj
@@ -115,7 +123,8 @@ def test_precision_is_autocasts(precision, dtype, tiny):
     before = [p.detach().clone() for p in step.model.parameters()]
     measure(step)
     assert seen == [dtype] * 2
-    assert {p.dtype for p in step.model.parameters()} == {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in step.model.parameters()} == {p.grad.dtype
+                                                          for p in step.model.parameters()} == {torch.float32}
     assert step.scaler.is_enabled() == (precision == "fp16")
     assert all(torch.isfinite(p).all() for p in step.model.parameters())
     assert not all(torch.equal(p, was) for p, was in zip(step.model.parameters(), before))
@@ -138,6 +147,26 @@ def test_the_optimizer_is_the_one_asked_for(optimizer, kind, tiny):
     assert build_step(tiny(optimizer=optimizer, mode="forward_backward")).optimizer is None
 
 
+class Building(Exception):
+    pass
+
+
+def test_peaks_of_memory_count_from_the_building_of_the_step(tiny, monkeypatch):
+    called = []
+
+    def build(config):
+        called.append("build")
+        raise Building
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    monkeypatch.setattr(training_step, "TransformerLM", build)
+    for device, first in (("cuda", ["empty_cache", "reset_peak_memory_stats"]), ("cpu", [])):
+        called.clear()
+        with pytest.raises(Building):
+            build_step(tiny(device=device))
+        assert called == [*first, "build"]
+
+
 # Out of memory
 
 def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
@@ -146,8 +175,9 @@ def test_a_model_that_does_not_fit_runs_out_of_memory_by_name():
 
 
 def test_a_step_that_does_not_fit_runs_out_of_memory_by_name():
-    # Logits of 6 million tokens over as many words; weights and batch alone are a few hundred megabytes.
-    shape = {"context_length": 1, "batch_size": 6_000_000, "vocab_size": 6_000_000, "mode": "forward"}
+    # Logits of a million tokens over sixteen million words; weights and batch alone are a few hundred
+    # megabytes.
+    shape = {"context_length": 1, "batch_size": 2**20, "vocab_size": 2**24, "mode": "forward"}
     step = build_step(configure("benchmark", **HUGE | shape))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
         measure(step)
@@ -206,7 +236,8 @@ def test_cuda_events_stand_at_the_borders_of_phases_and_are_read_after_the_step(
         return clock.stop()
 
     assert step("forward", "loss", "backward", "optimizer") == [
-        ("forward", 1, 1000), ("loss", 20, 1000), ("backward", 300, 1000), ("optimizer", 4000, 1000), (WHOLE, 5000, 4000)]
+        ("forward", 1, 1000), ("loss", 20, 1000), ("backward", 300, 1000), ("optimizer", 4000, 1000),
+        (WHOLE, 5000, 4000)]
     assert gpu.waits == 2  # once before and once after: no phase waited
     assert step("forward", "loss") == [("forward", 5, 1000), ("loss", 60, 1000), (WHOLE, 3000, 2000)]
     assert gpu.made == 5  # events are made once, not in the step

@@ -41,7 +41,7 @@ def test_every_question_has_its_words_and_every_words_its_question():
             words = Words(chapter.folder / "words", f"{question.key}.md")
             assert words.block("question").endswith("?") and "text" in words.template.blocks
             captions = {f"table_{name}" for name in question.printed} | {f"figure_{stem}" for stem in question.pictures}
-            assert captions | {"question", "text"} <= set(words.template.blocks) <= captions | {"question", "text", "finding"}
+            assert captions | {"question", "text"} <= set(words.template.blocks) <= captions | {"question", "text", "finding", "not_answered"}
 
 
 HOSTILE = ["<b onclick=alert(1)>x</b>", "<form action=//x.test><button>go</form>", "<script>alert(1)</script>", "<img src=x>",

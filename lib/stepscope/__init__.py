@@ -1,6 +1,11 @@
 """Where every millisecond and megabyte of a Transformer's training step goes, answered from measurements."""
+from pathlib import Path
 
 __version__ = "0.1.0"
+
+PACKAGE = Path(__file__).resolve().parent
+# The checkout that this package lies in; None where it is installed without one.
+PROJECT = PACKAGE.parents[1] if PACKAGE.parent.name == "lib" and (PACKAGE.parents[1] / "pyproject.toml").is_file() else None
 
 
 class StepscopeError(Exception):

@@ -1,10 +1,11 @@
 """The command line: a thin layer over the functions a notebook would call."""
 import gc
+import os
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -13,26 +14,32 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Column, Table
 
-from stepscope import StepscopeError, __version__
+from stepscope import PROJECT, StepscopeError, __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, help="""
+if TYPE_CHECKING:
+    from stepscope.runs.record import Record
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                  pretty_exceptions_enable=False, help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
-[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder; [bold]render[/] makes
-writeup and figures of a runs folder; [bold]report[/] does both for this machine. A sweep that was interrupted is
-continued by giving the same command again, or by [bold]resume[/].
+[bold]sweep[/] runs what a sweep file asks for, one notebook execution per run, into a runs folder;
+[bold]render[/] makes writeup and figures of a runs folder; [bold]report[/] does both for this machine. A
+sweep that was interrupted is continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
-LIST_COLUMNS = ("study", "run", "status", "seconds", "runs beside", "cause")
+LIST_COLUMNS = ("study", "run", "shape", "status", "seconds", "runs beside", "cause")
+WHOLE_COLUMNS = LIST_COLUMNS[:4]  # what no terminal is too narrow for
 CAUSE_WIDTH = 24  # characters that a cause gets at least
 MOST_GIB = 100_000  # a GPU's memory that fit believes
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
 
-RunsOption = Annotated[Path, typer.Option("--runs", help="Runs folder.", show_default="runs/local-<this machine's device>")]
+RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
+                                                 show_default="runs/local-<this machine's device>")]
 BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|20m|1h",
                          help="Start no run that would end after this time, and say what is left.")]
 WorkersOption = Annotated[str | None, typer.Option("--workers", metavar="gpus|N",
-                          help="Runs side by side on a local Dask cluster: a worker for each GPU, or N workers.")]
+                          help="Runs side by side on a local Dask cluster: a worker for each GPU, or N.")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT",
                             help="Runs side by side on the workers of this Dask scheduler.")]
 ExclusiveOption = Annotated[list[str] | None, typer.Option("--exclusive", metavar="STUDY|all",
@@ -48,7 +55,8 @@ def _say_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True,
+                                                  help="Print the version and exit.")] = False) -> None:
     pass
 
 
@@ -62,23 +70,39 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 
 def _local_runs(runs: Path | None) -> Path:
-    """Runs of this machine go into a folder named after its device, which git ignores."""
+    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout, where one stands."""
     if runs:
         return runs
     from stepscope.config import device_here
-    from stepscope.runs.one_run import PROJECT
     from stepscope.runs.machine import machine
     device = device_here("auto")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device)["device_name"].lower())
-    return PROJECT / "runs" / f"local-{name}"
+    return (PROJECT or Path.cwd()) / "runs" / f"local-{name}"
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    """On a signal before a sweep listens for it, or after: nothing goes on that would have to be ended."""
+    os.write(2, f"stopped by {signal.Signals(number).name}; all that was done is kept, the same command goes on\n".encode())
+    os._exit(EXIT_LEFT)
+
+
+def _end_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end_at_once)
 
 
 def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str | None, scheduler: str | None,
            exclusive: list[str] | None, timeout: str | None) -> None:
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import How, run_sweep
+    from stepscope.runs.workers import Stopped
     how = How(workers, scheduler, None, tuple(exclusive or ()), _seconds(timeout, "--timeout"), _seconds(time_budget, "--time-budget"))
-    end = run_sweep(paths, Store(runs), how, console)
+    try:
+        end = run_sweep(paths, Store(runs), how, console)
+    except Stopped as stop:
+        console.print(str(stop), soft_wrap=True, markup=False)
+        raise typer.Exit(EXIT_LEFT) from None
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
     console.print(f"{done}; records are in {runs}", markup=False)
     for name, _ in end.failed:
@@ -95,11 +119,13 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
 def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), or names of those that ship: benchmark, warmup, nsys, mixed_precision, memory, attention, compile, cpu.")],
           runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
-    """Run sweeps: everything asked for that has no valid record yet, one run after another or on Dask workers.
+    """Run sweeps: all that is asked for and has no valid record yet, one run after another or on Dask workers.
 
-    Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs left.
+    Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
+    left.
     """
-    from stepscope.runs.sweep import find_sweeps
+    _end_on_signals()
+    from stepscope.runs.sweep_file import find_sweeps
     _sweep([path for name in sweeps for path in find_sweeps(name)], _local_runs(runs), time_budget, workers, scheduler, exclusive, timeout)
 
 
@@ -107,65 +133,87 @@ def sweep(sweeps: Annotated[list[str], typer.Argument(help="Sweep files (YAML), 
 def resume(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
           scheduler: SchedulerOption = None, exclusive: ExclusiveOption = None, timeout: TimeoutOption = None) -> None:
     """Go on with the sweeps that a runs folder was begun with (it keeps their files)."""
-    from stepscope.runs.sweep import SweepError
+    _end_on_signals()
+    from stepscope.runs.sweep_file import SweepError
     folder = _local_runs(runs)
     paths = sorted((folder / "sweeps").glob("*.yaml"))
     if not paths:
         raise SweepError(f"{folder}: no sweep was begun here (there is no sweeps/*.yaml in it)")
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise SweepError(f"{path}: is no regular file")
     _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
+
+
+def _runs_to_read(runs: Path | None) -> Path:
+    """The one local folder that there is; between several the device decides, which torch has to say."""
+    local = sorted(((PROJECT or Path.cwd()) / "runs").glob("local-*/"))
+    return runs or (local[0] if len(local) == 1 else _local_runs(None))
 
 
 @app.command("list")
 def list_runs(runs: RunsOption = None,
-              where: Annotated[str | None, typer.Option(help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query).")] = None) -> None:
+              where: Annotated[str | None, typer.Option(
+                  help="Only these, e.g. \"size == 'small' and status == 'failed'\" (pandas' query)."
+              )] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    Beside what ran out of memory stands the peak that the accounting predicts for it. Where the output is not a terminal,
-    it is a line of names and then a line for each run, with tabs between the columns.
+    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of
+    memory stands the peak that the accounting predicts for it. Where the output is not a terminal, it is a
+    line of names and then a line for each run, with tabs between the columns.
     """
-    from stepscope.step.accounting import predicted_peak_mib
-    from stepscope.runs.store import Store, read_record
-    folder = _local_runs(runs)
+    from stepscope.runs.store import Store
+    folder = _runs_to_read(runs)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
-    frame, errors = Store(folder).frame()
-    if where is not None and not frame.empty:
-        try:
-            asked = frame.eval(where)
-            if getattr(asked, "dtype", None) != bool:
-                raise TypeError("it is not true or false of each")
-            frame = frame[asked]
-        except Exception as error:  # whatever Python says to an expression that is somebody's
-            raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({error}); columns are {', '.join(frame.columns)}") from None
-    rows = []
-    for run in frame.to_dict("records"):
-        cause = " ".join(run["cause"].split()) if isinstance(run["cause"], str) else ""
-        if run["status"] == "oom" and (predicted := predicted_peak_mib(read_record(folder / run["study"] / run["run_id"]).config)):
-            cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
-        rows.append({"study": run["study"], "run": run["run_id"], "status": run["status"], "seconds": f"{run['duration_s']:.1f}",
-                     "runs beside": str(run["beside"] or ""), "cause": cause})
+    records, errors = Store(folder).records()
+    if where is not None and records:
+        records = _asked_for(records, where)
+    rows = [_list_row(record) for record in records]
     if sys.stdout.isatty():
         _print_runs(rows, str(folder))
     else:
         for row in [dict(zip(LIST_COLUMNS, LIST_COLUMNS)), *rows]:
             print(*row.values(), sep="\t")
     for error in errors:
-        console.print(f"[yellow]{escape(str(error))}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(f'{folder}/{error}')}[/]", soft_wrap=True)
+
+
+def _asked_for(records: list["Record"], where: str) -> list["Record"]:
+    from stepscope.runs.tables import runs_frame  # pandas: takes longer to import than the list itself
+    frame = runs_frame(records)
+    try:
+        asked = frame.eval(where)
+        if str(getattr(asked, "dtype", None)) != "bool":
+            raise TypeError("it is not true or false of each")
+    except Exception as error:  # noqa: BLE001 - whatever Python says to an expression that is somebody's
+        reason = " ".join(str(error).split())
+        raise StepscopeError(f"--where: {where!r} cannot be asked of runs ({reason});"
+                             f" columns are {', '.join(frame.columns)}") from None
+    return [record for record, is_asked in zip(records, asked) if is_asked]
+
+
+def _list_row(record: "Record") -> dict[str, str]:
+    from stepscope.config import configure
+    from stepscope.step.accounting import predicted_peak_mib
+    config = configure(**record.config)
+    cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())
+    if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
+        cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
+    own = config.shape if record.config.get("size") == "custom" else ""
+    beside = str(len(record.beside) or "")
+    values = (record.study, record.run_id, own, record.status, f"{record.duration_s:.1f}", beside, cause)
+    return dict(zip(LIST_COLUMNS, values))
 
 
 def _print_runs(rows: list[dict[str, str]], title: str) -> None:
-    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go, and then lines are too long."""
+    """A table for a terminal. Run ids are whole, to be copied: for want of room other columns go."""
     out = Console()
-    columns = [name for name in LIST_COLUMNS if name in ("study", "run", "status") or any(row[name] for row in rows)]
+    needed = ("study", "run", "status")
+    columns = [name for name in LIST_COLUMNS if name in needed or any(row[name] for row in rows)]
     gone = []
     while True:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name in columns:
-            right = name in ("seconds", "runs beside")
-            table.add_column(name, no_wrap=name in ("study", "run", "status"), overflow="fold", justify="right" if right else "left",
-                             min_width=min(CAUSE_WIDTH, max(len(row[name]) for row in rows)) if name == "cause" else None)
-        for row in rows:
-            table.add_row(*(escape(row[name][:100] if name == "cause" else row[name]) for name in columns))
+        table = _runs_table(rows, columns, title)
         width = Measurement.get(out, out.options.update(width=1000), table).minimum
         spare = [name for name in ("runs beside", "seconds") if name in columns]
         if width <= out.width or not spare:
@@ -174,20 +222,36 @@ def _print_runs(rows: list[dict[str, str]], title: str) -> None:
         gone.append(spare[0])
     Console(width=max(width, out.width)).print(table)
     if gone:
-        console.print(f"Not shown for want of room: {' and '.join(gone)}; a wider terminal or a pipe gets all columns.", soft_wrap=True)
+        console.print(f"Not shown for want of room: {' and '.join(gone)};"
+                      " a wider terminal or a pipe gets all columns.", soft_wrap=True)
+
+
+def _runs_table(rows: list[dict[str, str]], columns: list[str], title: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+                  collapse_padding=True)
+    for name in columns:
+        widest = max((len(row[name]) for row in rows), default=0)
+        table.add_column(name, no_wrap=name in WHOLE_COLUMNS, overflow="fold",
+                         justify="right" if name in ("seconds", "runs beside") else "left",
+                         min_width=min(CAUSE_WIDTH, widest) if name == "cause" else None)
+    for row in rows:
+        table.add_row(*(escape(row[name][:100] if name == "cause" else row[name]) for name in columns))
+    return table
 
 
 @app.command()
-def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")], runs: RunsOption = None) -> None:
-    """Print what a run said: its end and cause, its notebook's output and traceback, and what its process wrote."""
+def logs(run: Annotated[str, typer.Argument(help="A run's id, or its beginning, or study/id.")],
+         runs: RunsOption = None) -> None:
+    """Print what a run said: its end and cause, its notebook's output and traceback, its process's words."""
     from stepscope.runs.logs import run_log
     from stepscope.runs.store import Store
-    print(run_log(Store(_local_runs(runs)), run), end="")
+    print(run_log(Store(_runs_to_read(runs)), run), end="")
 
 
 @app.command()
 def render(runs: RunsOption = None,
-           out: Annotated[Path | None, typer.Option(help="Where the report goes.", show_default="the runs folder")] = None) -> None:
+           out: Annotated[Path | None, typer.Option(help="Where the report goes.",
+                                                    show_default="the runs folder")] = None) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
     from stepscope.report.render import render
     from stepscope.runs.store import Store
@@ -198,7 +262,8 @@ def render(runs: RunsOption = None,
 
 @app.command()
 def check(runs: RunsOption = None,
-          out: Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")] = None) -> None:
+          out: Annotated[Path | None, typer.Option(help="Where the report is.",
+                                                   show_default="the runs folder")] = None) -> None:
     """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
     from stepscope.report.check import check
     from stepscope.runs.store import Store
@@ -214,40 +279,47 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
     Everything goes into the runs folder; the committed reference results stay as they are.
     """
+    _end_on_signals()
+    from stepscope.runs.sweep_file import find_sweeps
     from stepscope.config import device_here
-    from stepscope.runs.sweep import find_sweeps
     names = ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"] if device_here("auto") == "cuda" else ["cpu"]
-    folder = _local_runs(runs)
+    folder, end = _local_runs(runs), None
     try:
         _sweep([path for name in names for path in find_sweeps(name)], folder, time_budget, workers, scheduler, exclusive, timeout)
-    finally:  # what was measured is shown, also when something failed or time ran out
-        if folder.exists():
-            render(folder)
+    except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
+        end = status
+    if folder.exists():
+        render(folder)
+    if end:
+        raise end
 
 
 @app.command()
 def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B.")],
         context: Annotated[int, typer.Option(help="Context length.")] = 512,
         batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
-        memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
-    """Say before running what fits into a GPU's memory: peaks by formula, and the largest context and batch."""
+        memory: Annotated[float | None, typer.Option(
+            help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
+    """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.step.accounting import on_gpu, what_fits
-    from stepscope.say.formats import MODE_WORDS
     from stepscope.config import SIZES, device_here
     from stepscope.runs.machine import machine
-    if size not in SIZES:  # said here: configure would offer to give dimensions, which this command does not take
+    from stepscope.say.formats import MODE_WORDS
+    from stepscope.step.accounting import on_gpu, what_fits
+    if size not in SIZES:  # said here: configure would offer to give dimensions, which this does not take
         raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
     if memory is None:
         memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
     found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
-    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in", "fits",
-                  Column("largest\ncontext", justify="right"), Column("largest\nbatch", justify="right"),
-                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left", title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
+    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in",
+                  "fits", Column("largest\ncontext", justify="right"),
+                  Column("largest\nbatch", justify="right"),
+                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left",
+                  title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
     for row in found.itertuples():
-        table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase, "yes" if row.fits else "no",
-                      f"{row.largest_context:,}", f"{row.largest_batch:,}")
+        table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
+                      "yes" if row.fits else "no", f"{row.largest_context:,}", f"{row.largest_batch:,}")
     Console().print(table)
 
 
@@ -273,29 +345,37 @@ def _nsys_words() -> str:
     from stepscope.traces.nsys_program import find_nsys, missing_libraries, nsys_version
     nsys = find_nsys()
     if nsys is None:
-        return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are torch.profiler's."
-                " It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli.")
+        return ("nsys: none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
+                " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package"
+                " nsight-systems-cli.")
     words = f"nsys: {nsys}, version {nsys_version(nsys)}"
     if missing := missing_libraries(nsys):
-        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes no reports; profiles are"
-                f" torch.profiler's. Install the libraries (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
+        return (f"{words}, incomplete: its importer lacks {', '.join(missing)}, so it captures but makes"
+                " no reports; profiles are torch.profiler's. Install the libraries"
+                " (on Debian and Ubuntu: apt-get install libdw1 libelf1).")
     return f"{words}, complete"
 
 
 @app.command()
 def neighbours(workers: WorkersOption = None,
-               repeat: Annotated[int, typer.Option(min=2, help="Runs of each configuration on each busy worker.")] = 3,
-               runs: Annotated[Path | None, typer.Option(help="Keep the runs here.", show_default="a temporary folder")] = None,
-               of: Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Measure nothing; compare folders of one nsys sweep that"
-                             " ran on more or fewer workers, the first with the others, for the report of --runs.")] = None) -> None:
-    """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, medians compared."""
+               repeat: Annotated[int, typer.Option(
+                   min=2, help="Runs of each configuration on each busy worker.")] = 3,
+               runs: Annotated[Path | None, typer.Option(
+                   help="Keep the runs here.", show_default="a temporary folder")] = None,
+               of: Annotated[list[str] | None, typer.Option(
+                   metavar="NAME=FOLDER",
+                   help="Measure nothing; compare folders of one nsys sweep that ran on more or fewer"
+                        " workers, the first with the others, for the report of --runs.")] = None) -> None:
+    """Does a run beside others time the same? The same runs with 1, 2, 4, ... workers busy, compared."""
     from stepscope.studies.neighbours.measure import KEPT, compare_folders, experiment
     if of is None:
         experiment(workers or "gpus", repeat, runs, Console())
         return
-    folders = {name: Path(folder) for name, _, folder in (item.partition("=") for item in of) if name and folder}
+    named = [item.partition("=") for item in of]
+    folders = {name: Path(folder) for name, _, folder in named if name and folder}
     if len(folders) != len(of) or len(of) < 2:
-        raise StepscopeError(f"--of: got {', '.join(of)}, but expected it twice or more, each as NAME=FOLDER with a name of its own")
+        raise StepscopeError(f"--of: got {', '.join(of)}, but expected it twice or more,"
+                             " each as NAME=FOLDER with a name of its own")
     if workers is not None:
         raise StepscopeError("--of and --workers: one or the other; --of compares what has been measured")
     kept = _local_runs(runs) / KEPT
@@ -303,16 +383,10 @@ def neighbours(workers: WorkersOption = None,
     console.print(f"{kept}: written", markup=False)
 
 
-@app.command()
-def bench() -> None:
-    """Print what measuring costs, as ratios measured side by side in this process."""
-    from bench.__main__ import bench
-    bench(Console())
-
-
 def main() -> None:
     """Entry point: errors that are the input's are one line and status 2, without a traceback."""
-    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may be swallowed there.
+    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may
+    # be swallowed there.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -321,7 +395,7 @@ def main() -> None:
         console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_BAD_INPUT)
     finally:
-        gc.freeze()  # or Python, ending, goes through some 400,000 objects of libraries: seconds, on a busy machine many
+        gc.freeze()  # or Python, ending, goes through some 400,000 objects of libraries: seconds, or many
 
 
 if __name__ == "__main__":

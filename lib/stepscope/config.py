@@ -1,13 +1,14 @@
 """One run's configuration: typed, validated, and named by what it says.
 
-:class:`RunConfig` holds what every run has, :class:`StepConfig` what a run of the model's training step has. A study
-subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. Everything a run depends on is a
-field, so that the run id, made from the fields, names it completely.
+:class:`RunConfig` holds what every run has, :class:`StepConfig` what a run of the model's training step has.
+A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. All that a run
+depends on is a field, so that the run id, made from the fields, names it completely.
 """
 import functools
 import hashlib
 import importlib
 import json
+import re
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
@@ -44,7 +45,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 class ConfigError(StepscopeError, ValueError):
-    """A configuration that cannot be run; its text is one sentence: the field, what it was, what is allowed."""
+    """A configuration that cannot be run; its text is a sentence: the field, what it was, what is allowed."""
 
 
 def device_here(asked: Any) -> Any:
@@ -58,7 +59,18 @@ def device_here(asked: Any) -> Any:
 # Bounds of what is believed of a configuration: far beyond any machine, and well within what tables can hold.
 Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
+MOST_SHOWN = 100  # characters of a wrong value that an error repeats
+
+
+def shown(value: Any) -> str:
+    """A value as an error repeats it: on one line, and cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class RunConfig(BaseModel):
@@ -67,13 +79,12 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # Fields that records of before have and this study has no longer, with the only value they ever had.
     retired: ClassVar[dict[str, Any]] = {}
-    times_imports: ClassVar[bool] = False  # whether the notebook clocks its own imports, so that none may be done ahead
 
     study: str
-    d_model: Dimension = Field(ge=2)
+    d_model: int = Field(ge=2, le=2**20)
     context_length: Length
     batch_size: Dimension = 4
-    precision: Literal[PRECISIONS] = "fp32"
+    precision: Literal[PRECISIONS] = "fp32"  # type: ignore[valid-type]
     device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
     warmup_steps: int = Field(5, ge=0, le=10**6)
     timed_steps: Steps = 10
@@ -88,8 +99,10 @@ class RunConfig(BaseModel):
                 if field not in cls.retired or value != cls.retired[field]}
 
     def digest(self) -> str:
-        """Of the fields that are not at their default, so that a field added later renames no run; a record holds every
-        field, and one whose fields differ from the configuration's is not taken for it (store.py)."""
+        """Of the fields that are not at their default, so that a field added later renames no run.
+
+        A record holds every field, and one whose fields differ from the configuration's is not taken for it.
+        """
         fields = self.model_dump(exclude_defaults=True, exclude={"size"})
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -98,6 +111,16 @@ class RunConfig(BaseModel):
         """Readable, and the same for the same configuration whatever spelled it."""
         return f"ctx{self.context_length}-{self.precision}-{self.digest()}"
 
+    @property
+    def shape(self) -> str:
+        """What is run, by its dimensions or their name."""
+        return f"d{self.d_model}"
+
+    @property
+    def label(self) -> str:
+        """What tells a reader this run from another: the shape, which a run id may not say, and no digest."""
+        return f"{self.study} {self.shape} ctx{self.context_length} {self.precision}"
+
 
 class StepConfig(RunConfig):
     """A run of the model's training step, or of a part of it."""
@@ -105,10 +128,10 @@ class StepConfig(RunConfig):
     study: str = "step"
     size: str = "custom"
     d_ff: Dimension
-    num_layers: int = Field(ge=1, le=10_000)
+    num_layers: Layers
     num_heads: Dimension
     vocab_size: int = Field(10_000, ge=2, le=2**24)
-    mode: Literal[tuple(PHASES)] = "step"
+    mode: Literal[tuple(PHASES)] = "step"  # type: ignore[valid-type]
     attention: Literal["eager", "sdpa"] = "eager"
     compile: bool = False
     optimizer: Literal["foreach", "fused", "forloop"] = "foreach"
@@ -123,11 +146,12 @@ class StepConfig(RunConfig):
         size = values.get("size", "custom")
         named = SIZES.get(size) if isinstance(size, str) else None
         if named is None and size != "custom":
-            raise ValueError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}"
+            raise ValueError(f"size: got {shown(size)}, but known sizes are {', '.join(SIZES)}"
                              " (or give d_model, d_ff, num_layers and num_heads without a size)")
         for field, number in named._asdict().items() if named else ():
             if values.setdefault(field, number) != number:
-                raise ValueError(f"{field}: got {values[field]!r}, but size {size!r} has {number}; leave one of them out")
+                raise ValueError(f"{field}: got {shown(values[field])}, but size {size!r} has {number};"
+                                 " leave one of them out")
         dimensions = tuple(values.get(field) for field in Dimensions._fields)
         values["size"] = next((name for name, known in SIZES.items() if known == dimensions), "custom")
         return values
@@ -137,14 +161,26 @@ class StepConfig(RunConfig):
         if self.d_model % self.num_heads:
             raise ValueError(f"num_heads: got {self.num_heads}, but it must divide d_model = {self.d_model}")
         if (self.d_model // self.num_heads) % 2:
-            raise ValueError(f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads ="
-                             f" {self.d_model // self.num_heads} must be even")
+            raise ValueError(f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads"
+                             f" = {self.d_model // self.num_heads} must be even")
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
         """The plain step of this run: its own fields, less what its study has added, with changes."""
-        fields = {name: getattr(self, name) for name in StepConfig.model_fields if name not in ("study", "size")}
+        names = StepConfig.model_fields.keys() - {"study", "size"}
+        fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
+
+    @property
+    def shape(self) -> str:
+        if self.size != "custom":
+            return self.size
+        return f"d{self.d_model} f{self.d_ff} l{self.num_layers} h{self.num_heads}"
+
+    @property
+    def label(self) -> str:
+        shape = self.shape.replace(" ", "-")
+        return f"{self.study} {shape} ctx{self.context_length} {self.mode} {self.precision}"
 
     @property
     def run_id(self) -> str:
@@ -155,7 +191,7 @@ class StepConfig(RunConfig):
 def studies() -> dict[str, type[RunConfig]]:
     """The configuration class of every study that is run, by name, in the report's order.
 
-    They are listed in :mod:`stepscope.studies`, above this module; asked for by name, so that nothing here depends on one.
+    They are listed in :mod:`stepscope.studies`, above this module, and found by name: nothing here needs one.
     """
     listed = importlib.import_module("stepscope.studies").STUDIES
     return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config
@@ -169,8 +205,8 @@ def configure(study: str, **values: Any) -> RunConfig:
         ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.
     """
     known = studies()
-    if study not in known:
-        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(known)}")
+    if not isinstance(study, str) or study not in known:
+        raise ConfigError(f"study: got {shown(study)}, but known studies are {', '.join(known)}")
     values = {field: value for field, value in values.items() if value is not None}
     try:
         return known[study](**{"device": "auto"} | values)
@@ -178,8 +214,14 @@ def configure(study: str, **values: Any) -> RunConfig:
         raise ConfigError("; ".join(_sentence(item, known[study]) for item in error.errors())) from None
 
 
-def _sentence(item: dict, model: type[RunConfig]) -> str:
-    field = ".".join(map(str, item["loc"]))
+def place_of(item: Any) -> str:
+    """Where in its input pydantic found an error, such as ``tables.samples.rows``; odd names are quoted."""
+    plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
+    return ".".join(plain)
+
+
+def _sentence(item: Any, model: type[RunConfig]) -> str:
+    field = place_of(item)
     if item["type"] == "value_error":  # our own validators word their errors whole
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":
@@ -187,7 +229,7 @@ def _sentence(item: dict, model: type[RunConfig]) -> str:
                 f" its fields are {', '.join(model.model_fields)}")
     if item["type"] == "missing":
         return f"{field}: not given, and it has no default"
-    return f"{field}: got {item['input']!r}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{field}: got {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def free_fields(study: str) -> list[str]:
@@ -225,7 +267,8 @@ def require_device(config: RunConfig) -> None:
                               " 'cpu' and 'auto' are possible")
         capability = torch.cuda.get_device_capability()
         if config.precision in ("tf32", "bf16") and capability < (8, 0):
-            raise ConfigError(f"precision: got {config.precision!r}, but {torch.cuda.get_device_name()} has compute"
-                              f" capability {capability[0]}.{capability[1]} and it needs 8.0; fp32 and fp16 are possible")
+            has = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
+            raise ConfigError(f"precision: got {config.precision!r}, but {has} and it needs 8.0;"
+                              " fp32 and fp16 are possible")
     elif config.precision == "tf32":
         raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

@@ -8,8 +8,10 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
 from stepscope.report.page import render_page
-from stepscope.report.render import TABLE_BEGIN, draw_figures, texts
-from stepscope.runs.store import Store, read_record
+from stepscope.report.readme import TABLE_BEGIN
+from stepscope.report.render import draw_figures, texts
+from stepscope.runs.record import check_notebook
+from stepscope.runs.store import Store
 
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
 
@@ -33,7 +35,8 @@ def check(store: Store, folder: Path) -> None:
     if data.errors:
         raise data.errors[0]
     for record in data.records:
-        read_record(store.root / record.study / record.run_id, check_tables=True)
+        if record.done:
+            check_notebook(store.root, record)
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:

@@ -1,24 +1,22 @@
 """From a runs folder to the tables that every answer and figure is made from."""
 import functools
 import importlib
-import json
-from collections import Counter
 from dataclasses import dataclass
 
 import pandas as pd
 
-from stepscope.runs.store import Record, RecordError, Store
+from stepscope import studies
+from stepscope.runs.record import Record, RecordError
+from stepscope.runs.selection import told_apart
+from stepscope.runs.store import Store
 from stepscope.say.chapter import Chapter
 from stepscope.say.formats import listing
-from stepscope.studies import STUDIES
-
-VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")  # fields that no table has a column for
 
 
 @functools.cache
 def chapters() -> list[Chapter]:
     """What each study brings, in the report's order."""
-    return [importlib.import_module(f"stepscope.studies.{name}.chapter").CHAPTER for name in STUDIES]
+    return [importlib.import_module(f"stepscope.studies.{name}.chapter").CHAPTER for name in studies.STUDIES]
 
 
 @dataclass
@@ -46,22 +44,6 @@ class Data:
         return f"CPU preset: tiny models on {self.device_name}" if self.is_preset else self.device_name
 
 
-def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Records that answers are made from, and those put aside: of runs of a study that differ in :data:`VARIANTS` only, which
-    no table tells apart, answers take the one whose variant the study has most of (the first, where several do)."""
-    def key(record: Record, fields_in: bool) -> str:
-        fields = set(VARIANTS) - ({"warmup_steps"} if record.study == "warmup" else set())  # there it is what is studied
-        return json.dumps([record.study, {field: value for field, value in record.config.items() if (field in fields) == fields_in}], sort_keys=True)
-    common = Counter(key(record, True) for record in records)
-    best: dict[str, Record] = {}
-    for record in records:
-        held = best.setdefault(key(record, False), record)
-        if common[key(record, True)] > common[key(held, True)]:
-            best[key(record, False)] = record
-    kept = {id(record) for record in best.values()}
-    return [record for record in records if id(record) in kept], [record for record in records if id(record) not in kept]
-
-
 def load_data(store: Store) -> Data:
     """Read a runs folder. Unusable records are left out and named in ``errors``.
 
@@ -70,7 +52,7 @@ def load_data(store: Store) -> Data:
     """
     if not store.root.is_dir():
         raise RecordError(f"{store.root}: no such runs folder")
-    everything, errors = store.records()
+    everything, errors = store.records(check_tables=True)
     records, aside = told_apart(everything)
     aside_times = tables_of(store, aside)["benchmark.times"] if aside else pd.DataFrame()
     return Data(everything, aside, errors, tables_of(store, records), aside_times)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Answer, Question, told
 from stepscope.say.formats import MODE_WORDS, interval_cells
 from stepscope.step.timing import WHOLE

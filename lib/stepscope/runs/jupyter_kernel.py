@@ -1,10 +1,7 @@
-"""Kernels: started, one ahead of its run where that disturbs nothing, watched, and ended with all they have started.
-
-A *spare* is the next run's kernel: interpreter up, libraries imported, no CUDA. It is started when a run has said that
-its measuring is over (``Run.measured``) and never sooner, so nothing of it runs beside a timed part of its own worker.
-"""
+"""Kernels: started, watched, and ended with all they have started."""
 import asyncio
 import fcntl
+import math
 import os
 import shutil
 import signal
@@ -21,15 +18,15 @@ import psutil
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config as Traits
 
+from stepscope.runs.record import LOG
+
 SOCKETS = "stepscope-"
 MARK = "STEPSCOPE_KERNEL"  # in the environment of a kernel and all it starts: its socket folder
-LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
 PROC = Path("/proc")
-LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where one never gets through
-# A kernel watches for its parent's end only from when it is up: one whose sweep was killed before then is to end here.
-ORPHANED = "__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID']) or __import__('os')._exit(1)"
-# What every study's notebook imports first. None of these touches a GPU.
-IMPORTS = "[__import__(name) for name in ('torch', 'pandas', 'scipy.stats', 'seaborn', 'stepscope.run', 'stepscope.step')] and None"
+LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and an end where none gets through
+# A kernel watches for its parent's end from when it is up; one whose sweep was killed before then ends here.
+ORPHANED = ("__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID'])"
+            " or __import__('os')._exit(1)")
 # What Dask's nanny sets for its workers' own sake, and a run beside no Dask would not have.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
 
@@ -53,13 +50,8 @@ class Kernel:
     sockets: Path
     owner: IO  # a locked file: while the lock is held, the sockets' owner lives
 
-    @property
-    def alive(self) -> bool:
-        process = self.manager.provisioner and self.manager.provisioner.process
-        return process is not None and process.poll() is None
-
     def kill(self) -> None:
-        """End the kernel and every process it has started, whatever session those are in and whoever is their parent by now."""
+        """End the kernel and all it has started, in whatever session and with whatever parent by now."""
         process = self.manager.provisioner and self.manager.provisioner.process
         if process is None:
             return
@@ -74,7 +66,7 @@ class Kernel:
     def close(self) -> None:
         """End it and clear away what it had outside of its folder."""
         self.kill()
-        with suppress(Exception):  # it is dead already; this is only the client's and the manager's own tidying up
+        with suppress(Exception):  # it is dead already; this is the client's and the manager's tidying up
             if self.manager.made:
                 self.manager.made.stop_channels()
         with suppress(Exception):
@@ -83,33 +75,35 @@ class Kernel:
         shutil.rmtree(self.sockets, ignore_errors=True)
 
 
-def start_kernel(folder: Path, imports: bool = False) -> Kernel:
+def start_kernel(folder: Path) -> Kernel:
     """Start a kernel that works in ``folder``.
 
-    Args:
-        imports: let it import what every study needs; it does so by itself, and this does not wait for it.
+    Raises:
+        OSError, RuntimeError: it cannot be started.
     """
-    # IPC: nobody else on the machine can speak to a kernel, and no port can be taken. A socket's path is limited to
-    # 107 bytes, hence a folder of its own in the system's temporary folder and not one beside the runs.
+    # IPC: only this user can speak to a kernel. One port is left, which ipykernel itself opens on the
+    # loopback for the output of forked children: it takes only what bears a key of 16 random bytes, and runs
+    # nothing. A socket's path is limited to 107 bytes, hence a folder of its own in the system's temporary
+    # folder and not one beside the runs.
     sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))
     owner = (sockets / ".owner").open("w")
     fcntl.flock(owner, fcntl.LOCK_EX)
     os.rename(sockets / ".owner", sockets / "owner")  # seen by clear_dead from now on, and never unlocked
     traits = Traits({"ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
     manager = Manager(kernel_name="python3", config=traits, connection_file=str(sockets / "connection.json"))
-    lines = [ORPHANED, *([IMPORTS] if imports else [])]
     kernel = Kernel(manager, folder, sockets, owner)
+    environment = kernel_environment() | {MARK: str(sockets)}
     try:
         with (folder / LOG).open("wb") as log:
-            asyncio.run(manager.start_kernel(cwd=str(folder), env=kernel_environment() | {MARK: str(sockets)}, stdout=log, stderr=log,
-                                             extra_arguments=[f"--IPKernelApp.exec_lines={line}" for line in lines]))
+            asyncio.run(manager.start_kernel(cwd=str(folder), env=environment, stdout=log, stderr=log,
+                                             extra_arguments=[f"--IPKernelApp.exec_lines={ORPHANED}"]))
     except BaseException:
         kernel.close()
         raise
     return kernel
 
 
-asked: list[str] = []  # signals that have asked this process's sweep to end: its run is then ended by its watch
+asked: list[str] = []  # signals that asked this process's sweep to end: its run is then ended by its watch
 _environment: dict[str, str | None] = {}
 
 
@@ -120,15 +114,15 @@ def set_environment(changes: dict[str, str | None]) -> None:
 
 
 def kernel_environment() -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if _environment.get(name, value) is not None}
-    return environment | {name: value for name, value in _environment.items() if value is not None}
+    changed = os.environ | _environment
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def end_marked(sockets: Path) -> None:
-    """End every process that a kernel has started, also those that no longer are its descendants: they bear its mark.
+    """End every process that a kernel has started, its descendants or not: they bear its mark.
 
-    It looks again until there is nobody new: one that is ended may have started another while its turn had not come, and
-    one that is becoming another program shows no mark in that moment.
+    It looks again until there is nobody new: one that is ended may have started another while its turn had
+    not come, and one that is becoming another program shows no mark in that moment.
     """
     mark, ended = f"{MARK}={sockets}".encode(), set()
     for _ in range(LOOKS):
@@ -146,12 +140,12 @@ def end_marked(sockets: Path) -> None:
 
 
 def _bears(process: Path, mark: bytes) -> bool | None:
-    """Whether a process (its folder in ``/proc``) bears a mark; None in the middle of exec, where no environment is to be seen."""
+    """Whether a process (its folder in ``/proc``) bears a mark; None in the middle of exec."""
     with suppress(OSError):  # ended meanwhile, or another user's
         if environment := (process / "environ").read_bytes():
             return mark in environment.split(b"\0")
         os.readlink(process / "exe")  # one of the system's own threads, or a dead one, has none
-        start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # where its environment is in memory
+        start, end = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # of its environment
         return False if start == end != "0" else None
     return False
 
@@ -162,7 +156,7 @@ def clear_dead() -> None:
     A folder's owner holds a lock on it, which ends with the owner however that dies.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/owner"):
-        with suppress(OSError), open(owner, opener=_open_unwaiting) as file:  # gone meanwhile, or its owner lives
+        with suppress(OSError), open(owner, opener=_open_unwaiting) as file:  # it is gone, or its owner lives
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 end_marked(owner.parent)
@@ -174,52 +168,16 @@ def _open_unwaiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
-class Spare:
-    """The kernel that is being made ready for this process's next run, if there is one."""
-
-    def __init__(self) -> None:
-        self.kernel: Kernel | None = None
-        self.lock = threading.Lock()
-
-    def start(self, folder: Path) -> None:
-        with self.lock, suppress(OSError, RuntimeError):  # the next run then starts its own, and says what is wrong
-            if self.kernel is None:
-                folder.mkdir(parents=True)
-                self.kernel = start_kernel(folder, imports=True)
-
-    def take(self, folder: Path) -> Kernel | None:
-        """The spare, its folder moved to ``folder``; None where there is none that is alive and of this runs folder."""
-        with self.lock:
-            kernel, self.kernel = self.kernel, None
-        if kernel is None:
-            return None
-        if kernel.alive and kernel.folder.parent == folder.parent and kernel.folder.is_dir():
-            os.rename(kernel.folder, folder)
-            kernel.folder = folder
-            return kernel
-        kernel.close()
-        return None
-
-    def close(self) -> None:
-        with self.lock:
-            kernel, self.kernel = self.kernel, None
-        if kernel:
-            kernel.close()
-            shutil.rmtree(kernel.folder, ignore_errors=True)
-
-
-spare = Spare()
-
-
 class Watch:
-    """A thread beside a run: ends its kernel at the time limit, when its folder is gone or its sweep is asked to end, and
-    starts the next one's spare."""
+    """A thread beside a run: ends its kernel when its time is up, its folder gone, or its sweep."""
 
-    def __init__(self, kernel: Kernel, timeout_s: float | None, sign: str, when_measured: Callable[[], None]):
-        self.kernel, self.sign, self.when_measured = kernel, sign, when_measured
-        self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def __init__(self, kernel: Kernel, timeout_s: float | None, abandoned: Callable[[], bool]):
+        """Args:
+            abandoned: whether whoever asked for the run is gone.
+        """
+        self.kernel, self.limit_s, self.abandoned = kernel, timeout_s, abandoned
+        self.deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.over, self.cause = threading.Event(), None
-        self.limit_s = timeout_s
         self.thread = threading.Thread(target=self._watch, name="stepscope-watch", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -231,17 +189,19 @@ class Watch:
         self.thread.join()
 
     def _watch(self) -> None:
-        measured = False
-        while not self.over.wait(0.5):  # one look at a file every half second is all that goes on beside a measurement
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                self.cause = f"no end after {self.limit_s:g} s, the limit for a run; its processes were ended"
-            elif not self.kernel.folder.is_dir():
-                self.cause = "its folder was taken away: the sweep that asked for it is gone"
-            elif asked:
-                self.cause = f"the sweep was stopped by {asked[0]}"
+        while not self.over.wait(0.5):  # a look at a folder each half second is all that goes on beside a run
+            self.cause = self._why_end()
             if self.cause:
                 self.kernel.kill()
                 return
-            if not measured and (self.kernel.folder / self.sign).exists():
-                measured = True
-                self.when_measured()
+
+    def _why_end(self) -> str | None:
+        if time.monotonic() > self.deadline:
+            return f"no end after {self.limit_s:g} s, the limit for a run; its processes were ended"
+        if not self.kernel.folder.is_dir():
+            return "its folder was taken away: the sweep that asked for it is gone"
+        if self.abandoned():
+            return "the sweep that asked for it is gone"
+        if asked:
+            return f"the sweep was stopped by {asked[0]}"
+        return None

@@ -1,11 +1,15 @@
 """What a run said, for whoever asks why it failed."""
 import json
 import re
+from collections.abc import Iterator
 
-from stepscope.runs.jupyter_kernel import LOG
-from stepscope.runs.store import Record, RecordError, Store, read_record
+from stepscope.files import read_within
+from stepscope.runs.record import LOG, NOTEBOOK, Record, RecordError, read_record
+from stepscope.runs.store import Store
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# What a terminal would obey: colours, and other control characters than ends of lines and tabs.
+CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+MOST_BYTES = 2**28  # of a notebook or a log that is read
 
 
 def find_run(store: Store, name: str) -> Record:
@@ -14,33 +18,57 @@ def find_run(store: Store, name: str) -> Record:
     Raises:
         RecordError: there is none, or there are several, or it cannot be used.
     """
-    if not re.fullmatch(r"(?:[a-z_]+/)?[\w.-]+", name):
+    if not re.fullmatch(r"(?:[a-z_]+/)?[\w.+-]+", name):
         raise RecordError(f"{name!r} is no run's name; expected its id, the beginning of it, or study/id")
     study, _, run_id = name.rpartition("/")
-    found = sorted(path.parent for path in store.root.glob(f"{study or '[!.]*'}/{run_id}*/record.json") if path.parts[-3] != "set-aside")
-    found = [path for path in found if path.name == run_id] or found
+    places = [path.parent for path in store.root.glob(f"{study or '[!.]*'}/{run_id}*/record.json")]
+    found = sorted(place for place in places if place.parent.name != "set-aside")
+    found = [place for place in found if place.name == run_id] or found
     if len(found) != 1:
-        words = f"{len(found)} runs ({', '.join(f'{path.parent.name}/{path.name}' for path in found[:4])}{', ...' if len(found) > 4 else ''})"
-        raise RecordError(f"{store.root}: {name!r} names {words if found else 'no run'}; `stepscope list` lists them")
+        first = ", ".join(f"{place.parent.name}/{place.name}" for place in found[:4])
+        words = f"{len(found)} runs ({first}{', ...' if len(found) > 4 else ''})" if found else "no run"
+        raise RecordError(f"{store.root}: {name!r} names {words}; `stepscope list` lists them")
     return read_record(found[0])
 
 
 def run_log(store: Store, name: str) -> str:
-    """Status and cause, every text that the notebook's cells put out, its traceback, and what its process wrote itself."""
+    """Status and cause, every text that the notebook's cells put out, its traceback, its process's words.
+
+    Raises:
+        RecordError: there is no such run, or its record, its notebook or its log cannot be read.
+    """
     record = find_run(store, name)
-    folder = store.root / record.study / record.run_id
-    parts = [f"{record.study}/{record.run_id}: {record.status}, {record.duration_s:.1f} s from {record.started_at:%Y-%m-%d %H:%M:%S} UTC"]
+    run = f"{record.study}/{record.run_id}"
+    started = f"{record.started_at:%Y-%m-%d %H:%M:%S} UTC"
+    parts = [f"{run}: {record.status}, {record.duration_s:.1f} s from {started}"]
     if record.cause:
         parts.append(f"cause: {record.cause}")
     if record.beside:
         parts.append(f"beside: {', '.join(record.beside)}")
-    notebook = folder / "notebook.ipynb"
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if notebook.exists() else ():
+    if (content := _read(store, f"{run}/{NOTEBOOK}")) is not None:
+        try:
+            parts += list(_outputs(json.loads(content)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise RecordError(f"{run}/{NOTEBOOK}: is not a notebook") from None
+    if (log := _read(store, f"{run}/{LOG}")) is not None:
+        parts.append(f"--- the kernel's process\n{log.decode(errors='replace').rstrip()}")
+    return CONTROLS.sub("", "\n".join(parts)) + "\n"
+
+
+def _read(store: Store, name: str) -> bytes | None:
+    try:
+        return read_within(store.root, name, MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordError(f"{name}: cannot be read ({error.strerror})") from None
+
+
+def _outputs(notebook: dict) -> Iterator[str]:
+    """The texts of a notebook in nbformat 4; of anything else an error that :func:`run_log` expects."""
+    for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output["output_type"] == "stream":
-                parts.append(f"--- {output['name']}\n{''.join(output['text']).rstrip()}")
+                yield f"--- {output['name']}\n{''.join(output['text']).rstrip()}"
             elif output["output_type"] == "error":
-                parts.append("--- traceback\n" + "\n".join(output["traceback"]))
-    if (folder / LOG).exists():
-        parts.append(f"--- the kernel's process\n{(folder / LOG).read_text(encoding='utf-8').rstrip()}")
-    return COLOURS.sub("", "\n".join(parts)) + "\n"
+                yield "--- traceback\n" + "\n".join(output["traceback"])

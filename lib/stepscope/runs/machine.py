@@ -36,7 +36,7 @@ def _cpu_name() -> str:
 
 def software() -> dict:
     """Versions of all that can change a figure, and a digest of this package's own source."""
-    versions = {"python": platform.python_version(), "os": platform.system()}
+    versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
@@ -86,7 +86,8 @@ def gpu_state(device: str) -> dict:
         "power_limit_w": lambda d: pynvml.nvmlDeviceGetEnforcedPowerLimit(d) / 1e3,
         "temperature_c": lambda d: pynvml.nvmlDeviceGetTemperature(d, pynvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": lambda d: throttle_names(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(d)),
-        "other_processes": lambda d: sum(p.pid != os.getpid() for p in pynvml.nvmlDeviceGetComputeRunningProcesses(d)),
+        "other_processes": lambda d: sum(process.pid != os.getpid()
+                                         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(d)),
     }
     state, unread = {}, {}
     for name, read in readings.items():
@@ -100,6 +101,9 @@ def gpu_state(device: str) -> dict:
 def throttle_names(bits: int) -> list[str]:
     """NVML's bit mask of clock throttle reasons, as words; an idle GPU is not throttled."""
     names = {"SwPowerCap": "software power cap", "HwSlowdown": "hardware slowdown", "SyncBoost": "sync boost",
-             "SwThermalSlowdown": "software thermal slowdown", "HwThermalSlowdown": "hardware thermal slowdown",
-             "HwPowerBrakeSlowdown": "hardware power brake", "ApplicationsClocksSetting": "application clocks"}
-    return [words for name, words in names.items() if bits & getattr(pynvml, f"nvmlClocksThrottleReason{name}")]
+             "SwThermalSlowdown": "software thermal slowdown",
+             "HwThermalSlowdown": "hardware thermal slowdown",
+             "HwPowerBrakeSlowdown": "hardware power brake",
+             "ApplicationsClocksSetting": "application clocks"}
+    prefix = "nvmlClocksThrottleReason"
+    return [words for name, words in names.items() if bits & getattr(pynvml, prefix + name)]

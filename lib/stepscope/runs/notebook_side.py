@@ -9,10 +9,11 @@ from IPython.display import Markdown, display
 
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpu_state, machine, software
-from stepscope.runs.store import Table, write_table, write_text_durably
+from stepscope.files import write_text_durably
+from stepscope.runs.record import Table
+from stepscope.runs.tables import write_table
 
 OUTCOME = "outcome.json"
-MEASURED = ".measured"  # exists in the run folder from when nothing will be timed any more
 
 
 class Run:
@@ -20,7 +21,7 @@ class Run:
 
     Args:
         config: what is run.
-        run_folder: where the outcome goes; empty when the notebook is run by hand, and then nothing is written.
+        run_folder: where the outcome goes; empty when the notebook is run by hand: nothing is written then.
 
     Raises:
         ConfigError: this machine cannot run the configuration.
@@ -30,15 +31,11 @@ class Run:
         require_device(config)
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
-        self.outcome = {"machine": machine(config.device), "software": software(), "gpu_before": gpu_state(config.device)}
+        self.outcome = {"machine": machine(config.device), "software": software(),
+                        "gpu_before": gpu_state(config.device)}
         self._write()  # what runs out of memory later has still said on what
-        on = self.outcome["machine"]["device_name"]
-        display(Markdown(f"**{config.study}: {config.run_id}** on {on}, torch {self.outcome['software']['torch']}"))
-
-    def measured(self) -> None:
-        """Say that nothing will be timed any more: the sweep may make the next run's kernel ready. ``finish`` says so too."""
-        if self.folder:
-            (self.folder / MEASURED).touch()
+        on, torch = self.outcome["machine"]["device_name"], self.outcome["software"]["torch"]
+        display(Markdown(f"**{config.study}: {config.run_id}** on {on}, torch {torch}"))
 
     def finish(self, tables: dict[str, pd.DataFrame], results: dict, measuring_s: float = 0.0,
                files: Sequence[Path] = ()) -> None:
@@ -49,14 +46,15 @@ class Run:
             measuring_s: seconds that went into the measured work itself.
             files: of other programs, already in the run folder, to be kept with the record.
         """
-        self.measured()
-        self.outcome |= {"results": results, "measuring_s": measuring_s, "gpu_after": gpu_state(self.config.device)}
+        self.outcome |= {"results": results, "measuring_s": measuring_s,
+                         "gpu_after": gpu_state(self.config.device)}
         if self.folder:
             self.outcome["tables"] = {name: write_table(self.folder, name, table).model_dump()
                                       for name, table in tables.items()}
             for file in files:
-                kept = Table(file=str(file.relative_to(self.folder)), sha256=hashlib.sha256(file.read_bytes()).hexdigest())
-                self.outcome["tables"][kept.file] = kept.model_dump()
+                name = str(file.relative_to(self.folder))
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                self.outcome["tables"][name] = Table(file=name, sha256=digest).model_dump()
             self.outcome["finished"] = True
             self._write()
 

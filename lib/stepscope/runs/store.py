@@ -1,8 +1,9 @@
-"""Run folders and the records in them.
+"""Run folders: made aside, put in place whole, found again.
 
-A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the tables. A run is
-made in ``.partial/`` and renamed into its place when its record is written and synced, so what stands in place is whole,
-whenever and however a sweep ended. What is in place and still not valid is moved to ``set-aside/``, never deleted.
+A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the
+tables. A run is made in ``.partial/`` and renamed into its place when its record is written and synced, so
+what stands in place is whole, whenever and however a sweep ended. What is in place and still not valid is
+moved to ``set-aside/``, never deleted.
 """
 import fcntl
 import hashlib
@@ -12,22 +13,18 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
-
-import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stepscope import StepscopeError
-from stepscope.config import SIZES, ConfigError, RunConfig, configure
+from stepscope.config import RunConfig, configure, shown
+from stepscope.files import open_within, read_within, sync, write_text_durably
+from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, check_notebook, read_record, unusable
 
-SCHEMA_VERSION = 1
-ENDED = "sweeps/ended.csv"  # of each sweep that ran something here: when, on how many workers, how many runs, how long
-
-
-class RecordError(StepscopeError, ValueError):
-    """A record that cannot be used; the text names the file and what is wrong with it."""
+ENDED = "sweeps/ended.csv"  # of each sweep that ran something: when, its workers, how many runs, how long
+OTHERS = ("set-aside", "figures", "sweeps")  # folders of a runs folder that hold no runs
+MOST_CLAIM_BYTES = 2**16
 
 
 class AlreadyBegun(StepscopeError, RuntimeError):
@@ -42,105 +39,6 @@ class StoreBusy(StepscopeError, RuntimeError):
     """Another sweep is writing into the same folder."""
 
 
-class Table(BaseModel):
-    """One table of a run: a CSV or Parquet file beside its record."""
-
-    file: str
-    rows: int | None = None  # None: another program's file, kept as it wrote it
-    sha256: str
-
-
-class Record(BaseModel):
-    """How one run ended and what it found. ``oom`` is a result: the configuration does not fit this device."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    run_id: str
-    study: str
-    status: Literal["ok", "oom", "failed"]
-    cause: str | None = None
-    config: dict[str, Any]
-    results: dict[str, float | int | str | bool | None] = {}
-    tables: dict[str, Table] = {}
-    machine: dict[str, Any] = {}
-    software: dict[str, Any] = {}
-    gpu_before: dict[str, Any] = {}
-    gpu_after: dict[str, Any] = {}
-    started_at: datetime
-    duration_s: float
-    measuring_s: float = 0.0
-    beside: list[str] = []  # runs that went on at the same time on the same machine, as study/run id
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do: a failed run is tried again when its sweep is resumed."""
-        return self.status != "failed"
-
-
-def write_text_durably(path: Path, text: str) -> None:
-    """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make what is in a file, or the renames in a folder, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_table(folder: Path, name: str, table: pd.DataFrame) -> Table:
-    """Write a table: Parquet when ``name`` ends so, else CSV, a header row, then numbers to 7 significant digits."""
-    path = folder / name
-    if path.suffix == ".parquet":
-        table.to_parquet(path, index=False, compression="zstd")
-    else:
-        path = folder / f"{name}.csv"
-        path.write_text(table.to_csv(index=False, float_format="%.7g"), encoding="utf-8")
-    return Table(file=path.name, rows=len(table), sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def read_record(folder: Path, check_tables: bool = False) -> Record:
-    """The record of one run folder.
-
-    Args:
-        check_tables: also compare each table with the digest that the record has of it.
-
-    Raises:
-        RecordError: no record, not JSON, not the schema, in another run's folder, or a table is missing or altered.
-    """
-    path = folder / "record.json"
-    try:
-        with open(path, "rb") as file:
-            record = Record.model_validate_json(file.read())
-    except FileNotFoundError:
-        raise RecordError(f"{path}: no record in this run folder") from None
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise RecordError(f"{path}: not a valid record ({where}: {first['msg']})") from None
-    if record.run_id != folder.name or record.study != folder.parent.name:
-        raise RecordError(f"{path}: is the record of {record.study}/{record.run_id}, in the folder of another run")
-    for table in record.tables.values() if check_tables else ():
-        path = folder / table.file
-        if not path.is_file():
-            raise RecordError(f"{path}: the record names this table, and it is not there")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != table.sha256:
-            raise RecordError(f"{path}: differs from the table that the record was written with")
-    return record
-
-
 class Store:
     """One runs folder."""
 
@@ -149,6 +47,7 @@ class Store:
         self.partial = self.root / ".partial"
 
     def folder(self, config: RunConfig) -> Path:
+        """Where a configuration's run is kept, whether or not it is there."""
         return self.root / config.study / config.run_id
 
     @contextmanager
@@ -156,24 +55,22 @@ class Store:
         """Hold the folder for one sweep; leftovers of an interrupted one are cleared away.
 
         Raises:
-            StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however that dies.
+            StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however
+                that dies.
+            StoreError: it cannot be written to, or a folder in it is a link: what is written would be
+                elsewhere.
         """
         holder = self.root / ".lock-holder"
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            (self.root / ".lock").touch()
-            lock = (self.root / ".lock").open("r")  # locked through a reading descriptor: it keeps no file system busy
-        except OSError as error:
-            raise StoreError(f"{self.root}: cannot be written to ({error.strerror}); nothing was started") from None
-        with lock:
+        with self._open_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                who = holder.read_text() if holder.exists() else ""
-                raise StoreBusy(f"{self.root}: another sweep is writing here ({who.strip() or 'just started'});"
+                raise StoreBusy(f"{self.root}: another sweep is writing here ({self._holder()});"
                                 " wait for it, stop it, or choose another --runs folder") from None
             with suppress(OSError):  # a full disk is named when a run is to be written
-                holder.write_text(f"process {os.getpid()}, since {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC\n")
+                holder.unlink(missing_ok=True)
+                with holder.open("x", encoding="utf-8") as file:  # a new one: never a link's target
+                    file.write(f"process {os.getpid()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
             shutil.rmtree(self.partial, ignore_errors=True)
             try:
                 yield
@@ -182,134 +79,124 @@ class Store:
                 with suppress(OSError):
                     holder.unlink()
 
+    def _open_lock(self) -> BufferedReader:
+        """The lock's file, made where it is not there; open for reading, which keeps no file system busy."""
+        path = self.root / ".lock"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for entry in os.scandir(self.root):
+                if entry.is_symlink() and entry.is_dir():
+                    raise StoreError(f"{entry.path}: is a link; remove it, or choose another --runs folder")
+            if not path.is_symlink():
+                with suppress(FileExistsError):
+                    path.touch(exist_ok=False)
+            lock = open_within(self.root, path.name)
+            os.utime(lock.fileno())  # says at once where nothing can be written
+        except StoreError:
+            raise
+        except OSError as error:
+            reason = f"cannot be written to ({error.strerror}); nothing was started"
+            raise StoreError(f"{self.root}: {reason}") from None
+        return lock
+
+    def _holder(self) -> str:
+        """Which process writes here, by its own account."""
+        try:
+            words = read_within(self.root, ".lock-holder", 200).decode(errors="replace").strip()
+        except OSError:
+            words = ""
+        return (words if words.isprintable() else shown(words)) or "just started"
+
     def begin(self, config: RunConfig, where: str = "") -> Path:
-        """A fresh folder to make a run in. A *claim* beside it says where and when, for as long as the sweep goes on.
+        """A fresh folder to make a run in. A *claim* beside it says where and when, while the sweep goes on.
 
         Raises:
             AlreadyBegun: there is a claim on this run; a worker that died had it, or still has it.
         """
-        claims = self.partial / "claims"
-        claims.mkdir(parents=True, exist_ok=True)
+        name = f"{config.study}/{config.run_id}"
+        claim = {"run": name, "where": where, "host": os.uname().nodename, "since": time.time()}
+        path = self.root / self._claim_name(config)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with (claims / f"{config.study}-{config.run_id}").open("x", encoding="utf-8") as claim:
-                json.dump({"run": f"{config.study}/{config.run_id}", "where": where, "host": os.uname().nodename,
-                           "since": time.time()}, claim)
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(claim, file)
         except FileExistsError:
-            raise AlreadyBegun(f"{config.study}/{config.run_id} was begun before in this sweep") from None
+            raise AlreadyBegun(f"{name} was begun before in this sweep") from None
         return self.folder_in_making(config)
 
     def folder_in_making(self, config: RunConfig) -> Path:
+        """A fresh folder for a run, without a claim."""
         folder = self.partial / f"{config.study}-{config.run_id}-{os.urandom(4).hex()}"
         folder.mkdir(parents=True)
         return folder
 
+    def _claim_name(self, config: RunConfig) -> str:
+        return f"{self.partial.name}/claims/{config.study}-{config.run_id}"
+
     def claim(self, config: RunConfig) -> dict | None:
-        """Where and since when a run goes on (``run``, ``where``, ``host``, ``since`` in s); None before it has begun."""
+        """Where and since when a run goes on: ``run``, ``where``, ``host``, ``since`` (s); None before."""
         try:
-            return json.loads((self.partial / "claims" / f"{config.study}-{config.run_id}").read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):  # not begun, or in this very moment
+            return json.loads(read_within(self.root, self._claim_name(config), MOST_CLAIM_BYTES))
+        except (OSError, ValueError):  # not begun, or in this very moment
             return None
 
     def unclaim(self, config: RunConfig) -> None:
-        (self.partial / "claims" / f"{config.study}-{config.run_id}").unlink(missing_ok=True)
+        """Forget that a run was begun."""
+        (self.root / self._claim_name(config)).unlink(missing_ok=True)
 
     def commit(self, folder: Path, record: Record) -> Path:
         """Write the record, last, and put the run in its place. A failed run that stood there is replaced."""
         for path in folder.rglob("*"):
             if path.is_file():
                 sync(path)
-        write_text_durably(folder / "record.json", record.model_dump_json(indent=1) + "\n")
+        if (folder / NOTEBOOK).is_file():
+            digest = hashlib.sha256((folder / NOTEBOOK).read_bytes()).hexdigest()
+            record = record.model_copy(update={"notebook_sha256": digest})
+        write_text_durably(folder / RECORD, record.model_dump_json(indent=1) + "\n")
         place = self.root / record.study / record.run_id
         place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists():
-            os.rename(place, self.partial / f"replaced-{folder.name}")
-        os.rename(folder, place)
+        if os.path.lexists(place):
+            place.rename(self.partial / f"replaced-{folder.name}")
+        folder.rename(place)
         sync(place.parent)
         return place
 
     def set_aside(self, folder: Path) -> Path:
         """Move a folder that cannot be used out of the way, keeping all that is in it."""
-        place = self.root / "set-aside" / f"{folder.parent.name}-{folder.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = f"{folder.parent.name}-{folder.name}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+        place = self.root / "set-aside" / name
         place.parent.mkdir(exist_ok=True)
-        os.rename(folder, place)
+        folder.rename(place)
         return place
 
     def find(self, config: RunConfig) -> Record | None:
         """The valid record of this very configuration, None where there is no run folder.
 
         Raises:
-            RecordError: there is a folder, and its record, a table, or the configuration recorded is not what it should be.
+            RecordError: there is a folder, and its record, a table, its notebook, or the configuration
+                recorded is not what it should be.
         """
         folder = self.folder(config)
-        if not folder.exists():
+        if not os.path.lexists(folder):
             return None
         record = read_record(folder, check_tables=True)
-        # Compared as configurations: a field that was added since the record was written has its default in both.
-        try:
-            recorded = configure(**record.config)
-        except ConfigError as error:
-            raise RecordError(f"{folder / 'record.json'}: holds a configuration that is not valid ({error})") from None
-        if recorded != config:
-            ours, theirs = config.model_dump(), recorded.model_dump()
-            differ = sorted(field for field in ours if ours[field] != theirs.get(field))
-            raise RecordError(f"{folder / 'record.json'}: was written for another configuration (differs in {', '.join(differ)})")
+        if record.notebook_sha256:  # of a run that a notebook made, and not before this was recorded
+            check_notebook(self.root, record)
+        # Compared as configurations: a field added since the record was written has its default in both.
+        ours, theirs = (each.model_dump(mode="json") for each in (config, configure(**record.config)))
+        if differ := sorted(field for field in ours if ours[field] != theirs.get(field)):
+            what = f"was written for another configuration (differs in {', '.join(differ)})"
+            raise unusable(f"{config.study}/{config.run_id}", RECORD, what)
         return record
 
-    def records(self) -> tuple[list[Record], list[RecordError]]:
-        """All valid records by study and run id, and what is wrong with the others."""
+    def records(self, check_tables: bool = False) -> tuple[list[Record], list[RecordError]]:
+        """All records that can be used, by study and run id, and what is wrong with the others."""
         records, errors = [], []
         for path in sorted(self.root.glob("[!.]*/*/")):
-            if path.parent.name in ("set-aside", "figures", "sweeps"):
+            if path.parent.name in OTHERS:
                 continue
             try:
-                records.append(read_record(path))
+                records.append(read_record(path, check_tables))
             except RecordError as error:
                 errors.append(error)
         return records, errors
-
-    def frame(self) -> tuple[pd.DataFrame, list[RecordError]]:
-        """All valid records as :func:`runs_frame`'s rows, by study and run id, and what is wrong with the others."""
-        records, errors = self.records()
-        return runs_frame(records), errors
-
-
-def runs_frame(records: list[Record]) -> pd.DataFrame:
-    """One row a run: run_id, study, status, cause, every field of its configuration, and its results. A shape that has no
-    name is named by its dimensions, so that two of them are two sizes."""
-    frame = pd.DataFrame([_row(record) for record in records])
-    if "size" in frame and (nameless := frame["size"] == "custom").any():
-        frame.loc[nameless, "size"] = [f"d{row.d_model} f{row.d_ff} l{row.num_layers} h{row.num_heads}" for row in frame[nameless].itertuples()]
-    return frame
-
-
-def _row(record: Record) -> dict:
-    return {**configure(**record.config).model_dump(), **record.results, "run_id": record.run_id, "study": record.study,
-            "status": record.status, "cause": record.cause, "started_at": record.started_at,
-            "duration_s": record.duration_s, "measuring_s": record.measuring_s,
-            "device_name": record.machine.get("device_name"), "beside": len(record.beside)}
-
-
-def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """The table ``name`` of every record that has one, stacked, with study and run_id: one row an observation.
-
-    Raises:
-        RecordError: a table that a record names is missing or cannot be read.
-    """
-    frames = []
-    for record in records:
-        if name in record.tables:
-            path = store.root / record.study / record.run_id / record.tables[name].file
-            try:
-                frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-            except (OSError, ValueError) as error:
-                raise RecordError(f"{path}: cannot be read as a table ({error})") from None
-            frames.append(frame.assign(study=record.study, run_id=record.run_id))
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-
-def by_size(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sizes as an ordered category, smallest first, so that tables and figures keep that order."""
-    order = sorted((size for size in frame["size"].unique() if size in SIZES), key=lambda s: SIZES[s].d_model * SIZES[s].num_layers)
-    order += sorted(set(frame["size"]) - set(order))
-    return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
-        ["size", "context_length"], kind="stable", ignore_index=True)

@@ -4,12 +4,13 @@ This module has the type, and the wording that all answers share; a study's answ
 adjective is a decision on data: it is made by a function here or there, never written into a sentence as it stands.
 """
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
 
 
+EXACT = 1e-12  # an error that is none, but for the arithmetic that computes it
 NEARLY = 0.05  # two figures this close count as the same in words
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
@@ -145,6 +146,48 @@ def comma(loop) -> str:
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
 
 
+def plain(value: float) -> str:
+    """A number as short as it can be said: 61, 60.5."""
+    return f"{value:g}"
+
+
+def thousands(n: int) -> str:
+    """A whole number with a comma for thousands."""
+    return f"{n:,}"
+
+
+def points(value: float) -> str:
+    """A change of a share, in percentage points with their sign."""
+    return f"{value:+.1f}"
+
+
+def signed_percent(share: float, decimals: int = 0) -> str:
+    """A share with its sign, also where that is +."""
+    return f"{share:+.{decimals}%}"
+
+
+def code(text: str) -> str:
+    """A name as code, in which nothing is taken for markup."""
+    return f"`{text.replace('`', '')}`"
+
+
+def signed(value: float) -> str:
+    """An error with its sign, to three digits; 0 below what the arithmetic that computes it misses."""
+    return "0" if abs(value) < EXACT else f"{value:+.3g}".replace("e-0", "e-")
+
+
+def tiny(value: float, digits: int = 1) -> str:
+    """Three digits, or scientific, with so many decimals, where that is shorter."""
+    if value == 0 or 0.001 <= abs(value) < 1e4:
+        return format(float(format(value, ".3g")), "g")
+    return scientific(value, digits)
+
+
+def scientific(value: float, digits: int) -> str:
+    """With so many decimals, and an exponent without its first 0: "1.5e-7"."""
+    return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
+
+
 def called(keys: Iterable[str], names: Mapping[str, str]) -> list[str]:
     """What some things are called."""
     return [names[key] for key in keys]
@@ -156,7 +199,7 @@ def fixed(value: float, decimals: int = 0) -> str:
 
 
 def positions(value: float) -> str:
-    """A length of sequence: whole below 100,000, above it to three digits, from a million on in millions."""
+    """A length of sequence: whole below 100,000, then to three digits, from a million on in millions."""
     if math.isnan(value):
         return "–"
     if value < 1e5:
@@ -170,7 +213,7 @@ def to(low: object, high: object) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """Value ± error to the error's first digit, five decimals at most; the value alone where there is no error."""
+    """Value ± error to the error's first digit, five decimals at most; without an error the value alone."""
     if math.isnan(error):
         return f"{value:.3f}"
     if error < 5e-6:
@@ -179,7 +222,8 @@ def with_error(value: float, error: float) -> str:
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
 
-FILTERS = {function.__name__: function for function in
+FILTERS: dict[str, Callable[..., str]] = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma, called, fixed, positions, to, with_error)}
+            percent_range, precision, comma, plain, thousands, points, signed_percent, code, signed, tiny,
+            called, fixed, positions, to, with_error)}
 FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 
 
 def matrix(times: pd.DataFrame) -> pd.DataFrame:

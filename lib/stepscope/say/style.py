@@ -2,16 +2,18 @@
 from io import BytesIO
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
 from PIL import Image
+
+from stepscope.config import PHASE_NAMES
 
 WIDTH_IN = 9.5  # at 150 dpi a picture of 1,425 pixels, twice a page's width
 DPI = 150
 # Wong's palette (Nature Methods 8, 441), told apart by the colour-blind; ordered so that neighbours differ in grey too.
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
-PHASE_COLORS = dict(zip(["forward", "loss", "backward", "optimizer"], ["#56B4E9", "#000000", "#0072B2", "#E69F00"]))
+PHASE_COLORS = dict(zip(PHASE_NAMES, ["#56B4E9", "#000000", "#0072B2", "#E69F00"]))
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 
 
@@ -32,6 +34,6 @@ def save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
-    matplotlib.pyplot.close(figure)
+    plt.close(figure)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     return path

@@ -1,25 +1,32 @@
 """The bytes of a step by closed formula: by category, at every instant that can be its peak; and what fits.
 
-Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`), so each
-instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes. A block saves the same
-whichever it is, and an instant within a block adds to it what is alive just there. Instants that others exceed for every
-shape are left out. The formulas are of eager attention with two heads or more, autocast as CUDA does it.
+Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`),
+so each instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes.
+A block saves the same whichever it is, and an instant within a block adds to it what is alive just there.
+Instants that others exceed for every shape are left out. The formulas are of eager attention with two heads
+or more, autocast as CUDA does it.
 
-What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take workspaces.
+What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take
+workspaces.
 """
+import functools
 import re
 from dataclasses import dataclass
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, cast
 
 from stepscope import StepscopeError
-from stepscope.config import PHASES, ConfigError, RunConfig, configure
-from stepscope.step.model import parameter_count
+from stepscope.config import PHASES, ConfigError, StepConfig, configure
+from stepscope.step.flops import parameter_count
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIB = 2**20
-CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries", "cuBLAS workspace",
+CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries",
+              "cuBLAS workspace",
               "other", "allocator rounding"]
-WORKSPACE = 32 * MIB  # of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
+# of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
+WORKSPACE = 32 * MIB
 
 
 class AccountingError(StepscopeError, ValueError):
@@ -28,8 +35,8 @@ class AccountingError(StepscopeError, ValueError):
 
 @dataclass(frozen=True)
 class Formulas:
-    """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result exists beside
-    all that it was made from.
+    """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result
+    exists beside all that it was made from.
 
     ``saved`` and ``copies`` are what a block leaves for its backward, and autocast's copies of its weights.
     """
@@ -42,7 +49,8 @@ class Formulas:
     end: str                       # alive after forward beside the blocks': final norm, head's copy, logits
     loss: dict[str, str]           # beside what all blocks saved; with their copies
     backward_head: dict[str, str]
-    backward: dict[str, str]       # in a block, beside the gradients above, and saved and copies of the blocks below
+    # in a block, beside the gradients above, and saved and copies of the blocks below
+    backward: dict[str, str]
     backward_end: dict[str, str]   # after the first block
     head_copies: str
     logits: str
@@ -54,15 +62,19 @@ HEAD_GRADIENTS = "4E + 4C"
 FORMULAS = {
     "fp32": Formulas(
         saved="40X + 20G + 8S + 4n + 8r", copies="0X",
-        infer={"attention.rope: mul": "36X", "attention.scores: bmm": "28X + 4S", "attention.softmax: div": "20X + 12S + 4n",
+        infer={"attention.rope: mul": "36X", "attention.scores: bmm": "28X + 4S",
+               "attention.softmax: div": "20X + 12S + 4n",
                "ffn: mul": "12X + 16G", "ffn: down_proj": "16X + 8G", "norm: mul": "16X + 4r"},
         infer_head={"norm: mul": "12X + 4r", "head: mm": "8X + 4V"},
-        forward={"attention.softmax: div": "32X + 12S + 4n + 4r", "residual: add": "48X + 20G + 8S + 4n + 8r"},
+        forward={"attention.softmax: div": "32X + 12S + 4n + 4r",
+                 "residual: add": "48X + 20G + 8S + 4n + 8r"},
         end="12X + 4r + 4V",
         loss={"cross_entropy: log_softmax": "12X + 4r + 8V + 8"},
-        backward_head={"cross_entropy: nll_loss": "12X + 4r + 12V + 12", "cross_entropy: log_softmax": "12X + 4r + 16V + 8",
+        backward_head={"cross_entropy: nll_loss": "12X + 4r + 12V + 12",
+                       "cross_entropy: log_softmax": "12X + 4r + 16V + 8",
                        "head: mm": "16X + 4r + 8V + 4E + 8", "norm: mul": "24X + 4V + 4E + 4C + 8"},
-        backward={"ffn: mul": "44X + 28G + 8S + 4n + 8r + 4V + 4M + 8", "ffn: up_proj": "48X + 20G + 8S + 4n + 8r + 4V + 8M + 8",
+        backward={"ffn: mul": "44X + 28G + 8S + 4n + 8r + 4V + 4M + 8",
+                  "ffn: up_proj": "48X + 20G + 8S + 4n + 8r + 4V + 8M + 8",
                   "ffn: gate_proj": "52X + 4G + 8S + 4n + 8r + 4V + 12M + 8",
                   "norm: mul": "52X + 8S + 4n + 8r + 4V + 12M + 4C + 8",
                   "attention.value: bmm": "36X + 12S + 4n + 4r + 4V + 4A + 12M + 4C + 8",
@@ -75,14 +87,17 @@ FORMULAS = {
     "bf16": Formulas(
         saved="34X + 10G + 6S + 4n + 8r + 4t", copies="8A + 6M",
         infer={"attention.rope: mul": "22X + 6A + 4t", "attention.softmax: exp": "14X + 12S + 6A",
-               "attention.output: o_proj": "20X + 8A", "norm: mul": "16X + 4r + 8A", "ffn: up_proj": "14X + 6G + 8A + 4M",
+               "attention.output: o_proj": "20X + 8A", "norm: mul": "16X + 4r + 8A",
+               "ffn: up_proj": "14X + 6G + 8A + 4M",
                "ffn: mul": "12X + 8G + 8A + 4M", "ffn: down_proj": "14X + 4G + 8A + 6M"},
         infer_head={"norm: mul": "12X + 4r", "head: mm": "10X + 2V + 2E"},
-        forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t", "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
+        forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t",
+                 "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
                  "ffn: down_proj": "40X + 10G + 6S + 4n + 8r + 8A + 6M + 4t"},
         end="10X + 4r + 2V + 2E",
         loss={"cross_entropy: to fp32": "10X + 4r + 8V + 2E + 8"},
-        backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12", "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
+        backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12",
+                       "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
                        "norm: mul": "24X + 2V + 4E + 4C + 8"},
         backward={"ffn: down_proj": "40X + 12G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
                   "ffn: mul": "38X + 14G + 6S + 4n + 8r + 2V + 8A + 8M + 4t + 8",
@@ -100,31 +115,37 @@ FORMULAS = {
 }
 
 
-def terms(config: RunConfig) -> dict[str, int]:
-    """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F d_ff, H heads)."""
-    B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff, config.num_heads, config.vocab_size)
+def terms(config: StepConfig) -> dict[str, int]:
+    """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F
+    d_ff, H heads).
+    """
+    B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff,
+                        config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
             "G": B * T * F,      # feed-forward
             "S": B * H * T * T,  # attention scores
             "V": B * T * V,      # logits
             "n": B * H * T,      # a number for each row of scores
             "r": B * T,          # a number for each token
-            "A": C * C, "M": C * F, "E": C * V, "C": C,  # weights: attention, feed-forward, embedding or head, a norm
+            # weights: attention, feed-forward, embedding or head, a norm
+            "A": C * C, "M": C * F, "E": C * V, "C": C,
             "t": T * (C // H), "": 1}                    # a table of RoPE
 
 
-def value(formula: str, config: RunConfig) -> int:
+def value(formula: str, config: StepConfig) -> int:
     """A formula's bytes."""
     letters = terms(config)
     return sum(int(number) * letters[letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula))
 
 
 def rounding(size: int, number: int) -> int:
-    """Bytes that the caching allocator takes beyond ``number`` tensors of ``size`` bytes, made one after another in fresh memory.
+    """Bytes that the caching allocator takes beyond ``number`` tensors of ``size`` bytes, made one after
+    another in fresh memory.
 
-    The rules of c10/cuda/CUDACachingAllocator.cpp: sizes are multiples of 512 bytes; up to 1 MiB they share segments of 2 MiB;
-    below 10 MiB, segments of 20 MiB; from 10 MiB on each has a segment that is a multiple of 2 MiB. What a segment has left is
-    cut off for others only if it is more than 1 MiB (512 bytes in the small ones); otherwise the last tensor takes it, too.
+    The rules of c10/cuda/CUDACachingAllocator.cpp: sizes are multiples of 512 bytes; up to 1 MiB they share
+    segments of 2 MiB; below 10 MiB, segments of 20 MiB; from 10 MiB on each has a segment that is a multiple
+    of 2 MiB. What a segment has left is cut off for others only if it is more than 1 MiB (512 bytes in the
+    small ones); otherwise the last tensor takes it, too.
     """
     exact = -(-size // 512) * 512
     if size <= MIB:
@@ -135,7 +156,7 @@ def rounding(size: int, number: int) -> int:
     return number * (exact - size) + (number // fit * left if left <= MIB else 0)
 
 
-def parameter_rounding(config: RunConfig) -> int:
+def parameter_rounding(config: StepConfig) -> int:
     """Bytes that the allocator adds to one set of tensors of the parameters' shapes, each in fresh memory."""
     t = terms(config)
     counts = {"A": 4 * config.num_layers, "M": 3 * config.num_layers, "E": 2, "C": 2 * config.num_layers + 1}
@@ -162,7 +183,7 @@ class Instant:
         return sum(self.categories.values())
 
 
-def require_formulas(config: RunConfig) -> Formulas:
+def require_formulas(config: StepConfig) -> Formulas:
     """The formulas of a configuration's precision.
 
     Raises:
@@ -174,34 +195,40 @@ def require_formulas(config: RunConfig) -> Formulas:
     return FORMULAS["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
-def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
+def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
     """Every instant of a steady step that can be its peak, in order, each with its bytes by category.
 
-    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries. With
-    ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward again (0: all is kept).
+    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries.
+    With ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward
+    again (0: all is kept).
 
     Raises:
         AccountingError: the configuration has no formulas.
     """
     f, found, layers = require_formulas(config), [], config.num_layers
     training, k = config.mode != "forward", blocks_per_checkpoint or config.num_layers
+
+    @functools.cache  # the same few formulas in every block
     def of(formula: str) -> int:
         return value(formula, config)
-    fixed = at_rest(config)
+    fixed, weights, rounded = at_rest(config), 4 * parameter_count(config), parameter_rounding(config)
     saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
 
-    def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0, gradients: int = 0,
+    def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0,
+            gradients: int = 0,
             held: int = 0) -> None:
         categories = fixed | {"activations": activations, "autocast copies": copied, "gradients": gradients,
                               "temporaries": total - held, "other": fixed["other"] + held}
         if config.device == "cuda":
-            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)  # backward has a thread, and it a workspace
+            # backward has a thread, and it a workspace
+            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)
             if gradients:
-                categories["allocator rounding"] += round(parameter_rounding(config) * gradients / (4 * parameter_count(config)))
+                categories["allocator rounding"] += round(rounded * gradients / weights)
         found.append(Instant(phase, layer, operation, categories))
 
-    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved  # beside the first block's input
+    # beside the first block's input
+    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved
     for layer in range(layers):
         within = layer * saved if not blocks_per_checkpoint else layer // k * stream
         for operation, formula in (f.forward if training and not blocks_per_checkpoint else f.infer).items():
@@ -222,34 +249,43 @@ def instants(config: RunConfig, blocks_per_checkpoint: int = 0) -> list[Instant]
             done = head + (layers - 1 - layer) * block
             for again in range(first, layer + 1):
                 for operation, formula in f.forward.items():
-                    add("backward", again, f"again {operation}", of(formula) + stream + logits, below + (again - first) * saved,
+                    add("backward", again, f"again {operation}", of(formula) + stream + logits,
+                        below + (again - first) * saved,
                         (again - first) * copies, done, held=logits)
         for operation, formula in f.backward.items():
-            add("backward", layer, operation, of(formula), below + (layer - first) * saved, (layer - first) * copies,
+            add("backward", layer, operation, of(formula), below + (layer - first) * saved,
+                (layer - first) * copies,
                 head + (layers - 1 - layer) * block, held=logits)
-    for operation, formula in f.backward_end.items():  # the gradients of embedding, head and final norm stand in the formula
+    # the gradients of embedding, head and final norm stand in the formula
+    for operation, formula in f.backward_end.items():
         add("backward", None, operation, of(formula) - head, gradients=head + layers * block, held=logits)
     if config.mode == "step":
         everything = 4 * parameter_count(config)
-        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing beside the state.
+        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing
+        # beside the state.
         root = everything if config.optimizer == "foreach" else 0
-        add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4, gradients=everything, held=logits + 4)
+        add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4,
+            gradients=everything, held=logits + 4)
         if root and config.device == "cuda":
             found[-1].categories["allocator rounding"] += parameter_rounding(config)
     return found
 
 
-def at_rest(config: RunConfig) -> dict[str, int]:
-    """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the batch."""
+def at_rest(config: StepConfig) -> dict[str, int]:
+    """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the
+    batch.
+    """
     t, parameters = terms(config), 4 * parameter_count(config)
     state = 2 * parameters if config.mode == "step" else 0
-    other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]  # cos and sin, the mask, tokens and targets
+    # cos and sin, the mask, tokens and targets
+    other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]
     sets = 1 + 2 * (config.mode == "step")
     return dict.fromkeys(CATEGORIES, 0) | {"parameters": parameters, "optimizer state": state, "other": other,
-                                           "allocator rounding": sets * parameter_rounding(config) * (config.device == "cuda")}
+                                           "allocator rounding": sets
+                                           * parameter_rounding(config) * (config.device == "cuda")}
 
 
-def peak(config: RunConfig, blocks_per_checkpoint: int = 0) -> Instant:
+def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     """The instant of a steady step at which most is allocated.
 
     Raises:
@@ -258,10 +294,12 @@ def peak(config: RunConfig, blocks_per_checkpoint: int = 0) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 
-def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
-    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much memory, in MiB.
+def largest_that_fits(config: StepConfig, field: str, memory_mib: float) -> int:
+    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
+    memory, in MiB.
 
-    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come on top.
+    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come
+    on top.
     """
     def fits(number: int) -> bool:
         return peak(config.model_copy(update={field: number})).allocated <= memory_mib * MIB
@@ -276,14 +314,18 @@ def largest_that_fits(config: RunConfig, field: str, memory_mib: float) -> int:
     return low
 
 
-def on_gpu(**fields) -> RunConfig:
+def on_gpu(**fields: Any) -> StepConfig:
     """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
-    return configure("benchmark", **fields | {"device": "cpu"}).model_copy(update={"device": "cuda"})
+    config = cast(StepConfig, configure("benchmark", **fields | {"device": "cpu"}))
+    return config.model_copy(update={"device": "cuda"})
 
 
 def predicted_peak_mib(fields: dict) -> float | None:
-    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as of several modes)."""
-    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size",
+    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as
+    of several modes).
+    """
+    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size",
+                                                 "context_length", "batch_size",
                                                  "mode", "precision", "attention", "compile", "optimizer")}
     try:
         return peak(on_gpu(**shape).model_copy(update={"device": fields["device"]})).allocated / MIB
@@ -291,18 +333,20 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: RunConfig, memory_mib: float) -> pd.DataFrame:
+def what_fits(config: StepConfig, memory_mib: float) -> "pd.DataFrame":
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
-    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits, largest_context (at the batch given), largest_batch (at the
-    context given).
+    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits,
+    largest_context (at the batch given), largest_batch (at the context given).
     """
+    import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
     rows = []
     for mode in PHASES:
         for precision in ("fp32", "bf16"):
             own = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
             top = peak(own)
-            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase, "operation": top.operation,
+            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB,
+                         "phase": top.phase, "operation": top.operation,
                          "fits": top.allocated <= memory_mib * MIB,
                          "largest_context": largest_that_fits(own, "context_length", memory_mib),
                          "largest_batch": largest_that_fits(own, "batch_size", memory_mib)})

@@ -1,12 +1,13 @@
 """Names for the parts of a model, as NVTX ranges on demand.
 
-``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for it, so
-that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
+``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for
+it, so that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
 """
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import nvtx
 import torch
@@ -49,7 +50,7 @@ def use_profiler_ranges() -> None:
 def region(name: str) -> Callable:
     """Name a method as one region of the model; the method itself is returned unchanged."""
     def mark(method: Callable) -> Callable:
-        method.region = name
+        setattr(method, "region", name)  # noqa: B010
         return method
     return mark
 
@@ -70,30 +71,36 @@ def _attributes(name: str):
 
 
 class Annotation:
-    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same names.
+    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same
+    names.
 
-    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives each of its
-    nodes the number that its thread's counter had when forward made it. The counter's values at the two ends of a region
-    therefore tell the nodes that the region made: exactly, fused or rewritten operations included, where ranges from
-    module hooks would miss what lies between modules.
+    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives
+    each of its nodes the number that its thread's counter had when forward made it. The counter's values at
+    the two ends of a region therefore tell the nodes that the region made: exactly, fused or rewritten
+    operations included, where ranges from module hooks would miss what lies between modules.
     """
 
     def __init__(self) -> None:
-        self.made: list[tuple[int, int, str]] = []  # (first, end) of each region's numbers; inner regions before outer
-        self.output = None                          # of the region that ended last
+        # (first, end) of each region's numbers; inner regions before outer
+        self.made: list[tuple[int, int, str]] = []
+        self.output: Any = None                     # of the region that ended last
 
     def link_backward(self) -> None:
-        """Between forward and backward: hang on each autograd node an NVTX range of the region that made it."""
-        owners = {}
-        for first, end, name in reversed(self.made):  # inner regions overwrite outer ones
-            owners.update(dict.fromkeys(range(first, end), name))
-        todo, seen = [(self.output.grad_fn, None)], set()
+        """Between forward and backward: hang on each autograd node an NVTX range of the region that made
+        it.
+        """
+        owners: dict[int, str] = {}
+        for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
+            owners.update(dict.fromkeys(range(first, end), region_name))
+        todo: list[tuple[Any, str | None]] = [(self.output.grad_fn, None)]
+        seen = set()
         while todo:
             node, maker = todo.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            # A parameter's node that stores its gradient has no number of its own; it belongs to the parameter's user.
+            # A parameter's node that stores its gradient has no number of its own; it belongs to the
+            # parameter's user.
             name = owners.get(node._sequence_nr(), maker if node.name().endswith("AccumulateGrad") else None)
             if name:
                 attributes = _attributes(name)

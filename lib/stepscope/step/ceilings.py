@@ -5,17 +5,19 @@ from collections.abc import Callable
 import pandas as pd
 import torch
 
-from stepscope.step.training_step import AUTOCAST_DTYPES
 from stepscope.step.timing import PhaseClock
+from stepscope.step.training_step import AUTOCAST_DTYPES
 
-# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a second.
+# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
+# second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 
 
 def measure_ceilings(device: str) -> pd.DataFrame:
-    """Median rate of N x N x N matrix products on random data in each precision, and of a copy, counting both directions.
+    """Median rate of N x N x N matrix products on random data in each precision, and of a copy, counting both
+    directions.
 
     Returns columns ceiling (``matmul_fp32``, ..., ``copy``), value, unit (TFLOP/s or TB/s), time_ms.
     Restores the float32 matmul precision it found.

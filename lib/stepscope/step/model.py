@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepscope.config import StepConfig
 from stepscope.step.annotate import region
-from stepscope.config import RunConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in fp32 at least whatever the input's type."""
+    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in fp32 at least whatever the input's
+    type.
+    """
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -26,22 +28,29 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t * base^(-2i/D)."""
+    """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t *
+    base^(-2i/D).
+    """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
-    return tuple(table.to(torch.get_default_dtype()) for table in (angle.cos(), angle.sin()))
+    dtype = torch.get_default_dtype()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with RoPE. Eager attention is written out so that its parts can be seen."""
+    """Causal multi-head self-attention with RoPE. Eager attention is written out so that its parts can be
+    seen.
+    """
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
         self.num_heads, self.kind = num_heads, kind
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False)
+                                                              for _ in range(4))
 
     @region("attention")
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    # (B, T, C) -> (B, T, C)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:
         q, k, v = self.qkv(x)
         q, k = self.rope(q, k, cos, sin)
         if self.kind == "sdpa":
@@ -124,9 +133,11 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the embedding."""
+    """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the
+    embedding.
+    """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: StepConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config.d_model, config.d_ff, config.num_heads, config.attention)
@@ -158,9 +169,3 @@ class TransformerLM(nn.Module):
     @region("cross_entropy")
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # (B, T, V), (B, T) -> mean over tokens, ()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def parameter_count(config: RunConfig) -> int:
-    """Parameters by formula: embedding and head, per block four C*C, three C*F and two norms, and the last norm."""
-    block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
-    return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model

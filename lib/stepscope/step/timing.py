@@ -1,7 +1,8 @@
 """The timing harness: every step by three clocks at once, every sample kept.
 
 * host wall time: ``timeit.default_timer`` around the step and a synchronisation on either side;
-* GPU time: CUDA events where the step starts and where each phase ends, read after the step, so that no phase waits
+* GPU time: CUDA events where the step starts and where each phase ends, read after the step, so that no phase
+waits
   for another. Boundaries are shared: the phases of a step sum to its GPU time;
 * enqueue time: how long the host took to hand the phase to the GPU.
 """
@@ -14,7 +15,8 @@ import torch
 from stepscope.step.training_step import Step, out_of_memory_names
 
 SAMPLE_COLUMNS = ["step", "timed", "phase", "time_ms", "enqueue_ms", "sm_clock_mhz"]
-WHOLE = "step"  # the row of a whole step, whose time is host wall time; the others' is GPU time (on a CPU, host time)
+# the row of a whole step, whose time is host wall time; the others' is GPU time (on a CPU, host time)
+WHOLE = "step"
 
 
 class Synchronized:
@@ -43,13 +45,17 @@ class CudaEvents:
         self.used += 1
 
     def elapsed_ms(self) -> list[float]:
-        """Milliseconds between neighbouring marks; to be read when the device is synchronised. Marks start anew."""
+        """Milliseconds between neighbouring marks; to be read when the device is synchronised. Marks start
+        anew.
+        """
         marked, self.used = self.events[:self.used], 0
         return [start.elapsed_time(end) for start, end in zip(marked, marked[1:])]
 
 
 class PhaseClock:
-    """The ``phase`` that a :class:`Step` is called with: notes when each phase was left, by host and by GPU."""
+    """The ``phase`` that a :class:`Step` is called with: notes when each phase was left, by host and by
+    GPU.
+    """
 
     def __init__(self, device: str, phases: int = 4):
         self.gpu = CudaEvents(phases + 1) if device == "cuda" else Synchronized()
@@ -72,7 +78,9 @@ class PhaseClock:
         self.host.append(default_timer())
 
     def stop(self) -> list[tuple[str, float, float]]:
-        """Wait for the device; then (phase, time in ms, enqueue time in ms) of each phase and of the whole step."""
+        """Wait for the device; then (phase, time in ms, enqueue time in ms) of each phase and of the whole
+        step.
+        """
         self.gpu.synchronize()
         wall_ms = (default_timer() - self.host[0]) * 1e3
         enqueue_ms = [(end - start) * 1e3 for start, end in zip(self.host, self.host[1:])]
@@ -81,11 +89,12 @@ class PhaseClock:
 
 
 def measure(step: Step, read_sm_clock: Callable[[], float | None] = lambda: None) -> pd.DataFrame:
-    """Run the configuration's warm-up and timed steps; one row for each phase of each step, in :data:`SAMPLE_COLUMNS`.
+    """Run the configuration's warm-up and timed steps; one row for each phase of each step, in
+    :data:`SAMPLE_COLUMNS`.
 
     The whole step's ``time_ms`` is host wall time, a phase's is GPU time (on a CPU: host time, as nothing is
-    asynchronous there). Gradients are cleared between steps, outside the clocks. ``read_sm_clock`` is called after each
-    step, also outside.
+    asynchronous there). Gradients are cleared between steps, outside the clocks. ``read_sm_clock`` is called
+    after each step, also outside.
 
     Raises:
         torch.OutOfMemoryError: names the step in which it happened.

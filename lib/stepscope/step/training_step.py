@@ -2,11 +2,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepscope.config import RunConfig
+from stepscope.config import StepConfig
 from stepscope.step.model import TransformerLM
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -16,15 +17,17 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Step:
     """A model on its device with one batch, and what one step does with them."""
 
-    config: RunConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None  # only where the mode uses it
+    config: StepConfig
+    model: TransformerLM
+    optimizer: Any  # torch.optim.AdamW; None where the mode does not use one
     scaler: torch.amp.GradScaler
     tokens: Tensor   # (B, T) int64
     targets: Tensor  # (B, T) int64
 
     def clear_gradients(self) -> None:
-        """Not part of the step, and called before its clocks start: freeing is the allocator's work, not the model's."""
+        """Not part of the step, and called before its clocks start: freeing is the allocator's work, not the
+        model's.
+        """
         self.model.zero_grad(set_to_none=True)
 
     def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
@@ -50,28 +53,38 @@ class Step:
         return torch.autocast(self.config.device, dtype=dtype) if dtype else nullcontext()
 
 
-def build_step(config: RunConfig) -> Step:
+def build_step(config: StepConfig) -> Step:
     """The step of one configuration: weights, batch and targets drawn from its seed, on its device.
+
+    A GPU's peaks of memory count from here on: what ran before in this process is none of this step's.
 
     Raises:
         torch.OutOfMemoryError: the weights alone do not fit.
     """
+    if config.device == "cuda":
+        torch.cuda.empty_cache()  # what is kept for reuse would count as reserved
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     with out_of_memory_names("building the model"):
         with torch.device(config.device):
             model = TransformerLM(config)
-            tokens, targets = torch.randint(config.vocab_size, (2, config.batch_size, config.context_length)).unbind()
+            tokens, targets = torch.randint(config.vocab_size,
+                                            (2, config.batch_size, config.context_length)).unbind()
         optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
         if config.mode == "step":
             optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
                                           foreach=config.optimizer == "foreach")
     scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
-    return Step(config, torch.compile(model) if config.compile else model, optimizer, scaler, tokens, targets)
+    if config.compile:
+        model = cast(TransformerLM, torch.compile(model))
+    return Step(config, model, optimizer, scaler, tokens, targets)
 
 
 class out_of_memory_names:
-    """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the GPU's type."""
+    """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the
+    GPU's type.
+    """
 
     def __init__(self, doing: str):
         self.doing = doing
@@ -80,5 +93,6 @@ class out_of_memory_names:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        if isinstance(error,
+                      torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
             raise torch.OutOfMemoryError(f"while {self.doing}: {error}") from error

@@ -1,10 +1,12 @@
-"""Do the operations of a capture add up, and to what: conservation, the three clocks of a phase, sums by name."""
+"""Do the operations of a capture add up, and to what: conservation, the three clocks of a phase, sums by
+name.
+"""
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from stepscope.traces.export import OUTSIDE, AccountingError
+from stepscope.traces.export import OUTSIDE, ConservationError
 
 
 def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
@@ -15,44 +17,48 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
         totals: as activity_totals returns them.
 
     Raises:
-        AccountingError: an operation is there twice, or the number or time of the operations of some kind, summed over
-            phases, over regions or over steps, is not the capture's.
+        ConservationError: an operation is there twice, or the number or time of the operations of some kind,
+            summed over phases, over regions or over steps, is not the capture's.
     """
     doubled = operations.duplicated(["kind", "row"])
     if doubled.any():
-        raise AccountingError(f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}")
+        raise ConservationError(f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}")
     for column in ("phase", "region", "step"):
         parts = operations.groupby([column, "kind"], observed=True)["duration_ns"].agg(["size", "sum"])
         whole = parts.groupby("kind", observed=False).sum().reindex(totals.index, fill_value=0)
         for kind, (count, time_ns) in whole.iterrows():
             expected_count, expected_ns = totals.loc[kind]
             if (count, time_ns) != (expected_count, expected_ns):
-                raise AccountingError(f"{column}s sum to {count} operations of kind {kind} and {time_ns} ns, expected the "
+                raise ConservationError(f"{column}s sum to {count} operations of kind {kind} and {time_ns} ns, expected the "
                                       f"capture's {expected_count} and {expected_ns} ns")
 
 
-def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[str] = ("phase",)) -> pd.DataFrame:
-    """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the operations.
+def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
+                 by: Sequence[str] = ("phase",)) -> pd.DataFrame:
+    """Each phase by three clocks: the host's, the GPU's from first to last operation, and the sum of the
+    operations.
 
     Args:
         operations, ranges: as load_trace returns them; the operations of one process and device.
         by: ("phase",), or ("step", "phase") for a row per step and phase.
 
     Returns:
-        by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the first
-        operation launched in the range to the end of the last), operations_ns (sum of their times), busy_ns (time in
-        which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps (time and number of the
-        pauses between them), operations (their number). Of what was launched outside the phases, only the operations,
+        by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the
+        first operation launched in the range to the end of the last), operations_ns (sum of their times),
+        busy_ns (time in which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps
+        (time and number of the pauses between them), operations (their number). Of what was launched outside
+        the phases, only the operations,
         their time and busy_ns are defined, the others are NaN: in between, the phases themselves run.
 
     Raises:
-        AccountingError: the operations are of several processes or devices.
+        ConservationError: the operations are of several processes or devices.
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
-        raise AccountingError("operations of several processes or devices, expected those of one: their clocks run side by side")
+        raise ConservationError("operations of several processes or devices, expected those of one: their clocks run side by side")
     # What one range launched, and per step what none did (as -2 - step), in order of start.
     launcher = operations["phase_range"].where(operations["phase_range"] >= 0, -2 - operations["step"])
-    runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"], "time": operations["duration_ns"]})
+    runs = pd.DataFrame({"launcher": launcher, "start": operations["start_ns"],
+                         "time": operations["duration_ns"]})
     runs = runs.assign(end=runs["start"] + runs["time"]).sort_values(["launcher", "start"])
     latest_end = runs.groupby("launcher")["end"].cummax()
     idle = (runs["start"] - latest_end.groupby(runs["launcher"]).shift()).clip(lower=0).fillna(0)
@@ -73,17 +79,6 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame, by: Sequence[st
     clocks["phase"] = pd.Categorical(names, categories=operations["phase"].cat.categories)
     table = clocks.groupby(list(by), observed=True).sum(min_count=1).reset_index()
     table["busy_share"] = table["busy_ns"] / table["projected_ns"]
-    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns", "busy_ns",
+    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns",
+                                              "busy_ns",
                                               "busy_share", "gap_ns", "gaps", "operations"]]
-
-
-def kernel_summary(operations: pd.DataFrame, by: Sequence[str] = ("name",)) -> pd.DataFrame:
-    """by, total_ns, count, mean_ns, share (of all time of these operations), the largest total first.
-
-    Args:
-        operations: rows of load_trace's table; filter them first for the shares within a phase.
-        by: columns of it, for instance ("phase", "family").
-    """
-    table = operations.groupby(list(by), observed=True)["duration_ns"].agg(total_ns="sum", count="size", mean_ns="mean")
-    table["share"] = table["total_ns"] / table["total_ns"].sum()
-    return table.sort_values("total_ns", ascending=False, kind="stable").reset_index()

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-# Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule, since names
-# nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied elementwise.
-# Patterns match upper and lower case alike.
+# Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule,
+# since names nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied
+# elementwise. Patterns match upper and lower case alike.
 MATMUL = "matrix multiply"
 RULES = [
     # family, pattern, reason
@@ -18,12 +18,14 @@ RULES = [
     ("communication", r"nccl|nvshmem", "collectives between GPUs"),
     ("compiler-generated", r"^triton_",
      "TorchInductor names what it generates triton_<kind>_<fused operators>; one kernel may do several families' work"),
-    ("fused attention", r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
+    ("fused attention",
+     r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
      "scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient (fmha_cutlass)"),
     ("optimizer", r"multi_tensor_apply|fused_?(adam|sgd|adagrad|lamb)|amp_update_scale|^aten::_foreach_",
      "one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling"),
     ("softmax", r"softmax", "row-wise softmax and log-softmax, forward and backward"),
-    ("matrix multiply", r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
+    ("matrix multiply",
+     r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
      "cuBLAS, cuBLASLt (xmma, nvjet) and CUTLASS products, and the reductions that finish their split-K variants"),
     ("random", r"philox|curand|distribution_elementwise|bernoulli|dropout|random",
      "draws random numbers: dropout, initialisation"),
@@ -36,7 +38,8 @@ RULES = [
     ("reduction and norm",
      r"reduce|(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|welford|nll_loss|cross_entropy|scan_|^aten::(sum|mean|amax|max|min|argmax)$",
      "many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the batch"),
-    ("copy and cast", r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
+    ("copy and cast",
+     r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
     ("elementwise", r"elementwise|triu_tril|fillfunctor|pointwise|^aten::",
      "one output per input: arithmetic, activations, masks, fills by a kernel"),
@@ -59,7 +62,8 @@ def family(name: str) -> str:
 def families(names: Iterable[str]) -> pd.Categorical:
     """The family of each name, in order; every distinct name is matched once."""
     codes, unique = pd.factorize(pd.Series(list(names), dtype="str"))
-    return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes], FAMILIES)
+    return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes],
+                                     FAMILIES)
 
 
 # What says little in a template's arguments; element types are kept, since they tell precisions apart.
@@ -67,7 +71,8 @@ _DULL = re.compile(
     r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10|cuda|cutlass"
     r"|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?|binary_internal|T\d+"
 )
-_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")  # nsys writes template constants as (int)4, (bool)0
+# nsys writes template constants as (int)4, (bool)0
+_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")
 
 
 def _bare(name: str) -> str:
@@ -83,13 +88,15 @@ def _bare(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """The kernel's own name and the words that tell its template apart: elementwise_kernel<direct_copy_kernel_cuda float>.
+    """The kernel's own name and the words that tell its template apart:
+    elementwise_kernel<direct_copy_kernel_cuda float>.
 
     Different kernels may share a short name: a table of several kernels takes short_names.
     """
     base, _, template = _bare(name).partition("<")
     words = [w for w in dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template)) if not _DULL.fullmatch(w)]
-    if words and re.fullmatch(r"Kernel2?|device_kernel", base):  # CUTLASS: the wrapper's argument has the name
+    # CUTLASS: the wrapper's argument has the name
+    if words and re.fullmatch(r"Kernel2?|device_kernel", base):
         base, *words = words
     base = re.sub(r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base)  # on every xmma kernel
     return f"{base}<{' '.join(words)}>" if words else base or name
@@ -98,10 +105,11 @@ def short_name(name: str) -> str:
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """A name to show for each distinct name; different names stay different.
 
-    Each gets the first of these that no other name of the list has: its short_name cut in the middle to `width`
-    characters, its whole short_name, its whole template, its full name.
+    Each gets the first of these that no other name of the list has: its short_name cut in the middle to
+    `width` characters, its whole short_name, its whole template, its full name.
     """
-    pending, shown = list(dict.fromkeys(names)), {}
+    pending = list(dict.fromkeys(names))
+    shown: dict[str, str] = {}
     for form in (lambda name: _cut(short_name(name), width), short_name, _bare):
         candidates = {name: form(name) for name in pending}
         count = Counter([*candidates.values(), *shown.values()])

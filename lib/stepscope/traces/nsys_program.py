@@ -1,4 +1,6 @@
-"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are made."""
+"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are
+made.
+"""
 import json
 import os
 import shutil
@@ -9,11 +11,13 @@ from glob import glob
 from pathlib import Path
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig
+from stepscope.config import StepConfig
 from stepscope.traces.nsys_reports import check_fresh
 
-REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum", "nvtx_kern_sum")
-PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys", "/usr/local/cuda*/bin/nsys",
+REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum",
+           "nvtx_gpu_proj_sum", "nvtx_kern_sum")
+PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
+          "/usr/local/cuda*/bin/nsys",
           "/usr/local/bin/nsys", "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
 
 
@@ -22,7 +26,9 @@ class NsysError(StepscopeError, RuntimeError):
 
 
 def find_nsys() -> Path | None:
-    """The nsys to use: on the PATH, else the newest in the usual install folders, the copy inside Nsight Compute last."""
+    """The nsys to use: on the PATH, else the newest in the usual install folders, the copy inside Nsight
+    Compute last.
+    """
     if on_path := shutil.which("nsys"):
         return Path(on_path)
     for place in PLACES:
@@ -33,13 +39,16 @@ def find_nsys() -> Path | None:
 
 def nsys_version(nsys: Path) -> str:
     """What ``nsys --version`` says of itself."""
-    return subprocess.run([nsys, "--version"], capture_output=True, text=True, check=True).stdout.strip().rpartition(" ")[2]
+    return subprocess.run([nsys, "--version"], capture_output=True, text=True,
+                          check=True).stdout.strip().rpartition(" ")[2]
 
 
 def missing_libraries(nsys: Path) -> list[str]:
-    """Shared libraries that the importer, which turns a capture into a report, cannot find; empty when nsys is whole.
+    """Shared libraries that the importer, which turns a capture into a report, cannot find; empty when nsys
+    is whole.
 
-    The copy inside Nsight Compute comes without ``libdw.so.1`` and ``libelf.so.1`` and then captures, but reports nothing.
+    The copy inside Nsight Compute comes without ``libdw.so.1`` and ``libelf.so.1`` and then captures, but
+    reports nothing.
     """
     real = Path(os.path.realpath(nsys))
     if real.stat().st_size < 4096:  # a wrapper script: what it executes is what matters
@@ -56,37 +65,44 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 @dataclass
 class Capture:
-    """One configuration's profile: its file (None when there is none) and what the profiled process said of it."""
+    """One configuration's profile: its file (None when there is none) and what the profiled process said of
+    it.
+    """
 
-    config: RunConfig
+    config: StepConfig
     file: Path | None
     outcome: dict  # status (captured, oom, crashed), cause, before_ms, within_ms
 
 
-def capture(configs: list[RunConfig], folder: Path, nsys: Path | None) -> list[Capture]:
+def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[Capture]:
     """Profile configurations one after another in one process, each in a capture of its own.
 
-    Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the profile it
-    happens in: the rest is profiled by a process started anew. Out of memory costs that profile only.
+    Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the
+    profile it happens in: the rest is profiled by a process started anew. Out of memory costs that profile
+    only.
 
     Args:
         nsys: the nsys to use; None for torch.profiler.
 
     Raises:
-        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler said.
+        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler
+            said.
     """
-    captures, left = [], list(configs)
+    captures: list[Capture] = []
+    left = list(configs)
     while left:
         own = folder / f"process{len(captures)}"
         own.mkdir(parents=True)
-        (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json()) for config in left]))
+        (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json())
+                                                       for config in left]))
         profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
                     "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
                     "--output", str(own / "capture")] if nsys else []
         tool = "nsys" if nsys else "torch"
         ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(own)],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they were made.
+        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
+        # were made.
         reports = iter(sorted(own.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
         for config in left:
             said = own / f"{config.mode}.json"
@@ -109,13 +125,15 @@ def capture(configs: list[RunConfig], folder: Path, nsys: Path | None) -> list[C
 
 
 def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
-    """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the event-level export (sqlite).
+    """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the
+    event-level export (sqlite).
 
     Raises:
         NsysError: nsys stats failed; quotes it.
         ReportError: the export is older than the capture.
     """
-    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output", str(folder / prefix),
+    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output",
+                            str(folder / prefix),
                             *(part for name in REPORTS for part in ("--report", name)), str(report)],
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     export = report.with_suffix(".sqlite")

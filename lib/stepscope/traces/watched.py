@@ -1,8 +1,10 @@
-"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER`` runs the library's own step, annotated.
+"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER`` runs the
+library's own step, annotated.
 
-``FOLDER/requests.json`` lists configurations; each is warmed up outside the capture and then captured, and its outcome is
-written at once, so that what ends the process later costs nothing that came before. Under nsys a capture is what lies
-between the calls of cudaProfilerApi; torch.profiler's is left as ``<mode>.trace.json``.
+``FOLDER/requests.json`` lists configurations; each is warmed up outside the capture and then captured, and
+its outcome is written at once, so that what ends the process later costs nothing that came before. Under nsys
+a capture is what lies between the calls of cudaProfilerApi; torch.profiler's is left as
+``<mode>.trace.json``.
 """
 import gc
 import json
@@ -14,10 +16,10 @@ from timeit import default_timer
 
 import torch
 
-from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.config import StepConfig
+from stepscope.files import write_text_durably
+from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.step.training_step import build_step, out_of_memory_names
-from stepscope.runs.store import write_text_durably
 
 
 @contextmanager
@@ -40,7 +42,9 @@ CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
 
 
 def profile(config: StepConfig, tool: str, trace: Path) -> dict:
-    """Warm up and capture one configuration's steps; host wall times in ms of the annotated steps before and within the capture."""
+    """Warm up and capture one configuration's steps; host wall times in ms of the annotated steps before and
+    within the capture.
+    """
     step = build_step(config)
     synchronize = torch.cuda.synchronize if config.device == "cuda" else lambda: None
     with annotated(step.model) as annotation:

@@ -29,11 +29,12 @@ class Config(RunConfig):
     study: Literal["attention"] = "attention"
     batch_size: Dimension = 8
     timed_steps: Steps = 100
-    sequences: list[Length] = Field([64, 128, 256, 1024, 4096, 8192, 16384], min_length=1)
+    sequences: list[Length] = Field([64, 128, 256, 1024, 4096, 8192, 16384], min_length=1, max_length=1000)
     causal: list[Implementation] = Field(list(get_args(Implementation)))  # what is timed with the causal mask
     unmasked: list[Implementation] = Field(["eager", "flash", "efficient", "cudnn"])  # and without it
     unmasked_from: Length = 256      # the shortest sequence that is timed without the mask
-    cell_seconds: float = Field(0.5, gt=0)     # a cell that would take longer is timed fewer times,
+    # A cell that would take longer is timed fewer times,
+    cell_seconds: float = Field(0.5, gt=0, le=10**6, allow_inf_nan=False)
     least_passes: Steps = 10        # but so often at least
     find_end: bool = False                     # beyond the sequences, look for the longest one that fits
 

@@ -1,7 +1,9 @@
 """The attention study's tables over all of its records."""
 import pandas as pd
 
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:

@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from stepscope.runs.store import Record, Store, load_table
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.say.published import load_published
 from stepscope.studies.benchmark import facts, facts_published, figures, printed

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, apart, runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE

@@ -1,9 +1,9 @@
 """This machine's timings beside those that other reports print, and which of theirs are in doubt."""
 import pandas as pd
 
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
-from stepscope.say.published import doubts, source_name
+from stepscope.say.published import KINDS, doubts, source_name
 from stepscope.say.selections import matrix
 from stepscope.step.timing import WHOLE
 
@@ -62,5 +62,3 @@ def cannot_be(published: pd.DataFrame) -> dict:
             "widest": widest.iloc[0].to_dict() | {"source_name": source_name(widest.iloc[0])} if len(widest) else None,
             "table": found.assign(report=[source_name(row) for _, row in found.iterrows()]), "runs": []}
 
-
-KINDS = ("spread", "rate", "clocks", "flat", "ratios", "monotone", "arithmetic", "estimates")

@@ -10,7 +10,7 @@ from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick
 from stepscope.studies.benchmark.facts_published import compared
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 

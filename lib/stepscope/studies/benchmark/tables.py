@@ -2,9 +2,11 @@
 import pandas as pd
 
 from stepscope.config import configure
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.timing import WHOLE
-from stepscope.studies.benchmark.measure import run_times
+from stepscope.step.rates import run_times
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:

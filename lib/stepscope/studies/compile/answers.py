@@ -9,7 +9,7 @@ import pandas as pd
 from stepscope.say.formats import Answer, apart, count, listing, ms, neighbours_words, no_data, number, percent, runs_of, span
 from stepscope.say.formats import MODE_WORDS, NEARLY
 from stepscope.config import PRECISIONS
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.step.timing import WHOLE
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}

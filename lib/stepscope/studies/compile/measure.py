@@ -5,12 +5,14 @@ import pandas as pd
 import torch
 
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
-from stepscope.studies.benchmark.measure import run_times
+from stepscope.step.rates import run_times
 from stepscope.config import PHASES
 from stepscope.studies.compile.config import Config
 from stepscope.runs.machine import sm_clock_mhz
 from stepscope.step.training_step import Step, build_step
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.

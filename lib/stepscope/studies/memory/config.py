@@ -12,6 +12,7 @@ class Config(StepConfig):
     study: Literal["memory"] = "memory"
     warmup_steps: int = Field(1, ge=0, le=10**6)
     timed_steps: Steps = 1
-    checkpoints: list[Annotated[int, Field(ge=0)]] = []  # blocks per checkpoint, each measured in turn; 0: none are made
+    # Blocks per checkpoint, each measured in turn; 0: none are made.
+    checkpoints: list[Annotated[int, Field(ge=0, le=10_000)]] = Field([], max_length=1000)
     expandable_segments: bool = False  # the allocator's option of that name
     keep_snapshot: bool = False        # keep the pickle that PyTorch's memory viewer opens

@@ -4,13 +4,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from stepscope.config import PHASE_NAMES
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 
 GIB = 2**30
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73", "cuBLAS workspace": "#000000",
           "other": "#999999", "autocast copies": "#F0E442", "activations": "#56B4E9", "temporaries": "#D55E00"}
 MOSTLY = 0.8  # of the peak: where parameters alone are more, the axis begins near them
-PHASES = ["forward", "loss", "backward", "optimizer"]
 
 
 def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -27,9 +27,9 @@ def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
     """First event of each phase of a step, and the event after its last: by phase, in order."""
-    own = table[(table["step"] == step) & table["phase"].isin(PHASES)]
-    starts = own.groupby("phase")["allocated_at"].min().reindex([p for p in PHASES if p in set(own["phase"])])
-    later = table.loc[(table["step"] > step) & table["phase"].isin(PHASES), "allocated_at"]
+    own = table[(table["step"] == step) & table["phase"].isin(PHASE_NAMES)]
+    starts = own.groupby("phase")["allocated_at"].min().reindex([p for p in PHASE_NAMES if p in set(own["phase"])])
+    later = table.loc[(table["step"] > step) & table["phase"].isin(PHASE_NAMES), "allocated_at"]
     last = int(own["allocated_at"].max()) + 1
     end = min(int(later.min()), last + len(own)) if len(later) else min(last + len(own) // 2, int(table["freed_at"].max()) + 1)
     edges = [*starts.astype(int), max(end, last)]
@@ -37,7 +37,7 @@ def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
 
 
 def steps_of(table: pd.DataFrame) -> list[int]:
-    return sorted(table.loc[table["phase"].isin(PHASES), "step"].unique().tolist())
+    return sorted(table.loc[table["phase"].isin(PHASE_NAMES), "step"].unique().tolist())
 
 
 def timeline(table: pd.DataFrame, title: str) -> Figure:

@@ -16,7 +16,9 @@ from stepscope.config import configure
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.snapshot import allocations, load_snapshot
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.step.timing import measure
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees", "allocated_bytes", "requested_bytes", "reserved_bytes",
@@ -362,7 +364,7 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     runs["predicted_mib"] = [peak(config).allocated / MIB for config in configs]
     runs["parameters_bytes"] = [at_rest(config)["parameters"] for config in configs]
     runs["measured"] = ["checkpointing" if config.checkpoints else "history" for config in configs]
-    runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib") for record in records]
+    runs["gpu_memory_mib"] = [record.machine.get("gpu_memory_mib", float("nan")) for record in records]
     tables = {name: load_table(store, records, name) for name in TABLES}
     # What a record says was predicted is what the formulas said then.
     tables["predicted"] = pd.concat([predicted(config).assign(run_id=config.run_id) for config in configs], ignore_index=True)

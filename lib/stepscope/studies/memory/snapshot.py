@@ -1,7 +1,7 @@
 """PyTorch's memory snapshots: read without running what is in them, and reduced to a table of allocations.
 
-A snapshot is a pickle, and a pickle can name any function to be called when it is read. Those that PyTorch writes hold plain
-data only, so the unpickler here refuses every name.
+A snapshot is a pickle, and a pickle can name any function to be called when it is read. Those that PyTorch
+writes hold plain data only, so the unpickler here refuses every name.
 """
 import pickle
 import re
@@ -17,7 +17,8 @@ ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "fu
 PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
 
 # What reading a pickle that is none, or a damaged one, ends in.
-DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
+           TypeError, ValueError)
 
 
 class SnapshotError(StepscopeError, ValueError):
@@ -55,17 +56,23 @@ def load_snapshot(path: Path) -> dict:
 def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     """Every allocation of one device's history, in order: one row each, in :data:`ALLOCATION_COLUMNS`.
 
-    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind from 0 on, both
-    in one numbering; ``freed_at`` is missing while it lives. ``line`` is the innermost line of the model or, failing that, of
-    an installed package, as ``path:line`` without the machine's part of the path; empty where no Python ran (backward).
+    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
+    from 0 on, both in one numbering; ``freed_at`` is missing while it lives. ``line`` is the innermost line
+    of the model or, failing that, of an installed package, as ``path:line`` without the machine's part of the
+    path; empty where no Python ran (backward).
 
     Raises:
         SnapshotError: the history has another shape than PyTorch's.
     """
-    rows, open_at, event = [], {}, 0
+    rows: list[list[Any]] = []
+    open_at: dict[int, int] = {}
+    event = 0
     try:
         for entry in snapshot["device_traces"][device]:
             if entry["action"] == "alloc":
+                for number in (entry["addr"], entry["size"]):
+                    if not isinstance(number, int) or not 0 <= number < 2**63:
+                        raise ValueError(f"{number!r:.80} is no address or size of 64 bits")
                 line, function = _place(entry.get("frames", []))
                 open_at[entry["addr"]] = len(rows)
                 rows.append([entry["size"], entry["addr"], event, None, line, function])
@@ -75,13 +82,16 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
             else:
                 continue
             event += 1
-    except (KeyError, IndexError, TypeError) as error:
-        raise SnapshotError(f"the snapshot's history of device {device} is not as expected ({type(error).__name__}: {error})") from None
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the snapshot's history of device {device} is not as expected"
+                            f" ({type(error).__name__}: {error})") from None
     return pd.DataFrame(rows, columns=ALLOCATION_COLUMNS).astype({"freed_at": "Int64"})
 
 
 def _place(frames: list[dict]) -> tuple[str, str]:
-    """The innermost frame in this package (its ranges aside), else in the optimizer or another package: line, function."""
+    """The innermost frame in this package (its ranges aside), else in the optimizer or another package: line,
+    function.
+    """
     fallback = ("", "")
     for frame in frames:
         found = PLACE.search(frame["filename"])
@@ -90,6 +100,7 @@ def _place(frames: list[dict]) -> tuple[str, str]:
         place = f"{found[1] or found[2]}:{frame['line']}", frame["name"]
         if found[1]:
             return place if not fallback[0].startswith("torch/optim") else fallback
-        if not fallback[0] or (found[2].startswith("torch/optim") and not fallback[0].startswith("torch/optim")):
+        if not fallback[0] or (found[2].startswith("torch/optim")
+                               and not fallback[0].startswith("torch/optim")):
             fallback = place
     return fallback

@@ -1,35 +1,55 @@
 """What the mixed-precision study brings to the report."""
+from functools import partial
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter
-from stepscope.studies.mixed_precision import answers, figures
-from stepscope.studies.mixed_precision.measure import load
-
-
-def _own(t):
-    return {name.removeprefix("mixed_precision."): table for name, table in t.items() if name.startswith("mixed_precision.")}
-
+from stepscope.config import PHASES
+from stepscope.say.chapter import Chapter, Picture, Question
+from stepscope.studies.mixed_precision import (
+    facts_memory,
+    facts_numerics,
+    facts_operations,
+    facts_slower,
+    facts_speed,
+    figures,
+    printed,
+)
+from stepscope.studies.mixed_precision.tables import load
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Mixed precision", load,
-    old=(
-        lambda t: answers.accumulation(_own(t)),
-        lambda t: answers.toy(_own(t)),
-        lambda t: answers.norms(_own(t)),
-        lambda t: answers.speed(_own(t), t["benchmark.times"], t["nsys.operations"]),
-        lambda t: answers.slower(_own(t), t["benchmark.times"], t["nsys.operations"]),
-        lambda t: answers.casts(_own(t)),
-        lambda t: answers.left(_own(t), t["nsys.operations"]),
-        lambda t: answers.memory(_own(t)),
-        lambda t: answers.health(_own(t)),
-        lambda t: answers.published_speedups(_own(t), t["benchmark.published"]),
+    questions=(
+        Question("mixed-sums", facts_numerics.additions, ("mixed_precision.sums", "mixed_precision.steps"),
+                 printed={"sums": printed.sums}, pictures=("mixed_running",)),
+        Question("mixed-toy", facts_numerics.toy, ("mixed_precision.toy",), printed={"types": printed.types}),
+        Question("mixed-norms", facts_numerics.norms, ("mixed_precision.norms",),
+                 printed={"errors": printed.errors}, pictures=("mixed_norms",)),
+        Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
+                 ("benchmark.times", "nsys.operations"),
+                 printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
+                          | {"phases": printed.phases}), pictures=("mixed_speed",)),
+        Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
+                 ("benchmark.times", "nsys.operations", "nsys.operations_low"),
+                 printed={"causes": printed.causes}),
+        Question("mixed-casts", facts_operations.casts, (),
+                 ("mixed_precision.census", "mixed_precision.casts"),
+                 printed={"operations": printed.operations, "casts": printed.cast_times}),
+        Question("mixed-left", facts_operations.left, ("nsys.operations_low",),
+                 ("nsys.operations", "mixed_precision.times"),
+                 printed={"parts": printed.parts}, pictures=("mixed_left",)),
+        Question("mixed-memory", facts_memory.memory, ("mixed_precision.times",),
+                 printed={"peaks": printed.peaks}, pictures=("mixed_memory",)),
+        Question("mixed-health", facts_memory.health, ("mixed_precision.health",),
+                 printed={"health": printed.health}, pictures=("mixed_health",)),
+        Question("mixed-published", facts_speed.published,
+                 ("mixed_precision.speedups", "benchmark.published"),
+                 printed={"pairs": printed.pairs}),
     ),
-    old_pictures={
-        "mixed_running": lambda t, where: figures.running(_own(t)["running"], where),
-        "mixed_norms": lambda t, where: figures.norms(_own(t)["norms"], where),
-        "mixed_speed": lambda t, where: figures.speed(_own(t), where),
-        "mixed_left": lambda t, where: figures.left(_own(t), t["nsys.operations"], where),
-        "mixed_memory": lambda t, where: figures.memory(_own(t), where),
-        "mixed_health": lambda t, where: figures.health(_own(t), where),
-    },
+    pictures=(
+        Picture("mixed_running", figures.running, ("mixed_precision.running",)),
+        Picture("mixed_norms", figures.norms, ("mixed_precision.norms",)),
+        Picture("mixed_speed", figures.speed, ("mixed_precision.speedups",)),
+        Picture("mixed_left", figures.left, ("nsys.operations_low",), ("nsys.operations",)),
+        Picture("mixed_memory", figures.memory, ("mixed_precision.times",)),
+        Picture("mixed_health", figures.health, ("mixed_precision.health",)),
+    ),
 )

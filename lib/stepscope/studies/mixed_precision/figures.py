@@ -1,16 +1,18 @@
-"""Figures of the mixed-precision study, each one call over a tidy table; None where there is nothing to draw."""
+"""Figures of the mixed-precision study, each one call over a tidy table; None where there is nothing to
+draw."""
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
 
-from stepscope.say.formats import ms
-from stepscope.say.formats import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS, ms
 from stepscope.say.selections import pick, reference
-from stepscope.studies.mixed_precision.answers import LOST, PARTS, Tables, health_rows, parts
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.facts_memory import beside_fp32
+from stepscope.studies.mixed_precision.facts_numerics import LOST
+from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 
 PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}
@@ -37,14 +39,11 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def speed(mixed: Tables, where: str) -> Figure | None:
-    """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with intervals, the other
-    contexts as small points; a hollow point is no change."""
-    rows = mixed["speedups"]
-    if rows.empty:
-        return None
+def speed(speedups: pd.DataFrame, where: str) -> Figure | None:
+    """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with
+    intervals, the other contexts as small points; a hollow point is no change."""
     use_style()
-    rows = pick(rows, phase=WHOLE)
+    rows = pick(speedups, phase=WHOLE)
     _, context = reference(rows)
     sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
     precisions = [precision for precision in PRECISION_COLORS if precision in set(rows["precision"])]
@@ -53,14 +52,17 @@ def speed(mixed: Tables, where: str) -> Figure | None:
         for index, precision in enumerate(precisions):
             own = pick(rows, mode=mode, precision=precision)
             color, marker = PRECISION_COLORS[precision], MARKERS[index]
-            x = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float) + (index - (len(precisions) - 1) / 2) * 0.16
+            places = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float)
+            x = places + (index - (len(precisions) - 1) / 2) * 0.16
             main = own["context_length"] == context
             axis.plot(x[~main], own["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
             axis.errorbar(x[main], own["speedup"][main],
-                          yerr=[(own["speedup"] - own["speedup_low"])[main], (own["speedup_high"] - own["speedup"])[main]],
+                          yerr=[(own["speedup"] - own["speedup_low"])[main],
+                                (own["speedup_high"] - own["speedup"])[main]],
                           color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
             same = main & (own["change"] == "none")
-            axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white", markeredgewidth=1.6)
+            axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white",
+                      markeredgewidth=1.6)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(sizes)), sizes)
         axis.set(title=words.capitalize(), yscale="log", xlim=(-0.5, len(sizes) - 0.5))
@@ -69,27 +71,28 @@ def speed(mixed: Tables, where: str) -> Figure | None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.grid(axis="x", visible=False)
     axes[0].set_ylabel("times as fast as fp32")
-    if rows["context_length"].nunique() > 1:
-        axes[-1].plot([], [], ".", color="0.4", label=f"contexts {', '.join(str(c) for c in sorted(rows['context_length'].unique()) if c != context)}")
+    if others := sorted(set(rows["context_length"]) - {context}):
+        axes[-1].plot([], [], ".", color="0.4", label=f"contexts {', '.join(map(str, others))}")
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.suptitle(f"Speed-up over fp32, lines at context {context} ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"Speed-up over fp32, lines at context {context} ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     return figure
 
 
-def memory(mixed: Tables, where: str) -> Figure | None:
+def memory(times: pd.DataFrame, where: str) -> Figure | None:
     """Peak memory of each mode in bf16 against fp32's over the context, a line a size."""
-    rows = mixed["times"]
-    if rows.empty or rows["peak_allocated_mib"].isna().all():
+    if times["peak_allocated_mib"].isna().all():
         return None
-    peaks = pick(rows, phase=WHOLE).pivot_table(index=["mode", "size", "context_length"], columns="precision",
-                                                values="peak_allocated_mib", observed=True)
+    keys = ["mode", "size", "context_length"]
+    peaks = pick(times, phase=WHOLE).pivot_table(index=keys, columns="precision", values="peak_allocated_mib",
+                                                 observed=True)
     use_style()
     figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
         for index, (size, own) in enumerate(share.groupby("size", observed=True)):
-            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index], marker=MARKERS[index],
-                      label=size, linewidth=1.6)
+            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index],
+                      marker=MARKERS[index], label=size, linewidth=1.6)
         contexts = sorted(share.index.get_level_values("context_length").unique())
         axis.set_xscale("log", base=2)
         axis.set_xticks(contexts, contexts)
@@ -102,19 +105,22 @@ def memory(mixed: Tables, where: str) -> Figure | None:
     return figure
 
 
-def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
-    """A full step's device time by part, of fp32's at the same size: fp32 (where profiled) beside low precision."""
-    rows = pd.concat([table for table in (parts(operations), parts(mixed["profiles"])) if len(table)] or [pd.DataFrame()])
-    if rows.empty or mixed["profiles"].empty:
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> Figure | None:
+    """A full step's device time by part, of fp32's at the same size: fp32 (where profiled) beside low
+    precision."""
+    low = parts(operations_low)
+    if low.empty:
         return None
+    rows = pd.concat([table for table in (parts(operations), low) if len(table)])
     use_style()
-    rows = rows.merge(parts(mixed["profiles"])[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
+    rows = rows.merge(low[["size", "context_length"]].drop_duplicates(), on=["size", "context_length"])
     names = [name for name in PARTS if name in rows]
     rows = rows.assign(total=rows[names].sum(axis=1), size=rows["size"].astype(str))
-    sizes, (_, context) = list(dict.fromkeys(parts(mixed["profiles"])["size"].astype(str))), reference(parts(mixed["profiles"]))
+    sizes, (_, context) = list(dict.fromkeys(low["size"].astype(str))), reference(low)
     rows = pick(rows, context_length=context).fillna(0)
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.5 * len(rows)))
-    labels, y = [], 0.0
+    labels: list[tuple[float, str]] = []
+    y = 0.0
     for size in sizes:
         own = pick(rows, size=size)
         whole = own.loc[own["precision"] == "fp32",
@@ -122,8 +128,8 @@ def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
         for row in own.to_dict("records"):
             start = 0.0
             for index, name in enumerate(names):
-                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white", linewidth=0.4,
-                          label=name if not labels else None)
+                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white",
+                          linewidth=0.4, label=name if not labels else None)
                 start += row[name] / whole
             axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
             labels.append((y, f"{size}, {row['precision']}"))
@@ -139,10 +145,10 @@ def left(mixed: Tables, operations: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
-def health(mixed: Tables, where: str) -> Figure | None:
-    """Left, how far each precision's gradient norm is from fp32's; right, the share of gradients that fp16 makes zero; over the
-    context, a point a size, lines through the medians."""
-    rows = health_rows(mixed)
+def health(table: pd.DataFrame, where: str) -> Figure | None:
+    """Left, how far each precision's gradient norm is from fp32's; right, the share of gradients that fp16
+    makes zero; over the context, a point a size, lines through the medians."""
+    rows = beside_fp32(table)
     if rows.empty:
         return None
     use_style()
@@ -150,9 +156,10 @@ def health(mixed: Tables, where: str) -> Figure | None:
     for index, (way, own) in enumerate(rows.groupby("way", sort=False)):
         for axis, column in ((axes[0], "norm_off"), *([(axes[1], "zero")] if way.startswith("fp16") else [])):
             own = own.assign(shown=own[column].where(own[column] > 0))  # a logarithmic axis has no zero
-            axis.plot(own["context_length"] * 1.05**(index - 1.5), own["shown"], ".", color=WAY_COLORS[way], alpha=0.6)
+            aside, color = 1.05**(index - 1.5), WAY_COLORS[way]
+            axis.plot(own["context_length"] * aside, own["shown"], ".", color=color, alpha=0.6)
             middle = own.groupby("context_length")["shown"].median()
-            axis.plot(middle.index * 1.05**(index - 1.5), middle, color=WAY_COLORS[way], marker=MARKERS[index], label=way)
+            axis.plot(middle.index * aside, middle, color=color, marker=MARKERS[index], label=way)
     contexts = sorted(rows["context_length"].unique())
     for axis, title in zip(axes, ("Gradient norm's distance from fp32's", "Gradients that fp16 makes zero")):
         axis.set(xscale="log", yscale="log", title=title, xlabel="context")
@@ -166,7 +173,8 @@ def health(mixed: Tables, where: str) -> Figure | None:
 
 
 def running(table: pd.DataFrame, where: str) -> Figure | None:
-    """The size of each running sum's error over 1,000 additions: plain sums at the left, pairwise and Kahan's at the right."""
+    """The size of each running sum's error over 1,000 additions: plain sums at the left, pairwise and
+    Kahan's at the right."""
     if table.empty:
         return None
     use_style()
@@ -177,9 +185,10 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         careful = "pairwise" in way or "Kahan" in way
         dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
         off = own["error"].abs()
-        style = ("x" if dashed else ".") if careful else "--" if dashed else "-"  # careful sums swing around the exact one: points, no line
-        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, color=PRECISION_COLORS[way[:4]], label=way,
-                                linewidth=1.4, markersize=4)
+        # Careful sums swing around the exact one: points, no line.
+        style = ("x" if dashed else ".") if careful else "--" if dashed else "-"
+        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, label=way, linewidth=1.4,
+                                color=PRECISION_COLORS[way[:4]], markersize=4)
     for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
@@ -189,29 +198,34 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
 
 
 def norms(table: pd.DataFrame, where: str) -> Figure | None:
-    """Median relative error of each quantity over the inputs' scale, a panel a norm and type; above, where values are lost."""
+    """Median relative error of each quantity over the inputs' scale, a panel a norm and type; above, where
+    values are lost."""
     if table.empty:
         return None
     use_style()
     table = pick(table, device=table["device"].iloc[-1])
-    table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))  # RMSNorm's counterpart
+    # RMSNorm's counterpart of a variance is drawn as one.
+    table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))
     quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
     names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
-    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True,
+                                squeeze=False)
     for row, norm in zip(axes, names):
         for axis, dtype in zip(row, dtypes):
             own = pick(table, norm=norm, dtype=dtype)
             for index, quantity in enumerate(quantities):
                 values = pick(own, quantity=quantity)
-                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index], markersize=3,
-                          linewidth=1.2, label="variance, mean square" if quantity == "variance" else quantity)
+                label = "variance, mean square" if quantity == "variance" else quantity
+                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index],
+                          markersize=3, linewidth=1.2, label=label)
                 for column, marker in (("nonfinite", "x"), ("zero", "v")):
                     lost = values[values[column] > LOST]
-                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker, color=QUANTITY_COLORS[index],
-                              markersize=5)
+                    axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker,
+                              color=QUANTITY_COLORS[index], markersize=5)
             beyond = own[(own["quantity"] == "input") & (own["nonfinite"] > 0)]["scale"]
             if len(beyond):
-                axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0, label="inputs overflow")
+                axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0,
+                             label="inputs overflow")
             axis.set(xscale="log", yscale="log", title=f"{norm} in {dtype}")
     for axis in axes[-1]:
         axis.set_xlabel("scale of the inputs")
@@ -219,7 +233,7 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
         axis.set_ylabel("relative error")
     axes[0, 0].plot([], [], "kx", linestyle="none", label="overflowed")
     axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
-    found = {label: handle for row in axes for axis in row for handle, label in zip(*axis.get_legend_handles_labels())}
+    found = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(found.values(), found, loc="outside lower center", ncols=5)
     figure.suptitle(f"What a norm loses in low precision ({where})", x=0.01, ha="left", fontweight="bold")
     return figure

@@ -1,7 +1,10 @@
-"""Small experiments on number formats: sums, what autocast casts, and which part of a norm needs how many bits."""
+"""Small experiments on number formats: sums, what autocast casts, and which part of a norm needs how many
+bits."""
 import re
+from collections import defaultdict
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -9,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.studies.mixed_precision.config import Config
 from stepscope.step.training_step import AUTOCAST_DTYPES, build_step
+from stepscope.studies.mixed_precision.config import Config
 
 TERM, ADDITIONS = 0.01, 1000
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -19,15 +22,17 @@ SCALES = [10.0**exponent for exponent in range(-6, 6)]
 FEATURES, ROWS = 1024, 64
 
 
-# Sums -----------------------------------------------------------------------------------------------------------------
+# Sums
 
 def sums(device: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """0.01 added a thousand times, in every combination of types: the handout's four loops, and others beside them.
+    """0.01 added a thousand times, in every combination of types: the handout's four loops, and others beside
+    them.
 
     Returns:
-        results: a row for each way: way, sum_type, term_type, handout (whether it is one of the handout's), result (exact, in
-            decimal), printed (as torch prints it, 4 decimals), bits (hexadecimal), error (result - 10), error_of_term
-            (1000 times the term as it is stored - 10), error_of_adding (the rest). Exact arithmetic, given as text.
+        results: a row for each way: way, sum_type, term_type, handout (whether it is one of the handout's),
+            result (exact, in decimal), printed (as torch prints it, 4 decimals), bits (hexadecimal), error
+            (result - 10), error_of_term (1000 times the term as it is stored - 10), error_of_adding (the
+            rest). Exact arithmetic, given as text.
         running: way, additions, error (sum so far less the exact sum), for every tenth addition.
     """
     results, running = [], []
@@ -35,9 +40,10 @@ def sums(device: str) -> tuple[pd.DataFrame, pd.DataFrame]:
         total = sums_so_far[-1]
         exact, term = Fraction(total.item()), Fraction(torch.tensor(TERM, dtype=term_type).item())
         of_term = ADDITIONS * term - 10
-        results.append({"way": way, "sum_type": _name(sum_type), "term_type": _name(term_type), "handout": handout,
-                        "result": _decimal(exact), "printed": f"{total.item():.4f}", "bits": _bits(total), "error": float(exact - 10),
-                        "error_of_term": float(of_term), "error_of_adding": float(exact - 10 - of_term)})
+        results.append({"way": way, "sum_type": _name(sum_type), "term_type": _name(term_type),
+                        "handout": handout, "result": _decimal(exact), "printed": f"{total.item():.4f}",
+                        "bits": _bits(total), "error": float(exact - 10), "error_of_term": float(of_term),
+                        "error_of_adding": float(exact - 10 - of_term)})
         values = torch.stack(sums_so_far).double().cpu().numpy()
         at = np.arange(10, ADDITIONS + 1, 10)
         running += [(way, int(n), error) for n, error in zip(at, values[at - 1] - at * TERM)]
@@ -45,7 +51,8 @@ def sums(device: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _ways(device: str):
-    """Each way of summing: name, type of the sum, type of the term, whether the handout asks for it, the sum after each addition."""
+    """Each way of summing: name, type of the sum, type of the term, whether the handout asks for it, the
+    sum after each addition."""
     def plain(sum_type: torch.dtype, term_type: torch.dtype, upcast: bool = False) -> list[Tensor]:
         total, so_far = torch.tensor(0, dtype=sum_type, device=device), []
         for _ in range(ADDITIONS):
@@ -55,7 +62,8 @@ def _ways(device: str):
         return so_far
 
     def kahan(dtype: torch.dtype) -> list[Tensor]:
-        """Compensated summation: what an addition rounds off is carried into the next (Kahan, CACM 8(1), 1965)."""
+        """Compensated summation: what an addition rounds off is carried into the next (Kahan, CACM 8(1),
+        1965)."""
         total, carry = torch.zeros(2, dtype=dtype, device=device).unbind()
         term, so_far = torch.tensor(TERM, dtype=dtype, device=device), []
         for _ in range(ADDITIONS):
@@ -91,16 +99,17 @@ def _ways(device: str):
 def steps_between_numbers(device: str) -> pd.DataFrame:
     """How fine each type is, and where adding 0.01 stops doing anything.
 
-    Returns a row for each type: dtype, term (0.01 as stored, exact), step_at_10 (from 10 to the next number), stops_at (the
-    smallest power of two that adding the term leaves as it is: tried, not derived), stops_after (additions until the running
-    sum no longer changes; NaN beyond 10,000).
+    Returns a row for each type: dtype, term (0.01 as stored, exact), step_at_10 (from 10 to the next number),
+    stops_at (the smallest power of two that adding the term leaves as it is: tried, not derived), stops_after
+    (additions until the running sum no longer changes; NaN beyond 10,000).
     """
     rows = []
     for name, dtype in DTYPES.items():
         term, ten = (torch.tensor(value, dtype=dtype, device=device) for value in (TERM, 10.0))
         step = torch.finfo(dtype).eps * 8  # eps is the step at 1; 10 lies between 8 and 16
         assert (ten + torch.tensor(step, dtype=dtype, device=device) != ten).item()
-        stops_at = next(2.0**e for e in range(0, 40) if (torch.tensor(2.0**e, dtype=dtype, device=device) + term == 2.0**e).item())
+        powers = torch.tensor([2.0**e for e in range(40)], dtype=torch.float64).to(dtype).to(device)
+        stops_at = powers[powers + term == powers].double().min().item()
         total, after = torch.tensor(0.0, dtype=dtype), np.nan
         for n in range(10_000):
             grown = total + term.cpu()
@@ -123,10 +132,11 @@ def _decimal(value: Fraction) -> str:
 
 def _bits(value: Tensor) -> str:
     integer = BITS[value.dtype]
-    return f"0x{value.view(integer).item() & (2**torch.iinfo(integer).bits - 1):0{torch.iinfo(integer).bits // 4}x}"
+    bits = torch.iinfo(integer).bits
+    return f"0x{value.view(integer).item() & (2**bits - 1):0{bits // 4}x}"
 
 
-# Autocast -------------------------------------------------------------------------------------------------------------
+# Autocast
 
 class ToyModel(nn.Module):
     """The handout's: Linear without bias, ReLU, LayerNorm, Linear without bias."""
@@ -150,29 +160,31 @@ def toy_dtypes(device: str) -> pd.DataFrame:
     rows = []
     for autocast in AUTOCAST_DTYPES:
         torch.manual_seed(0)
-        model, seen = ToyModel().to(device), {}
+        model, seen = ToyModel().to(device), dict[str, torch.dtype]()
         for name, layer in model.named_children():
-            layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({f"output of {name}": output.dtype}))
+            layer.register_forward_hook(partial(_note, seen, f"output of {name}"))
         x, y = torch.randn(8, 20, device=device), torch.randint(5, (8,), device=device)
         with torch.autocast(device, AUTOCAST_DTYPES[autocast]):
             logits = model(x)
             loss = nn.functional.cross_entropy(logits, y)
         loss.backward()
-        seen = {"parameters": _one({p.dtype for p in model.parameters()})} | seen | {
-            "logits": logits.dtype, "loss": loss.dtype, "gradients": _one({p.grad.dtype for p in model.parameters()})}
+        (parameters,) = {p.dtype for p in model.parameters()}
+        (gradients,) = {p.grad.dtype for p in model.parameters()}
+        seen = {"parameters": parameters} | seen | {"logits": logits.dtype, "loss": loss.dtype,
+                                                    "gradients": gradients}
         rows += [(device, autocast, tensor, _name(dtype)) for tensor, dtype in seen.items()]
     return pd.DataFrame(rows, columns=["device", "autocast", "tensor", "dtype"])
 
 
-def _one(dtypes: set[torch.dtype]) -> torch.dtype:
-    (dtype,) = dtypes
-    return dtype
+def _note(seen: dict[str, torch.dtype], name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+    seen[name] = output.dtype
 
 
 class Census(TorchDispatchMode):
     """Counts each operation by its name and the types it reads and writes.
 
-    Not counted is what computes nothing: views, allocations, questions about types, a number handed to the host.
+    Not counted is what computes nothing: views, allocations, questions about types, a number handed to the
+    host.
     """
 
     NO_WORK = re.compile("empty|_unsafe_view|promote_types|_local_scalar_dense")
@@ -199,23 +211,25 @@ def census(config: Config) -> pd.DataFrame:
     """
     rows = []
     for autocast in AUTOCAST_DTYPES:
-        step = build_step(config.step(precision=autocast, mode="step"))
-        modes: dict[str, Census] = {}
-        step(lambda phase: modes.setdefault(phase, Census()))
-        rows += [(autocast, phase, *key, count) for phase, mode in modes.items() for key, count in mode.counts.items()]
+        modes: dict[str, Census] = defaultdict(Census)
+        build_step(config.step(precision=autocast, mode="step"))(modes.__getitem__)
+        rows += [(autocast, phase, *key, count)
+                 for phase, mode in modes.items() for key, count in mode.counts.items()]
     return pd.DataFrame(rows, columns=["autocast", "phase", "operation", "reads", "writes", "count"])
 
 
-# Norms ----------------------------------------------------------------------------------------------------------------
+# Norms
 
 def norm_errors(device: str) -> pd.DataFrame:
-    """Each quantity inside LayerNorm and RMSNorm, computed wholly in one type, against float64 on the same inputs.
+    """Each quantity inside LayerNorm and RMSNorm, computed wholly in one type, against float64 on the same
+    inputs.
 
-    Inputs are standard normal, times a scale from 1e-6 to 1e5; each type gets them rounded to it, and so does float64, so
-    that the error is the computation's and not the input's.
+    Inputs are standard normal, times a scale from 1e-6 to 1e5; each type gets them rounded to it, and so does
+    float64, so that the error is the computation's and not the input's.
 
-    Returns columns norm, dtype, scale, quantity, relative_error (median over elements, of the finite ones whose true value
-    is not 0), nonfinite, zero (shares of elements that are inf or NaN, or 0 where they should not be).
+    Returns columns norm, dtype, scale, quantity, relative_error (median over elements, of the finite ones
+    whose true value is not 0), nonfinite, zero (shares of elements that are inf or NaN, or 0 where they
+    should not be).
     """
     torch.manual_seed(0)
     x, rows = torch.randn(ROWS, FEATURES, dtype=torch.float64), []
@@ -223,18 +237,24 @@ def norm_errors(device: str) -> pd.DataFrame:
         for scale in SCALES:
             rounded = (x * scale).to(dtype)
             if not rounded.isfinite().all():
-                rows += [(norm, name, scale, "input", np.nan, (~rounded.isfinite()).double().mean().item(), 0.0)
-                         for norm in ("LayerNorm", "RMSNorm")]
+                overflows = (~rounded.isfinite()).double().mean().item()
+                rows += [(norm, name, scale, "input", np.nan, overflows, 0.0) for norm in NORMS]
                 continue
-            for norm, quantities in (("LayerNorm", _layer_norm), ("RMSNorm", _rms_norm)):
+            for norm, quantities in NORMS.items():
                 truth = quantities(rounded.double())
                 for quantity, value in quantities(rounded.to(device)).items():
-                    value, true = value.double().cpu(), truth[quantity]
-                    finite, nonzero = value.isfinite(), true != 0
-                    errors = ((value - true) / true).abs()[finite & nonzero]
-                    rows.append((norm, name, scale, quantity, errors.median().item() if errors.numel() else np.nan,
-                                 (~finite).double().mean().item(), ((value == 0) & nonzero).double().mean().item()))
-    return pd.DataFrame(rows, columns=["norm", "dtype", "scale", "quantity", "relative_error", "nonfinite", "zero"])
+                    errors = _errors(value.double().cpu(), truth[quantity])
+                    rows.append((norm, name, scale, quantity, *errors))
+    return pd.DataFrame(rows, columns=["norm", "dtype", "scale", "quantity", "relative_error", "nonfinite",
+                                       "zero"])
+
+
+def _errors(value: Tensor, true: Tensor) -> tuple[float, float, float]:
+    """relative_error, nonfinite and zero of one quantity (see norm_errors)."""
+    finite, nonzero = value.isfinite(), true != 0
+    errors = ((value - true) / true).abs()[finite & nonzero]
+    return (errors.median().item() if errors.numel() else np.nan, (~finite).double().mean().item(),
+            ((value == 0) & nonzero).double().mean().item())
 
 
 EPS = 1e-5  # PyTorch's LayerNorm's and this model's RMSNorm's
@@ -245,7 +265,8 @@ def _layer_norm(x: Tensor) -> dict[str, Tensor]:
     squares = (x - mean).square()
     variance = squares.mean(-1, keepdim=True)
     root = (variance + EPS).rsqrt()
-    return {"mean": mean, "squares": squares, "variance": variance, "reciprocal root": root, "output": (x - mean) * root}
+    return {"mean": mean, "squares": squares, "variance": variance, "reciprocal root": root,
+            "output": (x - mean) * root}
 
 
 def _rms_norm(x: Tensor) -> dict[str, Tensor]:
@@ -255,8 +276,12 @@ def _rms_norm(x: Tensor) -> dict[str, Tensor]:
     return {"squares": squares, "mean square": mean_square, "reciprocal root": root, "output": x * root}
 
 
+NORMS = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
+
+
 def all_devices(config: Config) -> dict[str, pd.DataFrame]:
-    """Every experiment's table: sums, running, steps, norms on the CPU and, where there is one, the GPU; toy; census."""
+    """Every experiment's table: sums, running, steps, norms on the CPU and, where there is one, the GPU;
+    toy; census."""
     devices = list(dict.fromkeys(["cpu", config.device]))
     tables: dict[str, list[pd.DataFrame]] = {"sums": [], "running": [], "steps": [], "norms": [], "toy": []}
     for device in devices:
@@ -264,4 +289,5 @@ def all_devices(config: Config) -> dict[str, pd.DataFrame]:
         for name, table in (("sums", results), ("running", running), ("steps", steps_between_numbers(device)),
                             ("norms", norm_errors(device)), ("toy", toy_dtypes(device))):
             tables[name].append(table.assign(device=device))
-    return {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()} | {"census": census(config)}
+    whole = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return whole | {"census": census(config)}

@@ -122,8 +122,10 @@ def repeated(experiment: pd.DataFrame) -> Answer:
                                                  " folder does not hold what came of it (`neighbours/experiment.csv`).")
     ratios = experiment.loc[experiment["condition"] != ALONE, "ratio"]
     fewest = int(experiment["runs"].min())
-    text = (f"{count(int(experiment['runs'].sum()), 'run')}, each a process of its own, with more or fewer workers busy and with the next kernel made"
-            f" ready ahead or not, the conditions taking turns. {verdict(experiment)} The medians are {number(ratios.min(), 4)} to"
+    # An experiment of before has a condition more: kernels were made ready ahead then.
+    ahead = " and with the next kernel made ready ahead or not" if experiment["condition"].str.contains("ahead").any() else ""
+    text = (f"{count(int(experiment['runs'].sum()), 'run')}, each a process of its own, with more or fewer workers busy{ahead},"
+            f" the conditions taking turns. {verdict(experiment)} The medians are {number(ratios.min(), 4)} to"
             f" {number(ratios.max(), 4)} times those of the runs alone." + (f" Where there are {fewest} runs their interval is their range." if fewest < 6 else ""))
     table = pd.DataFrame({"run": experiment["size"] + ", context " + experiment["context_length"].astype(str) + ", " + experiment["mode"],
                           "workers": experiment["condition"], "runs": experiment["runs"].astype(str),

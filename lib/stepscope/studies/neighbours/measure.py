@@ -1,7 +1,6 @@
 """Do runs beside others time the same? An A/A experiment, and folders of one sweep compared that ran on more or fewer workers.
 
-Every condition runs the same configurations on the same cluster; only how many workers are busy differs, and, in one, whether
-kernels are made ready ahead. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
+Every condition runs the same configurations on the same cluster; only how many workers are busy differs. A run's figure is the median of its timed steps. Two conditions agree when the 95% intervals of
 the median over their runs overlap: runs of one condition differ from each other by more than the steps of one run do, so the
 interval has to be over runs.
 """
@@ -19,7 +18,9 @@ from rich.table import Table
 
 from stepscope import StepscopeError
 from stepscope.config import device_here
-from stepscope.runs.store import ENDED, Record, RecordError, Store, load_table, runs_frame
+from stepscope.runs.record import Record, RecordError
+from stepscope.runs.store import ENDED, Store
+from stepscope.runs.tables import load_table, read_table, runs_frame
 from stepscope.step.summary import median_interval
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.step.timing import WHOLE
@@ -58,16 +59,15 @@ def experiment(workers: str, repeat: int, runs: Path | None, console: Console) -
         folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         busy = [count for count in (1, 2, 4, 8) if count <= len(places)]
-        conditions = {f"{ALONE}, no kernel ahead": (1, False), ALONE: (1, True)} | {f"{count} busy": (count, True) for count in busy[1:]}
+        conditions = {f"{count} busy": count for count in busy}
         # Conditions take turns, so that what drifts meets all alike.
-        for turn, (name, (count, prestart)) in itertools.product(range(repeat), conditions.items()):
+        for turn, (name, count) in itertools.product(range(repeat), conditions.items()):
             label = name.replace(" ", "-").replace(",", "")
             sweep = folder / f"{label}-{turn}.yaml"
             seeds = list(range(turn * count, (turn + 1) * count))
             sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": seeds}}
                                              for values in CONFIGURATIONS[device_here("auto")]]))
-            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count, prestart=prestart),
-                            Console(quiet=True))
+            end = run_sweep([sweep], Store(folder / label), How(cluster=(client, places), limit=count), Console(quiet=True))
             if end.stopped_by:
                 raise NeighboursError(f"stopped by {end.stopped_by} in turn {turn + 1} of {repeat}; {'the runs so far are in ' + str(runs) if runs else 'no runs are kept'}")
             console.print(f"{name}, turn {turn + 1} of {repeat}: {end.counts['ok']} runs" + (f", {len(end.left)} left, {len(end.failed)} failed"
@@ -115,7 +115,7 @@ def compare_folders(folders: dict[str, Path], kept: Path) -> None:
         counts = operations.groupby(["run_id", "mode", "phase", "name"])["count"].sum()
         first = counts if first is None else first
         both = pd.concat([first, counts], axis=1).fillna(0)
-        ended = pd.read_csv(store.root / ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
+        ended = read_table(store.root, ENDED) if (store.root / ENDED).exists() else pd.DataFrame(columns=["workers", "runs", "wall_s"])
         ended = ended[ended["runs"] > 0]
         whole = ended.iloc[0] if len(ended) == 1 and ended["runs"].iloc[0] == len(everything) else None  # one sweep made it all
         edges = sorted([(r.started_at.timestamp(), 1) for r in records] + [(r.started_at.timestamp() + r.duration_s, -1) for r in records])
@@ -144,8 +144,8 @@ def phase_times(store: Store, records: list[Record]) -> pd.DataFrame:
 
 def load(root: Path) -> dict[str, pd.DataFrame]:
     """What a runs folder keeps of this: the two tables of :func:`compare_folders`, and ``experiment``; empty where none were made."""
-    files = {name: root / KEPT / f"{name}.csv" for name in ("sweeps", "timings", "experiment")}
-    return {name: pd.read_csv(file) if file.exists() else pd.DataFrame() for name, file in files.items()}
+    files = {name: f"{KEPT}/{name}.csv" for name in ("sweeps", "timings", "experiment")}
+    return {name: read_table(root, file) if (root / file).exists() else pd.DataFrame() for name, file in files.items()}
 
 
 def run_medians(store: Store) -> pd.DataFrame:

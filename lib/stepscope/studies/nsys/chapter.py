@@ -1,47 +1,47 @@
 """What the profiling study brings to the report."""
+from functools import partial
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter, Picture
-from stepscope.studies.nsys import answers, claims, figures
-from stepscope.studies.nsys.measure import all_runs
-
-
-TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions", "timeline": "timeline.parquet",
-          "walls": "walls", "statuses": "statuses"}
-
-
-def load(store, records):
-    """The tables of the profiles in fp32; ``operations_low`` has the operations of those in other precisions."""
-    fp32 = [record for record in records if record.config["precision"] == "fp32"]
-    low = [record for record in records if record.config["precision"] != "fp32"]
-    return {name: all_runs(store, fp32, file) for name, file in TABLES.items()} | {
-        "operations_low": all_runs(store, low, "operations.parquet")}
-
-
-def _clocks(t):
-    clocks = t["nsys.clocks"]
-    return clocks if clocks.empty else answers.clocks_beside(clocks, t["nsys.walls"], t["benchmark.times"])
-
+from stepscope.say.chapter import Chapter, Picture, Question
+from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, printed
+from stepscope.studies.nsys.tables import load
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Profiling", load,
-    old=(
-        lambda t: answers.forward_total(t["nsys.clocks"], t["nsys.walls"], t["benchmark.times"]),
-        lambda t: answers.every_phase(t["nsys.clocks"]),
-        lambda t: answers.top_kernel(t["nsys.operations"]),
-        lambda t: answers.not_matmul(t["nsys.operations"]),
-        lambda t: answers.full_step(t["nsys.operations"]),
-        lambda t: answers.softmax_against_matmul(t["nsys.operations"], t["nsys.regions"], t["benchmark.ceilings"]),
-        lambda t: answers.regions_against_ceilings(t["nsys.operations"], t["benchmark.ceilings"]),
-        lambda t: claims.claims_beside(t["nsys.operations"], t["nsys.regions"], _clocks(t)),
-        lambda t: answers.conserved(t["nsys.operations"], t["nsys.statuses"]),
+    questions=(
+        Question("nsys-a", facts.forward_total, ("nsys.clocks",), ("nsys.walls", "benchmark.times"),
+                 printed={"clocks": printed.clocks, "slowdowns": printed.slowdowns},
+                 pictures=("nsys_clocks",)),
+        Question("nsys-phases", facts.every_phase, ("nsys.clocks",), printed={"phases": printed.phases},
+                 pictures=("nsys_timeline",)),
+        Question("nsys-b", facts.top_kernel, ("nsys.operations",),
+                 printed={"first_kernels": printed.first_kernels}),
+        Question("nsys-c", facts.not_matmul, ("nsys.operations",),
+                 printed={"kernels": printed.kernels, "families": printed.families},
+                 pictures=("nsys_families",)),
+        Question("nsys-d", facts.full_step, ("nsys.operations",),
+                 printed={"step_families": printed.step_families}, pictures=("nsys_step_families",)),
+        Question("nsys-e", facts_regions.softmax_against_matmul, ("nsys.operations",),
+                 ("benchmark.ceilings",), printed={"softmax": printed.softmax}, pictures=("nsys_attention",)),
+        Question("nsys-regions", facts_regions.regions_against_ceilings,
+                 ("nsys.operations", "benchmark.ceilings"),
+                 printed={"regions": printed.regions}, pictures=("nsys_roofline",)),
+        Question("nsys-claims", facts_claims.claims_beside, ("nsys.operations",),
+                 ("nsys.regions", "nsys.clocks", "nsys.walls", "benchmark.times"),
+                 printed={"claims": printed.claims}),
+        Question("nsys-conserved", facts.conserved, ("nsys.operations",), ("nsys.statuses",),
+                 printed={"rules": printed.rules}),
     ),
     pictures=(
-        Picture("nsys_clocks", figures.clocks_of, ("nsys.clocks",), ("nsys.walls", "benchmark.times")),
-        Picture("nsys_families", figures.forward_families, ("nsys.operations",)),
-        Picture("nsys_step_families", figures.step_families, ("nsys.operations",)),
+        Picture("nsys_clocks", figures.clocks, ("nsys.clocks",), ("nsys.walls", "benchmark.times")),
+        Picture("nsys_families",
+                partial(figures.families_by_size, mode="forward", phases=("forward",),
+                        words="Forward's device time by family"), ("nsys.operations",)),
+        Picture("nsys_step_families",
+                partial(figures.families_by_size, mode="step", phases=("forward", "backward", "all"),
+                        words="A full step's device time by family"), ("nsys.operations",)),
         Picture("nsys_attention", figures.attention, ("nsys.operations", "nsys.regions")),
-        Picture("nsys_roofline", figures.roofline_of, ("nsys.operations", "benchmark.ceilings")),
-        Picture("nsys_timeline", figures.timeline_of, ("nsys.timeline",)),
+        Picture("nsys_roofline", figures.roofline, ("nsys.operations", "benchmark.ceilings")),
+        Picture("nsys_timeline", figures.timeline, ("nsys.timeline",)),
     ),
 )

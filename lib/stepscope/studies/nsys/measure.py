@@ -1,7 +1,7 @@
 """The nsys study: the captures of one size and context, as tables in which everything adds up."""
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,14 +10,29 @@ import pandas as pd
 from stepscope.config import PHASES
 from stepscope.studies.nsys.config import Config
 from stepscope.traces.conservation import check_conservation, phase_clocks
+from stepscope.traces.export import (
+    OUTSIDE,
+    UNATTRIBUTED,
+    ConservationError,
+    activity_totals,
+    load_trace,
+    scrub,
+)
 from stepscope.traces.families import OTHER, short_names
-from stepscope.traces.nsys_program import REPORTS, Capture, capture, find_nsys, make_reports, missing_libraries, nsys_version
+from stepscope.traces.nsys_program import (
+    REPORTS,
+    Capture,
+    capture,
+    find_nsys,
+    make_reports,
+    missing_libraries,
+    nsys_version,
+)
 from stepscope.traces.nsys_reports import load_reports
-from stepscope.runs.store import Record, Store, by_size, load_table, runs_frame
 from stepscope.traces.torch_profiler import convert
-from stepscope.traces.export import OUTSIDE, UNATTRIBUTED, AccountingError, activity_totals, load_trace, scrub
 
-# What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was used twice.
+# What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
+# used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 
 
@@ -41,7 +56,7 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
         timeline: the first captured step, a row an operation; start_ns counts from the step's start.
 
     Raises:
-        TraceError, AccountingError: the capture cannot be read, or does not add up.
+        TraceError, ConservationError: the capture cannot be read, or does not add up.
     """
     operations, ranges = load_trace(export)
     check_conservation(operations, activity_totals(export))
@@ -49,11 +64,13 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
     region = operations["region"].astype(str)
     for phase, name in UNNAMED.items():
         region = region.where((operations["phase"] != phase) | (region != UNATTRIBUTED), name)
-    operations = operations.assign(region=region, phase=operations["phase"].astype(str), family=operations["family"].astype(str),
+    operations = operations.assign(region=region, phase=operations["phase"].astype(str),
+                                   family=operations["family"].astype(str),
                                    name=operations["name"].astype(str))
-    summed = operations.groupby(["phase", "region", "family", "name"])["duration_ns"].agg(count="size", total_ns="sum").reset_index()
+    summed = operations.groupby(["phase", "region", "family",
+                                 "name"])["duration_ns"].agg(count="size", total_ns="sum").reset_index()
     if summed["total_ns"].sum() != operations["duration_ns"].sum():
-        raise AccountingError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
+        raise ConservationError(f"{export.name}: the table of operations lost {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns")
     return {"operations": summed, "clocks": clocks.assign(phase=clocks["phase"].astype(str)),
             "regions": _host_times(ranges), "timeline": _timeline(operations, ranges)}
 
@@ -62,7 +79,8 @@ def _host_times(ranges: pd.DataFrame) -> pd.DataFrame:
     """Host time of each region's ranges, by the phase that was open in the process when they began."""
     phases = ranges[ranges["role"] == "phase"].sort_values("start_ns")
     regions = ranges[ranges["role"] == "region"].sort_values("start_ns")
-    joined = pd.merge_asof(regions[["start_ns", "end_ns", "name"]], phases[["start_ns", "end_ns", "name"]], on="start_ns",
+    joined = pd.merge_asof(regions[["start_ns", "end_ns", "name"]], phases[["start_ns", "end_ns", "name"]],
+                           on="start_ns",
                            suffixes=("", "_phase"))
     joined = joined.assign(phase=joined["name_phase"].astype(str).where(joined["start_ns"] < joined["end_ns_phase"], OUTSIDE),
                            region=joined["name"].astype(str), host_ns=joined["end_ns"] - joined["start_ns"])
@@ -77,26 +95,24 @@ def _timeline(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
         ["phase", "region", "family", "start_ns", "duration_ns", "launch_ns"]].reset_index(drop=True)
 
 
-def profile_run(config: Config, kept: Path | None, measured: Callable[[], None] = lambda: None) -> tuple[dict[str, pd.DataFrame], list[Path], dict]:
+def profile_run(config: Config, kept: Path | None) -> tuple[dict[str, pd.DataFrame], list[Path], dict]:
     """Capture every mode of a configuration and make its tables.
 
     Args:
         kept: where nsys's own reports (CSV) are kept; None keeps none.
-        measured: called when the captures are made: nothing is timed after that.
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
-        files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is left out,
-            and ``statuses`` says why.
+        files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is
+            left out, and ``statuses`` says why.
         results: tool, and the number of profiles by status.
 
     Raises:
-        NsysError, TraceError, AccountingError: as the functions that this calls.
+        NsysError, TraceError, ConservationError: as the functions that this calls.
     """
     tool, nsys = profiler_here(config.device)
     with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as temporary:
         captures = capture([config.step(mode=mode) for mode in PHASES], Path(temporary), nsys)
-        measured()
         with ThreadPoolExecutor() as pool:  # nsys stats is a process of its own for each capture
             exports = list(pool.map(lambda item: _export(item, nsys), captures))
         tables: dict[str, list[pd.DataFrame]] = {}
@@ -105,16 +121,20 @@ def profile_run(config: Config, kept: Path | None, measured: Callable[[], None] 
             outcome = item.outcome
             made = {"statuses": pd.DataFrame([{"status": outcome["status"], "cause": outcome.get("cause")}])}
             if export:
-                walls = [(which, i, ms) for which in ("before", "within") for i, ms in enumerate(outcome[f"{which}_ms"])]
-                made |= analyse(export) | {"walls": pd.DataFrame(walls, columns=["capture", "step", "wall_ms"])}
+                walls = [(which, i, ms) for which in ("before", "within") for i,
+                         ms in enumerate(outcome[f"{which}_ms"])]
+                made |= analyse(export) | {"walls": pd.DataFrame(walls,
+                                                                 columns=["capture", "step", "wall_ms"])}
                 reports, errors = load_reports(export.parent, export.stem, REPORTS) if nsys else ({}, [])
                 _same_total(made["operations"], reports, export.name)
-                made["statuses"]["left_out"] = "; ".join(map(str, errors)).replace(f"{export.parent}/", "") or None
+                made["statuses"]["left_out"] = "; ".join(map(str, errors)).replace(f"{export.parent}/",
+                                                                                   "") or None
                 files += _keep(export, kept, reports, config.keep_export) if kept else []
             for name, table in made.items():
                 tables.setdefault(name, []).append(table.assign(mode=item.config.mode))
     statuses = [item.outcome["status"] for item in captures]
-    results = {"tool": tool} | {f"{status}_profiles": statuses.count(status) for status in ("captured", "oom", "crashed")}
+    results = {"tool": tool} | {f"{status}_profiles": statuses.count(status)
+                                for status in ("captured", "oom", "crashed")}
     return {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}, files, results
 
 
@@ -133,9 +153,10 @@ def _export(item: Capture, nsys: Path | None) -> Path | None:
 def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
     """Our totals against nsys's own, as far as its reports could be used: kernels, and copies and fills."""
     is_memory = operations["family"] == "memory"
-    for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]), ("cuda_gpu_mem_time_sum", operations[is_memory])):
+    for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]),
+                        ("cuda_gpu_mem_time_sum", operations[is_memory])):
         if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != own["total_ns"].sum():
-            raise AccountingError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
+            raise ConservationError(f"{name}: operations sum to {own['total_ns'].sum()} ns, and nsys's own {report} to {theirs} ns")
 
 
 def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool) -> list[Path]:
@@ -151,7 +172,9 @@ def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool)
 
 
 def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Medians over the captured steps, in ms, for each mode and phase: host, GPU-projected, sum of operations; busy share, gaps."""
+    """Medians over the captured steps, in ms, for each mode and phase: host, GPU-projected, sum of
+    operations; busy share, gaps.
+    """
     steps = clocks[clocks["phase"] != OUTSIDE]
     median = steps.groupby([*_run_columns(clocks), "mode", "phase"], sort=False)[
         ["host_ns", "projected_ns", "operations_ns", "busy_ns", "gap_ns", "gaps", "operations"]].median()
@@ -169,10 +192,14 @@ def by_family(operations: pd.DataFrame) -> pd.DataFrame:
     return (time / time.groupby([*run, "mode", "phase"]).transform("sum")).rename("share").reset_index()
 
 
-def top_kernels(operations: pd.DataFrame, steps: int, mode: str, phase: str | None = None, count: int = 10) -> pd.DataFrame:
-    """The operations with the most time in a mode (and phase): short name, family, ms and launches a step, share."""
+def top_kernels(operations: pd.DataFrame, steps: int, mode: str, phase: str | None = None,
+                count: int = 10) -> pd.DataFrame:
+    """The operations with the most time in a mode (and phase): short name, family, ms and launches a step,
+    share.
+    """
     rows = operations[(operations["mode"] == mode) & ((operations["phase"] == phase) if phase else True)]
-    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns", ascending=False).reset_index()
+    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns",
+                                                                                       ascending=False).reset_index()
     shown = summed.head(count)
     return pd.DataFrame({"kernel": shown["name"].map(short_names(shown["name"])), "family": shown["family"],
                          "ms_per_step": shown["total_ns"] / steps / 1e6, "launches": shown["count"] / steps,
@@ -200,15 +227,3 @@ def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
     return (f"Forward takes {clocks.operations_ms:.4g} ms of operations in {clocks.projected_ms:.4g} ms on the device"
             f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
             f" {top.share:.0%}, {top.launches:g} times a pass. {text}")
-
-
-def all_runs(store: Store, records: list[Record], name: str) -> pd.DataFrame:
-    """One table of every nsys run that was captured, each row with its run's size, context, layers, steps and so on."""
-    records = [record for record in records if record.study == "nsys" and record.status == "ok"]
-    rows = load_table(store, records, name)
-    if rows.empty:
-        return rows
-    keep = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "precision",
-            "timed_steps", "device", "tool"]
-    runs = runs_frame(records)[keep].rename(columns={"timed_steps": "steps"})
-    return by_size(rows.merge(runs, on="run_id"))

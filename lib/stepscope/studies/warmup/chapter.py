@@ -1,7 +1,8 @@
 """What the warm-up study brings to the report."""
 from pathlib import Path
 
-from stepscope.runs.store import Record, Store
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.warmup import facts, figures, printed
 from stepscope.studies.warmup.tables import all_runs

@@ -1,7 +1,7 @@
 """What the warm-up study's tables say, in numbers."""
 import pandas as pd
 
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.step.timing import WHOLE
 

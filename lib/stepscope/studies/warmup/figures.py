@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from stepscope.runs.store import by_size
+from stepscope.runs.tables import by_size
 from stepscope.say.selections import pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.warmup.facts import whole_steps

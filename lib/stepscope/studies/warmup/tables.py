@@ -1,7 +1,9 @@
 """The warm-up study's tables over all of its records."""
 import pandas as pd
 
-from stepscope.runs.store import Record, Store, load_table, runs_frame
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
 
 
 def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:

@@ -1,0 +1,83 @@
+"""Files of a runs folder: read without leaving it, written so that they are whole.
+
+A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
+into, devices. :func:`open_within` is how every file of a run is read.
+"""
+import errno
+import os
+import stat
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+
+
+def open_within(root: Path, name: str) -> BufferedReader:
+    """Open a file of a runs folder for reading, without waiting for anything and without following a link.
+
+    Args:
+        name: its path in the folder.
+
+    Raises:
+        OSError: it is not there, is no regular file, or leads out of the folder.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise OSError(errno.EINVAL, "it is not within the folder")
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # Without waiting: to open a pipe is to wait for its other end.
+        descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, and none is followed") from None
+        raise
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_within(root: Path, name: str, most_bytes: int) -> bytes:
+    """All of a file of a runs folder.
+
+    Raises:
+        OSError: as of :func:`open_within`, or it is larger than that.
+    """
+    with open_within(root, name) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+    return content
+
+
+def write_text_durably(path: Path, text: str) -> None:
+    """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    if os.path.lexists(temporary):  # of a process that was killed, or somebody's link
+        temporary.unlink()
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make what is in a file, or the renames in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""What a report was measured on: the models' shapes, the machine, and how the runs went."""
+from collections import Counter
+from collections.abc import Iterable
+
+import pandas as pd
+
+from stepscope.config import StepConfig, configure
+from stepscope.report.load import Data
+from stepscope.runs.record import Record
+from stepscope.runs.tables import by_size, runs_frame
+from stepscope.say.formats import listing, number
+from stepscope.step.flops import parameter_count
+
+STATUS_WORDS = {"ok": "done", "oom": "out of memory", "failed": "failed"}
+
+
+def sizes(data: Data) -> pd.DataFrame:
+    """A row for each shape of the model that was run, its parameters and contexts; a study of less than the model has none."""
+    configs = {record.run_id: configure(**record.config) for record in data.records}
+    records = [record for record in data.records if isinstance(configs[record.run_id], StepConfig)]
+    runs = runs_frame(records)
+    if runs.empty:
+        return runs
+    runs = by_size(runs.assign(parameters=[parameter_count(configs[record.run_id]) for record in records]))
+    rows = []
+    for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
+        first = own.iloc[0]
+        rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"], "d_ff": first["d_ff"],
+                     "heads": first["num_heads"], "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
+                     "contexts": listing(map(str, sorted(own["context_length"].unique()))),
+                     "batch": listing(map(str, sorted(own["batch_size"].unique())))})
+    return pd.DataFrame(rows)
+
+
+def _parameters(n: int) -> str:
+    return f"{number(n / 1e6)} million" if n < 1e9 else f"{number(n / 1e9)} billion"
+
+
+def distinct(values: Iterable) -> str:
+    """All different values, "not recorded" where there are none."""
+    return ", ".join(sorted({str(value) for value in values if value is not None})) or "not recorded"
+
+
+def machine(data: Data) -> dict[str, str]:
+    """What everything was measured on, each a short text; several values where the records differ."""
+    records, on_gpu = data.records, not data.is_preset
+    rows = {"device": data.device_name}
+    if on_gpu:
+        memory = (r.machine["gpu_memory_mib"] for r in records if "gpu_memory_mib" in r.machine)
+        rows["GPU memory"] = distinct(f"{mib / 1024:.1f} GiB" for mib in memory)
+        rows["driver, CUDA"] = distinct(f"{r.software.get('driver')}, {r.software.get('cuda')}" for r in records if r.software)
+    rows["processor"] = distinct(f"{r.machine.get('cpu')}, {r.machine.get('cpu_cores')} cores" for r in records if r.machine)
+    rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records if r.software)
+    rows["measured"] = _dates(records)
+    ended = Counter(record.status for record in records)
+    rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items() if ended[status]) or "none"
+    rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"
+    if on_gpu:
+        rows |= _gpu_state(records)
+    return rows | _hosts(records)
+
+
+def _dates(records: list[Record]) -> str:
+    days = sorted(f"{record.started_at:%Y-%m-%d}" for record in records)
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "never"
+
+
+def _gpu_state(records: list[Record]) -> dict[str, str]:
+    throttled = [r.gpu_after["throttle_reasons"] for r in records if r.gpu_after.get("throttle_reasons")]
+    reasons = f" ({distinct(reason for some in throttled for reason in some)})" if throttled else ""
+    busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
+    return {"GPU after the run": f"clocks held back in {len(throttled)} of {len(records)} runs{reasons}",
+            "other processes on the GPU": f"in {busy} of {len(records)} runs"}
+
+
+def _hosts(records: list[Record]) -> dict[str, str]:
+    """Where there were several hosts, their memory; and which studies' runs had others beside them, since a timing is only
+    as good as its neighbours are quiet."""
+    rows = {}
+    hosts = sorted({r.machine["ram_gib"] for r in records if r.machine.get("ram_gib")})
+    if len(hosts) > 1:
+        rows["memory of the hosts"] = ", ".join(f"{ram:.0f} GiB" for ram in hosts)
+    of_study = Counter(r.study for r in records)
+    if beside := Counter(r.study for r in records if r.beside):
+        parts = listing(f"{n} of {of_study[study]} in {study}" for study, n in beside.items())
+        rows["runs with others beside them"] = f"{beside.total()} of {len(records)}: {parts}"
+    return rows

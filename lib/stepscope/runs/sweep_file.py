@@ -1,0 +1,101 @@
+"""Sweep files: YAML that becomes configurations."""
+import itertools
+import math
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepscope import PACKAGE, StepscopeError
+from stepscope.config import ConfigError, RunConfig, configure
+from stepscope.yaml_files import YamlFileError, load_yaml
+
+SHIPPED = PACKAGE / "studies"
+BLOCK_KEYS = ("study", "fixed", "axes")
+MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
+
+
+class SweepError(StepscopeError, ValueError):
+    """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
+
+
+def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
+    """All configurations of a sweep file, in its order, each once.
+
+    The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and
+    ``axes`` (field: list of values); the block stands for the product of its axes, the last axis varying
+    fastest.
+
+    Args:
+        device: what ``auto`` means where they will run.
+
+    Raises:
+        SweepError: no such file, not YAML, another shape than this, or a configuration that is not valid.
+    """
+    content = _read(Path(path))
+    configs: dict[tuple[str, str], RunConfig] = {}
+    for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
+        try:
+            for config in _expand(block, device):
+                if configs.setdefault((config.study, config.run_id), config) != config:
+                    raise SweepError(f"two of its configurations have the run id {config.run_id};"
+                                     " put them into different runs folders")
+        except (ConfigError, SweepError) as error:
+            raise SweepError(f"{path}, block {number}: {error}") from None
+    if not configs:
+        raise SweepError(f"{path}: asks for no run")
+    return list(configs.values())
+
+
+def _read(path: Path) -> object:
+    if not path.exists():
+        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {"cpu"}))
+        raise SweepError(f"{path}: cannot be read (No such file or directory);"
+                         f" sweeps that ship with stepscope: {shipped}")
+    try:
+        return load_yaml(path)
+    except YamlFileError as error:
+        raise SweepError(str(error)) from None
+
+
+def _expand(block: object, device: str) -> Iterator[RunConfig]:
+    if not isinstance(block, dict) or not isinstance(block.get("study"), str):
+        raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes"
+                         " (field: list)")
+    for key in block:
+        if key not in BLOCK_KEYS:
+            raise SweepError(f"{key!s:.40}: unknown key; known are {', '.join(BLOCK_KEYS)}")
+    fixed, axes = block.get("fixed") or {}, block.get("axes") or {}
+    for key, mapping in (("fixed", fixed), ("axes", axes)):
+        if not isinstance(mapping, dict):
+            raise SweepError(f"{key}: got {reprlib.repr(mapping)}, but expected a mapping from field names")
+        for name in mapping:
+            if not isinstance(name, str) or name == "study":
+                raise SweepError(f"{key}: got {name!r:.40}, but expected names of fields"
+                                 " (study stands beside fixed and axes)")
+    for name, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise SweepError(f"axes.{name}: got {reprlib.repr(values)}, but expected a list of one or more"
+                             " values")
+        if name in fixed:
+            raise SweepError(f"{name}: given both in fixed and in axes; leave one of them out")
+    if math.prod(map(len, axes.values())) > MOST_RUNS:
+        raise SweepError(f"axes: their product is more than {MOST_RUNS:,} runs, but expected at most so many")
+    for values in itertools.product(*axes.values()):
+        fields = fixed | dict(zip(axes, values, strict=True))
+        if fields.get("device", "auto") == "auto":
+            fields["device"] = device
+        yield configure(block["study"], **fields)
+
+
+def find_sweeps(name: str) -> list[Path]:
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``,
+    all studies' over tiny models."""
+    shipped = sorted(SHIPPED.glob("*/sweep_cpu.yaml")) if name == "cpu" else [SHIPPED / name / "sweep.yaml"]
+    return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
+
+
+def sweep_name(path: Path) -> str:
+    """What a sweep's file is called where it is kept: by its study, if it lies in a study's folder."""
+    if SHIPPED in path.parents:
+        return path.parent.name + path.stem.removeprefix("sweep").replace("_", "-")
+    return path.stem

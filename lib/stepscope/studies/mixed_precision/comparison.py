@@ -1,0 +1,55 @@
+"""Every precision beside fp32: one run's samples as times and as speed-ups."""
+import numpy as np
+import pandas as pd
+
+from stepscope.step.rates import with_launch_bound, with_rates
+from stepscope.step.summary import ratio_interval, summarize
+from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.config import Config
+
+BASE = "fp32"
+LOW = ("fp16", "bf16")  # the precisions that autocast casts for
+SAME = 0.02             # a change in time no larger is called none, whatever its interval
+
+
+def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """One run's table: a row for each precision, mode and phase, with rates and (on a GPU) what is
+    launch-bound."""
+    frames = []
+    for (precision, mode), own in samples.groupby(["precision", "mode"], sort=False):
+        times = with_rates(summarize(own, ["phase"]), config.step(precision=precision, mode=mode), ceilings)
+        times = with_launch_bound(times) if config.device == "cuda" else times
+        frames.append(times.assign(precision=precision, mode=mode))
+    return pd.concat(frames, ignore_index=True)
+
+
+def speedups(samples: pd.DataFrame) -> pd.DataFrame:
+    """How many times as fast as fp32: the ratio of median times, by mode, phase and precision.
+
+    Returns columns mode, phase, precision, fp32_ms, median_ms, speedup, speedup_low, speedup_high (95%
+    bootstrap interval) and change: ``faster``, ``slower``, or ``none`` where the interval holds 1 or the
+    medians are within :data:`SAME` of each other.
+    """
+    timed, rows = samples[samples["timed"]], []
+    groups = {key: own["time_ms"].to_numpy()
+              for key, own in timed.groupby(["mode", "phase", "precision"], sort=False)}
+    for (mode, phase, precision), times in groups.items():
+        base = groups.get((mode, phase, BASE))
+        if precision != BASE and base is not None:
+            ratio, (low, high) = np.median(base) / np.median(times), ratio_interval(base, times)
+            same = low <= 1 <= high or abs(ratio - 1) <= SAME
+            change = "none" if same else "faster" if ratio > 1 else "slower"
+            rows.append((mode, phase, precision, np.median(base), np.median(times), ratio, low, high, change))
+    return pd.DataFrame(rows, columns=["mode", "phase", "precision", "fp32_ms", "median_ms", "speedup",
+                                       "speedup_low", "speedup_high", "change"])
+
+
+def reading(table: pd.DataFrame) -> str:
+    """What one run's speed-ups say, in a sentence of markdown."""
+    parts = []
+    for row in table[(table["phase"] == WHOLE) & (table["mode"] == "step")].itertuples():
+        times = "not measurably different" if row.change == "none" else f"{row.speedup:.3g} times as fast"
+        parts.append(f"{row.precision} {times} [{row.speedup_low:.3g}, {row.speedup_high:.3g}]")
+    if not parts:
+        return "Nothing was measured beside fp32."
+    return f"The full step against fp32: {'; '.join(parts)}."

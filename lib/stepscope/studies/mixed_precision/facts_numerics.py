@@ -1,0 +1,147 @@
+"""What the experiments on number formats say: sums, the types that autocast chooses, and norms."""
+import pandas as pd
+
+from stepscope.say.formats import EXACT, runs_of
+from stepscope.say.selections import pick
+from stepscope.studies.mixed_precision.comparison import LOW
+from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
+
+# The handout's four loops, and what another report (E of published.yaml) prints for each, to four decimals.
+PUBLISHED_SUMS = {"fp32 into fp32": 10.0001, "fp16 into fp16": 9.9531, "fp16 into fp32": 10.0021,
+                  "fp16 cast to fp32, into fp32": 10.0021}
+LOST = 0.01       # of a tensor's values: how many may overflow or become zero before it counts as lost
+NORM_OFF = 0.01   # relative error from which a norm's output counts as wrong
+
+
+def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
+    """What ADDITIONS times TERM make, by way of summing, on the device that the run had.
+
+    ``loops`` are the handout's, ``as_published`` whether all came out as printed elsewhere, ``other`` those
+    that did not; ``differ`` are the ways in which CPU and GPU differ, None where there is one device.
+    ``terms``, ``apart`` and ``stops`` have a row a type, ``after`` being None where the sum does not get
+    there. ``exact`` are the ways in which adding loses nothing, ``worst`` the plain way with the largest
+    error, ``mended`` the same terms summed in fp32.
+    """
+    devices = list(dict.fromkeys(sums["device"]))
+    own = pick(sums, device=devices[-1]).set_index("way")
+    fine = pick(steps, device=devices[-1]).set_index("dtype")
+    careful = own.index.str.contains("pairwise|Kahan")
+    plain = own[~careful]
+    loops = [way for way in PUBLISHED_SUMS if way in own.index]
+    other = [way for way in loops if any(round(float(value), 4) != PUBLISHED_SUMS[way]
+                                         for value in sums.loc[sums["way"] == way, "result"])]
+    terms = own.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
+    by_adding = own["error_of_adding"].abs() > own["error_of_term"].abs()
+    worst = plain["error"].abs().idxmax()
+    mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst]
+                   and plain.sum_type[way] == "fp32" and way != worst), None)
+    return {"term": TERM, "additions": ADDITIONS, "on_gpu": devices[-1] == "cuda",
+            "loops": [{"way": way, "result": own.result[way]} for way in loops], "as_published": not other,
+            "other": [{"way": way, "published": PUBLISHED_SUMS[way]} for way in other],
+            "ways": sums["way"].nunique(), "differ": _differ(sums) if len(devices) > 1 else None,
+            "terms": [{"type": name, "error": error} for name, error in terms.items()],
+            "apart": [{"type": name, "step": step} for name, step in fine["step_at_10"].items()],
+            "by_adding": [way for way in loops if by_adding[way]],
+            "by_storing": [way for way in loops if not by_adding[way]],
+            "exact": [way for way in plain.index if abs(plain.error_of_adding[way]) < EXACT],
+            "casting_changes_nothing": len(loops) == 4 and own.result[loops[2]] == own.result[loops[3]],
+            "stops": [{"type": row.Index, "at": row.stops_at,
+                       "after": None if pd.isna(row.stops_after) else row.stops_after}
+                      for row in fine.itertuples()],
+            "careful_off": own.loc[careful, "error"].abs().max() if careful.any() else None,
+            "careful_is_exact": bool((own.loc[careful, "error"].abs() < EXACT).all()),
+            "worst": {"result": plain.result[worst], "type": plain.sum_type[worst]},
+            "mended": plain.result[mended] if mended else None,
+            "table": own.reset_index(), "runs": runs_of(sums)}
+
+
+def _differ(sums: pd.DataFrame) -> list[str]:
+    """Ways of summing of which not every device gives the same bits."""
+    bits = sums.pivot_table(index="way", columns="device", values="bits", aggfunc="first")
+    return list(bits.index[bits.nunique(axis=1) > 1])
+
+
+def toy(rows: pd.DataFrame) -> dict:
+    """Which tensors keep fp32 (``kept``) and which have the low type (``cast``) under every autocast, on
+    the device that the run had; ``mixed_up`` are the others. ``elsewhere`` has the other devices with the
+    tensors that differ there."""
+    devices = list(dict.fromkeys(rows["device"]))
+    wide = rows.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first",
+                            sort=False)
+    own = wide[devices[-1]]
+    kept = [tensor for tensor in wide.index if (own.loc[tensor] == "fp32").all()]
+    cast = [tensor for tensor in wide.index if (own.loc[tensor] == own.columns).all()]
+    elsewhere = [{"on_gpu": device == "cuda",
+                  "differ": [{"tensor": tensor, "types": list(dict.fromkeys(wide[device].loc[tensor]))}
+                             for tensor in wide.index
+                             if wide[device].loc[tensor].tolist() != own.loc[tensor].tolist()]}
+                 for device in devices[:-1]]
+    return {"on_gpu": devices[-1] == "cuda", "kept": kept, "cast": cast, "elsewhere": elsewhere,
+            "mixed_up": [tensor for tensor in wide.index if tensor not in kept + cast],
+            "table": wide, "runs": runs_of(rows)}
+
+
+def norms(table: pd.DataFrame) -> dict:
+    """What each norm loses in each low type, over the scale of its inputs, on the device that the run had.
+
+    ``types`` has for each type whether it ``loses_nothing``, the ``norms`` with their losses, and where the
+    output is ``right``. ``off`` is the output's median relative error by type where all types give one.
+    ``epsilon_alone`` is the largest scale at which fp16's variance is zero and its output still right,
+    ``overflows_from`` the least at which it overflows (None for either where there is none); ``coarsest`` is
+    what bf16 rounds most.
+    """
+    rows = pick(table, device=table["device"].iloc[-1])
+    types = [_of_type(pick(rows, dtype=dtype)) | {"dtype": dtype} for dtype in LOW]
+    output = pick(rows, quantity="output")
+    wide = output.pivot_table(index=["norm", "scale"], columns="dtype", values="relative_error").dropna()
+    off = wide[wide["fp16"] < NORM_OFF].median()
+    variances = rows[(rows["dtype"] == "fp16") & rows["quantity"].isin(["variance", "mean square"])]
+    over = variances[variances["nonfinite"] > LOST]
+    under = variances[(variances["zero"] > LOST) & (variances["scale"] < 1)]
+    under = under.merge(pick(output, dtype="fp16"), on=["norm", "scale"], suffixes=("", "_output"))
+    under = under[under["relative_error_output"] < NORM_OFF]
+    coarse = pick(rows, dtype="bf16").groupby(["norm", "quantity"], sort=False)["relative_error"].median()
+    norm, quantity = coarse.idxmax()
+    inner = rows[rows["quantity"] != "input"]
+    shown = inner[inner["dtype"].isin(LOW)]
+    return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
+            "wrong": NORM_OFF, "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
+            "off_fp32": off["fp32"], "off_bf16": off["bf16"],
+            "epsilon_alone": under["scale"].max() if len(under) else None, "root_of_epsilon": EPS**0.5,
+            "coarsest": {"norm": norm, "quantity": quantity, "error": coarse.max(),
+                         "is_mean": quantity == "mean"},
+            "overflows_from": over["scale"].min() if len(over) else None,
+            "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
+            "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
+            "quantities": {norm: list(own["quantity"].unique())
+                           for norm, own in inner.groupby("norm", sort=False)},
+            "runs": runs_of(table)}
+
+
+def _of_type(rows: pd.DataFrame) -> dict:
+    """One type's losses by norm, and the scales at which each norm's output is right."""
+    over, gone = rows[rows["nonfinite"] > LOST], rows[rows["zero"] > LOST]
+    output = pick(rows, quantity="output")
+    good = output[(output["relative_error"] < NORM_OFF) & (output[["nonfinite", "zero"]] <= LOST).all(axis=1)]
+    ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
+    return {"loses_nothing": over.empty and gone.empty,
+            "norms": [{"norm": norm, "losses": _losses(pick(over, norm=norm), pick(gone, norm=norm))}
+                      for norm in rows["norm"].unique()],
+            "right": [{"norm": norm, "low": low, "high": high} for norm, low, high in ranges.itertuples()]}
+
+
+def _losses(over: pd.DataFrame, gone: pd.DataFrame) -> list[dict]:
+    """How one norm loses quantities: by overflow, by becoming zero at small scales, and, being divided by
+    an overflow, at large ones. Each has ``groups``: quantities by the scale from which (``upwards``), or
+    up to which, they are lost."""
+    small, large = gone[gone["scale"] < 1], gone[gone["scale"] >= 1]
+    return [{"overflow": kind == "overflow", "divided": kind == "divided", "upwards": kind != "small",
+             "groups": _by_scale(rows, "max" if kind == "small" else "min")}
+            for kind, rows in (("overflow", over), ("small", small), ("divided", large)) if len(rows)]
+
+
+def _by_scale(rows: pd.DataFrame, end: str) -> list[dict]:
+    """Quantities by the least or greatest scale (``end`` is min or max) at which they are lost, in its
+    order."""
+    at = rows.groupby("quantity", sort=False)["scale"].agg(end)
+    return [{"scale": scale, "quantities": list(own.index)} for scale, own in at.groupby(at, sort=True)]

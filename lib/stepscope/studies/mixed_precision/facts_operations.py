@@ -1,0 +1,143 @@
+"""What a step's operations say: their types, what casts cost, and what low precision leaves as it was."""
+import pandas as pd
+
+from stepscope.say.formats import runs_of
+from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.comparison import LOW, SAME
+from stepscope.traces.families import MATMUL
+
+CASTS = "copy and cast"  # a family, as MATMUL is
+KINDS = ("low", "fp32", "both", "cast")  # of an operation, by the types it touches
+# What a step's device time goes into, of operations by phase, region and family: the first that fits.
+PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
+         "optimizer": lambda o: o["phase"] == "optimizer",
+         "casts and copies": lambda o: o["family"] == CASTS,
+         "softmax, mask, scale": lambda o: o["region"].isin([f"attention.{name}" for name in
+                                                             ("softmax", "mask", "scores")]),
+         "norms": lambda o: o["region"] == "norm",
+         "summing gradients": lambda o: o["region"] == "gradient accumulation",
+         "the rest": lambda o: o["family"].notna()}
+LITTLE = 0.01  # of a step: a part that takes less at every size is not named
+
+
+def casts(census: pd.DataFrame, cost: pd.DataFrame) -> dict | None:
+    """Types of the step's operations (``census``) and the time of its casts (``cost``), None for what was
+    not measured."""
+    if census.empty and cost.empty:
+        return None
+    return {"census": _census(census) if len(census) else None, "cost": _cost(cost) if len(cost) else None,
+            "runs": sorted({run for table in (census, cost) if len(table) for run in runs_of(table)})}
+
+
+def _census(census: pd.DataFrame) -> dict:
+    """Operations by kind under each autocast; under bf16 the casts by phase and every other operation
+    outside the optimizer (``shown``). ``lossy`` are the types in which the loss's log-softmax itself
+    runs."""
+    size, context = census["size"].iloc[0], census["context_length"].iloc[0]
+    census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
+    named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
+    brain = pick(named, autocast="bf16")
+    casts_in = pick(brain, kind="cast").groupby("phase", sort=False)["count"].sum()
+    softmax = pick(named, operation="_log_softmax")
+    shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
+    return {"size": size, "context": context,
+            "autocasts": [{"autocast": autocast, "kinds": _by_kind(own)}
+                          for autocast, own in named.groupby("autocast", sort=False)],
+            "casts": [{"phase": phase, "casts": n} for phase, n in casts_in.items()],
+            "lossy": [autocast for autocast, own in softmax.groupby("autocast", sort=False)
+                      if (own["kind"] == "low").all()],
+            "softmax_in_fp32": bool((brain.loc[brain["operation"] == "exp", "kind"] == "fp32").all()),
+            "shown": shown.groupby(["phase", "kind", "operation"], sort=False)["count"].sum().reset_index()}
+
+
+def _by_kind(rows: pd.DataFrame) -> dict[str, int]:
+    """How many operations of each kind there are, without those of which there are none."""
+    counts = rows.groupby("kind")["count"].sum()
+    return {kind: int(counts[kind]) for kind in KINDS if kind in counts}
+
+
+def kind_of(operation: str, reads: str, writes: str) -> str:
+    """cast, low, both or fp32 (or wider, or no float at all), by the types that go in and come out."""
+    if operation == "_to_copy":
+        return "cast"
+    given = set(f"{reads}, {writes}".split(", "))
+    low, wide = given & set(LOW), given & {"fp32", "float64"}
+    return "both" if low and wide else "low" if low else "fp32"
+
+
+def _cost(cost: pd.DataFrame) -> dict:
+    """Casts' share of a full step's operations and their ms, by precision; ``worst`` is the size and type
+    of the most."""
+    cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
+    worst = cost.loc[cost["share"].idxmax()]
+    return {"on_gpu": "cuda" in set(cost["device"]), "shares": cost["share"],
+            "by_precision": [{"precision": precision, "shares": own["share"], "casts_ms": own["casts_ms"]}
+                             for precision, own in cost.groupby("precision", sort=False)],
+            "worst": {"size": worst["size"], "precision": worst["precision"]},
+            "contexts": sorted(cost["context_length"].unique()), "table": cost}
+
+
+def parts(operations: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds of a full step, for each size, context and precision, by :data:`PARTS`."""
+    rows = pick(operations, mode="step") if len(operations) else operations
+    if rows.empty:
+        return pd.DataFrame()
+    part = pd.Series("", index=rows.index)
+    for name, fits in PARTS.items():
+        part = part.where((part != "") | ~fits(rows), name)
+    rows = rows.assign(part=pd.Categorical(part, list(PARTS)), ms=rows["total_ns"] / rows["steps"] / 1e6)
+    keys = ["size", "context_length", "precision", "part"]
+    table = rows.groupby(keys, observed=True)["ms"].sum().unstack(fill_value=0.0)
+    return table.reindex(columns=list(PARTS), fill_value=0.0).reset_index()
+
+
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame) -> dict | None:
+    """What of a full step in low precision faster matrix products would leave, by part and size.
+
+    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. ``limit`` is
+    Amdahl's: how many times as fast the step's operations were if products cost nothing. ``rest`` are the
+    parts' shares, the most first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
+    """
+    low = parts(operations_low)
+    low = low[low["precision"].isin(LOW)] if len(low) else low
+    if low.empty:
+        return None
+    names = list(PARTS)
+    total = low[names].sum(axis=1)
+    products = low["matrix products"] / total
+    rest = low[names[1:]].div(total, axis=0)
+    order = rest.mean().sort_values(ascending=False).index
+    before = parts(operations)
+    both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
+    limit = 1 / (1 - products)
+    return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
+            "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit, "others": 1 - products,
+            "most": order[0],
+            "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
+            "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
+            "gains": _gains(both) if len(both) else None,
+            "host": _launch_bound(times, low["precision"].iloc[0], low["context_length"]),
+            "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
+
+
+def _gains(both: pd.DataFrame) -> dict:
+    """fp32's time over low precision's by part; the products' share in fp32; parts that are no faster at
+    any size."""
+    names = list(PARTS)
+    gains = {name: both[f"{name}_fp32"] / both[name] for name in names}
+    before = both[[f"{name}_fp32" for name in names]].sum(axis=1)
+    return {"by_part": [{"part": name, "times": gains[name]} for name in names],
+            "products_before": both["matrix products_fp32"] / before,
+            "no_faster": [name for name in names[1:] if (gains[name] < 1 + SAME).all()]}
+
+
+def _launch_bound(times: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
+    """Full steps of these contexts with the share of their time in launch-bound phases, where it is not 0;
+    None where no clock tells."""
+    steps = pick(times, status="ok", phase=WHOLE, mode="step", precision=precision) if len(times) else times
+    if "launch_bound_share" not in steps:
+        return None
+    steps = steps[steps["context_length"].isin(contexts) & (steps["launch_bound_share"] > 0)]
+    return {"bound": [{"size": size, "share": share}
+                      for size, share in zip(steps["size"], steps["launch_bound_share"])]}

@@ -1,0 +1,184 @@
+"""How fast lower precision is: against fp32, and beside published figures."""
+import pandas as pd
+
+from stepscope.config import PHASE_NAMES, PRECISIONS
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import runs_of
+from stepscope.say.selections import matrix, pick, reference
+from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.comparison import BASE, SAME
+from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
+
+
+def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
+          operations: pd.DataFrame) -> dict:
+    """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over
+    all.
+
+    ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in
+    fp32. ``by_precision`` has the full step of the smallest and largest size; ``phases`` those of the largest
+    size's step in ``phase_precision``. ``step`` has the least and the most of bf16's full step; ``again`` how
+    far fp32 is from the benchmark's; ``missing`` what was not measured.
+    """
+    walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
+    steps = pick(walls, mode="step")
+    precisions = [precision for precision in PRECISIONS if precision in set(walls["precision"])]
+    best = walls.loc[walls["speedup"].idxmax()]
+    changes = walls["change"].value_counts()
+    chosen = "bf16" if "bf16" in precisions else precisions[0]
+    largest, within = walls["size"].iloc[-1], pick(speedups, mode="step", context_length=context)
+    return {"context": context, "largest": largest, "precisions": precisions,
+            "by_precision": _by_precision(pick(steps, context_length=context), precisions),
+            "best": {"speedup": best["speedup"], "mode": best["mode"]} | _cell(best),
+            **_phases_of_largest(pick(within, size=largest), precisions),
+            "longer": _longer_context(steps, context, operations), "fp16_to_bf16": _fp16_to_bf16(steps),
+            "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
+            "unchanged": changes.get("none", 0), "same": SAME, "again": _again(times, benchmark),
+            "missing": _missing(times), "step": _least_and_most(pick(steps, precision=chosen)),
+            "walls": walls, "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
+
+
+def _cell(row: pd.Series) -> dict:
+    return {"precision": row["precision"], "size": row["size"], "context": row["context_length"]}
+
+
+def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
+    """Full steps at one context: the smallest and the largest size's speed-up, and whether it ``rises``
+    with every size."""
+    found = []
+    for precision in precisions:
+        own = pick(steps, precision=precision)
+        if len(own):
+            first, last = own.iloc[0], own.iloc[-1]
+            found.append({"precision": precision, "first": first["speedup"], "first_size": first["size"],
+                          "last": last["speedup"], "last_size": last["size"], "several": len(own) > 1,
+                          "rises": own["speedup"].is_monotonic_increasing})
+    return found
+
+
+def _phases_of_largest(rows: pd.DataFrame, precisions: list[str]) -> dict:
+    """The phases of the largest size's step in bf16, or in the only precision there is."""
+    chosen = precisions[0] if len(precisions) == 1 else "bf16"
+    own = pick(rows, precision=chosen).set_index("phase")
+    return {"phase_precision": chosen if chosen in precisions else None,
+            "phases": [{"phase": phase, "unchanged": own.change[phase] == "none",
+                        "faster": own.change[phase] == "faster", "speedup": own.speedup[phase],
+                        "slowdown": 1 / own.speedup[phase]} for phase in PHASE_NAMES if phase in own.index]}
+
+
+def _longer_context(steps: pd.DataFrame, context: int, operations: pd.DataFrame) -> dict | None:
+    """In how many cells the step's speed-up falls from a context to its double, and the ``products``'
+    share of fp32's step at both (None without profiles)."""
+    both = pick(steps, context_length=2 * context).merge(
+        pick(steps, context_length=context), on=["size", "precision"], suffixes=("", "_before"))
+    if both.empty:
+        return None
+    return {"context": 2 * context, "cells": len(both),
+            "falls": int((both["speedup"] < both["speedup_before"]).sum()),
+            "products": _products_by_context(operations, context)}
+
+
+def _products_by_context(operations: pd.DataFrame, context: int) -> dict | None:
+    rows = parts(operations)
+    if rows.empty:
+        return None
+    share = (rows["matrix products"] / rows[list(PARTS)].sum(axis=1)).groupby(rows["context_length"]).median()
+    if not {context, 2 * context} <= set(share.index):
+        return None
+    before, after = share[context], share[2 * context]
+    return {"before": before, "after": after, "falls": after < before}
+
+
+def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
+    """fp16's time of a full step over bf16's of the same run."""
+    pair = pick(steps, precision="bf16").merge(pick(steps, precision="fp16"), on="run_id",
+                                               suffixes=("", "_fp16"))
+    return pair["median_ms_fp16"] / pair["median_ms"] if len(pair) else None
+
+
+def _again(times: pd.DataFrame, benchmark: pd.DataFrame) -> list[dict]:
+    """How far fp32's medians are from the benchmark's, apart for cells with launch-bound phases and for
+    the others."""
+    again = same_as_benchmark(times, benchmark)
+    if again.empty:
+        return []
+    return [{"bound": bound, "off": own["off"].max(), "cells": len(own)}
+            for bound, own in again.groupby("bound", sort=False)]
+
+
+def _missing(times: pd.DataFrame) -> list[dict]:
+    """What was not measured, by precision and cause; ``cells`` is empty where that is all of the
+    precision."""
+    rows = times[times["status"] != "ok"]
+    return [{"precision": precision, "cause": cause,
+             "cells": [] if len(own) == len(pick(times, precision=precision)) else
+                      [{"mode": row["mode"]} | _cell(row) for _, row in own.iterrows()]}
+            for (precision, cause), own in rows.groupby(["precision", "cause"])]
+
+
+def _least_and_most(steps: pd.DataFrame) -> dict | None:
+    """The full step's least and greatest speed-up in one precision, and how many cells are slower than
+    fp32."""
+    if steps.empty:
+        return None
+    least, most = (steps.loc[index] for index in (steps["speedup"].idxmin(), steps["speedup"].idxmax()))
+    return {"precision": most["precision"], "several": len(steps) > 1, "cells": len(steps),
+            "least": {"speedup": least["speedup"]} | _cell(least),
+            "most": {"speedup": most["speedup"]} | _cell(most),
+            "slower": int((steps["change"] == "slower").sum())}
+
+
+def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame) -> pd.DataFrame:
+    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of
+    wall time the larger is, less one) and ``bound`` (whether a phase of it is launch-bound here)."""
+    other = matrix(benchmark)
+    if other.empty:
+        return other
+    keys = ["size", "context_length", "mode"]
+    here, there = (pick(table, phase=WHOLE, status="ok", precision=BASE).astype({"size": str})
+                   for table in (times, other))
+    both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
+    bound = both["launch_bound_share"] > 0 if "launch_bound_share" in both else False
+    medians = both[["median_ms", "median_ms_benchmark"]]
+    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=bound)
+
+
+def published_pairs(published: pd.DataFrame) -> pd.DataFrame:
+    """Printed times in lower precision with the fp32 time of the same report, size, context, pass and
+    clock: a row a pair; a context of -1 is not stated."""
+    keys = ["source", "size", "context_length", "phase", "clock"]
+    theirs = published.dropna(subset=["size", "phase", "precision"])
+    theirs = theirs[~theirs["estimated"] & (theirs["warmup_steps"].isna() | (theirs["warmup_steps"] > 0))]
+    known = theirs.assign(context_length=theirs["context_length"].fillna(-1),
+                          clock=theirs["clock"].fillna(""))
+    base = pick(known, precision=BASE)[[*keys, "mean_ms", "as_printed"]]
+    return known[known["precision"] != BASE].merge(base, on=keys, suffixes=("", "_fp32"))
+
+
+def published(speedups: pd.DataFrame, printed: pd.DataFrame) -> dict:
+    """Published pairs' speed-ups beside those here, of the same size, pass and (where it is stated) context.
+
+    ``inside`` are those between the least and the most measured here, ``below`` those less. ``table`` has a
+    row a pair with ``theirs``, and ``low`` and ``high`` here; None where no pair is of a size and pass
+    measured here.
+    """
+    backward = pick(speedups, mode="forward_backward", phase="backward").assign(mode="backward")
+    here_all = pd.concat([pick(speedups, phase=WHOLE), backward])
+    found, used = [], set()
+    for pair in published_pairs(printed).to_dict("records"):
+        here = pick(here_all, precision=pair["precision"], mode=pair["phase"])
+        here = here[(here["size"].astype(str) == pair["size"])
+                    & ((pair["context_length"] < 0) | (here["context_length"] == pair["context_length"]))]
+        if len(here):
+            used |= set(runs_of(here))
+            found.append(pair | {"context_length": int(pair["context_length"]),
+                                 "theirs": pair["mean_ms_fp32"] / pair["mean_ms"],
+                                 "low": here["speedup"].min(), "high": here["speedup"].max()})
+    if not found:
+        return {"pairs": 0, "table": None, "runs": []}
+    table = by_size(pd.DataFrame(found))
+    inside = (table["theirs"] >= table["low"] * (1 - SAME)) & (table["theirs"] <= table["high"] * (1 + SAME))
+    slow = table[table["theirs"] < 1]
+    return {"pairs": len(table), "theirs": table["theirs"], "inside": int(inside.sum()),
+            "below": int((table["theirs"] < table["low"]).sum()), "slow": len(slow),
+            "slow_sizes": list(dict.fromkeys(slow["size"].astype(str))), "table": table, "runs": sorted(used)}

@@ -1,0 +1,50 @@
+"""The mixed-precision study's tables over all of its records."""
+import pandas as pd
+
+from stepscope.config import configure
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import by_size, load_table, runs_frame
+from stepscope.step.flops import parameter_count
+from stepscope.step.timing import WHOLE
+from stepscope.studies.mixed_precision.comparison import run_times, speedups
+from stepscope.studies.mixed_precision.config import Config
+
+# Of a run, beside each row of its tables.
+RUN = ["size", "context_length", "batch_size", "timed_steps", "warmup_steps"]
+TABLES = ("cells", "health", "casts", "ceilings", "sums", "running", "steps", "norms", "toy", "census")
+
+
+def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
+    """The study's tables over all runs, by name; ``times`` (with status and peak memory; a cell that was
+    not measured has one row, phase ``step``) and ``speedups`` are computed from the samples."""
+    done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
+    tables = {name: load_table(store, done, name) for name in TABLES}
+    tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame()}
+    if not done:
+        return tables
+    tables |= _compared(store, done, tables["ceilings"], tables["cells"])
+    runs = runs_frame(done)
+    for name, table in tables.items():
+        if len(table):
+            # An experiment on numbers names its own device.
+            known = RUN if "device" in table else [*RUN, "device"]
+            tables[name] = by_size(table.merge(runs[["run_id", *known]], on="run_id"))
+    return tables
+
+
+def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame,
+              cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """``times`` and ``speedups`` of every run."""
+    samples, weights, times, ratios = load_table(store, done, "samples"), {}, [], []
+    for record in done:
+        own, its_ceilings = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+        config = configure(**record.config)
+        assert isinstance(config, Config)  # by its study
+        weights[record.run_id] = parameter_count(config)
+        times.append(run_times(own, its_ceilings, config).assign(run_id=record.run_id))
+        ratios.append(speedups(own).assign(run_id=record.run_id, study="mixed_precision"))
+    cells = cells.assign(parameters=cells["run_id"].map(weights))
+    cells = cells.merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
+    return {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)),
+            "speedups": pd.concat(ratios, ignore_index=True)}

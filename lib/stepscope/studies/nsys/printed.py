@@ -1,0 +1,114 @@
+"""The profiling study's tables as they are printed."""
+from pathlib import Path
+
+import pandas as pd
+
+from stepscope.say.formats import MODE_WORDS, code, number, percent, plain
+from stepscope.say.words import Words
+from stepscope.studies.nsys.facts import PROFILE
+
+CLAIMS = Path(__file__).parent / "claims" / "words"
+
+
+def by_profile(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with a row a profile, its size and context first."""
+    return table.rename_axis(["size", "context"]).reset_index()
+
+
+def clocks(facts: dict) -> pd.DataFrame:
+    """A row for each profile: forward alone by every clock."""
+    columns = {"unprofiled_ms": "wall, unprofiled", "profiled_ms": "wall, profiled", "host_ms": "host range",
+               "projected_ms": "on the device", "operations_ms": "operations", "gap_ms": "gaps"}
+    forward = facts["by_clock"].set_index(PROFILE)
+    table = forward[list(columns)].map(number).rename(columns=columns)
+    table["number of gaps"] = forward["gaps"].map("{:.0f}".format)
+    table["busy"] = forward["busy_share"].map(percent)
+    return by_profile(table)
+
+
+def slowdowns(facts: dict) -> pd.DataFrame:
+    """Profiles down, modes across."""
+    return by_profile(facts["slowdowns"].map(lambda ratio: number(ratio, 4)).rename(columns=MODE_WORDS))
+
+
+def phases(facts: dict) -> pd.DataFrame:
+    """A row for each profile and phase of a full step."""
+    columns = {"size": "size", "context_length": "context", "phase": "phase", "host_ms": "host range",
+               "projected_ms": "on the device", "operations_ms": "sum of operations", "busy": "busy",
+               "gap_ms": "gaps", "gaps": "number of gaps", "operations": "operations"}
+    table = facts["by_phase"].assign(busy=lambda rows: rows["busy_share"].map(percent))
+    for column in ("host_ms", "projected_ms", "operations_ms", "gap_ms"):
+        table[column] = table[column].map(number)
+    for column in ("gaps", "operations"):
+        table[column] = table[column].map("{:.0f}".format)
+    return table[list(columns)].rename(columns=columns)
+
+
+def first_kernels(facts: dict) -> pd.DataFrame:
+    """A row for each profile: forward's first kernel, and whether it is first over forward + backward."""
+    return pd.DataFrame([{
+        "size": row.size, "context": row.context_length, "kernel": code(row.kernel),
+        "share": percent(row.share), "launches": plain(row.launches), "ms": number(row.ms),
+        "first in fwd + bwd": ("–" if pd.isna(row.kernel_both) else "same" if row.same
+                               else code(row.kernel_both)),
+    } for row in facts["first"].itertuples(index=False)])
+
+
+def kernels(facts: dict) -> pd.DataFrame:
+    """The reference's kernels that are no matrix products, largest first."""
+    return pd.DataFrame([{
+        "kernel": code(row.kernel), "family": row.family, "regions": ", ".join(row.regions),
+        "share": percent(row.share, 1), "launches": plain(row.launches), "ms": number(row.ms),
+    } for row in facts["kernels"].itertuples(index=False)])
+
+
+def families(facts: dict) -> pd.DataFrame:
+    """Profiles down, families across: shares of forward."""
+    shares = facts["shares"]
+    return by_profile(shares.map(lambda share: percent(share, 1)).where(shares.notna(), "–"))
+
+
+def step_families(facts: dict) -> pd.DataFrame:
+    """Profiles down; across the families, each in forward only and in the full step."""
+    table = facts["shares"].map(lambda share: percent(share, 1))
+    table.columns = [f"{family}, {mode}" for family, mode in table.columns]
+    return by_profile(table)
+
+
+def softmax(facts: dict) -> pd.DataFrame:
+    """A row for each profile: softmax beside attention's two products."""
+    parts = facts["parts"]
+    return by_profile(pd.DataFrame({
+        "softmax (ms)": parts["softmax_ms"].map(number), "QK^T and PV (ms)": parts["products_ms"].map(number),
+        "time ratio": parts["time_ratio"].map(number),
+        "FLOPs ratio": parts["flops_ratio"].map(lambda share: percent(share, 1)),
+        "bytes ratio": parts["bytes_ratio"].map(number), "softmax TB/s": parts["softmax_tbs"].map(number),
+        "products TFLOP/s": parts["products_tflops"].map(number)}))
+
+
+def regions(facts: dict) -> pd.DataFrame:
+    """The reference's regions, longest first, under the measured ceilings."""
+    own = facts["regions"]
+    return pd.DataFrame({
+        "region": own["region"], "ms a pass": own["time_ms"].map(number), "share": own["share"].map(percent),
+        "TFLOP/s": own["tflops"].map(number), "of fp32 product": own["of_arithmetic"].map(percent),
+        "TB/s": own["tbs"].map(number), "of copy": own["of_memory"].map(percent),
+        "FLOP/byte": own["intensity"].map(number)})
+
+
+def rules(facts: dict) -> pd.DataFrame:
+    """The rules that give a kernel its family, in their order."""
+    table = facts["families"].assign(share=lambda rules: rules["share"].map(lambda share: percent(share, 2)))
+    table["pattern"] = table["pattern"].map(lambda pattern: code(pattern.replace("|", "\\|")))
+    return table.rename(columns={"pattern": "pattern in the name"})
+
+
+def claims(facts: dict) -> pd.DataFrame:
+    """A row for each claim; its cells are sentences (``claims/words/claims.md``)."""
+    words = Words(CLAIMS, "claims.md")
+    return pd.DataFrame([{
+        "question": f"({claim['question']})", "report": words.block("report", claim),
+        "as printed": claim["as_printed"],
+        "here": f"{words.block(claim['measure'] + '_here', claim)} {words.block('of', claim)}",
+        "why": words.block(f"{claim['measure']}_why", claim),
+    } for claim in facts["claims"]])

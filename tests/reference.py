@@ -1,0 +1,41 @@
+"""The committed runs, a study at a time: loading them all costs many seconds, and few tests need that."""
+import functools
+from pathlib import Path
+
+from stepscope.report.load import chapters
+from stepscope.runs.selection import told_apart
+from stepscope.runs.store import Store
+
+ROOT = Path(__file__).parents[1]
+STORE = Store(ROOT / "runs" / "h200")
+
+
+@functools.cache
+def records():
+    return STORE.records()[0]
+
+
+@functools.cache
+def tables(study):
+    """One study's tables by name, of the committed runs."""
+    chapter = next(chapter for chapter in chapters() if chapter.study == study)
+    own = [record for record in records() if record.study == study]
+    return chapter.load(STORE, told_apart(own)[0])
+
+
+def changed(table, where, **columns):
+    """A copy of a table with columns set, by a value or a function of the rows, where a condition holds."""
+    table = table.copy()
+    rows = where(table)
+    for column, value in columns.items():
+        table.loc[rows, column] = value(table[rows]) if callable(value) else value
+    return table
+
+
+def answered(study, key, **replaced):
+    """The answer to one question, with some of the study's tables replaced."""
+    from stepscope.say.chapter import answer
+
+    chapter = next(chapter for chapter in chapters() if chapter.study == study)
+    given = {f"{study}.{name}": table for name, table in (tables(study) | replaced).items()}
+    return answer(chapter, next(question for question in chapter.questions if question.key == key), given)

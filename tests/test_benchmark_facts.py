@@ -1,0 +1,118 @@
+"""The benchmarking study's facts on the committed runs and on data changed; its words follow."""
+import pandas as pd
+import pytest
+from reference import answered, changed, tables
+
+from stepscope.studies.benchmark import facts, facts_published, printed
+
+
+@pytest.fixture(scope="module")
+def times():
+    return tables("benchmark")["times"]
+
+
+@pytest.fixture(scope="module")
+def ceilings():
+    return tables("benchmark")["ceilings"]
+
+
+def test_backward_over_forward_follows_the_data(times):
+    before = facts.how_long(times)
+    doubled = changed(times, lambda t: t["phase"] == "backward", median_ms=lambda t: t["median_ms"] * 2)
+    after = facts.how_long(doubled)
+    assert after["backward_to_forward"].to_list() == pytest.approx(list(2 * before["backward_to_forward"]))
+    assert before["fastest"]["median_ms"] < before["slowest"]["median_ms"] and not before["nothing_fits"]
+    assert answered("benchmark", "how-long", times=doubled).text != answered("benchmark", "how-long").text
+
+
+def test_the_fastest_and_the_slowest_step_are_found(times):
+    slow = changed(times, lambda t: (t["size"] == "small") & (t["mode"] == "step") & (t["context_length"] == 256),
+                   median_ms=lambda t: t["median_ms"] + 1e6)
+    assert (facts.how_long(slow)["slowest"]["size"], facts.how_long(slow)["slowest"]["context_length"]) == ("small", 256)
+
+
+def test_out_of_memory_is_told(times):
+    big = (times["size"] == "2.7B") & (times["context_length"] == 1024) & (times["mode"] == "step")
+    left = changed(times[~big | (times["phase"] == "step")], lambda t: big.loc[t.index], status="oom", median_ms=float("nan"),
+                   mean_ms=float("nan"))
+    found = facts.how_long(left)
+    assert found["out_of_memory"] == [{"size": "2.7B", "context_length": 1024, "mode": "step"}]
+    assert (printed.walls(found) == "out of memory").to_numpy().sum() == 1
+    assert facts.how_long(times)["out_of_memory"] == []
+    assert "ut of memory" in answered("benchmark", "how-long", times=left).text
+
+
+def test_where_nothing_fits_that_is_the_answer(times):
+    oom = times[times["phase"] == "step"].assign(status="oom", median_ms=float("nan"), mean_ms=float("nan"))
+    found = facts.how_long(oom)
+    assert found["nothing_fits"] and found["fastest"] is None and printed.phases(found) is None
+    answer = answered("benchmark", "how-long", times=oom)
+    assert answer.text and not answer.finding and len(answer.tables) == 1
+
+
+def test_unsteady_runs_are_counted(times):
+    assert facts.how_variable(times)["flagged_runs"] > 0
+    steady = facts.how_variable(times.assign(flags=""))
+    assert steady["flagged_runs"] == 0 and printed.unsteady(steady) is None
+    assert facts.how_variable(times.assign(std_ms=0.0))["worst_share"] == 0
+
+
+def test_launch_bound_is_decided_by_the_data(times):
+    found = facts.launch_bound(times)
+    assert 0 < found["bound_passes"] < found["total"] and found["shapes"] == len(found["bound"])
+    none = facts.launch_bound(times.assign(launch_bound_share=0.0))
+    assert none["bound"] == [] and none["bound_passes"] == 0
+    assert not facts.launch_bound(times.drop(columns="launch_bound_share"))["arises"]
+    texts = {answered("benchmark", "launch-bound", times=table).text for table in
+             (times, times.assign(launch_bound_share=0.0), times.drop(columns="launch_bound_share"))}
+    assert len(texts) == 3
+
+
+def test_a_flat_shape_is_one_whose_time_hardly_grows(times):
+    level = changed(times, lambda t: t["mode"] == "forward", median_ms=10.0)
+    assert {shape["ratio"] for shape in facts.flat_shapes(facts.matrix(level))} == {1.0}
+    steep = times.assign(median_ms=times["context_length"].astype(float))
+    assert facts.flat_shapes(facts.matrix(steep)) == []
+
+
+def test_which_optimizer_is_faster_is_decided_by_the_data(times, ceilings):
+    found = facts.optimizer(times, ceilings)
+    assert found["fused_faster"] and found["helps"] and not found["worse"]
+    swapped = times.assign(optimizer=times["optimizer"].map({"foreach": "fused", "fused": "foreach"}))
+    other = facts.optimizer(swapped, ceilings)
+    assert other["foreach_faster"] and not other["helps"] and not other["better"] and len(other["worse"]) == len(found["better"])
+    assert list(other["fused_over_foreach"]) == pytest.approx(list(found["foreach_over_fused"]))
+    level = times.assign(median_ms=times["phase"].map(lambda phase: 5.0 if phase == "optimizer" else 100.0),
+                         ci_low_ms=1.0, ci_high_ms=200.0)
+    same = facts.optimizer(level, ceilings)
+    assert not (same["fused_faster"] or same["foreach_faster"] or same["better"] or same["worse"])
+    assert len({answered("benchmark", "optimizer", times=table).text for table in (times, swapped, level)}) == 3
+    assert facts.optimizer(times[times["optimizer"] == "foreach"], ceilings) is None
+
+
+def test_utilisation_is_against_the_ceilings_of_the_runs(times, ceilings):
+    found = facts.utilisation(times, ceilings)
+    assert found["fp32_tflops"] == ceilings.loc[ceilings["ceiling"] == "matmul_fp32", "value"].median()
+    halved = facts.utilisation(times.assign(utilisation=times["utilisation"] / 2), ceilings)
+    assert halved["best"]["utilisation"] == pytest.approx(found["best"]["utilisation"] / 2)
+    assert 0 < found["worst"]["utilisation"] < found["best"]["utilisation"] < 1
+
+
+def test_published_figures_are_compared_with_this_machines(times):
+    published = tables("benchmark")["published"]
+    before = facts_published.beside(published, times)
+    slower = facts_published.beside(published, times.assign(median_ms=times["median_ms"] * 2))
+    for one, other in zip(before["common"], slower["common"], strict=True):
+        assert list(other["ratio"]) == pytest.approx(list(one["ratio"] / 2))
+    assert facts_published.beside(published, times[:0]) is None
+    elsewhere = facts_published.beside(published, times.assign(context_length=7))
+    assert elsewhere["common"] is None and printed.published(elsewhere) is None
+    found = facts_published.cannot_be(published)
+    assert 0 < found["doubts"] == sum(kind["count"] for kind in found["kinds"]) == len(found["table"])
+
+
+def test_no_rows_are_no_facts(times, ceilings):
+    other = times.assign(precision="bf16")
+    assert facts.how_long(other) is None and facts.how_variable(other) is None and facts.launch_bound(other) is None
+    assert facts.utilisation(other, ceilings) is None
+    assert "Not answered here" in answered("benchmark", "how-long", times=pd.DataFrame()).text

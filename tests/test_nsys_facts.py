@@ -1,0 +1,262 @@
+"""The profiling study's facts on the committed profiles and on data changed; its words follow."""
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from reference import answered, changed
+from reference import tables as of_study
+from stepscope.say.words import Words
+from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, printed
+from stepscope.traces.families import MATMUL
+
+PROFILES = 20  # five sizes at four contexts
+OF_CLAIMS = ("operations", "regions", "clocks", "walls")
+WORDS = Path(facts.__file__).parent / "words"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return of_study("nsys")
+
+
+@pytest.fixture(scope="module")
+def operations(tables):
+    return tables["operations"]
+
+
+@pytest.fixture(scope="module")
+def times():
+    return of_study("benchmark")["times"]
+
+
+@pytest.fixture(scope="module")
+def ceilings():
+    return of_study("benchmark")["ceilings"]
+
+
+def small(table):
+    return (table["size"] == "small") & (table["context_length"] == 512)
+
+
+def slower(clocks):
+    """Clocks as if the device had taken half as long again for forward."""
+    return changed(clocks, lambda t: t["phase"] == "forward", projected_ns=lambda t: t["projected_ns"] * 1.5)
+
+
+def faster_softmax(operations, times):
+    """Operations as if softmax had been so many times faster."""
+    return changed(operations, lambda t: t["region"] == "attention.softmax",
+                   total_ns=lambda t: t["total_ns"] // times)
+
+
+def without(table, mode):
+    """A table as if that mode of the smallest model had run out of memory at every context."""
+    return table[(table["size"] != "small") | (table["mode"] != mode)].reset_index(drop=True)
+
+
+def test_whether_clocks_match_is_decided_by_the_data(tables, times):
+    found = facts.forward_total(tables["clocks"], tables["walls"], times)
+    assert found["unprofiled"]["match"] and found["measures_the_host"] and not found["host_does_the_work"]
+    assert found["operations_ms"] <= found["projected_ms"] and len(printed.clocks(found)) == PROFILES
+    assert any(run.startswith("benchmark/") for run in found["runs"])
+    slow = slower(tables["clocks"])
+    later = facts.forward_total(slow, tables["walls"], times)
+    assert not later["unprofiled"]["match"] and later["slowdown"]["matched"] < found["slowdown"]["matched"]
+    busy = changed(tables["clocks"], lambda t: t["phase"] == "forward", host_ns=lambda t: t["projected_ns"])
+    assert facts.forward_total(busy, tables["walls"], times)["host_does_the_work"]
+
+
+def test_without_unprofiled_times_nothing_is_said_of_the_profilers_cost(tables, times):
+    nothing = facts.forward_total(tables["clocks"], tables["walls"], times.iloc[:0])
+    assert nothing["unprofiled"] is None and nothing["slowdown"] is None
+    assert set(printed.slowdowns(nothing).iloc[0, 2:]) == {"–"}
+    claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS), times.iloc[:0])
+    assert "nan" not in printed.claims(claims).to_csv()
+
+
+def test_the_words_on_clocks_follow_the_facts(tables, times):
+    def said(clocks):
+        return Words(WORDS, "nsys-a.md").block(
+            "text", facts.forward_total(clocks, tables["walls"], times))
+    assert "do not match" in said(slower(tables["clocks"])) and "do not match" not in said(tables["clocks"])
+
+
+def test_phases_are_in_their_order_and_the_least_busy_one_is_found(tables):
+    found = facts.every_phase(tables["clocks"])
+    assert [part["phase"] for part in found["busy"]] == ["forward", "backward", "optimizer"]
+    assert list(found["by_phase"]["phase"][:4]) == ["forward", "loss", "backward", "optimizer"]
+    idle = changed(tables["clocks"], lambda t: small(t) & (t["phase"] == "optimizer"), busy_ns=0)
+    least = facts.every_phase(idle)["least"]
+    assert (least["phase"], least["size"], least["context"]) == ("optimizer", "small", 512)
+    ahead = changed(tables["clocks"], lambda t: t["mode"] == "step", host_ns=0)
+    assert facts.every_phase(ahead)["ahead"] == found["long"] == 3 * PROFILES > found["ahead"]
+    assert facts.every_phase(tables["clocks"][tables["clocks"]["mode"] == "forward"]) is None
+
+
+def test_the_first_kernel_and_its_launches_follow_the_data(operations):
+    found = facts.top_kernel(operations)
+    assert (found["launches"], found["layers"]) == (61, 12)
+    assert found["profiles"] == found["common"] == PROFILES
+    assert sum(part["launches"] for part in found["parts"]) == found["launches"]
+    assert {part["region"]: part["a_layer"] for part in found["parts"]}["head"] is None
+    assert not found["both"]["same"] and found["families"] == [{"family": MATMUL, "profiles": PROFILES}]
+    assert found["fractional"] == 0
+    renamed = changed(operations, lambda t: (small(t) & (t["region"] == "attention.softmax")
+                                             & (t["phase"] == "forward")),
+                      name="one_big_softmax", total_ns=lambda t: t["total_ns"] * 100)
+    other = facts.top_kernel(renamed)
+    assert other["kernel"] == "one_big_softmax" and other["both"]["same"]
+    assert other["kept"] == found["kept"] + 1
+    assert other["parts"] == [{"region": "attention.softmax", "launches": 60, "a_layer": 5}]
+    table = printed.first_kernels(other).set_index(["size", "context"])
+    assert table.loc[("small", 512), "first in fwd + bwd"] == "same"
+
+
+def test_kernels_that_do_not_run_in_every_pass_are_counted(operations):
+    uneven = changed(operations, lambda t: small(t) & (t["mode"] == "forward") & (t["region"] == "head"),
+                     name="now_and_then", count=lambda t: t["count"] + 1)
+    assert facts.top_kernel(uneven)["fractional"] > 0
+
+
+def test_what_is_no_matrix_product_follows_the_data(operations):
+    found = facts.not_matmul(operations)
+    assert 0 < found["rest_share"] < 1 and found["rest_share"] <= found["rest_shares"].max()
+    assert sum(part["share"] for part in found["families"]) == pytest.approx(found["rest_share"], abs=0.02)
+    assert (found["kernels"]["share"] > found["nontrivial"]).all()
+    assert MATMUL not in set(found["kernels"]["family"])
+    assert found["shares"].sum(axis=1).round(9).eq(1).all() and found["shares"].columns[0] == MATMUL
+    half = facts.not_matmul(changed(operations, lambda t: t["family"] == MATMUL,
+                                    total_ns=lambda t: t["total_ns"] // 2))
+    assert (half["rest_shares"] > found["rest_shares"]).all()
+    assert len(half["kernels"]) >= len(found["kernels"])
+    only = facts.not_matmul(operations[operations["family"] == MATMUL])
+    assert only["families"] == [] and only["rest_share"] == 0 and printed.kernels(only).empty
+
+
+def test_what_a_full_step_changes_follows_the_data(operations):
+    found = facts.full_step(operations)
+    assert found["gained"][0]["family"] == "optimizer" and found["optimizer_share"].min() > 0
+    assert found["gained"] == sorted(found["gained"], key=lambda part: -part["points"])
+    assert 0 < found["falls"] <= found["profiles"] == PROFILES
+    none = facts.full_step(operations[operations["phase"] != "optimizer"])
+    assert "optimizer" not in [part["family"] for part in none["gained"]]
+    assert none["optimizer_share"].max() == 0
+
+
+def test_a_profile_without_its_step_is_no_profile_of_nothing_but_zeros(operations):
+    found = facts.full_step(without(operations, "step"))
+    assert found["profiles"] == PROFILES - 4 and found["size"] == "medium" and found["after"].min() > 0.5
+    assert facts.full_step(operations[operations["mode"] == "forward"]) is None
+
+
+def test_where_forward_could_not_be_captured_another_profile_is_spoken_of(tables, times, ceilings):
+    clocks, operations = (without(tables[name], "forward") for name in ("clocks", "operations"))
+    given = tables | {"operations": operations, "clocks": clocks}
+    claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)["claims"]
+    found = [facts.forward_total(clocks, tables["walls"], times), facts.top_kernel(operations),
+             facts.not_matmul(operations), facts.full_step(operations),
+             facts_regions.softmax_against_matmul(operations, ceilings),
+             facts_regions.regions_against_ceilings(operations, ceilings), *claims]
+    assert "small" not in {answer["size"] for answer in found}
+
+
+def test_softmax_against_products_follows_the_data(operations, ceilings):
+    found = facts_regions.softmax_against_matmul(operations, ceilings)
+    own = found["own"]
+    assert own["time_ratio"] > 1 > own["flops_ratio"] and found["slower"] == found["profiles"] == PROFILES
+    assert own["softmax_tbs"] / own["products_tbs"] == pytest.approx(own["bytes_ratio"] / own["time_ratio"])
+    fast = faster_softmax(operations, 10)
+    assert facts_regions.softmax_against_matmul(fast, ceilings)["slower"] == 0
+    assert facts_regions.softmax_against_matmul(fast, ceilings)["copy"]["above"] == PROFILES
+    assert facts_regions.softmax_against_matmul(operations, ceilings.iloc[:0])["copy"] is None
+
+
+def test_the_words_on_softmax_follow_the_facts(operations):
+    fast = faster_softmax(operations, 10)
+    answers = [Words(WORDS, "nsys-e.md").block(
+        "text", facts_regions.softmax_against_matmul(table, pd.DataFrame())) for table in (operations, fast)]
+    assert re.search(rf" {PROFILES} of {PROFILES} ", answers[0])
+    assert re.search(rf" 0 of {PROFILES} ", answers[1])
+
+
+def test_regions_are_measured_against_the_ceiling_they_are_nearer_to(operations, ceilings):
+    found = facts_regions.regions_against_ceilings(operations, ceilings)
+    nearer = {part["region"]: part["arithmetic_is_nearer"] for part in found["longest"]}
+    assert nearer["ffn"] and not nearer["attention.softmax"]
+    own = found["regions"].set_index("region")
+    assert own["share"].sum() == pytest.approx(1) and own["time_ms"].is_monotonic_decreasing
+    assert found["furthest"]["near"] == own.loc[own["share"] > found["nontrivial"], "near"].min()
+    slow = changed(operations, lambda t: t["region"] == "ffn", total_ns=lambda t: t["total_ns"] * 100)
+    assert facts_regions.regions_against_ceilings(slow, ceilings)["furthest"]["region"] == "ffn"
+
+
+@pytest.fixture(scope="module")
+def beside(tables, times):
+    def beside(operations):
+        given = tables | {"operations": operations}
+        found = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
+        return {(claim["source"], claim["measure"]): claim for claim in found["claims"]}
+    return beside
+
+
+def test_claims_are_set_beside_what_was_measured(operations, beside):
+    found = beside(operations)
+    clocks, launches = found["B", "two_clocks"], found["B", "launches"]
+    assert clocks["range_is_longer"] and clocks["timed_unprofiled"]
+    assert (clocks["size"], clocks["context"]) == ("small", 512)
+    assert not found["C", "two_clocks"]["range_is_longer"] and not found["C", "two_clocks"]["stated"]
+    assert launches["multiple"] and launches["same"]
+    assert launches["each"] * launches["passes"] == launches["launches"]
+    layers = found["D", "launches_of_layers"]
+    assert {fit["a_layer"] * fit["layers"] + 1 for fit in layers["fits"]} == {layers["launches"]}
+    products = found["B", "softmax_over_products"]
+    assert products["inside_share"] < products["products_share"] < 1
+    assert found["B", "scores_gflop"]["ratio"] > 10
+    more = beside(changed(operations, lambda t: t["region"] == "ffn", count=lambda t: t["count"] * 40,
+                          total_ns=lambda t: t["total_ns"] * 40))
+    assert not more["B", "launches"]["same"] and more["B", "launches"]["multiple"]
+
+
+def test_claims_cells_say_what_the_facts_say(operations, beside):
+    for found, agrees in ((beside(operations), True), (beside(faster_softmax(operations, 100)), False)):
+        assert found["C", "softmax_over_scores"]["agrees"] is agrees
+        table = printed.claims({"claims": list(found.values())})
+        assert any("says the opposite" in cell for cell in table["why"]) is not agrees
+    no_step = printed.claims({"claims": list(beside(without(operations, "step")).values())})
+    assert no_step.ne("").all(axis=None) and "nan" not in no_step.to_csv()
+
+
+def test_every_measure_has_its_words_and_every_words_their_measure():
+    blocks = set(Words(printed.CLAIMS, "claims.md").template.blocks)
+    assert blocks == {"report", "of", *(f"{measure}_{part}" for measure in facts_claims.MEASURES
+                                        for part in ("here", "why"))}
+
+
+def test_unaccounted_kernels_would_be_told(operations, tables):
+    found = facts.conserved(operations, tables["statuses"])
+    assert found["unknown"] == 0 and found["captured"] == 3 * PROFILES and found["left_out"] is None
+    assert found["families"].groupby("family")["share"].first().sum() == pytest.approx(1)
+    strange = changed(operations, lambda t: t["region"] == "embedding", family="other")
+    assert facts.conserved(strange, tables["statuses"])["unknown"] > 0
+    assert (answered("nsys", "nsys-conserved", operations=strange).text
+            != answered("nsys", "nsys-conserved").text)
+
+
+def test_reports_that_were_left_out_and_profiles_out_of_memory_are_told(operations, tables):
+    statuses = tables["statuses"].assign(left_out=None)
+    statuses.loc[0, "status"], statuses.loc[1, "left_out"] = "oom", "r.csv: line 3"
+    found = facts.conserved(operations, statuses)
+    assert (found["out_of_memory"], found["captured"]) == (1, len(statuses) - 1)
+    assert found["left_out"] == {"profiles": 1, "first": "r.csv: line 3"}
+    assert "r.csv: line 3" in answered("nsys", "nsys-conserved", statuses=statuses).text
+
+
+def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables, ceilings):
+    timeline = tables["timeline"]
+    one = timeline[small(timeline)].drop(columns=["size", "context_length"])  # as a run's notebook has it
+    assert figures.timeline(one, "here").axes[0].get_title("left") == "One captured step (here)"
+    assert "small" in figures.timeline(timeline, "here").axes[0].get_title("left")
+    assert figures.timeline(timeline[timeline["mode"] == "forward"], "here") is None
+    assert figures.roofline(tables["operations"], ceilings[ceilings["ceiling"] != "copy"], "here") is None
