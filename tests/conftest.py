@@ -14,6 +14,9 @@ from stepscope.runs.store import Store
 
 # No test may depend on how many cores it gets, nor take them all from the one beside it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what
+# the processor says of itself is believed.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {

@@ -1,12 +1,15 @@
-"""Attention and compile runs in which something is broken: nothing wrong is timed, and nothing measured is lost."""
+"""Attention and compile runs in which something is broken: nothing wrong is timed, nothing measured lost."""
 import pytest
 import torch
-from stepscope.studies.attention import measure as attention
-from stepscope.studies.compile import measure as compiled
-from stepscope.config import configure
 from torch._dynamo.exc import BackendCompilerFailed
 
-WRITTEN_OUT = attention.written_out
+from stepscope.config import configure
+from stepscope.studies.attention import implementations
+from stepscope.studies.attention.measure import measure_attention, reading
+from stepscope.studies.compile import measure as compiled
+
+WRITTEN_OUT = implementations.written_out
+TINY = {"device": "cpu", "d_model": 4, "batch_size": 2, "sequences": [8], "timed_steps": 2, "warmup_steps": 0}
 
 
 class NoNumber(torch.autograd.Function):
@@ -25,17 +28,15 @@ class NoNumber(torch.autograd.Function):
 def test_one_gradient_that_is_not_a_number_is_wrong_and_not_timed(monkeypatch, place):
     def broken(*tensors):
         return WRITTEN_OUT(*(NoNumber.apply(x) if index == place else x for index, x in enumerate(tensors)))
-    monkeypatch.setattr(attention, "written_out", broken)
-    tables = attention.measure_attention(configure("attention", device="cpu", d_model=4, batch_size=2, sequences=[8], timed_steps=2, warmup_steps=0,
-                                                   causal=["eager"], unmasked=[]))
+    monkeypatch.setattr(implementations, "written_out", broken)
+    tables = measure_attention(configure("attention", **TINY, causal=["eager"], unmasked=[]))
     assert tables["cells"]["status"].tolist() == ["wrong"] and tables["samples.parquet"].empty
 
 
 def test_where_nothing_can_be_timed_the_tables_are_whole():
-    cells = attention.measure_attention(configure("attention", device="cpu", d_model=4, batch_size=2, sequences=[8], timed_steps=2, warmup_steps=0,
-                                                  causal=["cudnn"], unmasked=[]))["cells"]
+    cells = measure_attention(configure("attention", **TINY, causal=["cudnn"], unmasked=[]))["cells"]
     assert cells["status"].tolist() == ["unsupported"]
-    assert {"error", "passes", "pass_median_ms"} <= set(cells) and "Nothing" in attention.reading(cells)
+    assert {"error", "passes", "pass_median_ms"} <= set(cells) and "Nothing" in reading(cells)
 
 
 def test_no_compiler_costs_the_compiled_variant_alone(monkeypatch, tiny):
@@ -49,7 +50,8 @@ def test_no_compiler_costs_the_compiled_variant_alone(monkeypatch, tiny):
         return step
     monkeypatch.setattr(compiled, "with_compiled", no_compiler)
     variants = compiled.measure_variants(tiny(study="compile"))["variants"]
-    assert variants.groupby("variant")["status"].unique().explode().to_dict() == {"eager": "ok", "block": "unsupported"}
+    found = variants.groupby("variant")["status"].unique().explode().to_dict()
+    assert found == {"eager": "ok", "block": "unsupported"}
     assert variants.query("variant == 'block'")["reason"].str.contains("No working C\\+\\+ compiler").all()
 
 

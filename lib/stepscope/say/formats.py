@@ -6,7 +6,7 @@ name. An adjective is a decision on data: it is made by a function here or there
 sentence as it stands.
 """
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -208,10 +208,39 @@ def scientific(value: float, digits: int) -> str:
     return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-FILTERS: dict[str, Callable[..., str]] = {
+def called(keys: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """What some things are called."""
+    return [names[key] for key in keys]
+
+
+def positions(value: float) -> str:
+    """A length of sequence: whole below 100,000, then to three digits, from a million on in millions."""
+    if math.isnan(value):
+        return "–"
+    if value < 1e5:
+        return f"{int(value):,}"
+    return number(value) if value < 1e6 else f"{number(value / 1e6)} million"
+
+
+def to(low: object, high: object) -> str:
+    """"a to b", or one where both print the same."""
+    return f"{low}" if f"{low}" == f"{high}" else f"{low} to {high}"
+
+
+def with_error(value: float, error: float) -> str:
+    """Value ± error to the error's first digit, five decimals at most; without an error the value alone."""
+    if math.isnan(error):
+        return f"{value:.3f}"
+    if error < 5e-6:
+        return f"{value:.5f}"
+    decimals = min(5, max(0, -math.floor(math.log10(error))))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+FILTERS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
-                     signed_percent, code, signed, tiny)
+                     signed_percent, code, signed, tiny, called, positions, to, with_error)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -1,30 +1,43 @@
 """What the attention study brings to the report."""
 from pathlib import Path
 
-from stepscope.say.chapter import Chapter, Picture
-from stepscope.studies.attention import answers, figures, memory_answers
-from stepscope.studies.attention.measure import all_tables
+from stepscope.say.chapter import Chapter, Picture, Question
+from stepscope.studies.attention import (
+    facts,
+    facts_compile,
+    facts_ends,
+    facts_memory,
+    facts_time,
+    figures,
+    printed,
+)
+from stepscope.studies.attention.tables import load
 
-
-def _own(t):
-    return {name.removeprefix("attention."): table for name, table in t.items() if name.startswith("attention.")}
-
+CELLS = ("attention.cells",)
+ENDS = ("attention.ends", "attention.predicted", "attention.accounting")
 
 CHAPTER = Chapter(
-    Path(__file__).parent, "Attention", all_tables,
-    old=(
-        lambda t: answers.same_result(t["attention.cells"]),
-        lambda t: answers.how_long(t["attention.cells"]),
-        lambda t: answers.against_ceiling(t["attention.cells"]),
-        lambda t: answers.the_mask(t["attention.cells"]),
-        lambda t: answers.compile_cost(t["attention.cells"]),
-        lambda t: answers.tf32(t["attention.cells"]),
-        lambda t: memory_answers.saved_for_backward(t["attention.cells"]),
-        lambda t: memory_answers.where_it_ends(_own(t)),
+    Path(__file__).parent, "Attention", load,
+    questions=(
+        Question("attention-same", facts.same_result, CELLS,
+                 printed={"errors": printed.errors, "refusals": printed.refusals}),
+        Question("attention-time", facts_time.how_long, CELLS,
+                 printed={"at_one_point": printed.at_one_point, "written_out": printed.written_out,
+                          "compiled": printed.compiled, "best": printed.best},
+                 pictures=("attention_time", "attention_speedup")),
+        Question("attention-ceiling", facts.against_ceiling, CELLS, printed={"ceilings": printed.ceilings},
+                 pictures=("attention_ceiling",)),
+        Question("attention-causal", facts.the_mask, CELLS),
+        Question("attention-compile", facts_compile.compile_cost, CELLS,
+                 printed={"compilations": printed.compilations}),
+        Question("attention-tf32", facts_compile.tf32, CELLS, printed={"changes": printed.changes}),
+        Question("attention-saved", facts_memory.saved_for_backward, CELLS, printed={"saved": printed.saved}),
+        Question("attention-end", facts_ends.where_it_ends, CELLS, ENDS,
+                 printed={"ends": printed.ends, "account": printed.account}),
     ),
     pictures=(
-        Picture("attention_time", figures.over_sequence, ("attention.cells",), ("attention.ends",)),
-        Picture("attention_speedup", figures.speedup, ("attention.cells",)),
-        Picture("attention_ceiling", figures.ceiling, ("attention.cells",)),
+        Picture("attention_time", figures.over_sequence, CELLS, ("attention.ends",)),
+        Picture("attention_speedup", figures.speedup, CELLS),
+        Picture("attention_ceiling", figures.ceiling, CELLS),
     ),
 )

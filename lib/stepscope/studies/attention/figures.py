@@ -6,12 +6,17 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
+from stepscope.say.selections import precisions
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.studies.attention.answers import WORDS, head, names, precisions, timed, untried
+from stepscope.studies.attention.cells import head, implementations, timed
 from stepscope.studies.attention.config import ATTENTIONS
+from stepscope.studies.attention.facts import untried
+from stepscope.studies.attention.facts_time import against_eager
+from stepscope.studies.attention.names import NAMES
 
 COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
-STYLES = {name: {"color": color, "marker": marker} for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
+STYLES = {name: {"color": color, "marker": marker}
+          for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
 SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
@@ -29,14 +34,17 @@ def one_run(cells: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _over_sequence(axis, cells: pd.DataFrame, column: str, scale: float = 1.0, interval: bool = False) -> None:
-    """A line an implementation over the sequence, both axes logarithmic; whiskers are the median's 95% interval."""
-    for name in names(cells):
-        own = cells[cells["implementation"] == name].sort_values("sequence")
+def _over_sequence(axis, cells: pd.DataFrame, column: str, scale: float = 1.0,
+                   interval: bool = False) -> None:
+    """A line an implementation over the sequence, both axes logarithmic; whiskers: 95% intervals."""
+    for name in implementations(cells):
+        rows = cells[cells["implementation"] == name].sort_values("sequence")
+        values = rows[column]
         if interval:
-            axis.errorbar(own["sequence"], own[column] / scale, fmt="none", ecolor=STYLES[name]["color"],
-                          yerr=[own[column] - own["pass_ci_low_ms"], own["pass_ci_high_ms"] - own[column]])
-        axis.plot(own["sequence"], own[column] / scale, label=WORDS[name], linewidth=1.5, markersize=4.5, **STYLES[name])
+            axis.errorbar(rows["sequence"], values / scale, fmt="none", ecolor=STYLES[name]["color"],
+                          yerr=[values - rows["pass_ci_low_ms"], rows["pass_ci_high_ms"] - values])
+        axis.plot(rows["sequence"], values / scale, label=NAMES[name], linewidth=1.5, markersize=4.5,
+                  **STYLES[name])
     axis.set(xscale="log", yscale="log", xlabel="sequence")
     axis.xaxis.set_major_locator(LogLocator(base=4))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -51,8 +59,8 @@ def _short(sequence: float) -> str:
 def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
     """Causal: time of a pass above and its peak memory below over the sequence, a panel a precision.
 
-    A cross in the strip above a panel is the shortest sequence at which an implementation did not fit; memory that was
-    probed beyond the timed sequences is drawn too.
+    A cross in the strip above a panel is the shortest sequence at which an implementation did not fit; memory
+    that was probed beyond the timed sequences is drawn too.
     """
     rows = timed(cells)
     if rows.empty:
@@ -60,40 +68,65 @@ def over_sequence(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure
     use_style()
     d, columns = head(rows), precisions(rows)
     memory = "peak_bytes" if "peak_bytes" in rows else "in_use_bytes"  # a CPU's allocator has no peak
-    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.8), squeeze=False, sharey="row", sharex=True)
+    figure, axes = plt.subplots(2, len(columns), figsize=(WIDTH_IN * 0.76, 4.8), squeeze=False, sharey="row",
+                                sharex=True)
     for (top, bottom), precision in zip(axes.T, columns):
-        own = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
-        _over_sequence(top, own, "pass_median_ms", interval=True)
-        probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d) & ~ends["expandable"].astype(bool)] if len(ends) else ends
-        fits = probes[(probes["status"] == "ok") & (probes["part"] == "pass")] if len(probes) else probes
-        _over_sequence(bottom, pd.concat([own, fits]) if len(fits) else own, memory, 2**30)
-        masks = pd.concat([own, probes]).dropna(subset="mask_peak_bytes").sort_values("sequence") if "mask_peak_bytes" in own else own[:0]
-        if len(masks):
-            bottom.plot(masks["sequence"], masks["mask_peak_bytes"] / 2**30, "--", color=STYLES["flex"]["color"], linewidth=1,
-                        label="FlexAttention's mask being made")
-        failed = probes[probes["status"] == "oom"] if len(probes) else probes
-        for index, name in enumerate(names(failed) if len(failed) else ()):
-            where_fails = failed.loc[failed["implementation"] == name, "sequence"].min()
-            top.plot(where_fails, 1.07 + 0.075 * index, "X", color=STYLES[name]["color"], markersize=8, clip_on=False,
-                     transform=top.get_xaxis_transform())
-            for axis in (top, bottom):
-                axis.axvline(where_fails, color=STYLES[name]["color"], linestyle=":", linewidth=1)
-        if "available_bytes" in own:
-            bottom.axhline(own["available_bytes"].iloc[0] / 2**30, color="0.55", linewidth=1.5, label="memory to be had")
+        here = rows[(rows["d_model"] == d) & (rows["precision"] == precision)]
+        probes = ends
+        if len(ends):
+            probes = ends[(ends["precision"] == precision) & (ends["d_model"] == d)
+                          & ~ends["expandable"].astype(bool)]
+        _over_sequence(top, here, "pass_median_ms", interval=True)
+        _memory(bottom, here, probes, memory)
+        if len(probes):
+            _failures(top, bottom, probes[probes["status"] == "oom"])
+        if "available_bytes" in here:
+            bottom.axhline(here["available_bytes"].iloc[0] / 2**30, color="0.55", linewidth=1.5,
+                           label="memory to be had")
         top.set(title=precision, xlabel="")
     axes[0, 0].set_ylabel("time (ms)")
     axes[1, 0].set_ylabel("peak (GiB)" if memory == "peak_bytes" else "in use (GiB)")
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    handles = _handles(axes.flat)
     if len(ends) and (ends["status"] == "oom").any():
-        handles["out of memory, at this sequence"] = plt.Line2D([], [], color="0.3", marker="X", linestyle="none", markersize=8)
+        handles["out of memory, at this sequence"] = plt.Line2D([], [], color="0.3", marker="X",
+                                                                linestyle="none", markersize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
-    figure.suptitle(f"Forward + backward, d {d}, batch {rows['batch_size'].iloc[0]}, causal"
-                    f" ({where})", x=0.01, ha="left", fontweight="bold")
+    batch = rows["batch_size"].iloc[0]
+    figure.suptitle(f"Forward + backward, d {d}, batch {batch}, causal ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     return figure
 
 
+def _memory(axis, cells: pd.DataFrame, probes: pd.DataFrame, column: str) -> None:
+    """Memory of what was timed and of what was probed beyond it, and while FlexAttention's mask is made."""
+    fits = probes[(probes["status"] == "ok") & (probes["part"] == "pass")] if len(probes) else probes
+    _over_sequence(axis, pd.concat([cells, fits]) if len(fits) else cells, column, 2**30)
+    if "mask_peak_bytes" not in cells:
+        return
+    masks = pd.concat([cells, probes]).dropna(subset="mask_peak_bytes").sort_values("sequence")
+    if len(masks):
+        axis.plot(masks["sequence"], masks["mask_peak_bytes"] / 2**30, "--", color=STYLES["flex"]["color"],
+                  linewidth=1, label="FlexAttention's mask being made")
+
+
+def _failures(top, bottom, failed: pd.DataFrame) -> None:
+    """A cross above the upper panel and a line through both at the shortest sequence that failed."""
+    for index, name in enumerate(implementations(failed)):
+        sequence = failed.loc[failed["implementation"] == name, "sequence"].min()
+        color = STYLES[name]["color"]
+        top.plot(sequence, 1.07 + 0.075 * index, "X", color=color, markersize=8, clip_on=False,
+                 transform=top.get_xaxis_transform())
+        for axis in (top, bottom):
+            axis.axvline(sequence, color=color, linestyle=":", linewidth=1)
+
+
+def _handles(axes) -> dict:
+    """What stands in the legends of several panels, each label once."""
+    return {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}
+
+
 def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
-    """Without mask: share of the precision's measured matrix-product rate over the sequence, a panel a precision."""
+    """Without mask: share of the measured matrix-product rate over the sequence, a panel a precision."""
     rows = timed(cells, causal=False)
     if rows.empty or rows["utilisation"].isna().all():
         return None
@@ -106,47 +139,59 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
         axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[0, 0].set_ylim(0, 1.08 * rows.loc[rows["d_model"] == d, "utilisation"].max())
     axes[0, 0].set_ylabel("share of the measured\nmatrix-product rate")
-    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    handles = _handles(axes[0])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
     figure.suptitle(f"Forward + backward without mask, d {d} ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
 def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
-    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a panel an
-    implementation."""
+    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a
+    panel an implementation."""
     rows = timed(cells)
-    rows = rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())] if len(rows) else rows
-    others = [name for name in names(rows) if name != "eager"] if len(rows) else []
+    if rows.empty:
+        return None
+    both = against_eager(rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())])
+    others = [name for name in implementations(both) if name != "eager"]
     if not others:
         return None
-    keys = ["precision", "d_model", "sequence"]
-    eager = rows[rows["implementation"] == "eager"][[*keys, "pass_median_ms"]]
-    both = rows.merge(eager, on=keys, suffixes=("", "_eager"))
-    both["speedup"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     use_style()
-    shown, heads, sequences = precisions(both), sorted(both["d_model"].unique()), sorted(both["sequence"].unique())
-    figure, axes = plt.subplots(len(shown), len(others),
-                                figsize=(WIDTH_IN * 0.85, 1 + 0.2 * len(shown) * (len(heads) + 1.2)), squeeze=False,
+    shown, heads = precisions(both), sorted(both["d_model"].unique())
+    height = 1 + 0.2 * len(shown) * (len(heads) + 1.2)
+    figure, axes = plt.subplots(len(shown), len(others), figsize=(WIDTH_IN * 0.85, height), squeeze=False,
                                 sharex=True, sharey=True)
-    limit, first = max(both["speedup"].max(), 1 / both["speedup"].min()), axes[0, 0]
+    limit = max(both["speedup"].max(), 1 / both["speedup"].min())
+    for axis, name in zip(axes[0], others):
+        axis.set_title(NAMES[name].replace("SDPA ", "").replace("memory-", ""), fontsize=10)
     for line, precision in zip(axes, shown):
         for axis, name in zip(line, others):
-            if line[0] is first:
-                axis.set_title(WORDS[name].replace("SDPA ", "").replace("memory-", ""), fontsize=10)
-            own = both[(both["precision"] == precision) & (both["implementation"] == name)]
-            grid = own.pivot(index="d_model", columns="sequence", values="speedup").reindex(index=heads, columns=sequences)
-            image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
-            for (y, x), value in np.ndenumerate(grid.to_numpy()):
-                text = "" if np.isnan(value) else f"{value:.2f}"[1:] if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
-                axis.text(x, y, text, ha="center", va="center", fontsize=7,
-                          color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
-            axis.grid(visible=False)
-            axis.set_facecolor("0.93")  # shows where there is no value
-            axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=6.5)
-            axis.set_yticks(range(len(heads)), heads, fontsize=8)
+            here = both[(both["precision"] == precision) & (both["implementation"] == name)]
+            image = _heat(axis, here, heads, sorted(both["sequence"].unique()), limit)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
-    figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"), fontsize=10)
-    figure.suptitle(f"Forward + backward against written out, causal ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"),
+                     fontsize=10)
+    figure.suptitle(f"Forward + backward against written out, causal ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     return figure
+
+
+def _heat(axis, rows: pd.DataFrame, heads: list[int], sequences: list[int], limit: float):
+    """``speedup`` as colour and number, d down and sequence across; gives the image back for its colorbar."""
+    grid = rows.pivot(index="d_model", columns="sequence", values="speedup")
+    values = grid.reindex(index=heads, columns=sequences).to_numpy()
+    image = axis.imshow(values, norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
+    for (y, x), value in np.ndenumerate(values):
+        axis.text(x, y, _times(value), ha="center", va="center", fontsize=7,
+                  color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
+    axis.grid(visible=False)
+    axis.set_facecolor("0.93")  # shows where there is no value
+    axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=6.5)
+    axis.set_yticks(range(len(heads)), heads, fontsize=8)
+    return image
+
+
+def _times(value: float) -> str:
+    if np.isnan(value):
+        return ""
+    return f"{value:.2f}"[1:] if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"

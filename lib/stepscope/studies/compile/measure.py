@@ -4,16 +4,16 @@ import dataclasses
 import pandas as pd
 import torch
 
+from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
+from stepscope.step.rates import run_times
 from stepscope.config import PHASES
+from stepscope.studies.compile.config import Config
 from stepscope.runs.machine import sm_clock_mhz
+from stepscope.step.training_step import Step, build_step
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
-from stepscope.step.rates import run_times
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
-from stepscope.step.training_step import Step, build_step
-from stepscope.studies.attention.measure import Compiles, allow_recompiling, reason, release
-from stepscope.studies.compile.config import Config
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.
 MODES = ("forward_backward", "step", "forward")
@@ -42,9 +42,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             ``unsupported`` where torch.compile finds no compiler that works) and its reason, graphs compiled, graph breaks,
             graphs that came out of a cache in place of being compiled, and the mode's peak memory.
     """
-    from torch._inductor.utils import (
-        fresh_cache,  # not above: it imports the compiler, which a report does without
-    )
+    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler, which a report does without
     allow_recompiling()
     samples, rows = [], []
     for attention in config.attentions:

@@ -1,0 +1,139 @@
+"""What compiling attention costs and TF32 changes, in numbers."""
+import numpy as np
+import pandas as pd
+
+from stepscope.say.formats import runs_of
+from stepscope.say.selections import beside
+from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, timed, waits_for_host
+from stepscope.studies.attention.names import NAMES
+
+COMPILED = ["compiled", "flex"]
+
+
+def compile_cost(cells: pd.DataFrame) -> dict | None:
+    """What a first pass takes beyond a steady one, how often torch compiled, and what that pays off.
+
+    ``kinds`` has an entry for each implementation that is compiled (:func:`compilations`).
+    """
+    rows = cells[cells["implementation"].isin(COMPILED) & (cells["status"] == "ok")]
+    if rows.empty:
+        return None
+    first_ms = rows["first_forward_ms"] + rows["first_backward_ms"]
+    rows = rows.assign(first_s=(first_ms - rows["pass_median_ms"]) / 1e3)
+    # The first to be compiled in a process starts the compiler too.
+    starting = rows[rows["graphs"] > 0].groupby("run_id").head(1).index
+    refused = cells[cells["implementation"].isin(COMPILED) & (cells["status"] == "unsupported")]
+    kinds = {name: rows[rows["implementation"] == name] for name in implementations(rows)}
+    return {"names": NAMES, "kinds": [compilations(name, of, starting) for name, of in kinds.items()],
+            "refused": len(refused), "neighbours": beside(rows),
+            "later_graphs": int(rows["later_graphs"].sum()),
+            "written_out_s": rows.loc[rows["implementation"] == "compiled", "first_s"].median(),
+            "pay": pay_off(cells), "runs": runs_of(cells)}
+
+
+def compilations(name: str, rows: pd.DataFrame, starting: pd.Index) -> dict:
+    """One implementation's compilations: ``graphs`` and ``again`` (recompilations) a run, ``later_graphs`` in
+    timed passes; the ``first_s`` of a process and the others' seconds, ``masked`` and ``plain``; ``warm_ms``:
+    the longest first pass that compiled nothing. None where there is none of a kind."""
+    cold = rows[rows["graphs"] > 0]
+    first, later = cold[cold.index.isin(starting)], cold[~cold.index.isin(starting)]
+    graphs = rows.groupby("run_id")["graphs"].sum().astype(int)
+    again = (graphs - 1).clip(lower=0)
+    warm_s = rows.loc[rows["graphs"] == 0, "first_s"]
+    return {"implementation": name, "written_out": name == "compiled", "runs": rows["run_id"].nunique(),
+            "cells": len(rows), "graphs": low_high(graphs), "again": low_high(again),
+            "once": (again == 1).all(), "later_graphs": int(rows["later_graphs"].sum()),
+            "first_s": first["first_s"] if len(first) else None,
+            "masked": seconds(later.loc[later["causal"].astype(bool), "first_s"]),
+            "plain": seconds(later.loc[~later["causal"].astype(bool), "first_s"]),
+            "warm_ms": max(warm_s.max() * 1e3, 0) if len(warm_s) else None}
+
+
+def low_high(values: pd.Series) -> dict:
+    return {"low": values.min(), "high": values.max()}
+
+
+def seconds(values: pd.Series) -> dict | None:
+    return {"s": values, "median_s": values.median()} if len(values) else None
+
+
+def pay_off(cells: pd.DataFrame) -> dict | None:
+    """After how many passes the compiled attention has made up for being compiled: ``at`` one point by
+    precision (None where it is no faster), and over the grid."""
+    pay = passes_to_pay(cells)
+    if pay.empty:
+        return None
+    d, sequence = head(pay), pay["sequence"].max()
+    at = pay[(pay["d_model"] == d) & (pay["sequence"] == sequence)]
+    never, sure = pay[pay["passes_to_pay"] == np.inf], pay[pay["passes_to_pay"] < np.inf]
+    behind = int((never["pass_ci_low_ms"] > never["pass_ci_high_ms_eager"]).sum())
+    return {"d": d, "sequence": sequence, "cells": len(pay), "helped": len(sure), "never": len(never),
+            "at": [{"precision": precision, "passes": passes if passes < np.inf else None}
+                   for precision, passes in zip(at["precision"], at["passes_to_pay"])],
+            "passes": sure["passes_to_pay"], "gains": sure["gain"], "never_slower": behind,
+            "never_apart": len(never) - behind,
+            "never_waiting": int((waits_for_host(never) & waits_for_host(never, "_eager")).sum())}
+
+
+def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
+    """Causal cells of the compiled attention that were compiled there, with ``gain`` over eager and after how
+    many passes the compile time is made up (infinite where it is no faster)."""
+    rows = timed(cells)
+    compiled = rows[(rows["implementation"] == "compiled") & (rows["graphs"] > 0)]
+    columns = [*POINT, "pass_median_ms", "pass_ci_low_ms", "pass_ci_high_ms", "enqueue_ms", "device"]
+    both = compiled.merge(rows.loc[rows["implementation"] == "eager", columns], on=POINT,
+                          suffixes=("", "_eager"))
+    both["gain"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
+    cost_ms = both["first_forward_ms"] + both["first_backward_ms"] - both["pass_median_ms"]
+    saved_ms = both["pass_median_ms_eager"] - both["pass_median_ms"]
+    faster = both["pass_ci_high_ms"] < both["pass_ci_low_ms_eager"]
+    return both.assign(passes_to_pay=np.where(faster, cost_ms / saved_ms, np.inf))
+
+
+def tf32(cells: pd.DataFrame) -> dict | None:
+    """The compiled attention with TF32 against without: how many pairs (phase, d, sequence) ``differ``,
+    ``wait`` for the host or overlap ``within`` their intervals; the change by d and at its best and worst
+    (``most``, ``least``)."""
+    if is_cpu(cells):
+        return {"on_cpu": True, "runs": runs_of(cells)}
+    changes = tf32_change(cells)
+    if changes.empty:
+        return None
+    real = changes[changes["none"] == ""]
+    by_d = real.groupby("d_model")["change"].median()
+    return {"on_cpu": False, "pairs": len(changes), "differ": len(real), "alike": len(changes) - len(real),
+            "wait": int((changes["none"] == "host").sum()), "within": int((changes["none"] == "noise").sum()),
+            "by_d": [{"d": d, "change": change} for d, change in by_d.items()],
+            "most": change_of(real.loc[real["change"].idxmin()]) if len(real) else None,
+            "least": change_of(real.loc[real["change"].idxmax()]) if len(real) else None,
+            "changes": changes, "runs": runs_of(cells)}
+
+
+def change_of(row: pd.Series) -> dict:
+    return {"change": row.change, "saving": -row.change, "loss": row.change > 0, "phase": row.phase,
+            "d": row.d_model, "sequence": row.sequence}
+
+
+def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
+    """Compiled attention with TF32 against without, a row a phase, d and sequence: ``change`` with its
+    interval, and ``none``, why it counts as no change (empty where it is one).
+
+    The interval is the widest that both medians' 95% intervals allow. A pass that the host is as slow to
+    enqueue as the device to run, in either precision, says nothing of the device.
+    """
+    rows = timed(cells, implementation="compiled")
+    keys = ["d_model", "sequence"]
+    with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
+    both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
+    host = waits_for_host(both, "_fp32") | waits_for_host(both, "_tf32")
+    frames = []
+    for phase in ("forward", "backward"):
+        median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
+        before, before_low, before_high = (both[f"{phase}_{part}_ms_fp32"]
+                                           for part in ("median", "ci_low", "ci_high"))
+        overlap = (low <= before_high) & (before_low <= high)
+        frames.append(both[keys].assign(
+            phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1,
+            low=low / before_high - 1, high=high / before_low - 1,
+            none=np.where(host, "host", np.where(overlap, "noise", ""))))
+    return pd.concat(frames, ignore_index=True)

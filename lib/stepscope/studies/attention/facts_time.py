@@ -1,0 +1,147 @@
+"""How long attention takes and how much memory is in use, in numbers."""
+import pandas as pd
+
+from stepscope.config import PRECISIONS
+from stepscope.say.formats import runs_of
+from stepscope.say.selections import beside, precisions
+from stepscope.studies.attention.cells import POINT, head, is_cpu, timed, waits_for_host
+from stepscope.studies.attention.config import ATTENTIONS
+from stepscope.studies.attention.names import NAMES
+
+
+def how_long(cells: pd.DataFrame) -> dict | None:
+    """Times and memory of causal passes, by precision at ``d`` and the longest ``sequence``, and over all.
+
+    ``fastest`` and ``slower`` are None where nothing stands beside written-out attention or nothing is
+    slower; ``fewer`` is of cells that were timed fewer times than asked.
+    """
+    rows = timed(cells)
+    if rows.empty:
+        return None
+    d = head(rows)
+    sequence = rows.loc[rows["d_model"] == d, "sequence"].max()
+    at = cells[cells["causal"] & (cells["d_model"] == d) & (cells["sequence"] == sequence)]
+    shown = precisions(rows[rows["d_model"] == d])
+    best = fastest(rows)
+    return {"names": NAMES, "grid": grid(rows), "shortest": rows["sequence"].min(),
+            "longest": rows["sequence"].max(), "d": d, "sequence": sequence,
+            "times": [{"precision": p, "cells": ranked(timed(at), p, "pass_median_ms")} for p in shown],
+            "in_use": [{"precision": p, "cells": ranked(timed(at), p, "in_use_bytes")} for p in shown[:1]],
+            "fastest": gains(best, d, sequence), "slower": slower(rows),
+            "most_passes": int(rows["timed_steps"].max()), "on_cpu": is_cpu(cells),
+            "fewer": fewer_passes(rows), "neighbours": beside(rows), "unsteady": unsteady(rows), "best": best,
+            "written_out": by_precision(cells[(cells["implementation"] == "eager") & cells["causal"]]),
+            "at": by_precision(at), "compiled": beside_compiled(rows), "compiled_in": precisions(rows)[0],
+            "runs": runs_of(cells)}
+
+
+def grid(rows: pd.DataFrame) -> list[dict]:
+    """Precisions by the head dimensions they were measured at."""
+    found: dict[tuple, list[str]] = {}
+    for precision in precisions(rows):
+        heads = sorted(rows.loc[rows["precision"] == precision, "d_model"].unique())
+        found.setdefault(tuple(heads), []).append(precision)
+    return [{"heads": list(heads), "precisions": shown} for heads, shown in found.items()]
+
+
+def ranked(at: pd.DataFrame, precision: str, by: str) -> list[dict]:
+    """Implementations of one point and precision, the least first: ``ms`` of a pass, ``mib`` in use."""
+    rows = at[at["precision"] == precision].sort_values(by)
+    return [{"implementation": row.implementation, "ms": row.pass_median_ms, "mib": row.in_use_bytes / 2**20}
+            for row in rows.itertuples()]
+
+
+def by_precision(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows in the order of precisions, head dimensions, sequences and implementations."""
+    ranks = {"precision": PRECISIONS.index, "implementation": ATTENTIONS.index}
+
+    def ranked(column: pd.Series) -> pd.Series:
+        return column.map(ranks[column.name]) if column.name in ranks else column
+    return rows.sort_values([*POINT, "implementation"], key=ranked)
+
+
+def against_eager(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with ``eager_ms``, ``speedup`` and the interval of the written-out attention of the same
+    precision, d and sequence."""
+    parts = {"median": "eager_ms", "ci_low": "eager_low_ms", "ci_high": "eager_high_ms"}
+    columns = {f"pass_{part}_ms": name for part, name in parts.items()}
+    eager = rows[rows["implementation"] == "eager"].set_index(POINT)[list(columns)]
+    both = rows.join(eager.rename(columns=columns), on=POINT, how="inner")
+    return both.assign(speedup=both["eager_ms"] / both["pass_median_ms"])
+
+
+def fastest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against
+    it; ``sure``: whether the second fastest's interval is apart."""
+    of_point = against_eager(rows).sort_values("pass_median_ms").groupby(POINT, sort=False)
+    best, second = of_point.nth(0).set_index(POINT), of_point.nth(1).set_index(POINT)
+    sure = second["pass_ci_low_ms"].reindex(best.index) > best["pass_ci_high_ms"]
+    return best.assign(sure=sure).reset_index().sort_values(POINT, ignore_index=True)
+
+
+def gains(best: pd.DataFrame, d: int, sequence: int) -> dict | None:
+    """What the fastest implementations gain over written out: at one point (``top``, its precision with the
+    most), and over all points."""
+    if best.empty:
+        return None
+    at = best[(best["d_model"] == d) & (best["sequence"] == sequence)].sort_values("speedup", ascending=False)
+    top = None
+    if len(at):
+        first = at.iloc[0]
+        top = {"implementation": first.implementation, "precision": first.precision,
+               "ms": first.pass_median_ms, "eager_ms": first.eager_ms, "speedup": first.speedup}
+    return {"top": top, "points": len(best), "speedups": best["speedup"],
+            "wins": [{"implementation": name, "points": points}
+                     for name, points in best["implementation"].value_counts().items()]}
+
+
+def slower(rows: pd.DataFrame) -> dict | None:
+    """Cells that are slower than written out by more than both intervals allow."""
+    both = against_eager(rows)
+    losers = both[both["pass_ci_low_ms"] > both["eager_high_ms"]]
+    if losers.empty:
+        return None
+    by_name = losers.groupby(["implementation", "precision"], sort=False).size().sort_values(ascending=False)
+    worst = losers.loc[losers["speedup"].idxmin()]
+    return {"cells": len(losers), "of": int((rows["implementation"] != "eager").sum()),
+            "by_name": [{"implementation": name, "precision": precision, "cells": found}
+                        for (name, precision), found in by_name.items()],
+            "worst": {"implementation": worst.implementation, "precision": worst.precision,
+                      "d": worst.d_model, "sequence": worst.sequence, "ms": worst.pass_median_ms,
+                      "eager_ms": worst.eager_ms}}
+
+
+def fewer_passes(rows: pd.DataFrame) -> dict | None:
+    """Cells with fewer passes than asked for; ``widest``: how far their intervals reach, of the median."""
+    fewer = rows[rows["passes"] < rows["timed_steps"]]
+    if fewer.empty:
+        return None
+    median = fewer["pass_median_ms"]
+    above, below = fewer["pass_ci_high_ms"] - median, median - fewer["pass_ci_low_ms"]
+    reach_ms = above.where(above > below, below)
+    return {"cells": len(fewer), "of": len(rows), "least": int(fewer["passes"].min()),
+            "most": int(fewer["passes"].max()), "cell_s": rows["cell_seconds"],
+            "least_passes": int(rows["least_passes"].max()),
+            "longest_s": (fewer["passes"] * median).max() / 1e3, "widest": reach_ms.div(median).max()}
+
+
+def unsteady(rows: pd.DataFrame) -> dict:
+    """How many cells have samples that are not one steady state, those that wait for the host apart."""
+    noisy, hosts = rows["pass_flags"].fillna("") != "", waits_for_host(rows)
+    return {"cells": len(rows), "unsteady": int(noisy.sum()), "waiting": int(hosts.sum()),
+            "waiting_unsteady": int((noisy & hosts).sum()), "others": int((~hosts).sum()),
+            "others_unsteady": int((noisy & ~hosts).sum())}
+
+
+def beside_compiled(rows: pd.DataFrame) -> pd.DataFrame:
+    """Eager and compiled (``_compiled``) in the first precision that was measured, a row for each d and
+    sequence, with how many times as fast each phase is (``_ratio``) and whether the intervals overlap
+    (``_overlaps``)."""
+    rows = rows[rows["precision"] == precisions(rows)[0]]
+    eager, compiled = (rows[rows["implementation"] == name] for name in ("eager", "compiled"))
+    both = eager.merge(compiled, on=["d_model", "sequence"], suffixes=("", "_compiled"))
+    for phase in ("forward", "backward"):
+        both[f"{phase}_overlaps"] = ((both[f"{phase}_ci_low_ms"] <= both[f"{phase}_ci_high_ms_compiled"])
+                                     & (both[f"{phase}_ci_low_ms_compiled"] <= both[f"{phase}_ci_high_ms"]))
+        both[f"{phase}_ratio"] = both[f"{phase}_median_ms"] / both[f"{phase}_median_ms_compiled"]
+    return both.sort_values(["d_model", "sequence"])
