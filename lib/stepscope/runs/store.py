@@ -298,11 +298,14 @@ def load_table(store: Store, records: list[Record], name: str) -> pd.DataFrame:
     frames = []
     for record in records:
         if name in record.tables:
-            path = store.root / record.study / record.run_id / record.tables[name].file
+            rows, path = record.tables[name].rows, store.root / record.study / record.run_id / record.tables[name].file
             try:
                 frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
             except (OSError, ValueError) as error:
-                raise RecordError(f"{path}: cannot be read as a table ({error})") from None
+                reason = str(error).replace(f"{store.root}/", "")
+                raise RecordError(f"{path.relative_to(store.root)}: cannot be read as a table ({reason})") from None
+            if rows not in (None, len(frame)):
+                raise RecordError(f"{path.relative_to(store.root)}: has {len(frame)} rows, but the record says {rows}")
             frames.append(frame.assign(study=record.study, run_id=record.run_id))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 

@@ -58,7 +58,9 @@ def launch_bound(times: pd.DataFrame) -> dict | None:
     facts = {"arises": "launch_bound_share" in times, "runs": runs_of(times), "bound_passes": None, "passes": None}
     if not facts["arises"]:
         return facts
-    passes = times[(times["status"] == "ok") & (times["phase"] == "forward")]
+    passes = times[(times["phase"] == "forward") & times["launch_bound_share"].notna()]
+    if passes.empty:
+        return None
     bound = passes[passes["launch_bound_share"] == 1]
     shapes = list(dict.fromkeys((row["size"], row["context_length"]) for _, row in bound.iterrows()))
     return facts | {"bound": [{"size": size, "context": context} for size, context in shapes], "shapes": len(shapes),

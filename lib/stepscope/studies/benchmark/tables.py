@@ -6,11 +6,15 @@ from stepscope.runs.store import Record, Store, load_table, runs_frame
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.measure import run_times
 
+# What a run's summary has (see run_times), so that the table has it also where no run was done.
+SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms", "flags",
+           "flops", "tflops", "utilisation", "tokens_per_s"]
+
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     """The tidy table of a whole store: a row for each run and phase with the run's configuration and results.
 
-    Runs that ended out of memory have one row, phase ``step``, without times.
+    Runs that ended out of memory have one row, phase ``step``, without times; where all did, the columns are the same.
     """
     records = [record for record in records if record.study == "benchmark" and record.done]
     if not records:
@@ -20,8 +24,11 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     for record in records:
         if record.status == "ok":
             config = configure(**record.config)
-            own = ceilings[ceilings["run_id"] == record.run_id]
-            frames.append(run_times(samples[samples["run_id"] == record.run_id], own, config).assign(run_id=record.run_id))
+            of_run = [table[table["run_id"] == record.run_id] for table in (samples, ceilings)]
+            frames.append(run_times(*of_run, config).assign(run_id=record.run_id))
         else:
             frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
-    return runs.merge(pd.concat(frames, ignore_index=True), on="run_id", validate="one_to_many")
+    times = pd.concat(frames, ignore_index=True)
+    columns = SUMMARY + ["launch_bound_share"] * ("cuda" in set(runs["device"]))
+    times = times.reindex(columns=dict.fromkeys([*times, *columns]))
+    return runs.merge(times, on="run_id", validate="one_to_many")
