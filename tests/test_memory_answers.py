@@ -1,12 +1,11 @@
 """What is said of memory: sentences follow from the tables, and say so where there are none."""
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from browser import opened
 from memory_recording import CudaAutocast, stand_in
 from stepscope.studies.memory import measure as memory
 from stepscope.step.accounting import MIB, on_gpu, peak
@@ -174,12 +173,8 @@ def test_interactive_timeline_is_whole_and_loads_nothing(small):
 
 
 def test_interactive_timeline_runs_in_a_browser(small, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if not browser:
-        pytest.skip("no browser here")
     file = tmp_path / "timeline.html"
     point = "find_(); function find_() { const i = find(canvas.clientWidth / 2, canvas.clientHeight - 2); document.title = 'found ' + DATA.places[run.raw.place[i]]; }"
     file.write_text(timeline_page("A title", {"one": small}).replace("open_(0);\n</script>", f"open_(0); {point}\n</script>"))
-    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()], capture_output=True, text=True,
-                           timeout=60, check=True).stdout
+    shown, _ = opened(file, tmp_path)
     assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter
