@@ -1,32 +1,30 @@
-"""A page in the browser of this machine, which writes nothing outside the folder it is given."""
+"""A page in the browser of this machine, which leaves nothing behind."""
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+PLACES = ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+           "--enable-logging=stderr", "--dump-dom")
 
 
-def opened(page: Path, folder: Path) -> tuple[str, list[str]]:
-    """The page's elements once its scripts have run, and what was said on its console. Skips without a browser.
+def opened(page: Path) -> tuple[str, list[str]]:
+    """The page's elements once its scripts have run, and what was said on its console.
 
-    Args:
-        folder: becomes the browser's home; what it keeps goes there.
+    Without a browser the test is skipped.
     """
     browser = next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None:
         pytest.skip(f"no browser here: none of {', '.join(NAMES)}")
-    home = folder / "browser"
-    places = {"HOME": home, "TMPDIR": home / "tmp", "XDG_CONFIG_HOME": home / "config",
-              "XDG_CACHE_HOME": home / "cache", "XDG_DATA_HOME": home / "data", "XDG_RUNTIME_DIR": home / "run"}
-    for place in places.values():
-        place.mkdir(parents=True, mode=0o700)
-    ended = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-         "--disable-crash-reporter", f"--user-data-dir={home / 'profile'}", "--enable-logging=stderr", "--dump-dom",
-         page.as_uri()],
-        env=os.environ | {name: str(place) for name, place in places.items()}, capture_output=True, text=True,
-        timeout=300, check=True)
+    # Not in a test's folder: of a socket there the path would be longer than a socket's may be.
+    with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as home:
+        places = dict.fromkeys(PLACES, home)
+        command = [browser, *OPTIONS, f"--user-data-dir={home}/profile", page.as_uri()]
+        ended = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=300,
+                               check=True)
     return ended.stdout, [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]

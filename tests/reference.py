@@ -9,7 +9,8 @@ from stepscope.runs.store import Store
 ROOT = Path(__file__).parents[1]
 STORE = Store(ROOT / "runs" / "h200")
 # A picture of one pixel, where only its place matters.
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+                       "awAAAABJRU5ErkJggg==")
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from collections import Counter
 import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
-from reference import PNG, STORE, records, tables
 
+from reference import PNG, STORE, records, tables
 from stepscope.report.load import chapters, load_data
 from stepscope.report.page import render_page
 from stepscope.report.render import writeup

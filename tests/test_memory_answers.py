@@ -176,5 +176,5 @@ def test_interactive_timeline_runs_in_a_browser(small, tmp_path):
     file = tmp_path / "timeline.html"
     point = "find_(); function find_() { const i = find(canvas.clientWidth / 2, canvas.clientHeight - 2); document.title = 'found ' + DATA.places[run.raw.place[i]]; }"
     file.write_text(timeline_page("A title", {"one": small}).replace("open_(0);\n</script>", f"open_(0); {point}\n</script>"))
-    shown, _ = opened(file, tmp_path)
+    shown, _ = opened(file)
     assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter

@@ -3,18 +3,19 @@ records say.
 """
 import dataclasses
 import json
-import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
-from reference import ROOT, STORE, records
 
+from reference import STORE, records
+from stepscope.cli import main
 from stepscope.report.check import StaleReport, check
-from stepscope.report.load import Data, load_data, tables_of, told_apart
+from stepscope.report.load import Data, chapters, load_data, tables_of, told_apart
 from stepscope.report.render import OutputError, draw_figures, pages, render, sections, writeup
 from stepscope.runs.store import RecordError, Store, runs_frame, write_table
 from stepscope.runs.sweep import load_sweep
@@ -28,6 +29,8 @@ def kind(run):
 
 
 EVERY_KIND = {kind(run): run for run in records()}
+# Of these, those that differ in more than a precision, which only decides what profiles are for.
+ONE_OF = {(*each[:2], each[0] == "nsys" and each[2], *each[3:]): run for each, run in EVERY_KIND.items()}
 BY_STUDY = {run.study: run for run in reversed(records()) if run.status == "ok"}
 
 
@@ -107,7 +110,7 @@ def test_every_answer_has_evidence_that_exists_and_no_gap(data, every_kind):
     answers = [answer for of_chapter in sections(data).values() for answer in of_chapter]
     assert len({answer.key for answer in answers}) == len(answers) > 20
     for answer in answers:
-        assert answer.text and not re.search(r"\bnan\b|\bNone\b", answer.text), answer.key
+        assert answer.text and not re.search(r"\bnan\b|(?<![.] )\bNone\b", answer.text), answer.key
         assert all((every_kind.root / run / "record.json").exists() for run in answer.runs)
         for _, table in answer.tables:
             assert len(table) and not table.isna().any().any(), answer.key
@@ -122,7 +125,8 @@ def test_without_records_every_question_says_so_in_its_place(tmp_path):
     empty = load_data(Store(tmp_path))
     said = {answer.text for of_chapter in sections(empty).values() for answer in of_chapter
             if answer.key != "published-doubts"}
-    assert all("stepscope " in text for text in said) and len(said) < 10  # a sentence for each study
+    assert all("stepscope " in text for text in said)
+    assert len(said) <= len(chapters()) + 2  # a sentence for each study, and little else
     assert draw_figures(empty, tmp_path) == []
     assert "Nothing has been measured yet" in writeup(empty, [], ".", "figures")
 
@@ -178,7 +182,8 @@ def test_the_readmes_table_is_made_from_the_records_and_rendering_again_changes_
     render(store, folder)
     assert {path.name: path.read_bytes() for path in folder.rglob("*.*") if path != readme} == before
     text = readme.read_text()
-    assert text.startswith("# Words\n") and text.endswith("<!-- /h200-table -->\nmore\n") and "old" not in text
+    assert text.startswith("# Words\n") and text.endswith("<!-- /h200-table -->\nmore\n")
+    assert "old" not in text
     readme.write_text(re.sub(r"\d\d\.\d\d", "11.11", text))
     with pytest.raises(StaleReport, match="README.md, line"):
         check(store, folder)
@@ -199,7 +204,7 @@ def test_runs_that_had_others_beside_them_are_told(few):
     assert ["had others beside them" in text for text in texts] == [False, True]
 
 
-@pytest.mark.parametrize("run", EVERY_KIND.values(), ids=["-".join(map(str, each)) for each in EVERY_KIND])
+@pytest.mark.parametrize("run", ONE_OF.values(), ids=["-".join(map(str, each)) for each in ONE_OF])
 def test_a_folder_with_one_run_of_any_kind_is_a_report(run, tmp_path):
     link(run, tmp_path)
     assert run.run_id in text_of(load_data(Store(tmp_path)))
@@ -231,12 +236,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("study", ["benchmark", "warmup", "attention"])
+@pytest.mark.parametrize(("study", "damage"), [
+    ("benchmark", "empty"), ("benchmark", "header only"), ("benchmark", "no table"),
+    ("benchmark", "not there"), ("warmup", "header only"), ("attention", "header only")])
 def test_a_record_whose_table_cannot_be_used_is_left_out_and_named(study, damage, tmp_path):
     broken = BY_STUDY[study]
     table = next(table.file for table in broken.tables.values() if table.file.endswith(".csv"))
-    damage(copy(broken, tmp_path) / table)
+    DAMAGES[damage](copy(broken, tmp_path) / table)
     link(STEP, tmp_path) if study != "benchmark" else link(BY_STUDY["warmup"], tmp_path)
     data = load_data(Store(tmp_path))
     [error] = data.errors
@@ -304,20 +310,27 @@ def test_shapes_without_a_name_are_named_by_their_dimensions():
     assert list(runs_frame(shapes)["size"]) == [f"d{d} f{ff} l{layers} h{heads}" for d in (128, 256)]
 
 
-def stepscope(*arguments):
+@pytest.fixture
+def stepscope(monkeypatch, capsys):
     """The command as a user gives it: exit status and what it said."""
-    ended = subprocess.run([sys.executable, "-m", "stepscope.cli", *map(str, arguments)], check=False,
-                           capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "lib")})
-    return ended.returncode, ended.stdout + ended.stderr
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, "".join(capsys.readouterr())
+    listening = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, listening)
 
 
-@pytest.mark.parametrize("inside", ["", "inside"])
-def test_a_report_that_cannot_be_where_it_is_asked_for_is_one_sentence(inside, tmp_path):
+def test_a_report_that_cannot_be_where_it_is_asked_for_is_one_sentence(stepscope, tmp_path):
     link(STEP, tmp_path / "runs")
     (tmp_path / "file").write_text("something")
-    status, said = stepscope("render", "--runs", tmp_path / "runs", "--out", tmp_path / "file" / inside)
+    status, said = stepscope("render", "--runs", tmp_path / "runs", "--out", tmp_path / "file")
     assert status == 2 and said.startswith("error: ") and "cannot be written there" in said
     assert len(said.splitlines()) == 1
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/inside: the report cannot be written there"):
+        render(Store(tmp_path / "runs"), tmp_path / "file" / "inside")
     assert (tmp_path / "file").read_text() == "something" and not list(tmp_path.rglob(".rendering-*"))
 
 

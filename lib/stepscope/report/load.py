@@ -14,7 +14,8 @@ from stepscope.say.chapter import Chapter
 from stepscope.say.formats import listing
 from stepscope.studies import STUDIES
 
-VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")  # fields that no table has a column for
+# Fields that no table has a column for.
+VARIANTS = ("batch_size", "vocab_size", "seed", "timed_steps", "warmup_steps")
 
 
 @functools.cache
@@ -35,7 +36,8 @@ class Data:
 
     @property
     def device_name(self) -> str:
-        return listing(sorted({r.machine.get("device_name", "unknown device") for r in self.records})) if self.records else "no device"
+        names = {record.machine.get("device_name", "unknown device") for record in self.records}
+        return listing(sorted(names)) if names else "no device"
 
     @property
     def is_preset(self) -> bool:
@@ -49,11 +51,15 @@ class Data:
 
 
 def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Records that answers are made from, and those put aside: of runs of a study that differ in :data:`VARIANTS` only, which
-    no table tells apart, answers take the one whose variant the study has most of (the first, where several do)."""
+    """Records that answers are made from, and those put aside: of runs of a study that differ in
+    :data:`VARIANTS` only, which no table tells apart, answers take the one whose variant the study has most
+    of (the first, where several do)."""
     def key(record: Record, fields_in: bool) -> str:
-        fields = set(VARIANTS) - ({"warmup_steps"} if record.study == "warmup" else set())  # there it is what is studied
-        return json.dumps([record.study, {field: value for field, value in record.config.items() if (field in fields) == fields_in}], sort_keys=True)
+        studied = {"warmup_steps"} if record.study == "warmup" else set()
+        fields = set(VARIANTS) - studied
+        some = {field: value for field, value in record.config.items() if (field in fields) == fields_in}
+        return json.dumps([record.study, some], sort_keys=True)
+
     common = Counter(key(record, True) for record in records)
     best: dict[str, Record] = {}
     for record in records:
@@ -61,11 +67,13 @@ def told_apart(records: list[Record]) -> tuple[list[Record], list[Record]]:
         if common[key(record, True)] > common[key(held, True)]:
             best[key(record, False)] = record
     kept = {id(record) for record in best.values()}
-    return [record for record in records if id(record) in kept], [record for record in records if id(record) not in kept]
+    aside = [record for record in records if id(record) not in kept]
+    return [record for record in records if id(record) in kept], aside
 
 
 def load_data(store: Store) -> Data:
-    """Read a runs folder. Records that cannot be used, or whose tables cannot, are left out and named in ``errors``.
+    """Read a runs folder. Records that cannot be used, or whose tables cannot, are left out and named in
+    ``errors``.
 
     Raises:
         RecordError: there is no such folder, or its tables cannot be used together.
@@ -100,7 +108,8 @@ def tables_of(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 def _tables(chapter: Chapter, store: Store, records: list[Record]) -> Mapping[str, pd.DataFrame]:
     for record in records:
         if record.status == "ok" and not record.tables:
-            raise RecordError(f"{record.study}/{record.run_id}/record.json: names no table, though its run was done")
+            run = f"{record.study}/{record.run_id}"
+            raise RecordError(f"{run}/record.json: names no table, though its run was done")
     try:
         return chapter.load(store, records)
     except StepscopeError:

@@ -11,7 +11,8 @@ from stepscope.config import PHASE_NAMES
 
 WIDTH_IN = 9.5  # at 150 dpi a picture of 1,425 pixels, twice a page's width
 DPI = 150
-# Wong's palette (Nature Methods 8, 441), told apart by the colour-blind; ordered so that neighbours differ in grey too.
+# Wong's palette (Nature Methods 8, 441), told apart by the colour-blind; ordered so that neighbours differ in
+# grey too.
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
 PHASE_COLORS = dict(zip(PHASE_NAMES, ["#56B4E9", "#000000", "#0072B2", "#E69F00"]))
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
@@ -20,10 +21,12 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 def use_style() -> None:
     """Set the style for all figures drawn from now on."""
     sns.set_theme(context="notebook", style="whitegrid", palette=PALETTE, rc={
-        "figure.dpi": 80, "savefig.dpi": DPI, "figure.constrained_layout.use": True, "font.family": "DejaVu Sans",
+        "figure.dpi": 80, "savefig.dpi": DPI, "figure.constrained_layout.use": True,
+        "font.family": "DejaVu Sans",
         "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 11,
         "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10, "legend.frameon": False,
-        "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6, "text.parse_math": False, "errorbar.capsize": 2})
+        "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
+        "text.parse_math": False, "errorbar.capsize": 2})
 
 
 def save(figure: Figure, path: Path) -> Path:

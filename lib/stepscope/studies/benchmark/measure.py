@@ -1,4 +1,6 @@
-"""End-to-end benchmarking: from the samples of one run, or of many, to one tidy table of times, rates and utilisation."""
+"""End-to-end benchmarking: from the samples of one run, or of many, to one tidy table of times, rates and
+utilisation.
+"""
 import pandas as pd
 import torch
 
@@ -23,9 +25,10 @@ def peak_memory(step: Step) -> dict[str, float | int]:
 def with_rates(times: pd.DataFrame, config: StepConfig, ceilings: pd.DataFrame) -> pd.DataFrame:
     """Add to one run's summary (a row a phase, see ``summary.summarize``) what its times amount to.
 
-    Added columns: ``flops`` (matrix products of the phase), ``tflops`` (achieved, TFLOP/s), ``utilisation`` (of the
-    ceiling that the same run measured for its precision; the whole step's is the model FLOPs utilisation of the PaLM
-    paper's appendix B, against the measured ceiling in place of a data sheet's) and ``tokens_per_s``.
+    Added columns: ``flops`` (matrix products of the phase), ``tflops`` (achieved, TFLOP/s), ``utilisation``
+    (of the ceiling that the same run measured for its precision; the whole step's is the model FLOPs
+    utilisation of the PaLM paper's appendix B, against the measured ceiling in place of a data sheet's) and
+    ``tokens_per_s``.
     """
     flops = phase_flops(config)
     flops[WHOLE] = step_flops(config)
@@ -38,12 +41,13 @@ def with_rates(times: pd.DataFrame, config: StepConfig, ceilings: pd.DataFrame) 
 
 
 def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
-    """Add ``launch_bound_share`` to one run's summary: 1 for a phase that is launch-bound, else 0; for the whole step the
-    share of its phases' time that is so.
+    """Add ``launch_bound_share`` to one run's summary: 1 for a phase that is launch-bound, else 0; for the
+    whole step the share of its phases' time that is so.
 
-    A phase is launch-bound when the GPU is done with it less than 10% of its time after the host has enqueued it: the GPU
-    kept up with the host and waited for its launches. (That the host was busy enqueuing all the while would not tell: a
-    host far ahead blocks on the full launch queue, and then the GPU has that queue, a thousand launches, still to do.)
+    A phase is launch-bound when the GPU is done with it less than 10% of its time after the host has enqueued
+    it: the GPU kept up with the host and waited for its launches. (That the host was busy enqueuing all the
+    while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that queue, a
+    thousand launches, still to do.)
     """
     bound = (times["trailing_ms"] < LAUNCH_BOUND * times["median_ms"]).astype(float)
     phases = times["phase"] != WHOLE
@@ -52,7 +56,8 @@ def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: StepConfig) -> pd.DataFrame:
-    """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and the two functions above.
+    """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and the two
+    functions above.
 
     A CPU's host waits for each operation, so there nothing is launch-bound and the column is left out.
     """

@@ -7,14 +7,16 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.measure import run_times
 
 # What a run's summary has (see run_times), so that the table has it also where no run was done.
-SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms", "flags",
+SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
+           "flags",
            "flops", "tflops", "utilisation", "tokens_per_s"]
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     """The tidy table of a whole store: a row for each run and phase with the run's configuration and results.
 
-    Runs that ended out of memory have one row, phase ``step``, without times; where all did, the columns are the same.
+    Runs that ended out of memory have one row, phase ``step``, without times; where all did, the columns are
+    the same.
     """
     records = [record for record in records if record.study == "benchmark" and record.done]
     if not records:
