@@ -18,13 +18,13 @@ def opened(page: Path) -> tuple[str, list[str]]:
 
     Without a browser the test is skipped.
     """
-    browser = next(filter(None, map(shutil.which, NAMES)), None)
-    if browser is None:
+    found = [path for name in NAMES if (path := shutil.which(name))]
+    if not found:
         pytest.skip(f"no browser here: none of {', '.join(NAMES)}")
     # Not in a test's folder: of a socket there the path would be longer than a socket's may be.
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as home:
         places = dict.fromkeys(PLACES, home)
-        command = [browser, *OPTIONS, f"--user-data-dir={home}/profile", page.as_uri()]
+        command = [found[0], *OPTIONS, f"--user-data-dir={home}/profile", page.as_uri()]
         ended = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=300,
                                check=True)
     return ended.stdout, [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]

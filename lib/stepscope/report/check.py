@@ -59,8 +59,8 @@ def _same_picture(committed: Path, drawn: Path) -> None:
     except ImageComparisonFailure as sizes:  # pictures of different sizes
         difference = str(sizes)
     if difference:
-        difference = " ".join(difference.split())
-        raise StaleReport(f"{committed}: shows something else than the records say ({difference})")
+        what = " ".join(str(difference).split())
+        raise StaleReport(f"{committed}: shows something else than the records say ({what})")
 
 
 def _same_text(path: Path, expected: str) -> None:

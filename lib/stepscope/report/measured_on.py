@@ -17,12 +17,12 @@ def sizes(data: Data) -> pd.DataFrame:
     """A row for each shape of the model that was run, its parameters and contexts; a study of less than the
     model has none.
     """
-    configs = {record.run_id: configure(**record.config) for record in data.records}
-    records = [record for record in data.records if isinstance(configs[record.run_id], StepConfig)]
-    runs = runs_frame(records)
+    of_steps = [(record, config) for record in data.records
+                if isinstance(config := configure(**record.config), StepConfig)]
+    runs = runs_frame([record for record, _ in of_steps])
     if runs.empty:
         return runs
-    runs = by_size(runs.assign(parameters=[parameter_count(configs[record.run_id]) for record in records]))
+    runs = by_size(runs.assign(parameters=[parameter_count(config) for _, config in of_steps]))
     rows = []
     for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
         first = own.iloc[0]
@@ -57,7 +57,7 @@ def machine(data: Data) -> dict[str, str]:
     rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records
                                      if r.software)
     rows["measured"] = _dates(records)
-    ended = Counter(record.status for record in records)
+    ended: Counter[str] = Counter(record.status for record in records)
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
     rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"

@@ -106,7 +106,8 @@ def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
     pictures = soup.find_all("img")
     figures = [img for img in pictures if (p := img.find_parent("p")) and not p.get_text(strip=True)
                and len(p.find_all("img")) == 1]
-    times, places = Counter(img.get("src", "") for img in figures), {}
+    times = Counter(img.get("src", "") for img in figures)
+    places: dict[str, str] = {}
     for img in pictures:
         source = img.get("src", "")
         img["src"] = uri = _data_uri(source, base_folder)
