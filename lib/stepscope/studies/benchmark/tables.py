@@ -1,9 +1,9 @@
 """The benchmarking study's tables over all of its records."""
 import pandas as pd
 
-from stepscope.config import configure
 from stepscope.runs.store import Record, Store, load_table, runs_frame
 from stepscope.step.timing import WHOLE
+from stepscope.studies.benchmark.config import Config
 from stepscope.studies.benchmark.measure import run_times
 
 # What a run's summary has (see run_times), so that the table has it also where no run was done.
@@ -25,7 +25,7 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     runs, frames = runs_frame(records), []
     for record in records:
         if record.status == "ok":
-            config = configure(**record.config)
+            config = Config(**record.config)
             own, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
             frames.append(run_times(own, ceiling, config).assign(run_id=record.run_id))
         else:
