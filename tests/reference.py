@@ -1,4 +1,5 @@
 """The committed runs, a study at a time: loading them all costs many seconds, and few tests need that."""
+import base64
 import functools
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from stepscope.runs.store import Store
 
 ROOT = Path(__file__).parents[1]
 STORE = Store(ROOT / "runs" / "h200")
+# A picture of one pixel, where only its place matters.
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+                       "awAAAABJRU5ErkJggg==")
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""What a record or a table holds is shown as text: a report of hostile ones has the markup of a report of harmless ones."""
+"""What a record or a table holds is shown as text: a report of hostile ones has the markup of a report of
+harmless ones.
+"""
+import hashlib
 import json
 import re
 from collections import Counter
@@ -6,64 +9,103 @@ from collections import Counter
 import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
-from reference import STORE, records
 
-from stepscope.report.load import load_data
+from reference import PNG, STORE, records, tables
+from stepscope.report.load import chapters, load_data
 from stepscope.report.page import render_page
-from stepscope.report.render import draw_figures, writeup
+from stepscope.report.render import writeup
 from stepscope.runs.store import Store
+from stepscope.say.style import save
+from stepscope.studies.warmup import figures
 
-TAGS = ("<b onclick=alert(1)>x</b> <form action=x.test><button>go</form> <script>alert(1)</script> <img src=x onerror=alert(1)>"
-        " </details> <!-- note &lt;b&gt; \\<b>x</b> **bold** ![pwn](a.png) [click](javascript:alert(1)) $x^2$ and $y")
-HOSTILE = [TAGS, f"http://x.test/?q={TAGS} `", "# heading\n\n## another\n\n* item\n\n| a | b |\n|---|---|\n| c | d |\n\n[a]: http://x.test",
-           "`<i>a | b `` c ` <b>d</b> \\"]
+TAGS = ("<b onclick=alert(1)>x</b> <form action=x.test><button>go</form> <script>alert(1)</script>"
+        " <img src=x onerror=alert(1)> </details> <!-- note &lt;b&gt; \\<b>x</b> **bold** ![pwn](a.png)"
+        " [click](javascript:alert(1)) $x^2$ and $y")
+HOSTILE = {
+    "tags": TAGS, "address": f"http://x.test/?q={TAGS} `",
+    "lines": "# heading\n\n## another\n\n* item\n\n| a | b |\n|---|---|\n| c | d |\n\n[a]: http://x.test",
+    "code": "`<i>a | b `` c ` <b>d</b> \\"}
 KINDS = ("benchmark", "nsys", "attention")  # with texts of machines, kernels, and reasons
+TEXTS = {"reason", "cause", "flags", "name", "source", "line"}  # columns of which the report needs no meaning
 
 
+def smallest(study):
+    """The smallest run of a study."""
+    done = [record for record in records() if record.study == study and record.status == "ok"
+            and record.config["precision"] in ("fp32", "all")]
+    return min(done, key=lambda r: (r.config["d_model"], r.config["context_length"], r.run_id))
+
+
+@pytest.fixture(scope="module")
 def chosen():
-    """A run of each kind of study, the smallest ones."""
-    return [min((record for record in records() if record.study == study and record.status == "ok" and record.config["precision"]
-                 in ("fp32", "all")), key=lambda record: (record.config["d_model"], record.config["context_length"], record.run_id))
-            for study in KINDS]
+    """For each kind of study its smallest run: the record as it is in its file, and its tables by name; where
+    there is no text in one, its file as it is.
+    """
+    runs = []
+    for study in KINDS:
+        record = smallest(study)
+        place = STORE.root / study / record.run_id
+        files = {name: place / table.file for name, table in record.tables.items() if "/" not in table.file}
+        found = {name: pd.read_csv(file) if file.suffix == ".csv" else pd.read_parquet(file)
+                 for name, file in files.items()}
+        found = {name: table if TEXTS & set(table) else files[name].read_bytes()
+                 for name, table in found.items()}
+        runs.append((json.loads((place / "record.json").read_text()), found))
+    return runs
 
 
-def write(folder, text):
-    """Copies of the chosen runs, with something for every text of which the report does not need the meaning."""
-    for record in chosen():
-        place = folder / record.study / record.run_id
+def write(folder, runs, text):
+    """Copies of some runs, with this text wherever the report only shows what is there."""
+    for record, found in runs:
+        place = folder / record["study"] / record["run_id"]
         place.mkdir(parents=True)
-        content = json.loads((STORE.root / record.study / record.run_id / "record.json").read_text())
-        content["machine"] |= {"device_name": text, "cpu": text}
-        content["software"] = {name: text for name in content["software"]}
-        content["gpu_after"]["throttle_reasons"] = [text]
-        (place / "record.json").write_text(json.dumps(content))
-        for table in record.tables.values():
-            source, target = STORE.root / record.study / record.run_id / table.file, place / table.file
-            if "/" in table.file:
-                continue
-            frame = pd.read_csv(source) if source.suffix == ".csv" else pd.read_parquet(source)
-            for column in {"reason", "cause", "flags", "name", "source", "line"} & set(frame):
-                frame[column] = frame[column].where(frame[column].isna(), text)
-            frame.to_csv(target, index=False) if target.suffix == ".csv" else frame.to_parquet(target)
-    return folder
+        changed = {"machine": record["machine"] | {"device_name": text, "cpu": text},
+                   "software": dict.fromkeys(record["software"], text),
+                   "gpu_after": record["gpu_after"] | {"throttle_reasons": [text]}, "tables": {}}
+        for name, table in found.items():
+            target = place / record["tables"][name]["file"]
+            if isinstance(table, bytes):
+                target.write_bytes(table)
+            else:
+                table = table.assign(**{column: table[column].where(table[column].isna(), text)
+                                        for column in TEXTS & set(table)})
+                table.to_csv(target, index=False) if target.suffix == ".csv" else table.to_parquet(target)
+            digest = hashlib.sha256(target.read_bytes()).hexdigest()
+            changed["tables"][name] = record["tables"][name] | {"sha256": digest}
+        (place / "record.json").write_text(json.dumps(record | changed))
 
 
-def markup(folder, text):
-    data = load_data(Store(write(folder / "runs", text)))
+def markup(folder, runs, text):
+    """What a report of these runs is made of, but for its words: elements, headings, addresses of links."""
+    write(folder / "runs", runs, text)
+    data = load_data(Store(folder / "runs"))
     assert not data.errors
-    figures = draw_figures(data, folder / "figures") if "$" in text else []  # matplotlib, too, would typeset a formula
-    page = BeautifulSoup(render_page(writeup(data, figures, "runs", "figures"), folder), "html.parser")
-    elements = Counter((tag.name, *sorted(set(tag.attrs) - {"class"})) for tag in page.find_all(True)
-                       if tag.name not in ("code", "img", "figure", "figcaption"))
+    stems = [stem for chapter in chapters()
+             for stem in (*(picture.stem for picture in chapter.pictures), *chapter.old_pictures)]
+    (folder / "figures").mkdir()
+    for stem in stems:  # only their captions matter
+        (folder / "figures" / f"{stem}.png").write_bytes(PNG)
+    page = BeautifulSoup(render_page(writeup(data, stems, "runs", "figures"), folder), "html.parser")
+    elements = Counter((tag.name, *sorted(set(tag.attrs) - {"class"}))
+                       for tag in page.find_all(True) if tag.name != "code")
     headings = [re.sub(r"\W+", "", tag.get_text()) for tag in page.find_all(re.compile("h[1-6]"))]
     return elements, headings, [link["href"] for link in page.find_all("a", href=True)]
 
 
 @pytest.fixture(scope="module")
-def harmless(tmp_path_factory):
-    return markup(tmp_path_factory.mktemp("harmless"), "plain text")
+def harmless(chosen, tmp_path_factory):
+    return markup(tmp_path_factory.mktemp("harmless"), chosen, "plain text")
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=["tags", "address", "lines", "code"])
-def test_no_text_of_a_record_becomes_markup(text, harmless, tmp_path):
-    assert markup(tmp_path, text) == harmless
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_no_text_of_a_record_becomes_markup(text, chosen, harmless, tmp_path):
+    elements, headings, links = markup(tmp_path, chosen, text)
+    assert elements == harmless[0]
+    assert headings == harmless[1] and links == harmless[2]
+
+
+def test_no_name_of_a_device_is_typeset_as_a_formula(tmp_path):
+    samples = tables("warmup")["samples"]
+    one = samples[samples["run_id"] == samples["run_id"].iloc[0]]
+    figure = figures.warmup_steps(one, where=r"$\no{formula$ <b>x</b>")
+    assert save(figure, tmp_path / "figure.png").stat().st_size  # as a formula it would be an error

@@ -2,13 +2,12 @@
 facts."""
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from browser import opened
 from memory_recording import CudaAutocast, stand_in
 from stepscope.config import PHASE_NAMES, configure
 from stepscope.say.chapter import answer, given
@@ -383,9 +382,6 @@ def test_interactive_timeline_is_whole_and_loads_nothing(small):
 
 
 def test_interactive_timeline_runs_in_a_browser_and_no_other_script_does(small, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if not browser:
-        pytest.skip("no browser here")
     page = timeline_page.timeline_page("A title", {"one": small})
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
     point = script.replace("open_(0);\n", """open_(0);
@@ -394,9 +390,7 @@ def test_interactive_timeline_runs_in_a_browser_and_no_other_script_does(small, 
     page = page.replace(script, point).replace(timeline_page._sha256(script), timeline_page._sha256(point))
     file = tmp_path / "timeline.html"
     file.write_text(page.replace("</body>", "<script>document.title = 'taken'</script></body>"))
-    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-                            file.as_uri()],
-                           capture_output=True, text=True, timeout=60, check=True).stdout
+    shown, _ = opened(file)
     assert "<title>found build" in shown  # at the bottom lies what was made first: a parameter
 
 

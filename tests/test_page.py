@@ -6,9 +6,11 @@ import re
 
 import pytest
 from bs4 import BeautifulSoup
+
+from browser import opened
+from reference import PNG
 from stepscope.report.page import github_slug, render_page
 
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 RUN = "20250611T142233Z-large-ctx512-bf16"
 REPORT = f"""# The step, timed
 See [memory](#2-memory-peak--share), [the table](#all-runs) and [one run](runs/h200/{RUN}/notebook.ipynb).
@@ -106,7 +108,9 @@ def test_a_figure_that_comes_twice_has_its_data_once(folder):
     assert first.svg["viewbox"] == second.svg["viewbox"] == f"0 0 {width} {height}"
     assert base64.b64decode(first.svg.image["href"].removeprefix("data:image/png;base64,")) == PNG
     assert second.svg.use["href"] == f"#{first.svg.image['id']}" and str(main).count("data:image/png") == 1
-    assert [f.svg["aria-label"] for f in (first, second)] == [f.figcaption.get_text() for f in (first, second)] == ["First", "Second"]
+    words = ["First", "Second"]
+    assert [figure.svg["aria-label"] for figure in (first, second)] == words
+    assert [figure.figcaption.get_text() for figure in (first, second)] == words
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,9 @@ def test_a_table_inside_details_is_a_table(page):
 
 
 def test_lists_of_evidence_are_not_printed_and_other_blocks_are(folder):
-    page = BeautifulSoup(render_page("<details><summary>Evidence: 2 runs</summary>\n\n[a](a)\n\n</details>\n\n<details><summary>All</summary>\n\nb\n\n</details>",
-                                     folder), "html.parser")
+    blocks = ("<details><summary>Evidence: 2 runs</summary>\n\n[a](a)\n\n</details>\n\n"
+              "<details><summary>All</summary>\n\nb\n\n</details>")
+    page = BeautifulSoup(render_page(blocks, folder), "html.parser")
     assert [block.get("class") for block in page.main.find_all("details")] == [["evidence"], None]
     printed = page.style.get_text().split("@media print")[1]
     assert re.search(r"details\.evidence \{ display: none; \}", printed)
@@ -225,7 +230,8 @@ def test_lists_read_as_on_github(folder):
 
 def test_code_is_left_as_written(folder):
     code = "text\n- a\n| b |\n> - c\n<details>\n<img src='x.png'>"
-    main = body_of(f"Before:\n\n```text\n{code}\n```\n\n1. Run:\n   ```bash\n   a\n     b\n   ```\n2. Then", folder)
+    main = body_of(f"Before:\n\n```text\n{code}\n```\n\n1. Run:\n   ```bash\n   a\n     b\n   ```\n2. Then",
+                   folder)
     assert [pre.get_text().strip("\n") for pre in main.find_all("pre")] == [code, "a\n  b"]
     assert len(main.ol.find_all("li", recursive=False)) == 2
 
@@ -250,3 +256,18 @@ def test_comments_do_not_reach_the_reader(folder):
 
 def test_same_text_same_bytes(folder):
     assert render_page(REPORT, folder).encode() == render_page(REPORT, folder).encode()
+
+
+def test_a_browser_runs_the_pages_script_and_refuses_nothing_of_it(folder):
+    (folder / "page.html").write_text(render_page(REPORT, folder))
+    elements, console = opened(folder / "page.html")
+    shown = BeautifulSoup(elements, "html.parser")
+    [marked] = shown.select(".side a[aria-current]")  # by the script: where the reader is
+    assert marked["href"] == "#the-step-timed" and console == []
+
+
+def test_a_browser_refuses_any_other_script(folder):
+    other = "<script>document.title = 'run'</script></body>"
+    (folder / "page.html").write_text(render_page(REPORT, folder).replace("</body>", other))
+    elements, console = opened(folder / "page.html")
+    assert "<title>run</title>" not in elements and any("Content Security Policy" in line for line in console)

@@ -1,23 +1,40 @@
-"""The report from a runs folder: whole, in its order, the same each time, and told when it is not what the records say."""
+"""The report from a runs folder: whole, in its order, the same each time, and told when it is not what the
+records say.
+"""
 import dataclasses
+import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
 
 from reference import STORE, records
+from stepscope.cli import main
 from stepscope.report.check import StaleReport, check
-from stepscope.report.load import Data, load_data, tables_of
-from stepscope.runs.selection import told_apart
-from stepscope.report.render import draw_figures, render, sections, writeup
+from stepscope.report.load import Data, chapters, load_data, tables_of
+from stepscope.report.render import OutputError, draw_figures, pages, render, sections, writeup
 from stepscope.runs.record import RecordError
+from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
-from stepscope.runs.tables import runs_frame
+from stepscope.runs.tables import runs_frame, write_table
 from stepscope.runs.sweep import load_sweep
+from stepscope.say import style
 
-EVERY_KIND = {(r.study, r.config.get("mode"), r.config["precision"], r.config.get("optimizer"), bool(r.config.get("checkpoints")),
-               r.status): r for r in records()}
+
+def kind(run):
+    """What tells runs apart that other questions are asked of."""
+    return (run.study, run.config.get("mode"), run.config["precision"], run.config.get("optimizer"),
+            bool(run.config.get("checkpoints")), run.status)
+
+
+EVERY_KIND = {kind(run): run for run in records()}
+# Of these, those that differ in more than a precision, which only decides what profiles are for.
+ONE_OF = {(*each[:2], each[0] == "nsys" and each[2], *each[3:]): run for each, run in EVERY_KIND.items()}
+BY_STUDY = {run.study: run for run in reversed(records()) if run.status == "ok"}
 
 
 def link(run, folder):
@@ -25,6 +42,34 @@ def link(run, folder):
     place = folder / run.study / run.run_id
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(STORE.root / run.study / run.run_id)
+
+
+def copy(run, folder, **fields):
+    """A committed run's folder with other fields in its record; its tables are copies, its reports links."""
+    source, place = STORE.root / run.study / run.run_id, folder / run.study / run.run_id
+    place.mkdir(parents=True)
+    for path in source.iterdir():
+        (place / path.name).symlink_to(path) if path.is_dir() else shutil.copy(path, place)
+    content = json.loads((source / "record.json").read_text()) | fields
+    (place / "record.json").write_text(json.dumps(content))
+    return place
+
+
+def benchmarks(**fields):
+    """The committed benchmark runs of some configurations."""
+    return [run for run in records() if run.study == "benchmark"
+            and all(run.config[name] == value for name, value in fields.items())]
+
+
+STEP = next(iter(benchmarks(size="small", context_length=512, mode="step", optimizer="foreach")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+    """What is in a picture is the same in one of fewer pixels, and drawn sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "DPI", 30)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +87,13 @@ def data(every_kind):
 
 
 @pytest.fixture(scope="module")
-def text(data):
+def few():
+    """Two runs' data, for what is the same of any."""
+    runs = [STEP, BY_STUDY["warmup"]]
+    return Data(runs, [], [], tables_of(STORE, runs), pd.DataFrame())
+
+
+def text_of(data):
     return writeup(data, [], "runs", "figures")
 
 
@@ -52,15 +103,17 @@ def test_the_committed_records_are_whole():
 
 
 def test_the_committed_sweeps_are_complete():
-    asked = [config for path in sorted((STORE.root / "sweeps").glob("*.yaml")) for config in load_sweep(path, "cuda")]
-    assert len(asked) > 100 and [config.run_id for config in asked if not (record := STORE.find(config)) or not record.done] == []
+    asked = [config for path in sorted((STORE.root / "sweeps").glob("*.yaml"))
+             for config in load_sweep(path, "cuda")]
+    missing = [config.run_id for config in asked if not (record := STORE.find(config)) or not record.done]
+    assert len(asked) > 100 and missing == []
 
 
 def test_every_answer_has_evidence_that_exists_and_no_gap(data, every_kind):
     answers = [answer for of_chapter in sections(data).values() for answer in of_chapter]
     assert len({answer.key for answer in answers}) == len(answers) > 20
     for answer in answers:
-        assert answer.text and not re.search(r"\bnan\b|\bNone\b", answer.text), answer.key
+        assert answer.text and not re.search(r"\bnan\b|(?<![.] )\bNone\b", answer.text), answer.key
         assert all((every_kind.root / run / "record.json").exists() for run in answer.runs)
         for _, table in answer.tables:
             assert len(table) and not table.isna().any().any(), answer.key
@@ -73,32 +126,42 @@ def test_every_figure_that_there_are_data_for_is_drawn(data, tmp_path):
 
 def test_without_records_every_question_says_so_in_its_place(tmp_path):
     empty = load_data(Store(tmp_path))
-    said = {answer.text for of_chapter in sections(empty).values() for answer in of_chapter if answer.key != "published-doubts"}
-    assert all("stepscope " in text for text in said) and len(said) < 10  # a sentence for each study
+    said = {answer.text for of_chapter in sections(empty).values() for answer in of_chapter
+            if answer.key != "published-doubts"}
+    assert all("stepscope " in text for text in said)
+    assert len(said) <= len(chapters()) + 2  # a sentence for each study, and little else
     assert draw_figures(empty, tmp_path) == []
     assert "Nothing has been measured yet" in writeup(empty, [], ".", "figures")
 
 
-def test_the_cpu_preset_is_named_in_every_heading(data, text):
-    cpu = [record.model_copy(update={"config": record.config | {"device": "cpu"}, "machine": {"device_name": "a processor"}})
-           for record in data.records]
-    preset = dataclasses.replace(data, records=cpu)
-    assert all("CPU preset: " in heading for heading in re.findall(r"^#+ .*$", writeup(preset, [], "runs", "figures"), re.M))
-    assert "CPU preset" in preset.where and "CPU preset" not in text
+def test_the_cpu_preset_is_named_in_every_heading(few):
+    cpu = [record.model_copy(update={"config": record.config | {"device": "cpu"},
+                                     "machine": {"device_name": "a processor"}}) for record in few.records]
+    preset = dataclasses.replace(few, records=cpu)
+    headings = re.findall(r"^#+ .*$", text_of(preset), re.M)
+    assert len(headings) > 20 and all("CPU preset: " in heading for heading in headings)
+    assert "CPU preset" in preset.where and "CPU preset" not in text_of(few)
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    """A run, and its report in a folder that was not there yet."""
+    root = tmp_path_factory.mktemp("rendered")
+    copy(STEP, root / "report" / "runs")
+    written = render(Store(root / "report" / "runs"), root / "report" / "new" / "place")
+    assert len(written) > 3 and all(path.exists() for path in written)
+    return root / "report"
 
 
 @pytest.fixture
-def small_store(tmp_path):
-    """Three of the committed runs and their report, rendered."""
-    root = tmp_path / "runs"
-    for run in sorted((STORE.root / "benchmark").glob("small-ctx512-*"))[:3]:
-        shutil.copytree(run, root / "benchmark" / run.name)
-    render(Store(root), tmp_path)
-    return Store(root), tmp_path
+def report(rendered, tmp_path):
+    """A copy of it for one test: its store, and its folder."""
+    shutil.copytree(rendered, tmp_path / "report")
+    return Store(tmp_path / "report" / "runs"), tmp_path / "report" / "new" / "place"
 
 
-def test_check_passes_on_what_was_rendered_and_fails_on_any_change(small_store):
-    store, folder = small_store
+def test_check_passes_on_what_was_rendered_and_fails_on_any_change(report):
+    store, folder = report
     check(store, folder)
     page = (folder / "writeup.md").read_text()
     (folder / "writeup.md").write_text(page.replace("backward", "Backward", 1))
@@ -114,19 +177,20 @@ def test_check_passes_on_what_was_rendered_and_fails_on_any_change(small_store):
         check(store, folder)
 
 
-def test_the_readmes_table_is_made_from_the_records_and_rendering_again_changes_nothing(small_store):
-    store, folder = small_store
-    (folder / "README.md").write_text("# Words\n<!-- h200-table -->\nold\n<!-- /h200-table -->\nmore\n")
+def test_the_readmes_table_is_made_from_the_records_and_rendering_again_changes_nothing(report):
+    store, folder = report
+    readme = folder / "README.md"
+    readme.write_text("# Words\n<!-- h200-table -->\nold\n<!-- /h200-table -->\nmore\n")
+    before = {path.name: path.read_bytes() for path in folder.rglob("*.*") if path != readme}
     render(store, folder)
-    first = {path.name: path.read_bytes() for path in folder.rglob("*.*") if "runs" not in path.parts}
-    text = (folder / "README.md").read_text()
-    assert text.startswith("# Words\n") and text.endswith("<!-- /h200-table -->\nmore\n") and "old" not in text
-    render(store, folder)
-    assert {path.name: path.read_bytes() for path in folder.rglob("*.*") if "runs" not in path.parts} == first
-    (folder / "README.md").write_text(re.sub(r"\d\d\.\d\d", "11.11", text))
+    assert {path.name: path.read_bytes() for path in folder.rglob("*.*") if path != readme} == before
+    text = readme.read_text()
+    assert text.startswith("# Words\n") and text.endswith("<!-- /h200-table -->\nmore\n")
+    assert "old" not in text
+    readme.write_text(re.sub(r"\d\d\.\d\d", "11.11", text))
     with pytest.raises(StaleReport, match="README.md, line"):
         check(store, folder)
-    (folder / "README.md").write_text("# Words without marks\n")
+    readme.write_text("# Words without marks\n")
     with pytest.raises(StaleReport, match="README.md: has no line '<!-- h200-table -->'"):
         check(store, folder)
 
@@ -136,48 +200,156 @@ def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
         load_data(Store(tmp_path / "nothing"))
 
 
-def test_runs_that_had_others_beside_them_are_told(data):
+def test_runs_that_had_others_beside_them_are_told(few):
     quiet, busy = ([record.model_copy(update={"beside": ["nsys/another"] if i < number else []})
-                    for i, record in enumerate(data.records)] for number in (0, 3))
-    texts = [writeup(dataclasses.replace(data, records=some), [], "runs", "figures") for some in (quiet, busy)]
+                    for i, record in enumerate(few.records)] for number in (0, 1))
+    texts = [text_of(dataclasses.replace(few, records=some)) for some in (quiet, busy)]
     assert ["had others beside them" in text for text in texts] == [False, True]
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: "-".join(map(str, kind)))
-def test_a_folder_with_one_run_of_any_kind_is_a_report(kind, tmp_path):
-    run = EVERY_KIND[kind]
+@pytest.mark.parametrize("run", ONE_OF.values(), ids=["-".join(map(str, each)) for each in ONE_OF])
+def test_a_folder_with_one_run_of_any_kind_is_a_report(run, tmp_path):
     link(run, tmp_path)
-    assert run.run_id in writeup(load_data(Store(tmp_path)), [], ".", "figures")
+    assert run.run_id in text_of(load_data(Store(tmp_path)))
 
 
-def test_a_report_may_go_to_a_folder_that_is_not_there_yet(tmp_path):
-    link(EVERY_KIND[min(EVERY_KIND, key=str)], tmp_path / "runs")
-    assert all(path.exists() for path in render(Store(tmp_path / "runs"), tmp_path / "new" / "place"))
+def test_a_folder_of_runs_that_all_ended_without_a_result_is_a_report(tmp_path):
+    for status, run in [("oom", STEP), *(("failed", run) for run in BY_STUDY.values())]:
+        copy(run, tmp_path / status, status=status, cause="no memory left", tables={}, results={})
+    for status, count in (("oom", 1), ("failed", len(BY_STUDY))):
+        found = load_data(Store(tmp_path / status))
+        assert len(found.records) == count and not found.errors and "1. " not in text_of(found)
+        assert draw_figures(found, tmp_path / "figures") == [] and pages(found) == {}
+
+
+def test_a_profile_beside_benchmarks_that_all_ran_out_of_memory_is_a_report(tmp_path):
+    link(BY_STUDY["nsys"], tmp_path)
+    copy(STEP, tmp_path, status="oom", cause="no memory left", tables={}, results={})
+    data = load_data(Store(tmp_path))
+    answers = {answer.key: answer for of_chapter in sections(data).values() for answer in of_chapter}
+    assert f"nsys/{BY_STUDY['nsys'].run_id}" in answers["nsys-a"].runs
+    assert f"benchmark/{STEP.run_id}" in answers["how-long"].runs
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "header only": lambda path: path.write_text(path.read_text().partition("\n")[0] + "\n"),
+    "no table": lambda path: path.write_bytes(b"\xff\xfe\x00" * 100),
+    "not there": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize(("study", "damage"), [
+    ("benchmark", "empty"), ("benchmark", "header only"), ("benchmark", "no table"),
+    ("benchmark", "not there"), ("warmup", "header only"), ("attention", "header only")])
+def test_a_record_whose_table_cannot_be_used_is_left_out_and_named(study, damage, tmp_path):
+    broken = BY_STUDY[study]
+    table = next(table.file for table in broken.tables.values() if table.file.endswith(".csv"))
+    DAMAGES[damage](copy(broken, tmp_path) / table)
+    link(STEP, tmp_path) if study != "benchmark" else link(BY_STUDY["warmup"], tmp_path)
+    data = load_data(Store(tmp_path))
+    [error] = data.errors
+    assert str(error).startswith(f"{study}/{broken.run_id}/{table}: ") and str(tmp_path) not in str(error)
+    assert len(data.records) == 1
+    text = text_of(data)
+    left_out = text[text.index("Left out"):].split("\n## ")[0]
+    assert f"- {study}/{broken.run_id}/{table}: " in left_out and data.records[0].run_id in text
+
+
+def test_a_record_with_tables_of_something_else_is_left_out_and_named(tmp_path):
+    place = copy(STEP, tmp_path / "columns")
+    samples = pd.read_csv(place / "samples.csv").rename(columns={"time_ms": "something_else"})
+    content = json.loads((place / "record.json").read_text())
+    content["tables"]["samples"] = write_table(place, "samples", samples).model_dump()
+    (place / "record.json").write_text(json.dumps(content))
+    copy(STEP, tmp_path / "none", tables={})
+    for case in ("columns", "none"):
+        data = load_data(Store(tmp_path / case))
+        assert [f"benchmark/{STEP.run_id}/record.json" in str(error) for error in data.errors] == [True]
+        assert "Left out" in text_of(data)
+
+
+def test_an_unusable_record_does_not_displace_one_that_can_be_used(tmp_path):
+    seeds = [STEP.model_copy(update={"run_id": name, "config": STEP.config | {"seed": seed}})
+             for name, seed in (("a", 7), ("b", 8))]
+    assert [run.run_id for run in told_apart(seeds)[0]] == ["a"]
+    for run in seeds:
+        copy(STEP, tmp_path / run.run_id, run_id=run.run_id, config=run.config)
+        (tmp_path / "benchmark").mkdir(exist_ok=True)
+        (tmp_path / run.run_id / "benchmark" / STEP.run_id).rename(tmp_path / "benchmark" / run.run_id)
+        shutil.rmtree(tmp_path / run.run_id)
+    (tmp_path / "benchmark" / "a" / "samples.csv").write_text("")
+    data = load_data(Store(tmp_path))
+    assert [run.run_id for run in data.records] == ["b"] and not data.aside
+    assert set(data.tables["benchmark.times"]["run_id"]) == {"b"}
 
 
 def test_runs_that_differ_in_what_no_table_shows_are_told_apart():
-    benchmarks = [record for record in records() if record.study == "benchmark"]
-    small = benchmarks[0]
+    runs = benchmarks()
+    small = runs[0]
     other = small.model_copy(update={"run_id": "other", "config": small.config | {"batch_size": 8}})
-    kept, aside = told_apart([other, *benchmarks])
-    assert aside == [other] and kept == benchmarks
-    warm = [small.model_copy(update={"study": "warmup", "run_id": str(n), "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
+    kept, aside = told_apart([other, *runs])
+    assert aside == [other] and kept == runs
+    warm = [small.model_copy(update={"study": "warmup", "run_id": str(n),
+                                     "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
     assert told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
 
 
 def test_what_no_answer_is_made_from_is_listed():
-    benchmarks = [record for record in records() if record.study == "benchmark"]
-    own = Data(benchmarks, [], [], tables_of(STORE, benchmarks), pd.DataFrame())
-    assert "Other runs" not in writeup(own, [], "runs", "figures")
+    runs = benchmarks(context_length=128, mode="forward", precision="fp32")
+    own = Data(runs, [], [], tables_of(STORE, runs), pd.DataFrame())
+    assert len(runs) > 3 and "Other runs" not in text_of(own)
     times = own.tables["benchmark.times"]
-    forward = (times["mode"] == "forward") & (times["context_length"] == 128)
-    low = own.tables | {"benchmark.times": times.assign(precision=times["precision"].where(~forward, "bf16"))}
-    text = writeup(dataclasses.replace(own, tables=low), [], "runs", "figures")
-    assert text[text.index("## Other runs"):].count("| bf16 |") == 5
+    low = own.tables | {"benchmark.times": times.assign(precision="bf16")}
+    text = text_of(dataclasses.replace(own, tables=low))
+    assert text[text.index("## Other runs"):].count("| bf16 |") == len(runs)
 
 
 def test_shapes_without_a_name_are_named_by_their_dimensions():
-    record = next(record for record in records() if record.study == "benchmark")
-    shapes = [record.model_copy(update={"config": record.config | {"size": "custom", "d_model": d}}) for d in (128, 256)]
+    [record, *_] = benchmarks()
+    shapes = [record.model_copy(update={"config": record.config | {"size": "custom", "d_model": d}})
+              for d in (128, 256)]
     ff, layers, heads = (record.config[field] for field in ("d_ff", "num_layers", "num_heads"))
     assert list(runs_frame(shapes)["size"]) == [f"d{d} f{ff} l{layers} h{heads}" for d in (128, 256)]
+
+
+@pytest.fixture
+def stepscope(monkeypatch, capsys):
+    """The command as a user gives it: exit status and what it said."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, "".join(capsys.readouterr())
+    listening = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, listening)
+
+
+def test_a_report_that_cannot_be_where_it_is_asked_for_is_one_sentence(stepscope, tmp_path):
+    link(STEP, tmp_path / "runs")
+    (tmp_path / "file").write_text("something")
+    status, said = stepscope("render", "--runs", tmp_path / "runs", "--out", tmp_path / "file")
+    assert status == 2 and said.startswith("error: ") and "cannot be written there" in said
+    assert len(said.splitlines()) == 1
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/inside: the report cannot be written there"):
+        render(Store(tmp_path / "runs"), tmp_path / "file" / "inside")
+    assert (tmp_path / "file").read_text() == "something" and not list(tmp_path.rglob(".rendering-*"))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False,
+                             capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be made here: {mounted.stderr.strip()}")
+    try:
+        link(STEP, tmp_path / "runs")
+        (disk / "writeup.md").write_text("the report of before")
+        with pytest.raises(OutputError, match="the report cannot be written there"):
+            render(Store(tmp_path / "runs"), disk)
+        assert [path.name for path in disk.iterdir()] == ["writeup.md"]
+        assert (disk / "writeup.md").read_text() == "the report of before"
+    finally:
+        subprocess.run(["umount", disk], check=True)

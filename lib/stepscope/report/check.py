@@ -24,14 +24,16 @@ def check(store: Store, folder: Path) -> None:
     """Compare the report in ``folder`` with what the records say now.
 
     Raises:
-        StaleReport: the writeup or its page is not there or differs by a byte, or a figure shows something else.
+        StaleReport: the writeup or its page is not there or differs by a byte, or a figure shows something
+        else.
         RecordError: a record cannot be used, or a table differs from the one its record was written with.
     """
     data = load_data(store)
     for path in (folder / "writeup.md", folder / "writeup.html"):
         if not path.exists():
             out = "" if folder.resolve() == store.root.resolve() else f" --out {folder}"
-            raise StaleReport(f"{path}: not there; render it first (stepscope render --runs {store.root}{out})")
+            command = f"stepscope render --runs {store.root}{out}"
+            raise StaleReport(f"{path}: not there; render it first ({command})")
     if data.errors:
         raise data.errors[0]
     for record in data.records:
@@ -44,7 +46,8 @@ def check(store: Store, folder: Path) -> None:
     expected = texts(store, data, figures, folder)
     readme = folder / "README.md"
     if readme in expected and TABLE_BEGIN not in expected[readme]:
-        raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind it")
+        raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind"
+                          " it")
     for path, text in expected.items():
         _same_text(path, text)
     _same_text(folder / "writeup.html", render_page(expected[folder / "writeup.md"], folder))
@@ -58,7 +61,8 @@ def _same_picture(committed: Path, drawn: Path) -> None:
     except ImageComparisonFailure as sizes:  # pictures of different sizes
         difference = str(sizes)
     if difference:
-        raise StaleReport(f"{committed}: shows something else than the records say ({' '.join(str(difference).split())})")
+        what = " ".join(str(difference).split())
+        raise StaleReport(f"{committed}: shows something else than the records say ({what})")
 
 
 def _same_text(path: Path, expected: str) -> None:

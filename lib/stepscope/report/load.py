@@ -1,11 +1,12 @@
 """From a runs folder to the tables that every answer and figure is made from."""
 import functools
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 
-from stepscope import studies
+from stepscope import StepscopeError, studies
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -31,7 +32,8 @@ class Data:
 
     @property
     def device_name(self) -> str:
-        return listing(sorted({r.machine.get("device_name", "unknown device") for r in self.records})) if self.records else "no device"
+        names = {record.machine.get("device_name", "unknown device") for record in self.records}
+        return listing(sorted(names)) if names else "no device"
 
     @property
     def is_preset(self) -> bool:
@@ -45,19 +47,58 @@ class Data:
 
 
 def load_data(store: Store) -> Data:
-    """Read a runs folder. Unusable records are left out and named in ``errors``.
+    """Read a runs folder. Records that cannot be used, or whose tables cannot, are left out and named in
+    ``errors``.
 
     Raises:
-        RecordError: there is no such folder, or a table that a record names cannot be read.
+        RecordError: there is no such folder, or its tables cannot be used together.
     """
     if not store.root.is_dir():
         raise RecordError(f"{store.root}: no such runs folder")
     everything, errors = store.records(check_tables=True)
-    records, aside = told_apart(everything)
-    aside_times = tables_of(store, aside)["benchmark.times"] if aside else pd.DataFrame()
-    return Data(everything, aside, errors, tables_of(store, records), aside_times)
+    while True:
+        records, aside = told_apart(everything)
+        try:
+            tables = tables_of(store, records)
+            aside_times = tables_of(store, aside)["benchmark.times"] if aside else pd.DataFrame()
+            return Data(everything, aside, errors, tables, aside_times)
+        except RecordError:
+            found = {id(record): error for record in everything if (error := _unusable(store, record))}
+            if not found:
+                raise
+            everything = [record for record in everything if id(record) not in found]
+            errors = [*errors, *found.values()]
 
 
 def tables_of(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """Every study's tables by their full names."""
-    return {f"{chapter.study}.{name}": table for chapter in chapters() for name, table in chapter.load(store, records).items()}
+    """Every study's tables by their full names.
+
+    Raises:
+        RecordError: a record's tables cannot be used.
+    """
+    return {f"{chapter.study}.{name}": table
+            for chapter in chapters() for name, table in _tables(chapter, store, records).items()}
+
+
+def _tables(chapter: Chapter, store: Store, records: list[Record]) -> Mapping[str, pd.DataFrame]:
+    for record in records:
+        if record.status == "ok" and not record.tables:
+            run = f"{record.study}/{record.run_id}"
+            raise RecordError(f"{run}/record.json: names no table, though its run was done")
+    try:
+        return chapter.load(store, records)
+    except StepscopeError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # columns or types of another table
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        runs = listing([f"{record.study}/{record.run_id}/record.json" for record in records[:3]])
+        raise RecordError(f"{runs}: the tables named there are not those of a run ({what})") from error
+
+
+def _unusable(store: Store, record: Record) -> RecordError | None:
+    """Why no chapter can be made with this record; None where all can."""
+    try:
+        tables_of(store, [record])
+    except RecordError as error:
+        return error
+    return None

@@ -16,18 +16,21 @@ STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {"ok": "done", "oom": 
 
 
 def sizes(data: Data) -> pd.DataFrame:
-    """A row for each shape of the model that was run, its parameters and contexts; a study of less than the model has none."""
-    configs = {record.run_id: configure(**record.config) for record in data.records}
-    weights = {run: parameter_count(config) for run, config in configs.items() if isinstance(config, StepConfig)}
-    runs = runs_frame([record for record in data.records if record.run_id in weights])
+    """A row for each shape of the model that was run, its parameters and contexts; a study of less than the
+    model has none.
+    """
+    of_steps = [(record, config) for record in data.records
+                if isinstance(config := configure(**record.config), StepConfig)]
+    runs = runs_frame([record for record, _ in of_steps])
     if runs.empty:
         return runs
-    runs = by_size(runs.assign(parameters=runs["run_id"].map(weights)))
+    runs = by_size(runs.assign(parameters=[parameter_count(config) for _, config in of_steps]))
     rows = []
     for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
         first = own.iloc[0]
-        rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"], "d_ff": first["d_ff"],
-                     "heads": first["num_heads"], "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
+        rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"],
+                     "d_ff": first["d_ff"], "heads": first["num_heads"],
+                     "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
                      "contexts": listing(map(str, sorted(own["context_length"].unique()))),
                      "batch": listing(map(str, sorted(own["batch_size"].unique())))})
     return pd.DataFrame(rows)
@@ -49,12 +52,16 @@ def machine(data: Data) -> dict[str, str]:
     if on_gpu:
         memory = (r.machine["gpu_memory_mib"] for r in records if "gpu_memory_mib" in r.machine)
         rows["GPU memory"] = distinct(f"{mib / 1024:.1f} GiB" for mib in memory)
-        rows["driver, CUDA"] = distinct(f"{r.software.get('driver')}, {r.software.get('cuda')}" for r in records if r.software)
-    rows["processor"] = distinct(f"{r.machine.get('cpu')}, {r.machine.get('cpu_cores')} cores" for r in records if r.machine)
-    rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records if r.software)
+        rows["driver, CUDA"] = distinct(f"{r.software.get('driver')}, {r.software.get('cuda')}"
+                                        for r in records if r.software)
+    rows["processor"] = distinct(f"{r.machine.get('cpu')}, {r.machine.get('cpu_cores')} cores"
+                                 for r in records if r.machine)
+    rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records
+                                     if r.software)
     rows["measured"] = _dates(records)
-    ended = Counter(record.status for record in records)
-    rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items() if ended[status]) or "none"
+    ended: Counter[str] = Counter(record.status for record in records)
+    rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
+                             if ended[status]) or "none"
     rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"
     if on_gpu:
         rows |= _gpu_state(records)
@@ -75,8 +82,8 @@ def _gpu_state(records: list[Record]) -> dict[str, str]:
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:
-    """Where there were several hosts, their memory; and which studies' runs had others beside them, since a timing is only
-    as good as its neighbours are quiet."""
+    """Where there were several hosts, their memory; and which studies' runs had others beside them, since a
+    timing is only as good as its neighbours are quiet."""
     rows = {}
     hosts = sorted({r.machine["ram_gib"] for r in records if r.machine.get("ram_gib")})
     if len(hosts) > 1:

@@ -16,7 +16,9 @@ def other_runs(times: pd.DataFrame, left: list[str]) -> dict:
         times: all benchmark runs.
         left: folders of such runs, of any study.
     """
-    rows = times[(times["phase"] == WHOLE) & ("benchmark/" + times["run_id"]).isin(left)] if len(times) else times
+    rows = times
+    if len(times):
+        rows = times[(times["phase"] == WHOLE) & ("benchmark/" + times["run_id"]).isin(left)]
     return {"left": len(left), "times": by_size(rows) if len(rows) else None, "runs": left}
 
 
@@ -25,12 +27,14 @@ def others(facts: dict) -> pd.DataFrame | None:
     rows = facts["times"]
     if rows is None:
         return None
-    median = [cell if status == "ok" else "out of memory" for cell, status in zip(interval_cells(rows), rows["status"], strict=True)]
+    median = [cell if status == "ok" else "out of memory"
+              for cell, status in zip(interval_cells(rows), rows["status"], strict=True)]
     return pd.DataFrame({
         "size": rows["size"].astype(str), "context": rows["context_length"], "batch": rows["batch_size"],
         "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
         "attention": rows["attention"].map({"eager": "written out", "sdpa": "SDPA"}),
-        "compiled": rows["compile"].map({True: "yes", False: "no"}), "AdamW": rows["optimizer"], "vocabulary": rows["vocab_size"],
+        "compiled": rows["compile"].map({True: "yes", False: "no"}), "AdamW": rows["optimizer"],
+        "vocabulary": rows["vocab_size"],
         "seed": rows["seed"], "steps": rows["timed_steps"], "median (ms)": median})
 
 

@@ -81,7 +81,8 @@ def github_slug(heading: str) -> str:
     # By Unicode category, not \w: GitHub drops superscripts and fractions, which \w keeps.
     kept = ("L", "M", "Nd", "Pc")
     text = heading.strip().lower()
-    return "".join(char for char in text if char in "- " or unicodedata.category(char).startswith(kept)).replace(" ", "-")
+    chars = (char for char in text if char in "- " or unicodedata.category(char).startswith(kept))
+    return "".join(chars).replace(" ", "-")
 
 
 def _name_headings(soup: BeautifulSoup) -> list[dict]:
@@ -103,8 +104,10 @@ def _name_headings(soup: BeautifulSoup) -> list[dict]:
 def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
     """Put each picture into the page as a data: URI, once; make one alone in its paragraph a figure."""
     pictures = soup.find_all("img")
-    figures = [img for img in pictures if (p := img.find_parent("p")) and not p.get_text(strip=True) and len(p.find_all("img")) == 1]
-    times, places = Counter(img.get("src", "") for img in figures), dict[str, str]()
+    figures = [img for img in pictures if (p := img.find_parent("p")) and not p.get_text(strip=True)
+               and len(p.find_all("img")) == 1]
+    times = Counter(img.get("src", "") for img in figures)
+    places: dict[str, str] = {}
     for img in pictures:
         source = img.get("src", "")
         img["src"] = uri = _data_uri(source, base_folder)
@@ -120,18 +123,21 @@ def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
 
 
 def _shared_picture(soup: BeautifulSoup, uri: str, words: str, places: dict[str, str]) -> Tag:
-    """A PNG that stands in the page more than once: its data where it comes first, a reference to them afterwards.
+    """A PNG that stands in the page more than once: its data where it comes first, a reference to them
+    afterwards.
 
     Args:
         places: the ids of those that are there already, by their data.
     """
-    width, height = struct.unpack(">II", base64.b64decode(uri.split(",")[1][:32])[16:24])  # of the PNG's first chunk
+    first_chunk = base64.b64decode(uri.split(",")[1][:32])  # of a PNG, which has its size
+    width, height = struct.unpack(">II", first_chunk[16:24])
     svg = soup.new_tag("svg", attrs={"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": words})
     if uri in places:
         svg.append(soup.new_tag("use", attrs={"href": f"#{places[uri]}"}))
     else:
         places[uri] = f"picture-{len(places) + 1}"
-        svg.append(soup.new_tag("image", attrs={"id": places[uri], "width": width, "height": height, "href": uri}))
+        svg.append(soup.new_tag("image", attrs={"id": places[uri], "width": width, "height": height,
+                                                "href": uri}))
     return svg
 
 

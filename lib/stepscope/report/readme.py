@@ -8,13 +8,17 @@ TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"
 
 
 def with_table(readme: str, data: Data) -> str:
-    """A README with what is between its two marks made anew: wall times at context 512. Without marks it stays as it is."""
-    if TABLE_BEGIN not in readme or data.tables["benchmark.times"].empty:
-        return readme
+    """A README with what is between its two marks made anew: wall times at context 512. Without marks it
+    stays as it is.
+    """
     times = matrix(data.tables["benchmark.times"])
+    if TABLE_BEGIN not in readme or times.empty:
+        return readme
     table = wall_table(times[times["context_length"] == 512]).drop(columns="context")
     row = times.iloc[0]
-    caption = (f"*{data.where}, fp32, context 512, batch {row.batch_size}: host wall time in ms, mean ± standard deviation of"
-               f" {row.timed_steps} steps after {row.warmup_steps} warm-up steps.*")
+    caption = (f"*{data.where}, fp32, context 512, batch {row.batch_size}: host wall time in ms,"
+               f" mean ± standard deviation of {row.timed_steps} steps after {row.warmup_steps}"
+               " warm-up steps.*")
     before, _, rest = readme.partition(TABLE_BEGIN)
-    return f"{before}{TABLE_BEGIN}{caption}\n\n{markdown_table(table)}\n{TABLE_END}{rest.partition(TABLE_END)[2]}"
+    after = rest.partition(TABLE_END)[2]
+    return f"{before}{TABLE_BEGIN}{caption}\n\n{markdown_table(table)}\n{TABLE_END}{after}"

@@ -1,4 +1,6 @@
-"""From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML page."""
+"""From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML
+page.
+"""
 import os
 import tempfile
 from collections.abc import Callable
@@ -30,13 +32,15 @@ class OutputError(StepscopeError, OSError):
 def sections(data: Data) -> dict[str, list[Answer]]:
     """The report's order: its headings, and under each the answers."""
     return {chapter.title: [old(data.tables) for old in chapter.old]
-            + [answer(chapter, question, data.tables) for question in chapter.questions] for chapter in chapters()}
+            + [answer(chapter, question, data.tables) for question in chapter.questions]
+            for chapter in chapters()}
 
 
 def other_runs(data: Data, answers: list[Answer]) -> list[Answer]:
     """The last section: what none of the answers is made from; empty where there is nothing."""
     shown = {run for one in answers for run in one.runs}
-    left = [run for record in data.records if record.done and (run := f"{record.study}/{record.run_id}") not in shown]
+    left = [run for record in data.records if record.done
+            and (run := f"{record.study}/{record.run_id}") not in shown]
     times = pd.concat([data.tables["benchmark.times"], data.aside_times], ignore_index=True)
     return [other_runs_answer(times, left)] if left else []
 
@@ -62,8 +66,10 @@ def draw_figures(data: Data, folder: Path) -> list[str]:
 
 def pages(data: Data) -> dict[str, str]:
     """The HTML pages that stand beside the figures, by name."""
-    made = {page.name: _made(data, page, page.make, data.where) for chapter in chapters() for page in chapter.pages}
-    made |= {name: make(data.tables, data.where) for chapter in chapters() for name, make in chapter.old_pages.items()}
+    made = {page.name: _made(data, page, page.make, data.where)
+            for chapter in chapters() for page in chapter.pages}
+    made |= {name: make(data.tables, data.where)
+             for chapter in chapters() for name, make in chapter.old_pages.items()}
     return {name: text for name, text in made.items() if text is not None}
 
 
@@ -84,19 +90,22 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     templates.filters |= {"table": markdown_table, "markdown": Markup}
     return templates.get_template("writeup.md.j2").render(
         data=data, sections=parts, machine=machine(data), sizes=sizes(data), launch_bound=LAUNCH_BOUND,
-        measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link, figures_link=figures_link,
+        measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link,
+        figures_link=figures_link,
         tables={f"{record.study}/{record.run_id}": kept_files(record) for record in data.records})
 
 
 def kept_files(record: Record) -> list[str]:
-    """What a run's record names. Another program's reports are many and in a folder of their own, which stands for them."""
+    """What a run's record names. Another program's reports are many and in a folder of their own, which
+    stands for them.
+    """
     return list(dict.fromkeys(f"{table.file.split('/')[0]}/" if "/" in table.file else table.file
                               for table in record.tables.values()))
 
 
 def texts(store: Store, data: Data, figures: list[str], folder: Path) -> dict[Path, str]:
-    """Every text of the report with its place in ``folder``: the writeup, pages beside the figures, and the README there, if
-    there is one, with its table."""
+    """Every text of the report with its place in ``folder``: the writeup, pages beside the figures, and the
+    README there, if there is one, with its table."""
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     made = {folder / "writeup.md": writeup(data, figures, runs_link, "figures")}
     made |= {folder / "figures" / name: text for name, text in pages(data).items()}
@@ -106,7 +115,8 @@ def texts(store: Store, data: Data, figures: list[str], folder: Path) -> dict[Pa
 
 
 def render(store: Store, folder: Path) -> list[Path]:
-    """Write ``writeup.md``, ``writeup.html``, ``figures/`` and the table in README.md, if there is one, into ``folder``.
+    """Write ``writeup.md``, ``writeup.html``, ``figures/`` and the table in README.md, if there is one, into
+    ``folder``.
 
     Returns what was written. What is there stays as it is until all of it is made.
 
@@ -125,10 +135,12 @@ def render(store: Store, folder: Path) -> list[Path]:
                 _write(made / path.relative_to(folder), text)
             (folder / "figures").mkdir(exist_ok=True)
             for path in sorted(made.rglob("*.*")):
-                os.replace(path, folder / path.relative_to(made))
+                path.replace(folder / path.relative_to(made))
     except OSError as error:
-        raise OutputError(f"{folder}: the report cannot be written there ({error.strerror or error})") from None
-    return [folder / "writeup.md", folder / "writeup.html", *(folder / "figures" / f"{stem}.png" for stem in figures)]
+        reason = error.strerror or error
+        raise OutputError(f"{folder}: the report cannot be written there ({reason})") from None
+    return [folder / "writeup.md", folder / "writeup.html",
+            *(folder / "figures" / f"{stem}.png" for stem in figures)]
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,23 +8,16 @@ from stepscope.say.style import PHASE_COLORS, WIDTH_IN, use_style
 
 def steps(samples: pd.DataFrame, title: str) -> Figure:
     """Each step of a run as a bar of its phases, with host wall time and the host's time to enqueue it as
-    marks."""
+    marks.
+    """
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.6))
     phases = samples[samples["phase"] != "step"].pivot(index="step", columns="phase", values="time_ms")
     bottom = 0
     for phase, color in PHASE_COLORS.items():
         if phase in phases:
-            axis.bar(
-                phases.index,
-                phases[phase],
-                bottom=bottom,
-                color=color,
-                label=phase,
-                width=0.7,
-                edgecolor="white",
-                linewidth=0.5,
-            )
+            axis.bar(phases.index, phases[phase], bottom=bottom, color=color, label=phase, width=0.7,
+                     edgecolor="white", linewidth=0.5)
             bottom = bottom + phases[phase]
     whole = samples[samples["phase"] == "step"]
     axis.plot(whole["step"], whole["time_ms"], "k_", markersize=16, label="wall time of the step")
@@ -33,9 +26,8 @@ def steps(samples: pd.DataFrame, title: str) -> Figure:
     if warmups:
         axis.axvspan(-0.5, warmups - 0.5, color="0.9", zorder=0)
         axis.text(-0.4, axis.get_ylim()[1], "warm-up", va="top", fontsize=9)
-    axis.set(
-        xlabel="step", ylabel="time (ms)", title=title, xlim=(-0.5, len(whole) - 0.5), xticks=whole["step"]
-    )
+    axis.set(xlabel="step", ylabel="time (ms)", title=title, xlim=(-0.5, len(whole) - 0.5),
+             xticks=whole["step"])
     axis.grid(axis="x", visible=False)
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

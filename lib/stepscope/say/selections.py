@@ -16,7 +16,8 @@ def matrix(times: pd.DataFrame) -> pd.DataFrame:
 
 def reference(table: pd.DataFrame) -> tuple[str, int]:
     """What sentences speak of, in a table ordered by size: the smallest size, and of its contexts the largest
-    up to 512."""
+    up to 512.
+    """
     size = table["size"].iloc[0]
     contexts = table.loc[table["size"] == size, "context_length"]
     return str(size), int(max(c for c in contexts if c <= 512) if (contexts <= 512).any() else contexts.min())

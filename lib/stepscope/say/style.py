@@ -20,29 +20,13 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 
 def use_style() -> None:
     """Set the style for all figures drawn from now on."""
-    sns.set_theme(
-        context="notebook",
-        style="whitegrid",
-        palette=PALETTE,
-        rc={
-            "figure.dpi": 80,
-            "savefig.dpi": DPI,
-            "figure.constrained_layout.use": True,
-            "font.family": "DejaVu Sans",
-            "axes.titlesize": 12,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.labelsize": 11,
-            "xtick.labelsize": 10,
-            "ytick.labelsize": 10,
-            "legend.fontsize": 10,
-            "legend.frameon": False,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "hatch.linewidth": 0.6,
-            "errorbar.capsize": 2,
-        },
-    )
+    sns.set_theme(context="notebook", style="whitegrid", palette=PALETTE, rc={
+        "figure.dpi": 80, "savefig.dpi": DPI, "figure.constrained_layout.use": True,
+        "font.family": "DejaVu Sans",
+        "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 11,
+        "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10, "legend.frameon": False,
+        "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
+        "errorbar.capsize": 2})
 
 
 def save(figure: Figure, path: Path) -> Path:

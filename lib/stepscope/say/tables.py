@@ -9,7 +9,8 @@ from stepscope.say.words import escape
 
 def markdown_table(table: pd.DataFrame) -> Markup:
     """Text columns to the left, all else to the right, as a reader expects numbers. Cells are data: they are
-    escaped."""
+    escaped.
+    """
     def is_number(cell: object) -> bool:
         return not isinstance(cell, str) or cell[:1].isdigit() or cell[:1] in "-–"
     align = ["right" if all(map(is_number, table[column])) else "left" for column in table]

@@ -24,7 +24,8 @@ TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
     questions=(
-        Question("how-long", facts.how_long, (TIMES,), printed={"walls": printed.walls, "phases": printed.phases},
+        Question("how-long", facts.how_long, (TIMES,),
+                 printed={"walls": printed.walls, "phases": printed.phases},
                  pictures=("benchmark_phases",)),
         Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
         Question("launch-bound", facts.launch_bound, (TIMES,), printed={"launches": printed.launches},
@@ -33,9 +34,11 @@ CHAPTER = Chapter(
                  pictures=("benchmark_utilisation",)),
         Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS,), printed={"adamw": printed.adamw},
                  pictures=("benchmark_optimizer",)),
-        Question("published", facts_published.beside, (PUBLISHED,), (TIMES,), printed={"published": printed.published},
+        Question("published", facts_published.beside, (PUBLISHED,), (TIMES,),
+                 printed={"published": printed.published},
                  pictures=("benchmark_published",)),
-        Question("published-doubts", facts_published.cannot_be, (PUBLISHED,), printed={"doubted": printed.doubted}),
+        Question("published-doubts", facts_published.cannot_be, (PUBLISHED,),
+                 printed={"doubted": printed.doubted}),
     ),
     pictures=(
         Picture("benchmark_phases", figures.phases, (TIMES,)),

@@ -12,12 +12,15 @@ STEADY = 0.01  # a standard deviation under this share of the mean
 
 
 def how_long(times: pd.DataFrame) -> dict | None:
-    """Wall times of every mode and GPU times of a step's phases at one shape; the extremes; backward over forward."""
+    """Wall times of every mode and GPU times of a step's phases at one shape; the extremes; backward over
+    forward.
+    """
     times = matrix(times)
     if times.empty:
         return None
     ok = times[times["status"] == "ok"]
-    facts = {"times": times, "runs": runs_of(times), "tried": len(times), "nothing_fits": ok.empty, "on_gpu": "cuda" in set(ok["device"]),
+    facts = {"times": times, "runs": runs_of(times), "tried": len(times), "nothing_fits": ok.empty,
+             "on_gpu": "cuda" in set(ok["device"]),
              "fastest": None, "slowest": None, "backward_to_forward": None, "phases": None}
     if ok.empty:
         return facts
@@ -25,11 +28,13 @@ def how_long(times: pd.DataFrame) -> dict | None:
     walls = pick(ok, size=size, context_length=context, phase=WHOLE).set_index("mode")["median_ms"]
     phases = pick(ok, size=size, context_length=context, mode="step").set_index("phase")["median_ms"]
     both = ok[ok["mode"].isin(["forward_backward", "step"])].pivot_table(
-        index=[*SHAPE, "mode"], columns="phase", values="median_ms", observed=True).reindex(columns=["forward", "backward"])
+        index=[*SHAPE, "mode"], columns="phase", values="median_ms", observed=True)
+    both = both.reindex(columns=["forward", "backward"])
     ratio = (both["backward"] / both["forward"]).dropna()
     steps = pick(ok, mode="step", phase=WHOLE)
     return facts | {
-        "size": size, "context": context, "modes": [{"mode": mode, "ms": walls[mode]} for mode in MODE_WORDS if mode in walls],
+        "size": size, "context": context,
+        "modes": [{"mode": mode, "ms": walls[mode]} for mode in MODE_WORDS if mode in walls],
         "phases": phases[[*PHASE_NAMES]].to_dict() if "backward" in phases.index else None,
         "backward_to_forward": ratio if len(ratio) else None,
         "fastest": steps.loc[steps["median_ms"].idxmin()].to_dict() if len(steps) else None,
@@ -38,7 +43,9 @@ def how_long(times: pd.DataFrame) -> dict | None:
 
 
 def how_variable(times: pd.DataFrame) -> dict | None:
-    """Standard deviation over mean of every run's steps; ``flagged`` are the runs that are not one steady state."""
+    """Standard deviation over mean of every run's steps; ``flagged`` are the runs that are not one steady
+    state.
+    """
     times = matrix(times)
     walls = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
     if walls.empty:
@@ -51,31 +58,38 @@ def how_variable(times: pd.DataFrame) -> dict | None:
 
 
 def launch_bound(times: pd.DataFrame) -> dict | None:
-    """Which forward passes wait for the host's launches; and shapes whose time hardly grows with a doubled context."""
+    """Which forward passes wait for the host's launches; and shapes whose time hardly grows with a doubled
+    context.
+    """
     times = matrix(times)
     if times.empty:
         return None
-    facts = {"arises": "launch_bound_share" in times, "runs": runs_of(times), "bound_passes": None, "passes": None}
+    facts = {"arises": "launch_bound_share" in times, "runs": runs_of(times), "bound_passes": None,
+             "passes": None}
     if not facts["arises"]:
         return facts
-    passes = times[(times["status"] == "ok") & (times["phase"] == "forward")]
+    passes = times[(times["phase"] == "forward") & times["launch_bound_share"].notna()]
+    if passes.empty:
+        return None
     bound = passes[passes["launch_bound_share"] == 1]
     shapes = list(dict.fromkeys((row["size"], row["context_length"]) for _, row in bound.iterrows()))
-    return facts | {"bound": [{"size": size, "context": context} for size, context in shapes], "shapes": len(shapes),
+    return facts | {"bound": [{"size": size, "context": context} for size, context in shapes],
+                    "shapes": len(shapes),
                     "bound_passes": len(bound), "total": len(passes), "flat": flat_shapes(times),
                     "passes": passes[passes["mode"] == "forward"], "runs": runs_of(passes)}
 
 
 def flat_shapes(times: pd.DataFrame) -> list[dict]:
-    """Where a doubled context costs less than half of what its doubled work would: forward's ms at ``context`` and at
-    ``double`` it."""
+    """Where a doubled context costs less than half of what its doubled work would: forward's ms at
+    ``context`` and at ``double`` it."""
     forward = pick(times, mode="forward", phase=WHOLE, status="ok")
     found = []
     for size, group in forward.groupby("size", observed=True):
         median = group.set_index("context_length")["median_ms"]
         found += [{"size": size, "context": context, "double": 2 * context, "ms": median[context],
                    "double_ms": median[2 * context], "ratio": median[2 * context] / median[context]}
-                  for context in median.index if 2 * context in median.index and median[2 * context] < 1.5 * median[context]]
+                  for context in median.index if 2 * context in median.index
+                  and median[2 * context] < 1.5 * median[context]]
     return found
 
 
@@ -89,8 +103,10 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
     mode = [mode for mode in MODE_WORDS if (walls["mode"] == mode).any()][-1]
     steps = walls[walls["mode"] == mode]
     return {"mode": mode, "steps": steps, "best": steps.loc[steps["utilisation"].idxmax()].to_dict(),
-            "worst": steps.loc[steps["utilisation"].idxmin()].to_dict(), "ceiling_runs": ceilings["run_id"].nunique(),
-            "products": [{"precision": name.removeprefix("matmul_"), "tflops": value} for name, value in values.items()
+            "worst": steps.loc[steps["utilisation"].idxmin()].to_dict(),
+            "ceiling_runs": ceilings["run_id"].nunique(),
+            "products": [{"precision": name.removeprefix("matmul_"), "tflops": value}
+                         for name, value in values.items()
                          if name.startswith("matmul")],
             "fp32_tflops": values["matmul_fp32"], "copy_tbs": values["copy"], "runs": runs_of(walls)}
 
@@ -100,21 +116,29 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
     rows = by_size(pick(times, mode="step", status="ok"))
     rows = rows[rows["phase"].isin(["optimizer", WHOLE])]
     keys = [*SHAPE, "precision", "phase"]
-    both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys, suffixes=("", "_fused"))
+    both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys,
+                                                      suffixes=("", "_fused"))
     if both.empty:
         return None
     phase, whole = both[both["phase"] == "optimizer"], both[both["phase"] == WHOLE]
     saved = 1 - whole["median_ms_fused"] / whole["median_ms"]
     sure = pd.Series([intervals_apart(row) for _, row in whole.iterrows()], index=whole.index)
     ratio = phase["median_ms"] / phase["median_ms_fused"]
-    # Per parameter AdamW has to read weight, gradient and both moments and write all but the gradient: 7 x 4 bytes.
+    # Per parameter AdamW has to read weight, gradient and both moments and write all but the gradient: 7 x 4
+    # bytes.
     moved_tbs = 28 * phase["parameters"] / phase["median_ms_fused"] / 1e9
-    copy_tbs = ceilings.loc[ceilings["ceiling"] == "copy", "value"].median() if len(ceilings) else float("nan")
+    copy_tbs = float("nan")
+    if len(ceilings):
+        copy_tbs = ceilings.loc[ceilings["ceiling"] == "copy", "value"].median()
     fused_faster, foreach_faster = ratio.median() > 1 + NEARLY, ratio.median() < 1 - NEARLY
-    better = [{"size": size, "share": share} for size, share in zip(whole["size"][sure & (saved > 0)], saved[sure & (saved > 0)], strict=True)]
-    return {"fused_faster": fused_faster, "foreach_faster": foreach_faster, "on_gpu": (rows["device"] == "cuda").all(),
-            "foreach_over_fused": ratio, "fused_over_foreach": 1 / ratio, "saved_share": saved, "better": better,
-            "worse": [str(size) for size in whole["size"][sure & (saved < 0)]], "helps": fused_faster and bool(better),
+    helped = sure & (saved > 0)
+    better = [{"size": size, "share": share}
+              for size, share in zip(whole["size"][helped], saved[helped], strict=True)]
+    return {"fused_faster": fused_faster, "foreach_faster": foreach_faster,
+            "on_gpu": (rows["device"] == "cuda").all(), "foreach_over_fused": ratio,
+            "fused_over_foreach": 1 / ratio, "saved_share": saved, "better": better,
+            "worse": [str(size) for size in whole["size"][sure & (saved < 0)]],
+            "helps": fused_faster and bool(better),
             "moved_tbs": moved_tbs, "of_copy_share": moved_tbs / copy_tbs, "phases": phase,
             "runs": sorted({*runs_of(both), *("benchmark/" + both["run_id_fused"])})}
 

@@ -28,17 +28,19 @@ def phases(times: pd.DataFrame, where: str) -> Figure | None:
         contexts = sorted(own["context_length"].unique())
         bottom = np.zeros(len(contexts))
         for phase, color in PHASE_COLORS.items():
-            values = pick(own, phase=phase).set_index("context_length")["median_ms"].reindex(contexts).fillna(0).to_numpy()
-            bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white", linewidth=0.5)
+            of_phase = pick(own, phase=phase).set_index("context_length").reindex(contexts)
+            values = of_phase["median_ms"].fillna(0).to_numpy()
+            bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white",
+                            linewidth=0.5)
             if "launch_bound_share" in own:
-                bound = pick(own, phase=phase).set_index("context_length")["launch_bound_share"].reindex(contexts)
-                for bar, share in zip(bars, bound):
+                for bar, share in zip(bars, of_phase["launch_bound_share"]):
                     if share == 1:
                         bar.set_hatch("////")
             bottom += values
         whole = pick(own, phase=WHOLE).set_index("context_length").reindex(contexts)
         axis.errorbar(range(len(contexts)), whole["median_ms"], fmt="none", ecolor="black",
-                      yerr=[whole["median_ms"] - whole["ci_low_ms"], whole["ci_high_ms"] - whole["median_ms"]])
+                      yerr=[whole["median_ms"] - whole["ci_low_ms"],
+                            whole["ci_high_ms"] - whole["median_ms"]])
         axis.set_xticks(range(len(contexts)), contexts, rotation=45 if len(sizes) > 3 else 0)
         axis.set(title=size, xlabel="context")
         axis.grid(axis="x", visible=False)
@@ -81,24 +83,33 @@ def scaling(times: pd.DataFrame, where: str) -> Figure | None:
     for _, own in rows.groupby("size", observed=True):
         last = own.iloc[-1]
         contexts = own["context_length"].to_numpy()
-        axis.plot(contexts, last["median_ms"] * contexts / last["context_length"], "--", color="0.6", linewidth=1, zorder=1)
+        axis.plot(contexts, last["median_ms"] * contexts / last["context_length"], "--", color="0.6",
+                  linewidth=1, zorder=1)
     axis.plot([], [], "--", color="0.6", label="proportional to context")
-    axis.set(yscale="log", ylabel="forward pass (ms)", xlabel="context", title=f"Forward time over context ({where})")
+    axis.set(yscale="log", ylabel="forward pass (ms)", xlabel="context",
+             title=f"Forward time over context ({where})")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
 def _lines(axis, rows: pd.DataFrame, column: str) -> None:
-    """A line a size over context; hollow markers are launch-bound, whiskers the 95% interval (or what it makes of a rate)."""
+    """A line a size over context; hollow markers are launch-bound, whiskers the 95% interval (or what it
+    makes of a rate).
+    """
     for index, (size, own) in enumerate(rows.groupby("size", observed=True)):
         color, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
-        bound = own["launch_bound_share"] >= 0.5 if "launch_bound_share" in own else pd.Series(False, index=own.index)
+        bound = pd.Series(False, index=own.index)
+        if "launch_bound_share" in own:
+            bound = own["launch_bound_share"] >= 0.5
         low, high = ((own["ci_low_ms"], own["ci_high_ms"]) if column == "median_ms" else
-                     (own[column] * own["median_ms"] / own["ci_high_ms"], own[column] * own["median_ms"] / own["ci_low_ms"]))
-        axis.errorbar(own["context_length"], own[column], yerr=[own[column] - low, high - own[column]], color=color, linewidth=1.6)
+                     (own[column] * own["median_ms"] / own["ci_high_ms"],
+                      own[column] * own["median_ms"] / own["ci_low_ms"]))
+        axis.errorbar(own["context_length"], own[column], yerr=[own[column] - low, high - own[column]],
+                      color=color, linewidth=1.6)
         axis.plot(own["context_length"], own[column], color=color, marker=marker, label=size, linewidth=1.6)
-        axis.plot(own["context_length"][bound], own[column][bound], color=color, marker=marker, linestyle="none",
+        axis.plot(own["context_length"][bound], own[column][bound], color=color, marker=marker,
+                  linestyle="none",
                   markerfacecolor="white", markeredgewidth=1.6)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(rows["context_length"].unique()))
@@ -113,7 +124,8 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
         return None
     rows = by_size(pick(times, mode="step", phase="optimizer", status="ok"))
     keys = ["size", "context_length", "precision"]
-    both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys, suffixes=("_foreach", "_fused"))
+    both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys,
+                                                      suffixes=("_foreach", "_fused"))
     if both.empty:
         return None
     use_style()
@@ -121,9 +133,11 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
     for offset, name, color in ((-0.2, "foreach", "#0072B2"), (0.2, "fused", "#E69F00")):
         x = np.arange(len(both)) + offset
         median = both[f"median_ms_{name}"]
-        bars = axis.bar(x, median, 0.4, color=color, label=name, yerr=[median - both[f"ci_low_ms_{name}"], both[f"ci_high_ms_{name}"] - median])
+        bars = axis.bar(x, median, 0.4, color=color, label=name,
+                        yerr=[median - both[f"ci_low_ms_{name}"], both[f"ci_high_ms_{name}"] - median])
         axis.bar_label(bars, [f"{value:.3g}" for value in median], padding=2, fontsize=9)
-    axis.set_xticks(range(len(both)), [f"{row.size}" for row in both.itertuples()] if both["context_length"].nunique() == 1 else
+    axis.set_xticks(range(len(both)), [f"{row.size}" for row in both.itertuples()]
+                    if both["context_length"].nunique() == 1 else
                     [f"{row.size}\n{row.context_length}" for row in both.itertuples()])
     axis.set(ylabel="optimizer phase (ms)", title=f"AdamW by implementation ({where})")
     axis.legend()
@@ -132,24 +146,30 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
 
 
 def published(times: pd.DataFrame, figures: pd.DataFrame, where: str) -> Figure | None:
-    """Forward pass: a row a size and context, ours (with its interval) and the published figures as points."""
+    """Forward pass: a row a size and context, ours (with its interval) and the published figures as points.
+    """
     both = compared(times, figures)
     both = pick(both, phase="forward") if len(both) else both
     if both.empty:
         return None
     use_style()
     rows = both[["size", "context_length"]].drop_duplicates().reset_index(drop=True)
-    labels = [f"{row.size_}, {row.context_length}" for row in rows.rename(columns={"size": "size_"}).itertuples()]
-    place = {(row.size_, row.context_length): y for y, row in enumerate(rows.rename(columns={"size": "size_"}).itertuples())}
+    labels = [f"{row.size_}, {row.context_length}"
+              for row in rows.rename(columns={"size": "size_"}).itertuples()]
+    place = {(row.size_, row.context_length): y
+             for y, row in enumerate(rows.rename(columns={"size": "size_"}).itertuples())}
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.32 * len(rows)))
     for index, (name, own) in enumerate(both.groupby("source_name", sort=True)):
-        axis.errorbar(own["mean_ms"], [place[key] for key in zip(own["size"], own["context_length"])], xerr=own["std_ms"].fillna(0),
+        axis.errorbar(own["mean_ms"], [place[key] for key in zip(own["size"], own["context_length"])],
+                      xerr=own["std_ms"].fillna(0),
                       fmt=MARKERS[index + 1], color=PALETTE[index], label=name)
     here = both.drop_duplicates(["size", "context_length"])
-    axis.plot(here["median_ms"], [place[key] for key in zip(here["size"], here["context_length"])], "ko", markersize=9, label="here")
+    axis.plot(here["median_ms"], [place[key] for key in zip(here["size"], here["context_length"])], "ko",
+              markersize=9, label="here")
     axis.set_yticks(range(len(labels)), labels)
     axis.invert_yaxis()
-    axis.set(xscale="log", xlabel="forward pass (ms)", title=f"Published forward times beside this machine's ({where})")
+    axis.set(xscale="log", xlabel="forward pass (ms)",
+             title=f"Published forward times beside this machine's ({where})")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -18,13 +18,16 @@ def peak_memory(step: Step) -> dict[str, float | int]:
 def reading(times: pd.DataFrame) -> str:
     """What one run's table says, in a sentence or two of markdown."""
     whole = times[times["phase"] == WHOLE].iloc[0]
-    text = (f"One step takes **{whole.median_ms:.4g} ms** (median of {whole.n}; 95% interval of the median {whole.ci_low_ms:.4g}"
-            f" to {whole.ci_high_ms:.4g} ms), {whole.tokens_per_s:,.0f} tokens/s, {whole.tflops:.3g} TFLOP/s.")
+    text = (f"One step takes **{whole.median_ms:.4g} ms** (median of {whole.n}; 95% interval of the median"
+            f" {whole.ci_low_ms:.4g} to {whole.ci_high_ms:.4g} ms), {whole.tokens_per_s:,.0f} tokens/s,"
+            f" {whole.tflops:.3g} TFLOP/s.")
     phases = times[times["phase"] != WHOLE]
     if len(phases) > 1:
         longest = phases.loc[phases["median_ms"].idxmax()]
-        text += f" Its longest phase is {longest.phase}, {longest.median_ms / phases['median_ms'].sum():.0%} of the phases' time."
+        share = longest.median_ms / phases["median_ms"].sum()
+        text += f" Its longest phase is {longest.phase}, {share:.0%} of the phases' time."
     flagged = times[times["flags"] != ""]
     if len(flagged):
-        text += " Not steady: " + "; ".join(f"{row.phase} ({row.flags})" for row in flagged.itertuples()) + "."
+        unsteady = "; ".join(f"{row.phase} ({row.flags})" for row in flagged.itertuples())
+        text += f" Not steady: {unsteady}."
     return text

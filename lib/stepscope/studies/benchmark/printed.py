@@ -6,7 +6,8 @@ from stepscope.say.formats import MODE_WORDS, interval_cells, number, percent, p
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
 
-CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems", "kernels": "sum of kernels"}
+CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems",
+               "kernels": "sum of kernels"}
 
 
 def walls(facts: dict) -> pd.DataFrame:
@@ -16,10 +17,13 @@ def walls(facts: dict) -> pd.DataFrame:
 def wall_table(times: pd.DataFrame) -> pd.DataFrame:
     """Sizes and contexts down, modes across."""
     cells = pick(times, phase=WHOLE).copy()
-    cells["cell"] = [plus_minus(row.mean_ms, row.std_ms) + ("\\*" if row.flags else "") if row.status == "ok" else "out of memory"
+    cells["cell"] = ["out of memory" if row.status != "ok"
+                     else plus_minus(row.mean_ms, row.std_ms) + ("\\*" if row.flags else "")
                      for row in cells.itertuples()]
-    table = cells.pivot(index=["size", "context_length"], columns="mode", values="cell").reindex(columns=list(MODE_WORDS))
-    return table.rename(columns=MODE_WORDS).rename_axis(["size", "context"]).astype(object).fillna("–").reset_index()
+    table = cells.pivot(index=["size", "context_length"], columns="mode", values="cell")
+    table = table.reindex(columns=list(MODE_WORDS))
+    table = table.rename(columns=MODE_WORDS).rename_axis(["size", "context"])
+    return table.astype(object).fillna("–").reset_index()
 
 
 def phases(facts: dict) -> pd.DataFrame | None:
@@ -54,13 +58,15 @@ def launches(facts: dict) -> pd.DataFrame | None:
                           lag=passes["trailing_ms"].map(number),
                           bound=passes["launch_bound_share"].map({1.0: "launches", 0.0: "GPU"}))
     return table[["size", "context_length", "gpu", "host", "lag", "bound"]].rename(columns={
-        "context_length": "context", "gpu": "GPU time", "host": "enqueue time", "lag": "GPU ends after host", "bound": "limited by"})
+        "context_length": "context", "gpu": "GPU time", "host": "enqueue time", "lag": "GPU ends after host",
+        "bound": "limited by"})
 
 
 def rates(facts: dict) -> pd.DataFrame:
     """Tokens/s, achieved rate and utilisation of each run."""
     steps = facts["steps"]
-    table = steps.assign(tokens=[number(value, 4) for value in steps["tokens_per_s"]], rate=steps["tflops"].map(number),
+    table = steps.assign(tokens=[number(value, 4) for value in steps["tokens_per_s"]],
+                         rate=steps["tflops"].map(number),
                          share=steps["utilisation"].map(percent))
     return table[["size", "context_length", "tokens", "rate", "share"]].rename(columns={
         "context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s", "share": "utilisation"})
@@ -70,7 +76,8 @@ def adamw(facts: dict) -> pd.DataFrame:
     """The optimizer phase by implementation, and what fused saves of the step."""
     phase = facts["phases"]
     table = phase.assign(a=phase["median_ms"].map(number), b=phase["median_ms_fused"].map(number),
-                         r=facts["foreach_over_fused"].map(number), s=[percent(share, 1) for share in facts["saved_share"]])
+                         r=facts["foreach_over_fused"].map(number),
+                         s=[percent(share, 1) for share in facts["saved_share"]])
     return table[["size", "context_length", "a", "b", "r", "s"]].set_axis(
         ["size", "context", "foreach (ms)", "fused (ms)", "foreach / fused", "saved of the step"], axis=1)
 
@@ -84,9 +91,11 @@ def published(facts: dict) -> pd.DataFrame | None:
     table = both.assign(here=here, pass_=both["phase"].replace(MODE_WORDS), times=both["ratio"].map(number),
                         clock=both["clock"].fillna("not stated").replace(CLOCK_WORDS))
     table = table[["size", "context_length", "pass_", "source_name", "clock", "as_printed", "here", "times"]]
-    return table.set_axis(["size", "context", "pass", "report", "its clock", "as printed", "here (ms)", "printed / here"], axis=1)
+    return table.set_axis(["size", "context", "pass", "report", "its clock", "as printed", "here (ms)",
+                           "printed / here"], axis=1)
 
 
 def doubted(facts: dict) -> pd.DataFrame:
     """Each doubt with the figure as printed."""
-    return facts["table"][["report", "figure", "doubt"]].set_axis(["report", "as printed", "what is wrong"], axis=1)
+    return facts["table"][["report", "figure", "doubt"]].set_axis(["report", "as printed", "what is wrong"],
+                                                                  axis=1)

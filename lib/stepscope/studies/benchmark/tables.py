@@ -1,20 +1,23 @@
 """The benchmarking study's tables over all of its records."""
-from typing import cast
-
 import pandas as pd
 
-from stepscope.config import StepConfig, configure
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.rates import run_times
 from stepscope.step.timing import WHOLE
+from stepscope.studies.benchmark.config import Config
+
+# What a run's summary has (see run_times), so that the table has it also where no run was done.
+SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
+           "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     """The tidy table of a whole store: a row for each run and phase with the run's configuration and results.
 
-    Runs that ended out of memory have one row, phase ``step``, without times.
+    Runs that ended out of memory have one row, phase ``step``, without times; where all did, the columns are
+    the same.
     """
     records = [record for record in records if record.study == "benchmark" and record.done]
     if not records:
@@ -23,9 +26,12 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     runs, frames = runs_frame(records), []
     for record in records:
         if record.status == "ok":
-            config = cast(StepConfig, configure(**record.config))
-            own = ceilings[ceilings["run_id"] == record.run_id]
-            frames.append(run_times(samples[samples["run_id"] == record.run_id], own, config).assign(run_id=record.run_id))
+            config = Config(**record.config)
+            own, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+            frames.append(run_times(own, ceiling, config).assign(run_id=record.run_id))
         else:
             frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
-    return runs.merge(pd.concat(frames, ignore_index=True), on="run_id", validate="one_to_many")
+    times = pd.concat(frames, ignore_index=True)
+    columns = SUMMARY + ["launch_bound_share"] * ("cuda" in set(runs["device"]))
+    times = times.reindex(columns=dict.fromkeys([*times, *columns]))
+    return runs.merge(times, on="run_id", validate="one_to_many")

@@ -9,7 +9,9 @@ from stepscope.studies.warmup.tables import all_runs
 
 
 def load(store: Store, records: list[Record]) -> dict:
-    """``samples`` of every step, ``costs`` of a fresh process by part, ``calls`` into CUDA under the profiler."""
+    """``samples`` of every step, ``costs`` of a fresh process by part, ``calls`` into CUDA under the
+    profiler.
+    """
     return {name: all_runs(store, records, name) for name in ("samples", "costs", "calls")}
 
 

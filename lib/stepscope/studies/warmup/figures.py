@@ -12,7 +12,9 @@ from stepscope.studies.warmup.facts import whole_steps
 
 
 def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:
-    """Every step of each warm-up run from cold, a panel a size; filled points enter the mean, the bar at the right is it."""
+    """Every step of each warm-up run from cold, a panel a size; filled points enter the mean, the bar at the
+    right is it.
+    """
     steps = whole_steps(samples)
     if steps.empty:
         return None
@@ -24,16 +26,21 @@ def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:
             color, marker = PALETTE[index], MARKERS[index]
             axis.plot(own["step"] + 1, own["time_ms"], color=color, linewidth=0.8, alpha=0.6)
             timed = own[own["timed"]]
-            axis.plot(own["step"] + 1, own["time_ms"], marker, color=color, markerfacecolor="white", markersize=5)
-            axis.plot(timed["step"] + 1, timed["time_ms"], marker, color=color, markersize=5, label=f"{warmups} warm-ups")
-            axis.plot(17 + index * 1.5, timed["time_ms"].mean(), "_", color=color, markersize=12, markeredgewidth=3)
-        axis.set(title=size, xlabel="step", xticks=[1, 5, 10, 15, 19], xticklabels=["1", "5", "10", "15", "mean"], yscale="log")
+            axis.plot(own["step"] + 1, own["time_ms"], marker, color=color, markerfacecolor="white",
+                      markersize=5)
+            axis.plot(timed["step"] + 1, timed["time_ms"], marker, color=color, markersize=5,
+                      label=f"{warmups} warm-ups")
+            axis.plot(17 + index * 1.5, timed["time_ms"].mean(), "_", color=color, markersize=12,
+                      markeredgewidth=3)
+        axis.set(title=size, xlabel="step", xticks=[1, 5, 10, 15, 19],
+                 xticklabels=["1", "5", "10", "15", "mean"], yscale="log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.tick_params(which="both", axis="y", labelsize=9)
     axes[0, 0].set_ylabel("time of a full step (ms)")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"From cold: filled samples enter the mean ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"From cold: filled samples enter the mean ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     return figure
 
 
@@ -43,7 +50,8 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
         return None
     costs = by_size(costs[~costs["profile"].astype(bool)])
     cold = costs[~costs["one_layer_first"].astype(bool)]
-    table = cold.pivot_table(index="size", columns="part", values="time_ms", observed=True, sort=False, aggfunc="median")
+    table = cold.pivot_table(index="size", columns="part", values="time_ms", observed=True, sort=False,
+                             aggfunc="median")
     beyond = costs[costs["part"] == "first step beyond steady"]
     if not set(cold["run_id"]) & set(beyond["run_id"]):
         return None
@@ -61,7 +69,8 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
         left = np.zeros(len(parts))
         for index, part in enumerate(parts):
             widths = parts[part].clip(lower=0).to_numpy()
-            axis.barh(parts.index.astype(str), widths, left=left, color="0.75" if part == "the rest" else PALETTE[index], label=part, edgecolor="white")
+            color = "0.75" if part == "the rest" else PALETTE[index]
+            axis.barh(parts.index.astype(str), widths, left=left, color=color, label=part, edgecolor="white")
             left += widths
         axis.set(xlabel="time (ms)", title=title)
         axis.grid(axis="y", visible=False)

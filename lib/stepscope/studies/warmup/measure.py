@@ -15,7 +15,9 @@ REPEATS = 3
 
 
 def timed_ms(device: str, work: Callable[[], object]) -> float:
-    """Host time of ``work`` in ms, the device synchronised at its end (and not before: it may not be in use yet)."""
+    """Host time of ``work`` in ms, the device synchronised at its end (and not before: it may not be in use
+    yet).
+    """
     started = default_timer()
     work()
     if device == "cuda":
@@ -24,7 +26,9 @@ def timed_ms(device: str, work: Callable[[], object]) -> float:
 
 
 def first_uses(device: str) -> dict[str, float]:
-    """On a GPU that this process has not touched yet, the cost in ms of each thing that has to exist before a step."""
+    """On a GPU that this process has not touched yet, the cost in ms of each thing that has to exist before a
+    step.
+    """
     if device == "cpu":
         return {}
     return {"CUDA context": timed_ms(device, torch.cuda.init),
@@ -33,10 +37,11 @@ def first_uses(device: str) -> dict[str, float]:
 
 
 def one_layer_twin(config: Config) -> dict[str, float]:
-    """Run a model of one layer and otherwise the same shapes, and give its memory back; its first and steady step in ms.
+    """Run a model of one layer and otherwise the same shapes, and give its memory back; its first and steady
+    step in ms.
 
-    Its step launches the same kernels through the same libraries as the whole model's. What the whole model's first step
-    costs afterwards is therefore without loading them.
+    Its step launches the same kernels through the same libraries as the whole model's. What the whole model's
+    first step costs afterwards is therefore without loading them.
     """
     twin = build_step(config.step(num_layers=1))
     clock, times_ms = PhaseClock(config.device), []
@@ -51,8 +56,8 @@ def one_layer_twin(config: Config) -> dict[str, float]:
     return {"first": times_ms[0], "steady": statistics.median(times_ms[1:])}
 
 
-# Calls into CUDA's runtime and driver by what they are for. A kernel that is launched for the first time is loaded
-# then, inside the call that launches it or asks about it (CUDA's lazy loading).
+# Calls into CUDA's runtime and driver by what they are for. A kernel that is launched for the first time is
+# loaded then, inside the call that launches it or asks about it (CUDA's lazy loading).
 CALLS = {"kernel loading and launches": re.compile(r"Launch|FuncGet|FuncSet|Occupancy|Module|Library"),
          "device memory": re.compile(r"Malloc|Free|MemCreate|MemMap"),
          "waiting for the GPU": re.compile(r"Synchronize|EventQuery"),
@@ -60,9 +65,11 @@ CALLS = {"kernel loading and launches": re.compile(r"Launch|FuncGet|FuncSet|Occu
 
 
 def profiled_calls(step: Step) -> pd.DataFrame:
-    """Time inside CUDA API calls of the first step, and of a steady one after it, under torch.profiler (CUPTI).
+    """Time inside CUDA API calls of the first step, and of a steady one after it, under torch.profiler
+    (CUPTI).
 
-    Returns columns call, purpose (a key of :data:`CALLS`), first_calls, first_ms, steady_calls, steady_ms; empty on a CPU.
+    Returns columns call, purpose (a key of :data:`CALLS`), first_calls, first_ms, steady_calls, steady_ms;
+    empty on a CPU.
     """
     frames = []
     for which in ("first", "steady"):
@@ -78,16 +85,19 @@ def profiled_calls(step: Step) -> pd.DataFrame:
             step.clear_gradients()
             step()
     calls = frames[0].merge(frames[1], on="call", how="outer").fillna(0)
-    purpose = [next(name for name, pattern in CALLS.items() if pattern.search(call)) for call in calls["call"]]
+    purpose = [next(name for name, pattern in CALLS.items() if pattern.search(call))
+               for call in calls["call"]]
     calls.insert(1, "purpose", purpose)
     return calls.sort_values("first_ms", ascending=False, ignore_index=True)
 
 
 def again(step: Step) -> dict[str, float]:
-    """Undo, one at a time, what the first step left behind; how much longer than a steady step the next one takes, in ms.
+    """Undo, one at a time, what the first step left behind; how much longer than a steady step the next one
+    takes, in ms.
 
-    Call it after steady steps. ``allocator``: memory was given back to the driver, so the step asks for it again.
-    ``optimizer state``: AdamW's moments were dropped, so the step makes them again. Each the median of three.
+    Call it after steady steps. ``allocator``: memory was given back to the driver, so the step asks for it
+    again. ``optimizer state``: AdamW's moments were dropped, so the step makes them again. Each the median of
+    three.
     """
     def give_memory_back() -> None:
         step.clear_gradients()
@@ -118,14 +128,15 @@ def _step_ms(step: Step, prepare: Callable[[], object]) -> float:
 def first_costs(samples: pd.DataFrame, before: dict[str, float], undone: dict[str, float]) -> pd.DataFrame:
     """One table of it: columns part, when (``before`` or ``in`` the first step), time_ms.
 
-    The first step's own row ``first step beyond steady`` is its wall time less the median of the last half of the steps;
-    ``not told apart`` is what of it the parts measured again do not explain (kernels loaded at first use, autotuning,
-    first-time work of Python and autograd).
+    The first step's own row ``first step beyond steady`` is its wall time less the median of the last half of
+    the steps; ``not told apart`` is what of it the parts measured again do not explain (kernels loaded at
+    first use, autotuning, first-time work of Python and autograd).
     """
     whole = samples[samples["phase"] == "step"]["time_ms"].to_numpy()
     beyond = whole[0] - statistics.median(whole[len(whole) // 2:])
     rows = [(part, "before", time_ms) for part, time_ms in before.items()]
-    rows += [("first step beyond steady", "in", beyond)] + [(part, "in", time_ms) for part, time_ms in undone.items()]
+    rows += [("first step beyond steady", "in", beyond)] + [
+        (part, "in", time_ms) for part, time_ms in undone.items()]
     rows += [("not told apart", "in", beyond - sum(undone.values()))]
     return pd.DataFrame(rows, columns=["part", "when", "time_ms"])
 
@@ -135,8 +146,9 @@ def reading(samples: pd.DataFrame, costs: pd.DataFrame) -> str:
     whole = samples[samples["phase"] == "step"].reset_index(drop=True)
     steady = whole["time_ms"][len(whole) // 2:].median()
     beyond = costs.set_index("part")["time_ms"]["first step beyond steady"]
-    settled = next((i for i in range(len(whole)) if (whole["time_ms"][i:] / steady - 1).abs().max() < 0.05), None)
-    text = (f"The first step takes {whole['time_ms'][0]:.4g} ms where a steady one takes {steady:.4g} ms: {abs(beyond):.4g} ms"
-            f" {'more' if beyond > 0 else 'less'}.")
+    settled = next((i for i in range(len(whole)) if (whole["time_ms"][i:] / steady - 1).abs().max() < 0.05),
+                   None)
+    text = (f"The first step takes {whole['time_ms'][0]:.4g} ms where a steady one takes {steady:.4g} ms:"
+            f" {abs(beyond):.4g} ms {'more' if beyond > 0 else 'less'}.")
     return text + (" No step is followed only by steps within 5% of steady." if settled is None else
                    f" From step {settled + 1} on, all are within 5% of steady.")

@@ -19,7 +19,8 @@ def costs(facts: dict) -> pd.DataFrame:
     """Shapes down, parts of the start across."""
     table, loading = facts["by_part"].copy(), facts["loading"]
     if loading:
-        table["first step after a one-layer model"], table["loading at first use"] = loading["after_ms"], loading["ms"]
+        table["first step after a one-layer model"] = loading["after_ms"]
+        table["loading at first use"] = loading["ms"]
     return table.map(number).rename_axis(["size", "context"]).reset_index()
 
 
@@ -30,5 +31,6 @@ def purposes(facts: dict) -> pd.DataFrame | None:
     sums = facts["purposes"]
     shown = sums.assign(**{column: sums[column].map(number) for column in ("first_ms", "steady_ms")},
                         **{column: sums[column].astype(int) for column in ("first_calls", "steady_calls")})
-    return shown.rename(columns={"context_length": "context", "first_calls": "calls, first", "first_ms": "ms, first",
+    return shown.rename(columns={"context_length": "context", "first_calls": "calls, first",
+                                 "first_ms": "ms, first",
                                  "steady_calls": "calls, steady", "steady_ms": "ms, steady"})
