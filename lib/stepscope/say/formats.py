@@ -140,6 +140,11 @@ def precision(name: str) -> str:
     return name.upper() if name == "tf32" else name
 
 
+def percent_change(share: float) -> str:
+    """A change in whole percent, with its sign unless it rounds to none."""
+    return "0%" if abs(share) < 0.005 else f"{share:+.0%}"
+
+
 def comma(loop) -> str:
     """In a template's loop: what stands between an item and the next, so that a list reads "a, b and c"."""
     return "" if loop.last else " and " if loop.revindex == 2 else ", "
@@ -147,5 +152,5 @@ def comma(loop) -> str:
 
 FILTERS = {function.__name__: function for function in
            (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none, percent_span,
-            percent_range, precision, comma)}
+            percent_range, precision, percent_change, comma)}
 FILTERS["mode"] = lambda mode: MODE_WORDS.get(mode, mode)

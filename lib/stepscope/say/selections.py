@@ -29,3 +29,10 @@ def pick(times: pd.DataFrame, **values) -> pd.DataFrame:
 
 def precisions(table: pd.DataFrame) -> list[str]:
     return [precision for precision in PRECISIONS if (table["precision"] == precision).any()]
+
+
+def beside(rows: pd.DataFrame) -> dict | None:
+    """How many of a table's ``runs`` had others ``beside`` them on their machine (``each`` of several); None if none had."""
+    runs = rows.drop_duplicates("run_id")
+    busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
+    return {"runs": len(runs), "beside": busy, "each": busy == len(runs) > 1} if busy else None

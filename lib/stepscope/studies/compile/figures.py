@@ -8,7 +8,8 @@ from matplotlib.patches import Patch
 from stepscope.say.formats import MODE_WORDS, listing, number
 from stepscope.say.selections import precisions
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.studies.compile.answers import ATTENTION_WORDS, VARIANT_WORDS, relative
+from stepscope.studies.compile.pairs import VARIANTS, relative
+from stepscope.studies.compile.printed import ATTENTION_WORDS
 
 # Bars of the whole model: attention, variant and colour; eager with written-out attention is what the others are measured by.
 MODEL_BARS = [("eager", "eager", "0.75"), ("eager", "block", "#0072B2"), ("sdpa", "eager", "#E69F00"), ("sdpa", "block", "#D55E00")]
@@ -18,7 +19,7 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
     """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under the size: a
     row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95% intervals allow."""
     rows = relative(times)
-    rows = rows[rows["variant"].isin(VARIANT_WORDS) & rows["mode"].isin(["forward_backward", "step"])] if len(rows) else rows
+    rows = rows[rows["variant"].isin(VARIANTS) & rows["mode"].isin(["forward_backward", "step"])] if len(rows) else rows
     if rows.empty:
         return None
     rows = rows[rows["run_id"].isin(rows.drop_duplicates(["size", "precision"])["run_id"])]  # one run each
