@@ -1,5 +1,5 @@
-"""What the tables of the study of the compiled model say, in numbers: times and memory. Pairs are dicts of the columns of
-:func:`stepscope.studies.compile.pairs.paired`."""
+"""What the tables of the study of the compiled model say, in numbers: times and memory. Pairs are dicts of
+the columns of :func:`stepscope.studies.compile.pairs.paired`."""
 import pandas as pd
 
 from stepscope.config import PHASES
@@ -23,12 +23,15 @@ from stepscope.studies.compile.pairs import (
 
 
 def whole_model(times: pd.DataFrame) -> dict | None:
-    """Eager against compiled by mode: the :func:`gains`, the pairs that are ``slower``, and the full steps that are
-    changed most and ``least`` (None where there is but one). Without a pair (``pairs`` is None) what was not timed."""
+    """Eager against compiled by mode: the :func:`gains`, the pairs that are ``slower``, and the full steps
+    that are changed most and ``least`` (None where there is but one). Without a pair (``pairs`` is None) what
+    was not timed."""
     both = beside(times)
     untimed = not_timed(times)
     if both.empty:
-        return {"pairs": None, "headline": None, "runs": runs_of(times)} | untimed if any(untimed.values()) else None
+        if not any(untimed.values()):
+            return None
+        return {"pairs": None, "headline": None, "marked": False, "runs": runs_of(times)} | untimed
     slower = both[both["sure"] & (both["speedup"] < 1)]
     steps = both[both["mode"] == "step"]
     sure = steps[steps["sure"]]
@@ -50,9 +53,10 @@ def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
 
 
 def sdpa(times: pd.DataFrame) -> dict | None:
-    """Written-out attention against SDPA: the gains of the full step by variant, of both changes ``together`` and
-    ``over_all`` modes; ``losses`` in steady samples, with how launches ``bound`` them, and those in ``unsteady`` ones, each
-    with the :func:`gain` of the same pair in the run with fused AdamW (None without one)."""
+    """Written-out attention against SDPA: the gains of the full step by variant, of both changes ``together``
+    and ``over_all`` modes; ``losses`` in steady samples, with how launches ``bound`` them, and those in
+    ``unsteady`` ones, each with the :func:`gain` of the same pair in the run with fused AdamW (None without
+    one)."""
     both = by_attention(times)
     if both.empty:
         return None
@@ -71,16 +75,19 @@ def sdpa(times: pd.DataFrame) -> dict | None:
 
 
 def bound_losses(losses: pd.DataFrame) -> dict | None:
-    """How many of some pairs are mostly launch-bound on both sides, and how many times as long the host takes to enqueue
-    the second; None without such a pair."""
+    """How many of some pairs are mostly launch-bound on both sides, and how many times as long the host takes
+    to enqueue the second; None without such a pair."""
     if "launch_bound_share" not in losses:
         return None
     bound = losses[losses[["launch_bound_share", "launch_bound_share_after"]].min(axis=1) > 0.5]
-    return {"pairs": len(bound), "enqueue_ratio": bound["enqueue_ms_after"] / bound["enqueue_ms"]} if len(bound) else None
+    if bound.empty:
+        return None
+    return {"pairs": len(bound), "enqueue_ratio": bound["enqueue_ms_after"] / bound["enqueue_ms"]}
 
 
 def repeated(row: pd.Series, fused: pd.DataFrame) -> dict | None:
-    """The gain of the same pair in the process with fused AdamW, of a mode in which AdamW has no part; None without one."""
+    """The gain of the same pair in the process with fused AdamW, of a mode in which AdamW has no part; None
+    without one."""
     if fused.empty or row["mode"] == "step":
         return None
     same = pick(fused, **row[["size", "precision", "variant", "mode"]].to_dict())
@@ -88,33 +95,34 @@ def repeated(row: pd.Series, fused: pd.DataFrame) -> dict | None:
 
 
 def peak_memory(times: pd.DataFrame) -> dict | None:
-    """The allocator's peak, eager against compiled, of the modes in ``by_mode``; the pairs in which it grows; and what
-    compiling and SDPA change ``together``. ``measured`` is False where no peak was kept."""
+    """The allocator's peak, eager against compiled, of the modes in ``by_mode``; the pairs in which it grows;
+    and what compiling and SDPA change ``together``. ``measured`` is False where no peak was kept."""
     both = beside(times)
     if both.empty:
         return None
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
         return {"measured": False, "backward": None, "pairs": None, "runs": runs_of(both)}
-    both = with_peaks(both[both["mode"] != "forward"])  # measured after full steps, with AdamW's moments still in memory
+    # Forward alone was measured after full steps, with AdamW's moments still in memory.
+    both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)
     ends = with_peaks(ends[ends["mode"] == "forward_backward"]) if len(ends) else ends
     by_mode = [{"mode": mode} | changes(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
-    backward = next((own for own in by_mode if own["mode"] == "forward_backward" and own["most"]["change"] < 0), None)
+    backward = next((own for own in by_mode if own["mode"] == "forward_backward" and own["falls"]), None)
     more = both[both["change"] > NEARLY]
     return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward, "nearly": NEARLY,
-            "more": more.to_dict("records"), "together": changes(ends) if len(ends) else None, "pairs": both,
-            "runs": runs_of(both)}
+            "more": more.to_dict("records"), "together": changes(ends) if len(ends) else None,
+            "pairs": both, "runs": runs_of(both)}
 
 
 def with_peaks(both: pd.DataFrame) -> pd.DataFrame:
     """Pairs with both peaks in GiB, and the ``change`` from one to the other as a share."""
-    return both.assign(change=both["peak_allocated_mib_after"] / both["peak_allocated_mib"] - 1,
-                       peak_gib=both["peak_allocated_mib"] / 1024, peak_gib_after=both["peak_allocated_mib_after"] / 1024)
+    before, after = both["peak_allocated_mib"], both["peak_allocated_mib_after"]
+    return both.assign(change=after / before - 1, peak_gib=before / 1024, peak_gib_after=after / 1024)
 
 
 def changes(own: pd.DataFrame) -> dict:
-    """The pairs whose peak changes ``least`` (falls furthest) and ``most``; whether both changes print ``alike``; how much
-    ``lower_percent`` each is."""
+    """The pairs whose peak changes ``least`` (falls furthest) and ``most``; whether both changes print
+    ``alike``; how much ``lower_percent`` each is."""
     least, most = (own.loc[at].to_dict() for at in (own["change"].idxmin(), own["change"].idxmax()))
-    return {"least": least, "most": most, "lower_percent": -100 * own["change"],
+    return {"least": least, "most": most, "falls": most["change"] < 0, "lower_percent": -100 * own["change"],
             "alike": percent_change(least["change"]) == percent_change(most["change"])}

@@ -12,24 +12,26 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
 from stepscope.studies.compile.tables import PART
 
-# Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.
+# Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's.
 MODES = ("forward_backward", "step", "forward")
 
 
 def with_compiled(step: Step, variant: str) -> Step:
-    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share, ``model`` the
-    whole forward. Loss and optimizer stay as they are."""
+    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share,
+    ``model`` the whole forward. Loss and optimizer stay as they are."""
     if variant == "block":
         for block in step.model.blocks:
             block.compile(dynamic=False)
-    return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False)) if variant == "model" else step
+    if variant == "model":
+        return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False))
+    return step
 
 
 def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
     """Every attention, variant and mode of one configuration, one after another.
 
-    Each is compiled with caches on disk that are its own and empty at first, so that no compile time profits from another's
-    or from an earlier run. What a process does once, the first to be compiled pays for.
+    Each is compiled with caches on disk that are its own and empty at first, so that no compile time profits
+    from another's or from an earlier run. What a process does once, the first to be compiled pays for.
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
@@ -39,21 +41,24 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
     """
     from torch._inductor.utils import fresh_cache  # not above: it imports the compiler, which a report does without
     allow_recompiling()
-    samples, rows = [], []
+    samples: list[pd.DataFrame] = []
+    rows: list[dict] = []
     for attention in config.attentions:
         for variant in config.variants:
             torch._dynamo.reset()
             release(config.device, after_error=True)  # a model's parameters and their gradients hang in cycles
             step = None
             for mode in MODES:
-                row, compiles, cached = {"attention": attention, "variant": variant, "mode": mode}, Compiles(), _cached_graphs()
+                part: dict = {"attention": attention, "variant": variant, "mode": mode}
+                row, compiles, cached = dict(part), Compiles(), _cached_graphs()
                 with fresh_cache():
                     try:
-                        step = step or with_compiled(build_step(config.step(mode="step", attention=attention)), variant)
+                        if step is None:
+                            step = with_compiled(build_step(config.step(mode="step", attention=attention)), variant)
                         step = dataclasses.replace(step, config=config.step(mode=mode, attention=attention))
                         if config.device == "cuda":
                             torch.cuda.reset_peak_memory_stats()
-                        samples.append(measure(step, sm_clock_mhz).assign(attention=attention, variant=variant, mode=mode))
+                        samples.append(measure(step, sm_clock_mhz).assign(**part))
                         graphs, breaks = compiles.read()
                         row |= {"status": "ok", "reason": "", "graphs": graphs, "graph_breaks": breaks,
                                 "cached_graphs": _cached_graphs() - cached} | _peaks(config.device)
@@ -66,12 +71,13 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                     step.clear_gradients()
             del step
     release(config.device)
-    samples = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
-    return {"samples": samples, "variants": pd.DataFrame(rows)}
+    none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
+    return {"samples": pd.concat(samples, ignore_index=True) if samples else none, "variants": pd.DataFrame(rows)}
 
 
 def _cached_graphs() -> int:
-    """Graphs that this process has so far taken out of torch's caches: Inductor's own, and AOTAutograd's above it."""
+    """Graphs that this process has so far taken out of torch's caches: Inductor's own, and AOTAutograd's
+    above it."""
     from torch._dynamo.utils import counters
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 

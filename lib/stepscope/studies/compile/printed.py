@@ -14,8 +14,10 @@ SHARE_WORDS = {"forward_backward": "launch-bound, forward + backward", "step": "
 
 def cells_of(both: pd.DataFrame) -> list[str]:
     """Of each pair: in ms, and how many times as fast."""
-    return [f"{number(row.median_ms)} to {number(row.median_ms_after)}: {number(row.speedup) if row.sure else 'none'}"
-            f"{FLAGGED if row.flagged else ''}" for row in both.itertuples()]
+    speedups = [number(row.speedup) if row.sure else "none" for row in both.itertuples()]
+    marks = [FLAGGED if flagged else "" for flagged in both["flagged"]]
+    return [f"{times}: {speedup}{mark}"
+            for times, speedup, mark in zip(from_to(both, "median_ms"), speedups, marks, strict=True)]
 
 
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
@@ -26,7 +28,8 @@ def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.Data
     order = table[index].drop_duplicates()
     table = table.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
     table = table[list(dict.fromkeys(across))].reset_index().drop(columns="run_id")
-    return table.rename(columns={"context_length": "context"}).rename_axis(None, axis=1).astype(object).fillna("–")
+    table = table.rename(columns={"context_length": "context"}).rename_axis(None, axis=1)
+    return table.astype(object).fillna("–")
 
 
 def by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
@@ -55,15 +58,16 @@ def fused(facts: dict) -> pd.DataFrame | None:
     if facts["fused"] is None:
         return None
     pairs = facts["fused"]["table"]
-    table = {"size": pairs["size"], "precision": pairs["precision"], "attention": pairs["attention"].map(ATTENTION_WORDS),
-             "full step": cells_of(pairs), "AdamW": from_to(pairs, "phase_ms"),
-             "times as fast as eager": from_to(pairs, "own_speedup")}
-    return pd.DataFrame(table)
+    return pd.DataFrame({
+        "size": pairs["size"], "precision": pairs["precision"],
+        "attention": pairs["attention"].map(ATTENTION_WORDS), "full step": cells_of(pairs),
+        "AdamW": from_to(pairs, "phase_ms"), "times as fast as eager": from_to(pairs, "own_speedup")})
 
 
 def from_to(both: pd.DataFrame, column: str) -> list[str]:
     """A column's numbers of both sides of each pair."""
-    return [f"{number(before)} to {number(after)}" for before, after in zip(both[column], both[f"{column}_after"], strict=True)]
+    return [f"{number(before)} to {number(after)}"
+            for before, after in zip(both[column], both[f"{column}_after"], strict=True)]
 
 
 def peaks(facts: dict) -> pd.DataFrame | None:
@@ -71,7 +75,8 @@ def peaks(facts: dict) -> pd.DataFrame | None:
     both = facts["pairs"]
     if both is None:
         return None
-    cells = [f"{sizes}: {percent_change(change)}" for sizes, change in zip(from_to(both, "peak_gib"), both["change"], strict=True)]
+    cells = [f"{sizes}: {percent_change(change)}"
+             for sizes, change in zip(from_to(both, "peak_gib"), both["change"], strict=True)]
     return by_mode(both, cells)
 
 
@@ -79,10 +84,12 @@ def seconds(facts: dict) -> pd.DataFrame:
     """Seconds of compiling, a row for each run, attention and variant."""
     rows = facts["seconds"]
     return pd.DataFrame({
-        "size": rows["size"], "precision": rows["precision"], "attention": rows["attention"].map(ATTENTION_WORDS),
+        "size": rows["size"], "precision": rows["precision"],
+        "attention": rows["attention"].map(ATTENTION_WORDS),
         "compiled": rows["variant"].map({"block": "block", "model": "whole forward"}),
         "forward + backward": rows["training_s"].map(number),
-        "first of its process": rows["first"].map({True: "yes", False: "no"}), "forward": rows["inference_s"].map(number)})
+        "first of its process": rows["first"].map({True: "yes", False: "no"}),
+        "forward": rows["inference_s"].map(number)})
 
 
 def whole(facts: dict) -> pd.DataFrame | None:

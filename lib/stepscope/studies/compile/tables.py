@@ -7,24 +7,25 @@ from stepscope.studies.benchmark.measure import run_times
 from stepscope.studies.compile.config import Config
 
 PART = ["attention", "variant", "mode"]  # what is timed on its own within a run
-EMPTY_TIMES = [*PART, "phase", "median_ms", "ci_low_ms", "ci_high_ms", "first_ms"]  # of a run in which nothing fits
+# Of a run in which nothing fits.
+EMPTY_TIMES = [*PART, "phase", "median_ms", "ci_low_ms", "ci_high_ms", "first_ms"]
 
 
 def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> pd.DataFrame:
-    """A row for each attention, variant, mode and phase: columns of ``benchmark.run_times``, and ``first_ms``, the first
-    step's time, in which torch.compile compiles."""
+    """A row for each attention, variant, mode and phase: columns of ``benchmark.run_times``, and
+    ``first_ms``, the first step's time, in which torch.compile compiles."""
     frames = []
     for (attention, variant, mode), own in samples.groupby(PART, sort=False):
         times = run_times(own, ceilings, config.step(mode=mode, attention=attention))
-        first = own[own["step"] == 0].set_index("phase")["time_ms"]
-        frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=times["phase"].map(first)))
+        first_ms = times["phase"].map(own[own["step"] == 0].set_index("phase")["time_ms"])
+        frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=first_ms))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """The tidy table of a whole store: a row for each run, attention, variant, mode and phase, with what is known of
-    them (columns of the table ``variants``), those of a run in the order in which they were run. What ran out of memory
-    has one row without times, phase ``step``."""
+    """The tidy table of a whole store: a row for each run, attention, variant, mode and phase, with what is
+    known of them (columns of the table ``variants``), those of a run in the order in which they were run.
+    What ran out of memory has one row without times, phase ``step``."""
     records = [record for record in records if record.study == "compile" and record.status == "ok"]
     if not records:
         return pd.DataFrame()
@@ -32,8 +33,8 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     frames = []
     for record in records:
         config = Config(**record.config)
-        own = [table[table["run_id"] == record.run_id] for table in (samples, ceilings)]
-        frames.append(variant_times(*own, config).assign(run_id=record.run_id))
+        own, limits = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+        frames.append(variant_times(own, limits, config).assign(run_id=record.run_id))
     times = pd.concat(frames, ignore_index=True)
     times = variants.drop(columns="study").merge(times, on=["run_id", *PART], how="left")
     times["phase"] = times["phase"].fillna(WHOLE)
