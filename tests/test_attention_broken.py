@@ -3,6 +3,7 @@ import pytest
 import torch
 from stepscope.studies.attention import measure as attention
 from stepscope.studies.compile import measure as compiled
+from stepscope.studies.compile.tables import variant_times
 from stepscope.config import configure
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -60,5 +61,5 @@ def test_where_no_variant_fits_there_are_rows_and_no_times(monkeypatch, tiny):
     config = tiny(study="compile")
     tables = compiled.measure_variants(config)
     assert tables["variants"]["status"].tolist() == ["oom"] * 12
-    times = compiled.variant_times(tables["samples"], tables["samples"], config)
+    times = variant_times(tables["samples"], tables["samples"], config)
     assert times.empty and compiled.reading(times) == "Nothing could be timed."

@@ -11,7 +11,7 @@ from stepscope.report.load import chapters
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import Words, environment, escape, tidy
 
-TEMPLATES = sorted(Path(stepscope.__file__).parent.glob("**/words/*.md"))
+TEMPLATES = sorted(Path(stepscope.__file__).parent.glob("**/words/**/*.md"))
 ARITHMETIC = (nodes.Compare, nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow, nodes.Neg)
 
 

@@ -19,11 +19,13 @@ NEEDS = ("compile.times",)
 CHAPTER = Chapter(
     Path(__file__).parent, "The compiled model", load,
     questions=(
-        Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times}, pictures=("compile_model",)),
+        Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times},
+                 pictures=("compile_model",)),
         Question("compile-launches", facts_launches.launches, NEEDS,
                  printed={"shares": printed.shares, "fused": printed.fused}),
         Question("compile-memory", facts.peak_memory, NEEDS, printed={"peaks": printed.peaks}),
-        Question("compile-cost", facts_launches.cost, NEEDS, printed={"seconds": printed.seconds, "whole": printed.whole}),
+        Question("compile-cost", facts_launches.cost, NEEDS,
+                 printed={"seconds": printed.seconds, "whole": printed.whole}),
         Question("compile-sdpa", facts.sdpa, NEEDS, printed={"steps": printed.steps}),
     ),
     pictures=(Picture("compile_model", figures.whole_model, NEEDS),),

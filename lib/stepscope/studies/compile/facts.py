@@ -109,8 +109,9 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     by_mode = [{"mode": mode} | changes(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
     backward = next((own for own in by_mode if own["mode"] == "forward_backward" and own["falls"]), None)
     more = both[both["change"] > NEARLY]
-    return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward, "nearly": NEARLY,
-            "more": more.to_dict("records"), "together": changes(ends) if len(ends) else None,
+    return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward,
+            "nearly": NEARLY, "more": more.to_dict("records"),
+            "together": changes(ends) if len(ends) else None,
             "pairs": both, "runs": runs_of(both)}
 
 

@@ -52,7 +52,8 @@ def moves(own: pd.DataFrame) -> dict:
     stay = own[(own["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
     waits_more = (rises["sure"] & (rises["speedup"] > 1)).all() and not rises["flagged"].all()
     return {"mode": own["mode"].iloc[0], "pairs": len(own), "bound": int((before > NEARLY).sum()),
-            "before_percent": before * 100, "after_percent": after * 100, "falls": falls.to_dict("records"), "falling": len(falls),
+            "before_percent": before * 100, "after_percent": after * 100,
+            "falls": falls.to_dict("records"), "falling": len(falls),
             "rises": rises.to_dict("records"), "rising": len(rises), "waits_more": bool(waits_more),
             "stays": {"pairs": len(stay), "enqueue_ratio": stay["enqueue_ms_after"] / stay["enqueue_ms"]}
             if len(stay) else None}
@@ -106,8 +107,9 @@ def fused_adamw(times: pd.DataFrame) -> dict | None:
         pairs = pairs.assign(**{column: keys.map(values).astype(float) for column, values in found.items()})
     saved_ms = (pairs["phase_ms"] - pairs["phase_ms_after"]).dropna()
     before, after = pairs["own_speedup"], pairs["own_speedup_after"]
+    known = before.notna().all() and after.notna().all()
     return {"pairs": pairs.to_dict("records"), "saved_ms": saved_ms.to_list(),
-            "own": {"before": before, "after": after} if before.notna().all() and after.notna().all() else None,
+            "own": {"before": before, "after": after} if known else None,
             "table": pairs, "marks": marks(pairs), "runs": sorted(set("compile/" + pairs["run_id_after"]))}
 
 
@@ -147,10 +149,13 @@ def cost(times: pd.DataFrame) -> dict | None:
     blocks = seconds[seconds["variant"] == "block"]
     by_first = [(first, own) for first in (True, False) if len(own := blocks[blocks["first"] == first])]
     whole = whole_forward(beside(times, "block", "model"), seconds)
-    return {"seconds": seconds, "cached": int(seconds["cached_graphs"].sum()), "neighbours": runs_beside(seconds),
-            "breaks": int(seconds["graph_breaks"].sum()), "graphs": blocks["graphs"] if len(blocks) else None,
-            "two_graphs": bool((blocks["graphs"] == 2).all()), "whole": whole, "marked": bool(whole) and any_flagged(whole["gains"]),
-            "blocks": [block_seconds(own) | {"first": first} for first, own in by_first], "runs": runs_of(seconds)}
+    return {"seconds": seconds, "neighbours": runs_beside(seconds),
+            "cached": int(seconds["cached_graphs"].sum()), "breaks": int(seconds["graph_breaks"].sum()),
+            "graphs": blocks["graphs"] if len(blocks) else None,
+            "two_graphs": bool((blocks["graphs"] == 2).all()), "whole": whole,
+            "marked": whole is not None and any_flagged(whole["gains"]),
+            "blocks": [block_seconds(own) | {"first": first} for first, own in by_first],
+            "runs": runs_of(seconds)}
 
 
 def block_seconds(own: pd.DataFrame) -> dict:
@@ -170,7 +175,8 @@ def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
     later = seconds[~seconds["first"]]
     ratio = pick(later, variant="model").merge(pick(later, variant="block"), on=["run_id", "attention"],
                                                suffixes=("", "_block"))
-    return {"gains": gains(both), "nearly": NEARLY, "better": better.to_dict("records"), "better_pairs": len(better),
-            "bound": int((better["launch_bound_share"] > 0.5).sum()) if "launch_bound_share" in better else None,
+    bound = int((better["launch_bound_share"] > 0.5).sum()) if "launch_bound_share" in better else None
+    return {"gains": gains(both), "nearly": NEARLY, "bound": bound,
+            "better": better.to_dict("records"), "better_pairs": len(better),
             "compiling_ratio": ratio["training_s"] / ratio["training_s_block"] if len(ratio) else None,
             "pairs": both, "marks": marks(both)}

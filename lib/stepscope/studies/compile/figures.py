@@ -20,8 +20,9 @@ MODES = ["forward_backward", "step"]
 
 
 def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
-    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under the size:
-    a row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95% intervals allow."""
+    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under
+    the size: a row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95%
+    intervals allow."""
     rows = relative(times)
     rows = rows[rows["variant"].isin(VARIANTS) & rows["mode"].isin(MODES)] if len(rows) else rows
     if rows.empty:
@@ -30,8 +31,8 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
     use_style()
     shown, modes = precisions(rows), [mode for mode in MODES if (rows["mode"] == mode).any()]
     sizes = [str(size) for size in rows["size"].cat.remove_unused_categories().cat.categories]
-    figure, axes = plt.subplots(len(modes), len(shown), figsize=(WIDTH_IN, 0.8 + 2.6 * len(modes)), squeeze=False,
-                                sharey=True)
+    figure, axes = plt.subplots(len(modes), len(shown), figsize=(WIDTH_IN, 0.8 + 2.6 * len(modes)),
+                                squeeze=False, sharey=True)
     for line, mode in zip(axes, modes):
         for axis, precision in zip(line, shown):
             bars(axis, pick(rows, mode=mode, precision=precision), sizes)
@@ -53,8 +54,8 @@ def bars(axis: Axes, here: pd.DataFrame, sizes: list[str]) -> None:
     for index, (attention, variant, color) in enumerate(BARS):
         own = pick(here, attention=attention, variant=variant)
         x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
-        whiskers = [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]] if index else None
-        drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers,
+        whiskers = [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]]
+        drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers if index else None,
                          error_kw={"elinewidth": 1, "ecolor": "0.2"})
         for bar, share in zip(drawn, own.get("launch_bound_share", ())):
             if share > 0.5:

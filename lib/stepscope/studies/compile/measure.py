@@ -12,7 +12,8 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
 from stepscope.studies.compile.tables import PART
 
-# Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's.
+# Training first: the graph that forward and backward share is compiled in its first step, inference's in
+# forward's own.
 MODES = ("forward_backward", "step", "forward")
 
 
@@ -35,18 +36,21 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
-        variants: a row for each attention, variant and mode, in the order they were run: status (``ok``, ``oom``, or
-            ``unsupported`` where torch.compile finds no compiler that works) and its reason, graphs compiled, graph breaks,
-            graphs that came out of a cache in place of being compiled, and the mode's peak memory.
+        variants: a row for each attention, variant and mode, in the order they were run: status (``ok``,
+            ``oom``, or ``unsupported`` where torch.compile finds no compiler that works) and its reason,
+            graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, and the
+            mode's peak memory.
     """
-    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler, which a report does without
+    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+
     allow_recompiling()
     samples: list[pd.DataFrame] = []
     rows: list[dict] = []
     for attention in config.attentions:
         for variant in config.variants:
             torch._dynamo.reset()
-            release(config.device, after_error=True)  # a model's parameters and their gradients hang in cycles
+            # A model's parameters and their gradients hang in cycles.
+            release(config.device, after_error=True)
             step = None
             for mode in MODES:
                 part: dict = {"attention": attention, "variant": variant, "mode": mode}
@@ -54,7 +58,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                 with fresh_cache():
                     try:
                         if step is None:
-                            step = with_compiled(build_step(config.step(mode="step", attention=attention)), variant)
+                            built = build_step(config.step(mode="step", attention=attention))
+                            step = with_compiled(built, variant)
                         step = dataclasses.replace(step, config=config.step(mode=mode, attention=attention))
                         if config.device == "cuda":
                             torch.cuda.reset_peak_memory_stats()
@@ -72,7 +77,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             del step
     release(config.device)
     none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
-    return {"samples": pd.concat(samples, ignore_index=True) if samples else none, "variants": pd.DataFrame(rows)}
+    return {"samples": pd.concat(samples, ignore_index=True) if samples else none,
+            "variants": pd.DataFrame(rows)}
 
 
 def _cached_graphs() -> int:

@@ -61,7 +61,8 @@ def by_attention(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
     if steps.empty:
         return steps
     steps = steps[steps["variant"].isin(VARIANTS)]
-    return paired(pick(steps, attention="eager"), pick(steps, attention="sdpa"), ["run_id", "variant", "mode"])
+    return paired(pick(steps, attention="eager"), pick(steps, attention="sdpa"),
+                  ["run_id", "variant", "mode"])
 
 
 def both_ends(times: pd.DataFrame) -> pd.DataFrame:
@@ -142,8 +143,9 @@ def headline(steps: pd.DataFrame) -> dict | None:
     sure = steps[steps["sure"]]
     if sure.empty or sure["speedup"].max() < 1:
         return None
-    return {"speedup": sure["speedup"], "sure": len(sure), "pairs": len(steps), "not_all": len(sure) < len(steps),
-            "several": len(steps) > 1, "best": sure.loc[sure["speedup"].idxmax()].to_dict()}
+    return {"speedup": sure["speedup"], "sure": len(sure), "pairs": len(steps),
+            "not_all": len(sure) < len(steps), "several": len(steps) > 1,
+            "best": sure.loc[sure["speedup"].idxmax()].to_dict()}
 
 
 def marks(both: pd.DataFrame) -> dict:

@@ -23,8 +23,8 @@ def cells_of(both: pd.DataFrame) -> list[str]:
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
     """Runs and attentions down, ``across`` over it."""
     table = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
-    index = ["run_id", "size", *(["context_length"] if table["context_length"].nunique() > 1 else []), "precision",
-             "attention"]
+    contexts = ["context_length"] if table["context_length"].nunique() > 1 else []
+    index = ["run_id", "size", *contexts, "precision", "attention"]
     order = table[index].drop_duplicates()
     table = table.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
     table = table[list(dict.fromkeys(across))].reset_index().drop(columns="run_id")

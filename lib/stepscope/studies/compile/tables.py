@@ -29,7 +29,8 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     records = [record for record in records if record.study == "compile" and record.status == "ok"]
     if not records:
         return pd.DataFrame()
-    samples, ceilings, variants = (load_table(store, records, name) for name in ("samples", "ceilings", "variants"))
+    samples, ceilings, variants = (load_table(store, records, name)
+                                   for name in ("samples", "ceilings", "variants"))
     frames = []
     for record in records:
         config = Config(**record.config)
