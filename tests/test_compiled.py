@@ -1,4 +1,5 @@
-"""The compile study: what is compiled, timed and counted, on a CPU; its facts on times made for the question."""
+"""The compile study: what is compiled, timed and counted on a CPU; its facts, on times made for them."""
+
 import re
 from contextlib import nullcontext
 
@@ -6,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, record_of
 
+from conftest import TINY, record_of
 from stepscope.config import PHASES, configure
 from stepscope.runs.store import Store, write_table
 from stepscope.say.chapter import answer
@@ -28,18 +29,21 @@ def texts(key, *tables):
     return {answered(key, table).text for table in tables}
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- what is measured ----------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def run():
-    """A run of every attention, variant and mode. Graphs are captured and differentiated as ever; turning them into
-    C++, most of the seconds, is left out where torch can leave it out."""
+    """A run of every attention, variant and mode. Graphs are captured and differentiated as ever; turning
+    them into C++, most of the seconds, is left out where torch can leave it out."""
     set_backend = getattr(torch.compiler, "set_default_backend", lambda backend: None)
     set_backend("aot_eager")
     config = configure("compile", **COMPILE)
     tables = compiled.measure_variants(config)
     set_backend(None)
-    tables["ceilings"] = pd.DataFrame({"ceiling": ["matmul_fp32"], "value": [0.1], "unit": "TFLOP/s", "time_ms": 1.0})
+    tables["ceilings"] = pd.DataFrame(
+        {"ceiling": ["matmul_fp32"], "value": [0.1], "unit": "TFLOP/s", "time_ms": 1.0}
+    )
     return config, tables
 
 
@@ -58,15 +62,22 @@ def cpu_times(run, tmp_path_factory):
 def test_both_attentions_run_in_one_process_training_first(run):
     rows = run[1]["variants"]
     assert [tuple(row) for row in rows[PART].to_numpy()] == [
-        (a, v, m) for a in ("eager", "sdpa") for v in ("eager", "block")
-        for m in ("forward_backward", "step", "forward")]
+        (a, v, m)
+        for a in ("eager", "sdpa")
+        for v in ("eager", "block")
+        for m in ("forward_backward", "step", "forward")
+    ]
     assert set(rows["status"]) == {"ok"} and set(run[1]["samples"]["attention"]) == {"eager", "sdpa"}
 
 
 def test_blocks_share_one_compiled_graph_with_gradients_and_one_without(run):
     rows = run[1]["variants"].set_index(PART).sort_index()
     for attention in ("eager", "sdpa"):
-        assert rows.loc[(attention, "block"), "graphs"].to_dict() == {"forward_backward": 1, "step": 0, "forward": 1}
+        assert rows.loc[(attention, "block"), "graphs"].to_dict() == {
+            "forward_backward": 1,
+            "step": 0,
+            "forward": 1,
+        }
         assert rows.loc[(attention, "eager"), "graphs"].sum() == 0
     assert rows["graph_breaks"].sum() == 0
 
@@ -75,7 +86,9 @@ def test_compiling_is_in_the_first_step_alone(run):
     config, tables = run
     times = variant_times(tables["samples"], tables["ceilings"], config)
     whole = times[times["phase"] == "step"].set_index(PART)
-    assert set(whole.index) == {(a, v, m) for a in pairs.ATTENTIONS for v in pairs.VARIANTS for m in compiled.MODES}
+    assert set(whole.index) == {
+        (a, v, m) for a in pairs.ATTENTIONS for v in pairs.VARIANTS for m in compiled.MODES
+    }
     for attention in ("eager", "sdpa"):
         first = whole.loc[attention, "block", "forward_backward"]
         assert first["first_ms"] > 10 * first["median_ms"]
@@ -84,23 +97,30 @@ def test_compiling_is_in_the_first_step_alone(run):
 
 def test_each_attention_is_the_one_that_is_run(monkeypatch):
     called, plain = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda *args, **more: called.append(1) or plain(*args, **more))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **more: called.append(1) or plain(*args, **more),
+    )
     for name, expected in (("eager", 0), ("sdpa", 3 * 4 * 2)):  # modes, steps, layers
         compiled.measure_variants(configure("compile", **COMPILE, attentions=[name], variants=["eager"]))
         assert len(called) == expected
 
 
 def test_nothing_compiled_comes_out_of_a_cache_on_disk(monkeypatch, tmp_path):
-    """The same graph three times: without a cache of its own, the second is not compiled; with one, the third is."""
+    """The same graph three times: without a cache of its own the second is not compiled; with one, the third
+    is."""
     from torch._inductor import config as inductor
+
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)  # scalar code: no program is built to try out the CPU
+    # Scalar code: no program is built to try out the CPU.
+    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
     monkeypatch.setattr(compiled, "MODES", ("forward",))
     tiny = COMPILE | {"timed_steps": 1, "attentions": ["sdpa"]}
     with monkeypatch.context() as shared:
         shared.setattr("torch._inductor.utils.fresh_cache", nullcontext)
-        twice = compiled.measure_variants(configure("compile", **tiny, variants=["block", "block"]))["variants"]
+        config = configure("compile", **tiny, variants=["block", "block"])
+        twice = compiled.measure_variants(config)["variants"]
     assert twice["graphs"].tolist() == [1, 1] and twice["cached_graphs"][0] == 0 < twice["cached_graphs"][1]
     written = {path for path in tmp_path.rglob("*") if path.is_file()}
     own = compiled.measure_variants(configure("compile", **tiny, variants=["block"]))["variants"]
@@ -117,37 +137,66 @@ def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(monkeypa
         if build.calls <= 3:
             raise torch.OutOfMemoryError("while building the model: too large")
         return plain(asked)
+
     build.calls = 0
     monkeypatch.setattr(compiled, "build_step", build)
     rows = compiled.measure_variants(config)["variants"]
     assert rows["status"].tolist() == ["oom"] * 3 + ["ok"] * 3 and "too large" in rows["reason"][0]
 
 
-# -- facts, on times made for the question -----------------------------------------------------------------------------
+# -- facts, on times made for the question -------------------------------------------------------------------
 
 PHASE_MS = {"forward": 30.0, "loss": 0.0, "backward": 60.0, "optimizer": 10.0}
 
 
 def gpu_times(sizes=("small", "large"), variants=("eager", "block"), optimizer="foreach"):
-    """Times as an H200 could have left them: forward 30 ms, backward 60, AdamW 10; blocks compiled twice as fast, SDPA
-    the same, the whole model at once as blocks; nothing launch-bound; peaks of 8 GiB and, compiled, 6."""
+    """Times as an H200 could have left them: forward 30 ms, backward 60, AdamW 10; blocks compiled twice as
+    fast, SDPA the same, the whole model at once as blocks; nothing launch-bound; peaks of 8 GiB and,
+    compiled, 6."""
     rows = []
-    for size, attention, variant, mode in ((s, a, v, m) for s in sizes for a in pairs.ATTENTIONS for v in variants
-                                           for m in compiled.MODES):
+    for size, attention, variant, mode in (
+        (s, a, v, m) for s in sizes for a in pairs.ATTENTIONS for v in variants for m in compiled.MODES
+    ):
         eager = variant == "eager"
-        part = {"run_id": f"{size}-bf16-{optimizer}", "size": size, "precision": "bf16", "attention": attention,
-                "variant": variant, "mode": mode, "optimizer": optimizer, "graphs": int(not eager and mode != "step"),
-                "peak_allocated_mib": 8192.0 if eager else 6144.0}
-        times = {phase: PHASE_MS[phase] if eager or phase == "optimizer" else PHASE_MS[phase] / 2
-                 for phase in PHASES[mode]}
-        rows += [part | {"phase": phase, "median_ms": ms}
-                 for phase, ms in (times | {"step": sum(times.values())}).items()]
+        part = {
+            "run_id": f"{size}-bf16-{optimizer}",
+            "size": size,
+            "precision": "bf16",
+            "attention": attention,
+            "variant": variant,
+            "mode": mode,
+            "optimizer": optimizer,
+            "graphs": int(not eager and mode != "step"),
+            "peak_allocated_mib": 8192.0 if eager else 6144.0,
+        }
+        times = {
+            phase: PHASE_MS[phase] if eager or phase == "optimizer" else PHASE_MS[phase] / 2
+            for phase in PHASES[mode]
+        }
+        rows += [
+            part | {"phase": phase, "median_ms": ms}
+            for phase, ms in (times | {"step": sum(times.values())}).items()
+        ]
     times = pd.DataFrame(rows)
     return times.assign(
-        status="ok", reason="", flags="", graph_breaks=0, cached_graphs=0, launch_bound_share=0.0, enqueue_ms=5.0,
-        context_length=512, batch_size=4, device="cuda", study="compile", beside=0, timed_steps=10, warmup_steps=5,
-        ci_low_ms=times["median_ms"] * 0.99, ci_high_ms=times["median_ms"] * 1.01,
-        first_ms=times["median_ms"] + np.where(times["graphs"] > 0, 4000.0, 0.0))
+        status="ok",
+        reason="",
+        flags="",
+        graph_breaks=0,
+        cached_graphs=0,
+        launch_bound_share=0.0,
+        enqueue_ms=5.0,
+        context_length=512,
+        batch_size=4,
+        device="cuda",
+        study="compile",
+        beside=0,
+        timed_steps=10,
+        warmup_steps=5,
+        ci_low_ms=times["median_ms"] * 0.99,
+        ci_high_ms=times["median_ms"] * 1.01,
+        first_ms=times["median_ms"] + np.where(times["graphs"] > 0, 4000.0, 0.0),
+    )
 
 
 def scaled(times, factor, query):
@@ -170,8 +219,10 @@ def by_mode(gains):
 
 def ways(gain):
     """How many pairs got faster, slower and neither."""
-    found = {"faster" if way["faster"] else "slower" if way["slower"] else "neither": way["pairs"]
-             for way in gain["ways"]}
+    found = {
+        "faster" if way["faster"] else "slower" if way["slower"] else "neither": way["pairs"]
+        for way in gain["ways"]
+    }
     return [found.get(way, 0) for way in ("faster", "slower", "neither")]
 
 
@@ -184,7 +235,8 @@ def test_speedups_are_of_one_process_and_the_best_and_least_are_found():
     assert gains["step"]["ways"][0]["lowest"]["speedup"] == pytest.approx(100 / 55)
     assert found["headline"]["sure"] == 4 and not found["headline"]["not_all"] and not found["slower"]
     quicker = facts.whole_model(
-        scaled(times, 0.5, "size == 'large' and variant == 'block' and attention == 'sdpa'"))
+        scaled(times, 0.5, "size == 'large' and variant == 'block' and attention == 'sdpa'")
+    )
     best = quicker["headline"]["best"]
     assert (best["size"], best["attention"], best["median_ms_after"]) == ("large", "sdpa", 27.5)
     assert quicker["most_changed"] == best and quicker["least_changed"]["median_ms_after"] == 55
@@ -202,20 +254,29 @@ def test_what_compiling_slows_down_is_told():
 
 
 def test_a_change_within_the_intervals_is_none():
-    times = scaled(gpu_times(sizes=["small"]), 1.8, "variant == 'block' and phase == 'step' and mode == 'step'")
+    times = scaled(
+        gpu_times(sizes=["small"]), 1.8, "variant == 'block' and phase == 'step' and mode == 'step'"
+    )
     found = facts.whole_model(times)
-    assert ways(by_mode(found["gains"])["step"]) == [0, 0, 2] and ways(by_mode(found["gains"])["forward"]) == [2, 0, 0]
+    assert ways(by_mode(found["gains"])["step"]) == [0, 0, 2] and ways(
+        by_mode(found["gains"])["forward"]
+    ) == [2, 0, 0]
     assert found["headline"] is None and found["most_changed"] is None and found["marks"]["unchanged"]
     table = printed.times(found)
-    assert table["full step"].str.endswith(": none").all() and not table["forward"].str.endswith(": none").any()
+    assert (
+        table["full step"].str.endswith(": none").all() and not table["forward"].str.endswith(": none").any()
+    )
     assert not facts.whole_model(gpu_times())["marks"]["unchanged"]
 
 
 def test_samples_that_are_not_one_steady_state_are_marked():
-    large = "size == 'large' and variant == 'block' and mode == 'step' and attention == 'sdpa' and phase == 'step'"
+    large = "size == 'large' and variant == 'block' and attention == 'sdpa' and mode == phase == 'step'"
     times = changed(gpu_times(), large, flags="noisy: its standard deviation is 9%; drifting: +5.0%")
     found = facts.whole_model(times)
-    assert found["marks"]["kinds"] == ["drifting", "noisy"] and facts.whole_model(gpu_times())["marks"]["kinds"] == []
+    assert (
+        found["marks"]["kinds"] == ["drifting", "noisy"]
+        and facts.whole_model(gpu_times())["marks"]["kinds"] == []
+    )
     assert printed.times(found)["full step"].str.endswith("†").tolist() == [False, False, False, True]
     best = facts.whole_model(scaled(times, 0.9, "flags != ''"))
     assert best["marked"] and best["headline"]["best"]["flagged"]
@@ -223,14 +284,18 @@ def test_samples_that_are_not_one_steady_state_are_marked():
     steps = printed.steps(facts.sdpa(times))
     assert "†" in steps["compiled"].iloc[1] and "†" not in steps["eager"].iloc[1]
     told = answered("compile-model", scaled(times, 0.9, "flags != ''"))
-    assert told.text.count("†") > 1 and "†" not in told.finding and "†" not in answered("compile-model", gpu_times()).text
+    assert (
+        told.text.count("†") > 1
+        and "†" not in told.finding
+        and "†" not in answered("compile-model", gpu_times()).text
+    )
 
 
 def test_an_extreme_of_unsteady_samples_is_marked():
     query = "size == 'small' and mode == 'forward' and attention == 'eager'"
     times = scaled(changed(gpu_times(), query, flags="noisy: 9%"), 1.5, f"{query} and variant == 'eager'")
     found = facts.whole_model(times)
-    way, = by_mode(found["gains"])["forward"]["ways"]
+    (way,) = by_mode(found["gains"])["forward"]["ways"]
     assert way["highest"] == {"speedup": pytest.approx(3), "flagged": True} and not way["lowest"]["flagged"]
     assert found["marked"] and by_mode(found["gains"])["step"]["ways"][0]["highest"] is None
 
@@ -244,8 +309,9 @@ def test_runs_with_another_optimizer_double_no_row():
         assert alone.tables[0][1].equals(beside.tables[0][1])
         assert (alone.text != beside.text) == (key == "compile-launches")
     found = facts_launches.launches(both)["fused"]
-    assert [(pair["size"], pair["median_ms"], pair["median_ms_after"], pair["sure"]) for pair in found["pairs"]] == [
-        ("small", 55, pytest.approx(49.5), True)] * 2
+    assert [
+        (pair["size"], pair["median_ms"], pair["median_ms_after"], pair["sure"]) for pair in found["pairs"]
+    ] == [("small", 55, pytest.approx(49.5), True)] * 2
     assert found["saved_ms"] == [5, 5] and found["own"]["after"].tolist() == pytest.approx([100 / 55] * 2)
     assert printed.fused({"fused": found})["AdamW"].tolist() == ["10.0 to 5.00"] * 2
     level = pd.concat([main, gpu_times(optimizer="fused", sizes=["small"])], ignore_index=True)
@@ -262,15 +328,27 @@ def test_launch_bound_shares_that_rise_and_fall_are_told_apart():
     assert (level["bound"], level["falling"], level["rising"], level["pairs"]) == (0, 0, 0, 4)
     rises = changed(times, RISING, launch_bound_share=0.67)
     found = facts_launches.launches(rises)
-    assert found["backward"]["rising"] == 1 and found["backward"]["waits_more"] and found["backward"]["bound"] == 0
+    assert (
+        found["backward"]["rising"] == 1
+        and found["backward"]["waits_more"]
+        and found["backward"]["bound"] == 0
+    )
     assert [(pair["size"], pair["attention"]) for pair in found["backward"]["rises"]] == [("large", "eager")]
     table = printed.shares(found)
-    assert table["launch-bound, forward + backward"].tolist() == ["0% to 0%", "0% to 0%", "0% to 67%", "0% to 0%"]
-    falls = changed(times, "size == 'small' and variant == 'eager' and mode == 'forward_backward'",
-                    launch_bound_share=0.9)
+    assert table["launch-bound, forward + backward"].tolist() == [
+        "0% to 0%",
+        "0% to 0%",
+        "0% to 67%",
+        "0% to 0%",
+    ]
+    falls = changed(
+        times, "size == 'small' and variant == 'eager' and mode == 'forward_backward'", launch_bound_share=0.9
+    )
     found = facts_launches.launches(falls)["backward"]
     assert (found["falling"], found["bound"], found["rising"], found["stays"]) == (2, 2, 0, None)
-    stays = changed(changed(times, "size == 'small'", launch_bound_share=1.0), "variant == 'block'", enqueue_ms=3.0)
+    stays = changed(
+        changed(times, "size == 'small'", launch_bound_share=1.0), "variant == 'block'", enqueue_ms=3.0
+    )
     found = facts_launches.launches(stays)["backward"]
     assert found["stays"]["pairs"] == 2 and found["stays"]["enqueue_ratio"].tolist() == [0.6] * 2
     assert len(texts("compile-launches", times, rises, falls, stays)) == 4
@@ -278,7 +356,9 @@ def test_launch_bound_shares_that_rise_and_fall_are_told_apart():
 
 def test_a_share_that_rises_has_its_reason_only_where_steps_got_faster():
     rises = changed(gpu_times(), RISING, launch_bound_share=0.67)
-    unsteady = changed(rises, "size == 'large' and mode == 'forward_backward' and phase == 'step'", flags="noisy: 9%")
+    unsteady = changed(
+        rises, "size == 'large' and mode == 'forward_backward' and phase == 'step'", flags="noisy: 9%"
+    )
     found = facts_launches.launches(unsteady)
     assert not found["backward"]["waits_more"] and found["marked"]
     assert not facts_launches.launches(scaled(rises, 3, "variant == 'block'"))["backward"]["waits_more"]
@@ -286,19 +366,31 @@ def test_a_share_that_rises_has_its_reason_only_where_steps_got_faster():
 
 
 def test_what_only_the_optimizers_growing_part_lowers_is_told():
-    """All but AdamW's phase stays launch-bound, so that the full step's share falls by its growing part alone."""
+    """All but AdamW's phase stays launch-bound: the full step's share falls by its growing part alone."""
     step = "phase == 'step' and mode == 'step'"
-    times = changed(gpu_times(sizes=["small"]), "phase in ('forward', 'loss', 'backward')", launch_bound_share=1.0)
+    times = changed(
+        gpu_times(sizes=["small"]), "phase in ('forward', 'loss', 'backward')", launch_bound_share=1.0
+    )
     times = changed(times, f"{step} and variant == 'eager'", launch_bound_share=90 / 100)
     times = changed(times, f"{step} and variant == 'block'", launch_bound_share=45 / 55)
     found = facts_launches.launches(times)["adamw"]
     assert found["share_percent"].tolist() == pytest.approx([10] * 2)
     assert found["share_after_percent"].tolist() == pytest.approx([1000 / 55] * 2)
-    assert found["launches"] == {"steps": 2, "bound": 0, "bound_after": 0,
-                                 "rest": {"falls": 2, "still": 0, "only_grows": True}}
+    assert found["launches"] == {
+        "steps": 2,
+        "bound": 0,
+        "bound_after": 0,
+        "rest": {"falls": 2, "still": 0, "only_grows": True},
+    }
     gone = changed(times, f"{step} and variant == 'block'", launch_bound_share=0.1)
-    assert facts_launches.launches(gone)["adamw"]["launches"]["rest"] == {"falls": 2, "still": 2, "only_grows": False}
-    bound = facts_launches.launches(changed(times, "phase == 'optimizer'", launch_bound_share=1.0))["adamw"]["launches"]
+    assert facts_launches.launches(gone)["adamw"]["launches"]["rest"] == {
+        "falls": 2,
+        "still": 2,
+        "only_grows": False,
+    }
+    bound = facts_launches.launches(changed(times, "phase == 'optimizer'", launch_bound_share=1.0))["adamw"][
+        "launches"
+    ]
     assert bound["bound"] == bound["bound_after"] == 2
     assert facts_launches.launches(gpu_times())["adamw"]["launches"]["rest"] is None
     assert len(texts("compile-launches", times, gone)) == 2
@@ -307,7 +399,11 @@ def test_what_only_the_optimizers_growing_part_lowers_is_told():
 def test_peaks_follow_the_data():
     times = gpu_times()
     found = facts.peak_memory(times)
-    assert found["backward"]["lower_percent"].tolist() == [25] * 4 and found["backward"]["alike"] and not found["more"]
+    assert (
+        found["backward"]["lower_percent"].tolist() == [25] * 4
+        and found["backward"]["alike"]
+        and not found["more"]
+    )
     table = printed.peaks(found)
     assert table["forward + backward"].tolist() == ["8.00 to 6.00: -25%"] * 4
     assert "forward" not in table  # that mode's peak has AdamW's moments in it
@@ -320,8 +416,11 @@ def test_peaks_follow_the_data():
 
 
 def test_the_first_to_be_compiled_is_kept_apart():
-    times = changed(gpu_times(), "variant == 'block' and attention == 'eager' and mode == 'forward_backward'",
-                    first_ms=12045.0)
+    times = changed(
+        gpu_times(),
+        "variant == 'block' and attention == 'eager' and mode == 'forward_backward'",
+        first_ms=12045.0,
+    )
     assert facts_launches.compile_seconds(times)["first"].tolist() == [True, False] * 2
     found = facts_launches.cost(times)
     first, later = found["blocks"]
@@ -330,8 +429,11 @@ def test_the_first_to_be_compiled_is_kept_apart():
     assert found["neighbours"] is None and found["cached"] == found["breaks"] == 0 and found["two_graphs"]
     busy = changed(times, "size == 'small'", beside=1)
     assert facts_launches.cost(busy)["neighbours"] == {"runs": 2, "beside": 1, "each": False}
-    cached = changed(times, "variant == 'block' and attention == 'eager' and mode == 'forward' and phase == 'step'",
-                     cached_graphs=1)
+    cached = changed(
+        times,
+        "variant == 'block' and attention == 'eager' and mode == 'forward' and phase == 'step'",
+        cached_graphs=1,
+    )
     assert facts_launches.cost(cached)["cached"] == 2
     third = changed(times, "variant == 'block' and mode == 'step'", graphs=1)
     assert not facts_launches.cost(third)["two_graphs"] and set(facts_launches.cost(third)["graphs"]) == {3}
@@ -342,15 +444,24 @@ def test_the_whole_forward_at_once_is_beside_blocks_in_every_mode():
     times = gpu_times(variants=("eager", "block", "model"))
     same = facts_launches.cost(times)["whole"]
     assert [ways(gain) for gain in same["gains"]] == [[0, 0, 4]] * 3 and same["better_pairs"] == 0
-    mixed = scaled(scaled(times, 0.5, "variant == 'model' and mode == 'step'"), 2,
-                   "variant == 'model' and mode == 'forward_backward'")
+    mixed = scaled(
+        scaled(times, 0.5, "variant == 'model' and mode == 'step'"),
+        2,
+        "variant == 'model' and mode == 'forward_backward'",
+    )
     found = facts_launches.cost(mixed)["whole"]
     gains = by_mode(found["gains"])
     assert ways(gains["forward_backward"]) == [0, 4, 0] and gains["step"]["all_faster"]
-    assert found["better_pairs"] == 4 and found["bound"] == 0 and found["compiling_ratio"].tolist() == pytest.approx(
-        [1] * 2, rel=0.1)
+    assert (
+        found["better_pairs"] == 4
+        and found["bound"] == 0
+        and found["compiling_ratio"].tolist() == pytest.approx([1] * 2, rel=0.1)
+    )
     assert printed.whole({"whole": found})["full step"].iloc[0] == "55.0 to 27.5: 2.00"
-    assert facts_launches.cost(gpu_times())["whole"] is None and len(answered("compile-cost", gpu_times()).tables) == 1
+    assert (
+        facts_launches.cost(gpu_times())["whole"] is None
+        and len(answered("compile-cost", gpu_times()).tables) == 1
+    )
     assert len(texts("compile-cost", times, mixed, gpu_times())) == 3
 
 
@@ -364,7 +475,9 @@ def test_sdpa_is_compared_by_variant_and_with_both_changes():
     found = facts.sdpa(slow)
     assert ways(found["over_all"]) == [0, 6, 6] and len(found["losses"]) == 6 and found["bound"] is None
     assert {pair["variant"] for pair in found["losses"]} == {"block"}
-    waiting = changed(changed(slow, "attention == 'sdpa'", enqueue_ms=5.5), "phase == 'step'", launch_bound_share=0.8)
+    waiting = changed(
+        changed(slow, "attention == 'sdpa'", enqueue_ms=5.5), "phase == 'step'", launch_bound_share=0.8
+    )
     bound = facts.sdpa(waiting)["bound"]
     assert bound["pairs"] == 6 and bound["enqueue_ratio"].tolist() == pytest.approx([1.1] * 6)
     assert facts.sdpa(scaled(slow, 4, "variant == 'block'"))["headline"] is None
@@ -372,11 +485,13 @@ def test_sdpa_is_compared_by_variant_and_with_both_changes():
 
 
 def test_a_loss_in_unsteady_samples_is_no_result_and_its_repetition_is_told():
-    query = ("size == 'small' and attention == 'sdpa' and variant == 'block' and mode == 'forward'"
-             " and phase == 'step'")
+    query = (
+        "size == 'small' and attention == 'sdpa' and variant == 'block' and mode == 'forward'"
+        " and phase == 'step'"
+    )
     unsteady = changed(scaled(gpu_times(), 1.25, query), query, flags="noisy: 9%")
     found = facts.sdpa(unsteady)
-    pair, = found["unsteady"]
+    (pair,) = found["unsteady"]
     assert not found["losses"] and pair["again"] is None and found["marked"]
     assert (pair["size"], pair["variant"], pair["mode"]) == ("small", "block", "forward")
     fused = scaled(gpu_times(sizes=("small",), optimizer="fused"), 0.5, "attention == 'sdpa'")
@@ -391,8 +506,18 @@ def test_what_did_not_fit_is_named_and_the_rest_is_answered():
     rows = times.query("size == 'large' and variant == 'block'").index
     gone = times.drop(times.loc[rows].query("phase != 'step'").index)
     rows = rows.intersection(gone.index)
-    gone.loc[rows, ["median_ms", "ci_low_ms", "ci_high_ms", "first_ms", "launch_bound_share", "flags",
-                    "peak_allocated_mib"]] = np.nan
+    gone.loc[
+        rows,
+        [
+            "median_ms",
+            "ci_low_ms",
+            "ci_high_ms",
+            "first_ms",
+            "launch_bound_share",
+            "flags",
+            "peak_allocated_mib",
+        ],
+    ] = np.nan
     gone.loc[rows, "status"] = "oom"
     found = facts.whole_model(gone)
     assert len(found["out_of_memory"]) == 6 and not found["not_compiled"] and len(printed.times(found)) == 2
@@ -413,7 +538,10 @@ def test_without_data_there_are_no_facts():
     assert facts.peak_memory(compiled_alone) is None
     assert facts_launches.cost(gpu_times().query("variant == 'eager'")) is None
     assert facts.sdpa(gpu_times().query("attention == 'sdpa'")) is None
-    assert figures.whole_model(pd.DataFrame(), "here") is None and figures.whole_model(compiled_alone, "here") is None
+    assert (
+        figures.whole_model(pd.DataFrame(), "here") is None
+        and figures.whole_model(compiled_alone, "here") is None
+    )
 
 
 def test_a_cpus_tables_are_answered_and_drawn(cpu_times):
@@ -427,13 +555,18 @@ def test_a_cpus_tables_are_answered_and_drawn(cpu_times):
 
 
 def test_bars_are_multiples_of_eager_with_the_ends_of_both_intervals():
-    times = changed(gpu_times(sizes=["small"]), "phase == 'step' and variant == 'block'", launch_bound_share=1.0)
+    times = changed(
+        gpu_times(sizes=["small"]), "phase == 'step' and variant == 'block'", launch_bound_share=1.0
+    )
     row = pairs.relative(times).set_index(PART).sort_index().loc["sdpa", "block", "step"]
     assert (row["relative"], row["relative_low"], row["relative_high"]) == pytest.approx(
-        (0.55, 0.55 * 0.99 / 1.01, 0.55 * 1.01 / 0.99))
+        (0.55, 0.55 * 0.99 / 1.01, 0.55 * 1.01 / 0.99)
+    )
     drawn = figures.whole_model(times, "here")
-    (backward,), (step,) = ([axis for axis in drawn.axes if axis.get_title(loc="left").startswith(words)]
-                            for words in ("forward", "full step"))
+    (backward,), (step,) = (
+        [axis for axis in drawn.axes if axis.get_title(loc="left").startswith(words)]
+        for words in ("forward", "full step")
+    )
     assert [bar.get_height() for bar in step.patches] == pytest.approx([1, 0.55, 1, 0.55])
     assert [bool(bar.get_hatch()) for bar in backward.patches] == [False, True, False, True]
     assert [label.get_text() for label in step.get_xticklabels()] == ["small\n100 ms"]

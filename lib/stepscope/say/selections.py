@@ -32,7 +32,8 @@ def precisions(table: pd.DataFrame) -> list[str]:
 
 
 def beside(rows: pd.DataFrame) -> dict | None:
-    """How many of a table's ``runs`` had others ``beside`` them on their machine (``each`` of several); None if none had."""
+    """How many of a table's ``runs`` had others ``beside`` them on their machine (``each`` of several); None
+    if none had."""
     runs = rows.drop_duplicates("run_id")
     busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
     return {"runs": len(runs), "beside": busy, "each": busy == len(runs) > 1} if busy else None

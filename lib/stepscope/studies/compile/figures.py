@@ -20,9 +20,9 @@ MODES = ["forward_backward", "step"]
 
 
 def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
-    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under
-    the size: a row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95%
-    intervals allow."""
+    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand
+    under the size: a row of panels a mode, a panel a precision. Whiskers are the farthest that both medians'
+    95% intervals allow."""
     rows = relative(times)
     rows = rows[rows["variant"].isin(VARIANTS) & rows["mode"].isin(MODES)] if len(rows) else rows
     if rows.empty:
