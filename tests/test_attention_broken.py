@@ -7,6 +7,7 @@ from stepscope.config import configure
 from stepscope.studies.attention import implementations
 from stepscope.studies.attention.measure import measure_attention, reading
 from stepscope.studies.compile import measure as compiled
+from stepscope.studies.compile.tables import variant_times
 
 WRITTEN_OUT = implementations.written_out
 TINY = {"device": "cpu", "d_model": 4, "batch_size": 2, "sequences": [8], "timed_steps": 2, "warmup_steps": 0}
@@ -62,5 +63,5 @@ def test_where_no_variant_fits_there_are_rows_and_no_times(monkeypatch, tiny):
     config = tiny(study="compile")
     tables = compiled.measure_variants(config)
     assert tables["variants"]["status"].tolist() == ["oom"] * 12
-    times = compiled.variant_times(tables["samples"], tables["samples"], config)
+    times = variant_times(tables["samples"], tables["samples"], config)
     assert times.empty and compiled.reading(times) == "Nothing could be timed."

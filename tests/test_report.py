@@ -3,6 +3,7 @@ records say.
 """
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -41,7 +42,7 @@ def link(run, folder):
     """One committed run in another runs folder."""
     place = folder / run.study / run.run_id
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(STORE.root / run.study / run.run_id)
+    shutil.copytree(STORE.root / run.study / run.run_id, place, copy_function=os.link)
 
 
 def copy(run, folder, **fields):

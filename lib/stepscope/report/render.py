@@ -45,31 +45,25 @@ def other_runs(data: Data, answers: list[Answer]) -> list[Answer]:
     return [other_runs_answer(times, left)] if left else []
 
 
-def _made(data: Data, asks: Picture | Page, make: Callable, where: str) -> Any:
+def _made(data: Data, asks: Picture | Page, make: Callable) -> Any:
     asked = given(data.tables, asks)
-    return None if asked is None else make(*asked, where=where)
+    return None if asked is None else make(*asked, where=data.where)
 
 
 def draw_figures(data: Data, folder: Path) -> list[str]:
     """Draw every figure that there are data for; the stems of those drawn."""
     drawn = []
-    where = data.where.replace("$", r"\$")  # a device's name is no formula
-    for chapter in chapters():
-        made = {picture.stem: _made(data, picture, picture.draw, where) for picture in chapter.pictures}
-        made |= {stem: draw(data.tables, where) for stem, draw in chapter.old_pictures.items()}
-        for stem, figure in made.items():
-            if figure is not None:
-                save(figure, folder / f"{stem}.png")
-                drawn.append(stem)
+    for picture in (picture for chapter in chapters() for picture in chapter.pictures):
+        if (figure := _made(data, picture, picture.draw)) is not None:
+            save(figure, folder / f"{picture.stem}.png")
+            drawn.append(picture.stem)
     return drawn
 
 
 def pages(data: Data) -> dict[str, str]:
     """The HTML pages that stand beside the figures, by name."""
-    made = {page.name: _made(data, page, page.make, data.where)
+    made = {page.name: _made(data, page, page.make)
             for chapter in chapters() for page in chapter.pages}
-    made |= {name: make(data.tables, data.where)
-             for chapter in chapters() for name, make in chapter.old_pages.items()}
     return {name: text for name, text in made.items() if text is not None}
 
 

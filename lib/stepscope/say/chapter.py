@@ -79,9 +79,6 @@ class Chapter:
     questions: tuple[Question, ...] = ()
     pictures: tuple[Picture, ...] = ()
     pages: tuple[Page, ...] = ()
-    old: tuple[Callable, ...] = ()  # answers not yet cut into facts and words
-    old_pictures: Mapping[str, Callable] = field(default_factory=dict)
-    old_pages: Mapping[str, Callable] = field(default_factory=dict)
 
     @property
     def study(self) -> str:

@@ -1,48 +1,12 @@
-"""An answer is made from tables: its words, the numbers in it, the tables beside it and the runs it stands
-on.
-
-This module has the type, and the wording that all answers share; a study's answers are in the module of its
-name. An adjective is a decision on data: it is made by a function here or there, never written into a
-sentence as it stands.
-"""
+"""How numbers, lists and counts are written, in words and in tables alike: the filters of templates."""
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import pandas as pd
 
 EXACT = 1e-12  # an error that is none, but for the arithmetic that computes it
 NEARLY = 0.05  # two figures this close count as the same in words
 MODE_WORDS = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
-
-
-@dataclass
-class Answer:
-    """The answer to one question.
-
-    ``text`` and ``finding`` are markdown; ``finding`` is the one sentence for the first page, empty when
-    there is none. ``tables`` are (caption, table) with text ready to print; ``figures`` are (file stem,
-    caption); ``runs`` are the run folders, relative to the runs folder, that the numbers were computed from.
-    """
-
-    key: str
-    question: str
-    text: str
-    finding: str = ""
-    numbers: dict[str, float] = field(default_factory=dict)
-    tables: list[tuple[str, pd.DataFrame]] = field(default_factory=list)
-    figures: list[tuple[str, str]] = field(default_factory=list)
-    runs: list[str] = field(default_factory=list)
-
-
-def no_data(key: str, question: str, sweep: str) -> Answer:
-    """What stands in a question's place while nothing has been measured for it."""
-    return Answer(
-        key,
-        question,
-        f"Not answered here: this runs folder has no records for it. `stepscope sweep {sweep}`"
-        " measures them.",
-    )
 
 
 def runs_of(frame: pd.DataFrame) -> list[str]:
@@ -96,19 +60,6 @@ def capital(words: str) -> str:
 def count(n: int, noun: str) -> str:
     """"no runs", "1 run", "2 runs"."""
     return f"{n or 'no'} {noun}{'' if n == 1 else 's'}"
-
-
-def neighbours_words(frame: pd.DataFrame, effect: str) -> str:
-    """A sentence on the runs of a table that had others beside them on their machine, and what that may do;
-    empty if none had."""
-    runs = frame.drop_duplicates("run_id")
-    busy = int((runs["beside"] > 0).sum()) if "beside" in runs else 0
-    which = (
-        f"each of the {count(len(runs), 'run')}"
-        if busy == len(runs) > 1
-        else f"{busy} of {count(len(runs), 'run')}"
-    )
-    return f"Beside {which} others went on on the same machine, {effect}." if busy else ""
 
 
 def apart(a: pd.Series, b: pd.Series) -> bool:
@@ -186,6 +137,11 @@ def signed_percent(share: float, decimals: int = 0) -> str:
     return f"{share:+.{decimals}%}"
 
 
+def percent_change(share: float) -> str:
+    """A change in whole percent, with its sign unless it rounds to none."""
+    return "0%" if abs(share) < 0.005 else f"{share:+.0%}"
+
+
 def code(text: str) -> str:
     """A name as code, in which nothing is taken for markup."""
     return f"`{text.replace('`', '')}`"
@@ -241,6 +197,7 @@ FILTERS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
-                     signed_percent, code, signed, tiny, called, positions, to, with_error)
+                     signed_percent, code, signed, tiny, called, positions, to, with_error,
+                     percent_change)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from stepscope.config import PHASE_NAMES
@@ -35,6 +36,9 @@ def save(figure: Figure, path: Path) -> Path:
     It has a palette of 256 colours, with which it looks the same and takes a third of the bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for text in figure.findobj(Text, include_self=False):
+        if "\\mathdefault" not in text.get_text():  # which only the powers of ten at an axis are written with
+            text.set_parse_math(False)
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
     plt.close(figure)

@@ -2,53 +2,66 @@
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stepscope.say.formats import MODE_WORDS, listing, number
-from stepscope.say.selections import precisions
+from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.studies.compile.answers import ATTENTION_WORDS, VARIANT_WORDS, relative
+from stepscope.studies.compile.pairs import VARIANTS, relative
+from stepscope.studies.compile.printed import ATTENTION_WORDS
 
-# Bars of the whole model: attention, variant and colour; eager with written-out attention is what the others are measured by.
-MODEL_BARS = [("eager", "eager", "0.75"), ("eager", "block", "#0072B2"), ("sdpa", "eager", "#E69F00"), ("sdpa", "block", "#D55E00")]
+# Attention, variant and colour; eager with written-out attention is what the others are measured by.
+BARS = [("eager", "eager", "0.75"), ("eager", "block", "#0072B2"), ("sdpa", "eager", "#E69F00"),
+        ("sdpa", "block", "#D55E00")]
+COMPILED_WORDS = {"eager": "eager", "block": "each block compiled"}
+MODES = ["forward_backward", "step"]
 
 
 def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
-    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand under the size: a
-    row of panels a mode, a panel a precision. Whiskers are the farthest that both medians' 95% intervals allow."""
+    """Time by size as a multiple of eager with written-out attention in the same process, whose ms stand
+    under the size: a row of panels a mode, a panel a precision. Whiskers are the farthest that both medians'
+    95% intervals allow."""
     rows = relative(times)
-    rows = rows[rows["variant"].isin(VARIANT_WORDS) & rows["mode"].isin(["forward_backward", "step"])] if len(rows) else rows
+    rows = rows[rows["variant"].isin(VARIANTS) & rows["mode"].isin(MODES)] if len(rows) else rows
     if rows.empty:
         return None
     rows = rows[rows["run_id"].isin(rows.drop_duplicates(["size", "precision"])["run_id"])]  # one run each
     use_style()
-    shown, modes = precisions(rows), [mode for mode in ("forward_backward", "step") if (rows["mode"] == mode).any()]
+    shown, modes = precisions(rows), [mode for mode in MODES if (rows["mode"] == mode).any()]
     sizes = [str(size) for size in rows["size"].cat.remove_unused_categories().cat.categories]
-    figure, axes = plt.subplots(len(modes), len(shown), figsize=(WIDTH_IN, 0.8 + 2.6 * len(modes)), squeeze=False, sharey=True)
-    bound = "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5)
+    figure, axes = plt.subplots(len(modes), len(shown), figsize=(WIDTH_IN, 0.8 + 2.6 * len(modes)),
+                                squeeze=False, sharey=True)
     for line, mode in zip(axes, modes):
         for axis, precision in zip(line, shown):
-            here = rows[(rows["mode"] == mode) & (rows["precision"] == precision)]
-            for index, (attention, variant, color) in enumerate(MODEL_BARS):
-                own = here[(here["attention"] == attention) & (here["variant"] == variant)]
-                x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
-                whiskers = None if index == 0 else [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]]
-                drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers, error_kw={"elinewidth": 1, "ecolor": "0.2"})
-                for bar, share in zip(drawn, own.get("launch_bound_share", ())):
-                    if share > 0.5:
-                        bar.set(hatch="/////", edgecolor="white", linewidth=0)
-            base = here.drop_duplicates("size").set_index(here.drop_duplicates("size")["size"].astype(str))["base_ms"]
-            axis.set_xticks(range(len(sizes)), [f"{size}\n{number(base[size])} ms" if size in base.index else size for size in sizes], fontsize=9)
+            bars(axis, pick(rows, mode=mode, precision=precision), sizes)
             axis.set(title=f"{MODE_WORDS[mode]}, {precision}", xlim=(-0.55, len(sizes) - 0.45))
-            axis.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
-            axis.grid(axis="x", visible=False)
         line[0].set_ylabel("relative time")
-    handles = [Patch(color=color, label=f"{ATTENTION_WORDS[attention]}, {'each block compiled' if variant == 'block' else 'eager'}")
-               for attention, variant, color in MODEL_BARS if ((rows["attention"] == attention) & (rows["variant"] == variant)).any()]
-    if np.any(bound):
+    handles = [Patch(color=color, label=f"{ATTENTION_WORDS[attention]}, {COMPILED_WORDS[variant]}")
+               for attention, variant, color in BARS if len(pick(rows, attention=attention, variant=variant))]
+    if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
         handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="/////", label="mostly launch-bound"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     contexts = listing(str(context) for context in sorted(set(rows["context_length"])))
-    figure.suptitle(f"Compiled and with SDPA against eager, context {contexts} ({where})", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(f"Compiled and with SDPA against eager, context {contexts} ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     return figure
+
+
+def bars(axis: Axes, here: pd.DataFrame, sizes: list[str]) -> None:
+    """One panel: a group of bars a size, hatched where mostly launch-bound."""
+    for index, (attention, variant, color) in enumerate(BARS):
+        own = pick(here, attention=attention, variant=variant)
+        x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
+        whiskers = [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]]
+        drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers if index else None,
+                         error_kw={"elinewidth": 1, "ecolor": "0.2"})
+        for bar, share in zip(drawn, own.get("launch_bound_share", ())):
+            if share > 0.5:
+                bar.set(hatch="/////", edgecolor="white", linewidth=0)
+    base = here.drop_duplicates("size").astype({"size": str}).set_index("size")["base_ms"]
+    labels = [f"{size}\n{number(base[size])} ms" if size in base.index else size for size in sizes]
+    axis.set_xticks(range(len(sizes)), labels, fontsize=9)
+    axis.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
+    axis.grid(axis="x", visible=False)

@@ -4,61 +4,66 @@ import dataclasses
 import pandas as pd
 import torch
 
-from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
-from stepscope.step.rates import run_times
 from stepscope.config import PHASES
-from stepscope.studies.compile.config import Config
 from stepscope.runs.machine import sm_clock_mhz
-from stepscope.step.training_step import Step, build_step
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table, runs_frame
+from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.compile.config import Config
+from stepscope.studies.compile.tables import PART
 
-# Training first: the graph that forward and backward share is compiled in its first step, inference's in forward's own.
+# Training first: the graph that forward and backward share is compiled in its first step, inference's in
+# forward's own.
 MODES = ("forward_backward", "step", "forward")
-PART = ["attention", "variant", "mode"]  # what is timed on its own within a run
-EMPTY_TIMES = [*PART, "phase", "median_ms", "ci_low_ms", "ci_high_ms", "first_ms"]  # of a run in which nothing fits
 
 
 def with_compiled(step: Step, variant: str) -> Step:
-    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share, ``model`` the
-    whole forward. Loss and optimizer stay as they are."""
+    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share,
+    ``model`` the whole forward. Loss and optimizer stay as they are."""
     if variant == "block":
         for block in step.model.blocks:
             block.compile(dynamic=False)
-    return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False)) if variant == "model" else step
+    if variant == "model":
+        return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False))
+    return step
 
 
 def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
     """Every attention, variant and mode of one configuration, one after another.
 
-    Each is compiled with caches on disk that are its own and empty at first, so that no compile time profits from another's
-    or from an earlier run. What a process does once, the first to be compiled pays for.
+    Each is compiled with caches on disk that are its own and empty at first, so that no compile time profits
+    from another's or from an earlier run. What a process does once, the first to be compiled pays for.
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
-        variants: a row for each attention, variant and mode, in the order they were run: status (``ok``, ``oom``, or
-            ``unsupported`` where torch.compile finds no compiler that works) and its reason, graphs compiled, graph breaks,
-            graphs that came out of a cache in place of being compiled, and the mode's peak memory.
+        variants: a row for each attention, variant and mode, in the order they were run: status (``ok``,
+            ``oom``, or ``unsupported`` where torch.compile finds no compiler that works) and its reason,
+            graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, and the
+            mode's peak memory.
     """
-    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler, which a report does without
+    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+
     allow_recompiling()
-    samples, rows = [], []
+    samples: list[pd.DataFrame] = []
+    rows: list[dict] = []
     for attention in config.attentions:
         for variant in config.variants:
             torch._dynamo.reset()
-            release(config.device, after_error=True)  # a model's parameters and their gradients hang in cycles
+            # A model's parameters and their gradients hang in cycles.
+            release(config.device, after_error=True)
             step = None
             for mode in MODES:
-                row, compiles, cached = {"attention": attention, "variant": variant, "mode": mode}, Compiles(), _cached_graphs()
+                part: dict = {"attention": attention, "variant": variant, "mode": mode}
+                row, compiles, cached = dict(part), Compiles(), _cached_graphs()
                 with fresh_cache():
                     try:
-                        step = step or with_compiled(build_step(config.step(mode="step", attention=attention)), variant)
+                        if step is None:
+                            built = build_step(config.step(mode="step", attention=attention))
+                            step = with_compiled(built, variant)
                         step = dataclasses.replace(step, config=config.step(mode=mode, attention=attention))
                         if config.device == "cuda":
                             torch.cuda.reset_peak_memory_stats()
-                        samples.append(measure(step, sm_clock_mhz).assign(attention=attention, variant=variant, mode=mode))
+                        samples.append(measure(step, sm_clock_mhz).assign(**part))
                         graphs, breaks = compiles.read()
                         row |= {"status": "ok", "reason": "", "graphs": graphs, "graph_breaks": breaks,
                                 "cached_graphs": _cached_graphs() - cached} | _peaks(config.device)
@@ -71,49 +76,20 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                     step.clear_gradients()
             del step
     release(config.device)
-    samples = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
-    return {"samples": samples, "variants": pd.DataFrame(rows)}
+    none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
+    return {"samples": pd.concat(samples, ignore_index=True) if samples else none,
+            "variants": pd.DataFrame(rows)}
 
 
 def _cached_graphs() -> int:
-    """Graphs that this process has so far taken out of torch's caches: Inductor's own, and AOTAutograd's above it."""
+    """Graphs that this process has so far taken out of torch's caches: Inductor's own, and AOTAutograd's
+    above it."""
     from torch._dynamo.utils import counters
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def _peaks(device: str) -> dict[str, float]:
     return {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} if device == "cuda" else {}
-
-
-def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> pd.DataFrame:
-    """A row for each attention, variant, mode and phase: columns of ``benchmark.run_times``, and ``first_ms``, the first
-    step's time, in which torch.compile compiles."""
-    frames = []
-    for (attention, variant, mode), own in samples.groupby(PART, sort=False):
-        times = run_times(own, ceilings, config.step(mode=mode, attention=attention))
-        first = own[own["step"] == 0].set_index("phase")["time_ms"]
-        frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=times["phase"].map(first)))
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
-
-
-def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """The tidy table of a whole store: a row for each run, attention, variant, mode and phase, with what is known of them
-    (columns of the table ``variants``), those of a run in the order in which they were run. What ran out of memory has one
-    row without times, phase ``step``."""
-    records = [record for record in records if record.study == "compile" and record.status == "ok"]
-    if not records:
-        return pd.DataFrame()
-    samples, ceilings, variants = (load_table(store, records, name) for name in ("samples", "ceilings", "variants"))
-    frames = []
-    for record in records:
-        config = Config(**record.config)
-        own = [table[table["run_id"] == record.run_id] for table in (samples, ceilings)]
-        frames.append(variant_times(*own, config).assign(run_id=record.run_id))
-    times = pd.concat(frames, ignore_index=True)
-    times = variants.drop(columns="study").merge(times, on=["run_id", *PART], how="left")
-    times["phase"] = times["phase"].fillna(WHOLE)
-    runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
-    return times.merge(runs, on="run_id").assign(study="compile")
 
 
 def reading(times: pd.DataFrame) -> str:

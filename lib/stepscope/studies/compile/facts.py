@@ -1,0 +1,129 @@
+"""What the tables of the study of the compiled model say, in numbers: times and memory. Pairs are dicts of
+the columns of :func:`stepscope.studies.compile.pairs.paired`."""
+import pandas as pd
+
+from stepscope.config import PHASES
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import NEARLY, percent_change, runs_of
+from stepscope.say.selections import beside as runs_beside
+from stepscope.say.selections import pick
+from stepscope.studies.compile.pairs import (
+    MAIN,
+    VARIANTS,
+    any_flagged,
+    beside,
+    both_ends,
+    by_attention,
+    gain,
+    gains,
+    headline,
+    marks,
+    shape,
+)
+
+
+def whole_model(times: pd.DataFrame) -> dict | None:
+    """Eager against compiled by mode: the :func:`gains`, the pairs that are ``slower``, and the full steps
+    that are changed most and ``least`` (None where there is but one). Without a pair (``pairs`` is None) what
+    was not timed."""
+    both = beside(times)
+    untimed = not_timed(times)
+    if both.empty:
+        if not any(untimed.values()):
+            return None
+        return {"pairs": None, "headline": None, "marked": False, "runs": runs_of(times)} | untimed
+    slower = both[both["sure"] & (both["speedup"] < 1)]
+    steps = both[both["mode"] == "step"]
+    sure = steps[steps["sure"]]
+    told = {"gains": gains(both), "slower": slower.to_dict("records"),
+            "most_changed": sure.loc[sure["speedup"].idxmax()].to_dict() if len(sure) else None,
+            "least_changed": sure.loc[sure["speedup"].idxmin()].to_dict() if len(sure) > 1 else None}
+    return told | untimed | {
+        "pairs": both, "optimizer": MAIN, "timed_steps": sorted(set(both["timed_steps"].astype(int))),
+        "warmup_steps": sorted(set(both["warmup_steps"].astype(int))), "neighbours": runs_beside(both),
+        "shape": shape(both), "headline": headline(steps), "marks": marks(both), "marked": any_flagged(told),
+        "runs": runs_of(both)}
+
+
+def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
+    """What has no time because it ran ``out_of_memory`` or was ``not_compiled``."""
+    rows = by_size(times[times["optimizer"] == MAIN])
+    return {name: rows[rows["status"] == status].to_dict("records")
+            for name, status in (("out_of_memory", "oom"), ("not_compiled", "unsupported"))}
+
+
+def sdpa(times: pd.DataFrame) -> dict | None:
+    """Written-out attention against SDPA: the gains of the full step by variant, of both changes ``together``
+    and ``over_all`` modes; ``losses`` in steady samples, with how launches ``bound`` them, and those in
+    ``unsteady`` ones, each with the :func:`gain` of the same pair in the run with fused AdamW (None without
+    one)."""
+    both = by_attention(times)
+    if both.empty:
+        return None
+    steps, ends = both[both["mode"] == "step"], both_ends(times)
+    ends = ends[ends["mode"] == "step"] if len(ends) else ends
+    slower = both[both["sure"] & (both["speedup"] < 1)]
+    losses, fused = slower[~slower["flagged"]], by_attention(times, "fused")
+    told = {"by_variant": [{"variant": variant} | gain(own) for variant in VARIANTS
+                           if len(own := steps[steps["variant"] == variant])],
+            "together": gain(ends) if len(ends) else None, "over_all": gain(both),
+            "losses": losses.to_dict("records"), "bound": bound_losses(losses),
+            "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
+                         for _, row in slower[slower["flagged"]].iterrows()]}
+    return told | {"shape": shape(both), "steps": steps, "headline": headline(ends) if len(ends) else None,
+                   "marks": marks(steps), "marked": any_flagged(told), "runs": runs_of(both)}
+
+
+def bound_losses(losses: pd.DataFrame) -> dict | None:
+    """How many of some pairs are mostly launch-bound on both sides, and how many times as long the host takes
+    to enqueue the second; None without such a pair."""
+    if "launch_bound_share" not in losses:
+        return None
+    bound = losses[losses[["launch_bound_share", "launch_bound_share_after"]].min(axis=1) > 0.5]
+    if bound.empty:
+        return None
+    return {"pairs": len(bound), "enqueue_ratio": bound["enqueue_ms_after"] / bound["enqueue_ms"]}
+
+
+def repeated(row: pd.Series, fused: pd.DataFrame) -> dict | None:
+    """The gain of the same pair in the process with fused AdamW, of a mode in which AdamW has no part; None
+    without one."""
+    if fused.empty or row["mode"] == "step":
+        return None
+    same = pick(fused, **row[["size", "precision", "variant", "mode"]].to_dict())
+    return gain(same) if len(same) else None
+
+
+def peak_memory(times: pd.DataFrame) -> dict | None:
+    """The allocator's peak, eager against compiled, of the modes in ``by_mode``; the pairs in which it grows;
+    and what compiling and SDPA change ``together``. ``measured`` is False where no peak was kept."""
+    both = beside(times)
+    if both.empty:
+        return None
+    if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
+        return {"measured": False, "backward": None, "pairs": None, "runs": runs_of(both)}
+    # Forward alone was measured after full steps, with AdamW's moments still in memory.
+    both = with_peaks(both[both["mode"] != "forward"])
+    ends = both_ends(times)
+    ends = with_peaks(ends[ends["mode"] == "forward_backward"]) if len(ends) else ends
+    by_mode = [{"mode": mode} | changes(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
+    backward = next((own for own in by_mode if own["mode"] == "forward_backward" and own["falls"]), None)
+    more = both[both["change"] > NEARLY]
+    return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward,
+            "nearly": NEARLY, "more": more.to_dict("records"),
+            "together": changes(ends) if len(ends) else None,
+            "pairs": both, "runs": runs_of(both)}
+
+
+def with_peaks(both: pd.DataFrame) -> pd.DataFrame:
+    """Pairs with both peaks in GiB, and the ``change`` from one to the other as a share."""
+    before, after = both["peak_allocated_mib"], both["peak_allocated_mib_after"]
+    return both.assign(change=after / before - 1, peak_gib=before / 1024, peak_gib_after=after / 1024)
+
+
+def changes(own: pd.DataFrame) -> dict:
+    """The pairs whose peak changes ``least`` (falls furthest) and ``most``; whether both changes print
+    ``alike``; how much ``lower_percent`` each is."""
+    least, most = (own.loc[at].to_dict() for at in (own["change"].idxmin(), own["change"].idxmax()))
+    return {"least": least, "most": most, "falls": most["change"] < 0, "lower_percent": -100 * own["change"],
+            "alike": percent_change(least["change"]) == percent_change(most["change"])}

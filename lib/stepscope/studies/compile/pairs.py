@@ -1,0 +1,169 @@
+"""Whole steps side by side: eager and compiled, written-out attention and SDPA; and what is told of such
+pairs.
+
+Two times are compared where one process measured both; AdamW's implementations are not
+(:func:`by_optimizer`). """
+import pandas as pd
+
+from stepscope.config import PHASES, PRECISIONS
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import apart, number
+from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
+
+ATTENTIONS, VARIANTS = ("eager", "sdpa"), ("eager", "block")
+MAIN = "foreach"  # AdamW's implementation in all that is told but what compares two
+INTERVAL = ["ci_low_ms", "ci_high_ms"]
+
+
+def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
+    """Rows of whole steps that were timed, with one implementation of AdamW."""
+    if times.empty:
+        return times
+    return pick(times, phase=WHOLE, status="ok", optimizer=optimizer)
+
+
+def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Two tables of whole steps side by side, the columns of the second with ``_after``.
+
+    Added: ``speedup``; ``sure``, whether the medians' 95% intervals are apart; ``flagged``, whether a side's
+    samples are not one steady state. """
+    if before.empty or after.empty:
+        return before.iloc[:0]
+    both = before.merge(after, on=keys, suffixes=("", "_after"))
+    both["speedup"] = both["median_ms"] / both["median_ms_after"]
+    both["sure"] = [apart(row[INTERVAL], row[[f"{c}_after" for c in INTERVAL]].set_axis(INTERVAL))
+                    for _, row in both.iterrows()]
+    both["flagged"] = (both["flags"] != "") | (both["flags_after"] != "")
+    return ordered(both)
+
+
+def ordered(rows: pd.DataFrame) -> pd.DataFrame:
+    """By size, context, precision, attention and mode, each in its own order."""
+    order = {name: rank for names in (PRECISIONS, ATTENTIONS, PHASES) for rank, name in enumerate(names)}
+    return by_size(rows).sort_values(
+        ["size", "context_length", "precision", "attention", "mode"], kind="stable", ignore_index=True,
+        key=lambda column: column if column.name in ("size", "context_length") else column.map(order))
+
+
+def beside(times: pd.DataFrame, before: str = "eager", after: str = "block",
+           optimizer: str = MAIN) -> pd.DataFrame:
+    """Two variants of one run, attention and mode in a row; see :func:`paired`."""
+    steps = whole_steps(times, optimizer)
+    if steps.empty:
+        return steps
+    return paired(pick(steps, variant=before), pick(steps, variant=after), ["run_id", "attention", "mode"])
+
+
+def by_attention(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
+    """Written-out attention and SDPA of one run, variant and mode in a row; see :func:`paired`."""
+    steps = whole_steps(times, optimizer)
+    if steps.empty:
+        return steps
+    steps = steps[steps["variant"].isin(VARIANTS)]
+    return paired(pick(steps, attention="eager"), pick(steps, attention="sdpa"),
+                  ["run_id", "variant", "mode"])
+
+
+def both_ends(times: pd.DataFrame) -> pd.DataFrame:
+    """Eager with written-out attention and compiled with SDPA of one run and mode in a row; see
+    :func:`paired`."""
+    steps = whole_steps(times)
+    if steps.empty:
+        return steps
+    return paired(pick(steps, attention="eager", variant="eager"),
+                  pick(steps, attention="sdpa", variant="block"), ["run_id", "mode"])
+
+
+def by_optimizer(times: pd.DataFrame) -> pd.DataFrame:
+    """Compiled full steps with foreach and with fused AdamW in a row, of different runs; see
+    :func:`paired`."""
+    main, fused = (pick(whole_steps(times, optimizer), variant="block", mode="step")
+                   for optimizer in (MAIN, "fused"))
+    return paired(main, fused, ["size", "context_length", "batch_size", "precision", "attention", "mode"])
+
+
+def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
+    """AdamW's phase of a run's full steps, eager and with blocks compiled in a row: ``share`` and
+    ``share_after`` of the phases' time."""
+    phases = pick(times[times["phase"] != WHOLE], status="ok", mode="step", optimizer=optimizer)
+    total = phases.groupby(["run_id", "attention", "variant"])["median_ms"].transform("sum")
+    phases = phases.assign(share=phases["median_ms"] / total)
+    phases = phases[phases["phase"] == "optimizer"]
+    return paired(pick(phases, variant="eager"), pick(phases, variant="block"), ["run_id", "attention"])
+
+
+def relative(times: pd.DataFrame) -> pd.DataFrame:
+    """Whole steps as multiples of eager with written-out attention in the same run and mode: ``relative``
+    with ``relative_low`` and ``relative_high``, the farthest that the ends of both 95% intervals allow;
+    ``base_ms``."""
+    steps = whole_steps(times)
+    if steps.empty:
+        return steps
+    base = steps[(steps["attention"] == "eager") & (steps["variant"] == "eager")]
+    base = base[["run_id", "mode", "median_ms", *INTERVAL]].set_axis(
+        ["run_id", "mode", "base_ms", "base_low", "base_high"], axis=1)
+    both = steps.merge(base, on=["run_id", "mode"])
+    return by_size(both.assign(relative=both["median_ms"] / both["base_ms"],
+                               relative_low=both["ci_low_ms"] / both["base_high"],
+                               relative_high=both["ci_high_ms"] / both["base_low"]))
+
+
+# -- what is told of pairs -----------------------------------------------------------------------------------
+
+def gain(both: pd.DataFrame) -> dict:
+    """How many times as fast the second side of some pairs is: ``all_faster``; ``ways``, how many of the
+    ``pairs`` are surely ``faster`` and surely ``slower``, with their :func:`ends`, and how many are neither
+    (both False)."""
+    faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
+    ways = [{"faster": own is faster, "slower": own is slower, "pairs": len(own), **ends(own)}
+            for own in (faster, slower) if len(own)]
+    if unchanged := len(both) - len(faster) - len(slower):
+        ways.append({"faster": False, "slower": False, "pairs": unchanged})
+    return {"pairs": len(both), "all_faster": len(faster) == len(both), "ways": ways}
+
+
+def ends(own: pd.DataFrame) -> dict:
+    """The pairs of the ``lowest`` and the ``highest`` speedup; the latter None where both print the same."""
+    lowest, highest = ({"speedup": own.loc[at, "speedup"], "flagged": bool(own.loc[at, "flagged"])}
+                       for at in (own["speedup"].idxmin(), own["speedup"].idxmax()))
+    alike = number(lowest["speedup"]) == number(highest["speedup"])
+    return {"lowest": lowest, "highest": None if alike else highest}
+
+
+def gains(both: pd.DataFrame) -> list[dict]:
+    """The :func:`gain` of each mode that there is."""
+    return [{"mode": mode} | gain(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
+
+
+def headline(steps: pd.DataFrame) -> dict | None:
+    """What a change does to the full step: ``speedup`` of the ``sure`` ones of its ``pairs``, and the
+    ``best``; None where it makes none faster. ``not_all``: some are not sure; ``several``: there is more than
+    one pair."""
+    sure = steps[steps["sure"]]
+    if sure.empty or sure["speedup"].max() < 1:
+        return None
+    return {"speedup": sure["speedup"], "sure": len(sure), "pairs": len(steps),
+            "not_all": len(sure) < len(steps), "several": len(steps) > 1,
+            "best": sure.loc[sure["speedup"].idxmax()].to_dict()}
+
+
+def marks(both: pd.DataFrame) -> dict:
+    """What there is to explain beside a table of pairs: ``unchanged``, whether some did not surely change,
+    and ``kinds`` of unsteady samples."""
+    kinds = {flag.split(":")[0] for column in ("flags", "flags_after") for text in both[column]
+             for flag in text.split("; ") if flag}
+    return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds)}
+
+
+def any_flagged(told: object) -> bool:
+    """Whether what is told, pairs in lists and dicts of them, has one of which a side's samples are not
+    steady."""
+    if isinstance(told, dict):
+        return bool(told.get("flagged")) or any(any_flagged(value) for value in told.values())
+    return isinstance(told, list) and any(any_flagged(value) for value in told)
+
+
+def shape(both: pd.DataFrame) -> dict:
+    """Contexts and batches of the pairs."""
+    return {"contexts": sorted(set(both["context_length"])), "batches": sorted(set(both["batch_size"]))}

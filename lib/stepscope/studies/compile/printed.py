@@ -1,0 +1,105 @@
+"""The tables of the study of the compiled model as they are printed."""
+from collections.abc import Iterable
+
+import pandas as pd
+
+from stepscope.say.formats import MODE_WORDS, number, percent, percent_change
+
+ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
+VARIANT_WORDS = {"eager": "eager", "block": "compiled"}
+FLAGGED = " †"    # behind a pair of which a side's samples are not one steady state
+SHARE_WORDS = {"forward_backward": "launch-bound, forward + backward", "step": "launch-bound, full step",
+               "optimizer": "AdamW's part of the full step"}
+
+
+def cells_of(both: pd.DataFrame) -> list[str]:
+    """Of each pair: in ms, and how many times as fast."""
+    speedups = [number(row.speedup) if row.sure else "none" for row in both.itertuples()]
+    marks = [FLAGGED if flagged else "" for flagged in both["flagged"]]
+    return [f"{times}: {speedup}{mark}"
+            for times, speedup, mark in zip(from_to(both, "median_ms"), speedups, marks, strict=True)]
+
+
+def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
+    """Runs and attentions down, ``across`` over it."""
+    table = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
+    contexts = ["context_length"] if table["context_length"].nunique() > 1 else []
+    index = ["run_id", "size", *contexts, "precision", "attention"]
+    order = table[index].drop_duplicates()
+    table = table.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
+    table = table[list(dict.fromkeys(across))].reset_index().drop(columns="run_id")
+    table = table.rename(columns={"context_length": "context"}).rename_axis(None, axis=1)
+    return table.astype(object).fillna("–")
+
+
+def by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
+    """Runs and attentions down, modes across."""
+    table = wide(both, both["mode"].map(MODE_WORDS), cells)
+    modes = [words for words in MODE_WORDS.values() if words in table]
+    return table[[column for column in table if column not in modes] + modes]
+
+
+def times(facts: dict) -> pd.DataFrame | None:
+    """Median times and speedups of the pairs, by mode."""
+    return None if facts["pairs"] is None else by_mode(facts["pairs"], cells_of(facts["pairs"]))
+
+
+def shares(facts: dict) -> pd.DataFrame | None:
+    """Launch-bound shares and AdamW's part, eager to compiled."""
+    rows = facts["shares"]
+    if rows is None:
+        return None
+    cells = [f"{percent(row.share)} to {percent(row.share_after)}" for row in rows.itertuples()]
+    return wide(rows, rows["of"].map(SHARE_WORDS), cells)
+
+
+def fused(facts: dict) -> pd.DataFrame | None:
+    """Foreach to fused AdamW: the full step, AdamW's phase, and how many times as fast as eager."""
+    if facts["fused"] is None:
+        return None
+    pairs = facts["fused"]["table"]
+    return pd.DataFrame({
+        "size": pairs["size"], "precision": pairs["precision"],
+        "attention": pairs["attention"].map(ATTENTION_WORDS), "full step": cells_of(pairs),
+        "AdamW": from_to(pairs, "phase_ms"), "times as fast as eager": from_to(pairs, "own_speedup")})
+
+
+def from_to(both: pd.DataFrame, column: str) -> list[str]:
+    """A column's numbers of both sides of each pair."""
+    return [f"{number(before)} to {number(after)}"
+            for before, after in zip(both[column], both[f"{column}_after"], strict=True)]
+
+
+def peaks(facts: dict) -> pd.DataFrame | None:
+    """Peaks in GiB and their change, by mode."""
+    both = facts["pairs"]
+    if both is None:
+        return None
+    cells = [f"{sizes}: {percent_change(change)}"
+             for sizes, change in zip(from_to(both, "peak_gib"), both["change"], strict=True)]
+    return by_mode(both, cells)
+
+
+def seconds(facts: dict) -> pd.DataFrame:
+    """Seconds of compiling, a row for each run, attention and variant."""
+    rows = facts["seconds"]
+    return pd.DataFrame({
+        "size": rows["size"], "precision": rows["precision"],
+        "attention": rows["attention"].map(ATTENTION_WORDS),
+        "compiled": rows["variant"].map({"block": "block", "model": "whole forward"}),
+        "forward + backward": rows["training_s"].map(number),
+        "first of its process": rows["first"].map({True: "yes", False: "no"}),
+        "forward": rows["inference_s"].map(number)})
+
+
+def whole(facts: dict) -> pd.DataFrame | None:
+    """Blocks to the whole forward as one graph, by mode."""
+    return None if facts["whole"] is None else times(facts["whole"])
+
+
+def steps(facts: dict) -> pd.DataFrame | None:
+    """Full steps with written-out attention to SDPA, by variant."""
+    both = facts["steps"]
+    if both.empty:
+        return None
+    return wide(both, both["variant"].map(VARIANT_WORDS), cells_of(both)).drop(columns="attention")

@@ -1,0 +1,45 @@
+"""The tables of the study of the compiled model, of one run and over all of its records."""
+import pandas as pd
+
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.runs.tables import load_table, runs_frame
+from stepscope.step.rates import run_times
+from stepscope.step.timing import WHOLE
+from stepscope.studies.compile.config import Config
+
+PART = ["attention", "variant", "mode"]  # what is timed on its own within a run
+# Of a run in which nothing fits.
+EMPTY_TIMES = [*PART, "phase", "median_ms", "ci_low_ms", "ci_high_ms", "first_ms"]
+
+
+def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """A row for each attention, variant, mode and phase: columns of ``benchmark.run_times``, and
+    ``first_ms``, the first step's time, in which torch.compile compiles."""
+    frames = []
+    for (attention, variant, mode), own in samples.groupby(PART, sort=False):
+        times = run_times(own, ceilings, config.step(mode=mode, attention=attention))
+        first_ms = times["phase"].map(own[own["step"] == 0].set_index("phase")["time_ms"])
+        frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=first_ms))
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
+
+
+def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
+    """The tidy table of a whole store: a row for each run, attention, variant, mode and phase, with what is
+    known of them (columns of the table ``variants``), those of a run in the order in which they were run.
+    What ran out of memory has one row without times, phase ``step``."""
+    records = [record for record in records if record.study == "compile" and record.status == "ok"]
+    if not records:
+        return pd.DataFrame()
+    samples, ceilings, variants = (load_table(store, records, name)
+                                   for name in ("samples", "ceilings", "variants"))
+    frames = []
+    for record in records:
+        config = Config(**record.config)
+        own, limits = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+        frames.append(variant_times(own, limits, config).assign(run_id=record.run_id))
+    times = pd.concat(frames, ignore_index=True)
+    times = variants.drop(columns="study").merge(times, on=["run_id", *PART], how="left")
+    times["phase"] = times["phase"].fillna(WHOLE)
+    runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
+    return times.merge(runs, on="run_id").assign(study="compile")
