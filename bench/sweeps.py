@@ -5,6 +5,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 from timeit import default_timer
 
 import pandas as pd
@@ -15,7 +16,7 @@ from rich.table import Table
 from bench.traces import peak_mib
 from stepscope.config import RunConfig, configure
 from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.record import Record
+from stepscope.runs.record import Machine, Record
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.runs.tables import runs_frame, write_table
@@ -77,7 +78,7 @@ def make_store(root: Path, records: int) -> None:
         # Ids of 8 digits: among 100,000 that differ in nothing but a hash, two would be the same.
         config = configure("benchmark", size="small", context_length=8 + seed % 100, device="cpu", seed=seed)
         record = Record(run_id=config.run_id, study="benchmark", status="ok",
-                        config=config.model_dump(mode="json"), machine=MACHINE,
+                        config=config.model_dump(mode="json"), machine=cast(Machine, MACHINE),
                         results={"parameters": seed, "peak_allocated_mib": seed / 7},
                         software={"torch": "simulated"},
                         started_at=datetime.now(UTC), duration_s=seed % 60)

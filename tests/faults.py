@@ -143,7 +143,7 @@ def command_line(*arguments: str) -> int:
         try:
             cli.main()
         except SystemExit as end:
-            return end.code or 0
+            return int(end.code or 0)
     return 0
 
 

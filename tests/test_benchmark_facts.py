@@ -1,8 +1,8 @@
 """The benchmarking study's facts on the committed runs and on data changed; its words follow."""
 import pandas as pd
 import pytest
-from reference import answered, changed, tables
 
+from reference import answered, changed, tables
 from stepscope.studies.benchmark import facts, facts_published, printed
 
 

@@ -81,7 +81,7 @@ def markup(folder, runs, text):
     data = load_data(Store(folder / "runs"))
     assert not data.errors
     stems = [stem for chapter in chapters()
-             for stem in (*(picture.stem for picture in chapter.pictures), *chapter.old_pictures)]
+             for stem in (picture.stem for picture in chapter.pictures)]
     (folder / "figures").mkdir()
     for stem in stems:  # only their captions matter
         (folder / "figures" / f"{stem}.png").write_bytes(PNG)

@@ -206,7 +206,9 @@ def test_what_fits():
         accounting.peak(config.model_copy(update={"attention": "sdpa"}))
 
 
-@pytest.mark.parametrize("entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}])
+@pytest.mark.parametrize(
+    "entry", [{"size": "8"}, {"size": -8}, {"size": 2**63}, {"size": 8.5}, {"addr": [1]}]
+)
 def test_sizes_and_addresses_that_no_memory_has_are_refused(entry):
     history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 8, "frames": []} | entry]]}
     with pytest.raises(snapshot.SnapshotError, match="is no address or size of 64 bits"):

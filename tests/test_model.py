@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepscope.config import SIZES, configure
 from stepscope.step import annotate
-from stepscope.step.flops import forward_flops, phase_flops, step_flops
-from stepscope.step.flops import parameter_count
+from stepscope.step.flops import forward_flops, parameter_count, phase_flops, step_flops
 from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
 from stepscope.step.training_step import build_step
 

@@ -21,8 +21,8 @@ from stepscope.report.render import OutputError, draw_figures, pages, render, se
 from stepscope.runs.record import RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
-from stepscope.runs.tables import runs_frame, write_table
 from stepscope.runs.sweep import load_sweep
+from stepscope.runs.tables import runs_frame, write_table
 from stepscope.say import style
 
 

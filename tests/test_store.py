@@ -682,13 +682,18 @@ def test_one_frame_over_all_records(store, tiny):
     assert load_table(store, records, "ceilings").empty
 
 
+def as_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: path.unlink(),
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(b'a,b\n"'),
-        lambda path: (path.unlink(), os.mkfifo(path)),
+        as_fifo,
         lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
     ],
 )

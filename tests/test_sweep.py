@@ -19,9 +19,9 @@ from stepscope import PROJECT, __version__, cli
 from stepscope.config import PHASES, configure
 from stepscope.runs import one_run, workers
 from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table
 from stepscope.runs.sweep import How, _require_same_machine, run_sweep
 from stepscope.runs.sweep_file import SweepError
+from stepscope.runs.tables import load_table
 from stepscope.step.timing import WHOLE
 
 # Stands after the cell that makes the Run. The working notebook's cells are all still there.

@@ -1,6 +1,8 @@
 """The timing harness: which rows a measurement has, and that the clocks' readings are put where they
 belong.
 """
+import itertools
+
 import pytest
 import torch
 
@@ -90,7 +92,7 @@ def test_gradients_are_cleared_before_each_step_and_weights_change_in_mode_step_
     step, seen = watched(mode, timed_steps=3)
     measure(step)
     assert len(seen) == 3 and not any(any(gradients) for gradients, _ in seen)
-    changed = [not torch.equal(before, after) for (_, before), (_, after) in zip(seen, seen[1:])]
+    changed = [not torch.equal(before, after) for (_, before), (_, after) in itertools.pairwise(seen)]
     assert changed == [mode == "step"] * 2
     left = [p.grad is not None for p in step.model.parameters()]
     assert all(left) if mode != "forward" else not any(left)

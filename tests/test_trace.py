@@ -548,7 +548,7 @@ def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0)
     found, at = [], start
     while at < end and depth < 5:
         inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
-        found += [tuple(inner), *nested(generator, *inner, depth + 1)]
+        found += [tuple(inner), *nested(generator, inner[0], inner[1], depth + 1)]
         at = inner[1] + int(generator.integers(0, 3))
         if generator.random() < 0.3:
             break
@@ -572,7 +572,7 @@ def test_enclosing_equals_a_plain_loop(seed):
                   (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end]
         return sorted(around, key=lambda i: (intervals[i][1], -intervals[i][2]))
     assert innermost.tolist() == [(holders(key, time, time + 1) or [-1])[-1] for key, time in points]
-    assert parent.tolist() == [([-1] + holders(*interval))[-2] for interval in intervals]
+    assert parent.tolist() == [([-1, *holders(*interval)])[-2] for interval in intervals]
     assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
 
 

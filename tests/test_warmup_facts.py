@@ -1,8 +1,8 @@
 """The warm-up study's facts on the committed runs and on data changed; its words follow."""
 import pandas as pd
 import pytest
-from reference import answered, changed, tables
 
+from reference import answered, changed, tables
 from stepscope.studies.warmup import facts
 
 

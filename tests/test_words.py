@@ -12,7 +12,17 @@ from stepscope.say.tables import markdown_table
 from stepscope.say.words import Words, environment, escape, tidy
 
 TEMPLATES = sorted(Path(stepscope.__file__).parent.glob("**/words/**/*.md"))
-ARITHMETIC = (nodes.Compare, nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow, nodes.Neg)
+ARITHMETIC = (
+    nodes.Compare,
+    nodes.Add,
+    nodes.Sub,
+    nodes.Mul,
+    nodes.Div,
+    nodes.FloorDiv,
+    nodes.Mod,
+    nodes.Pow,
+    nodes.Neg,
+)
 
 
 def computed(source):
@@ -27,8 +37,16 @@ def test_words_compute_nothing(path):
     assert computed(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("source", ["{% if a > b %}more{% endif %}", "{{ a / b }}", "{{ 100 * share }}", "{{ a if a == b else b }}",
-                                    "{% if n is divisibleby 2 %}even{% endif %}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if a > b %}more{% endif %}",
+        "{{ a / b }}",
+        "{{ 100 * share }}",
+        "{{ a if a == b else b }}",
+        "{% if n is divisibleby 2 %}even{% endif %}",
+    ],
+)
 def test_what_computes_is_found(source):
     assert computed(source)
 
@@ -40,14 +58,38 @@ def test_every_question_has_its_words_and_every_words_its_question():
         for question in chapter.questions:
             words = Words(chapter.folder / "words", f"{question.key}.md")
             assert words.block("question").endswith("?") and "text" in words.template.blocks
-            captions = {f"table_{name}" for name in question.printed} | {f"figure_{stem}" for stem in question.pictures}
-            assert captions | {"question", "text"} <= set(words.template.blocks) <= captions | {"question", "text", "finding", "not_answered"}
+            captions = {f"table_{name}" for name in question.printed} | {
+                f"figure_{stem}" for stem in question.pictures
+            }
+            assert (
+                captions | {"question", "text"}
+                <= set(words.template.blocks)
+                <= captions | {"question", "text", "finding", "not_answered"}
+            )
 
 
-HOSTILE = ["<b onclick=alert(1)>x</b>", "<form action=//x.test><button>go</form>", "<script>alert(1)</script>", "<img src=x>",
-           "![pwn](http://x.test/a.png)", "[click](javascript:alert(1))", "[a]: http://x.test", "**bold** and _em_ and `code",
-           "# heading", "a\n# heading\n\n* item", "<!-- comment", "\\<b>x</b>", "\\\\<b>x</b>", "$x$", "&lt;b&gt;",
-           "a | b", "http://x.test/?q=<b>", "``x``<b>y</b>`", "<https://x.test>", "` `<i>z</i>` `"]
+HOSTILE = [
+    "<b onclick=alert(1)>x</b>",
+    "<form action=//x.test><button>go</form>",
+    "<script>alert(1)</script>",
+    "<img src=x>",
+    "![pwn](http://x.test/a.png)",
+    "[click](javascript:alert(1))",
+    "[a]: http://x.test",
+    "**bold** and _em_ and `code",
+    "# heading",
+    "a\n# heading\n\n* item",
+    "<!-- comment",
+    "\\<b>x</b>",
+    "\\\\<b>x</b>",
+    "$x$",
+    "&lt;b&gt;",
+    "a | b",
+    "http://x.test/?q=<b>",
+    "``x``<b>y</b>`",
+    "<https://x.test>",
+    "` `<i>z</i>` `",
+]
 
 
 def shown(markdown):
@@ -66,8 +108,23 @@ def test_nothing_of_a_value_becomes_markup(text):
     assert shown(table).count("<tr>") == 3 and shown(table).count("<td") == 4
 
 
-@pytest.mark.parametrize("text", ["small, context 512", "forward_backward", "0.3 * x", "`void f<int, 4>(T*)` at 3 < 4", "12 [11, 13]",
-                                  "a_b", "28 × 4", "import torch._dynamo", "batch 4, 2.7B", "±", "C:\\x", "_scaled_mm"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "small, context 512",
+        "forward_backward",
+        "0.3 * x",
+        "`void f<int, 4>(T*)` at 3 < 4",
+        "12 [11, 13]",
+        "a_b",
+        "28 × 4",
+        "import torch._dynamo",
+        "batch 4, 2.7B",
+        "±",
+        "C:\\x",
+        "_scaled_mm",
+    ],
+)
 def test_plain_text_stays_as_it_is(text):
     assert escape(text) == text
 

@@ -198,8 +198,8 @@ def studies() -> dict[str, type[RunConfig]]:
             for name in listed if find_spec(f"stepscope.studies.{name}.config")}
 
 
-def configure(study: str, **values: Any) -> RunConfig:
-    """Validate one run's fields. A field given as None counts as not given; ``device`` defaults to ``auto``.
+def configure(study: str, **values: Any) -> Any:
+    """One run's fields, validated: the study's own ``Config``. A field given as None counts as not given; ``device`` defaults to ``auto``.
 
     Raises:
         ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.
@@ -245,7 +245,7 @@ def free_fields(study: str) -> list[str]:
             if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
 
 
-def from_notebook(study: str, names: dict[str, Any]) -> RunConfig:
+def from_notebook(study: str, names: dict[str, Any]) -> Any:
     """The configuration that a notebook's parameters cell spells: its variables have the names of the fields.
 
     Args:

@@ -12,7 +12,11 @@ from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
 from stepscope.step.flops import parameter_count
 
-STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {"ok": "done", "oom": "out of memory", "failed": "failed"}
+STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {
+    "ok": "done",
+    "oom": "out of memory",
+    "failed": "failed",
+}
 
 
 def sizes(data: Data) -> pd.DataFrame:

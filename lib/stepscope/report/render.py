@@ -31,8 +31,7 @@ class OutputError(StepscopeError, OSError):
 
 def sections(data: Data) -> dict[str, list[Answer]]:
     """The report's order: its headings, and under each the answers."""
-    return {chapter.title: [old(data.tables) for old in chapter.old]
-            + [answer(chapter, question, data.tables) for question in chapter.questions]
+    return {chapter.title: [answer(chapter, question, data.tables) for question in chapter.questions]
             for chapter in chapters()}
 
 

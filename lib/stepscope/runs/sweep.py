@@ -269,7 +269,9 @@ def work_estimate(config: RunConfig) -> int:
     steps = config.warmup_steps + config.timed_steps
     if isinstance(config, StepConfig):
         return steps * sum(forward_flops(config).values())
-    return steps * 4 * config.batch_size * config.context_length**2 * config.d_model  # attention's two products
+    return (
+        steps * 4 * config.batch_size * config.context_length**2 * config.d_model
+    )  # attention's two products
 
 
 class _Sweep:

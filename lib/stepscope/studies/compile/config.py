@@ -11,7 +11,7 @@ class Config(StepConfig):
 
     study: Literal["compile"] = "compile"
     mode: Literal["all"] = "all"
-    attention: Literal["all"] = "all"
+    attention: Literal["all"] = "all"  # type: ignore[assignment]
     compile: Literal[False] = False
     attentions: list[Literal["eager", "sdpa"]] = Field(["eager", "sdpa"], min_length=1)
     # What torch.compile is given: nothing, each block (compiled once and used for all), or the whole model.

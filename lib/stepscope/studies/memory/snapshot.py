@@ -14,7 +14,9 @@ from stepscope import StepscopeError
 
 ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "function"]
 # The part of a path that says where in which project a file is, wherever that is installed.
-PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
+PLACE = re.compile(
+    r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$"
+)
 
 # What reading a pickle that is none, or a damaged one, ends in.
 DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
@@ -47,9 +49,13 @@ def load_snapshot(path: Path) -> dict:
     except OSError as error:
         raise SnapshotError(f"{path}: cannot be read ({error.strerror})") from None
     except DAMAGED as error:
-        raise SnapshotError(f"{path}: not read as a memory snapshot: {error or type(error).__name__}") from None
+        raise SnapshotError(
+            f"{path}: not read as a memory snapshot: {error or type(error).__name__}"
+        ) from None
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("device_traces"), list):
-        raise SnapshotError(f"{path}: expected a snapshot's dictionary with a list device_traces, and it holds none")
+        raise SnapshotError(
+            f"{path}: expected a snapshot's dictionary with a list device_traces, and it holds none"
+        )
     return snapshot
 
 
