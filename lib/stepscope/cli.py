@@ -243,9 +243,9 @@ def _list_row(record: "Record") -> dict[str, str]:
     cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())
     if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
         cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
-    own = config.shape if record.config.get("size") == "custom" else ""
+    shape = config.shape if record.config.get("size") == "custom" else ""
     beside = str(len(record.beside) or "")
-    values = (record.study, record.run_id, own, record.status, f"{record.duration_s:.1f}", beside, cause)
+    values = (record.study, record.run_id, shape, record.status, f"{record.duration_s:.1f}", beside, cause)
     return dict(zip(LIST_COLUMNS, values))
 
 

@@ -199,7 +199,8 @@ def studies() -> dict[str, type[RunConfig]]:
 
 
 def configure(study: str, **values: Any) -> Any:
-    """One run's fields, validated: the study's own ``Config``. A field given as None counts as not given; ``device`` defaults to ``auto``.
+    """One run's fields, validated: the study's ``Config``. A field given as None counts as not given;
+    ``device`` defaults to ``auto``.
 
     Raises:
         ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.

@@ -30,13 +30,13 @@ def sizes(data: Data) -> pd.DataFrame:
         return runs
     runs = by_size(runs.assign(parameters=[parameter_count(config) for _, config in of_steps]))
     rows = []
-    for (size, parameters), own in runs.groupby(["size", "parameters"], sort=False, observed=True):
-        first = own.iloc[0]
+    for (size, parameters), group in runs.groupby(["size", "parameters"], sort=False, observed=True):
+        first = group.iloc[0]
         rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"],
                      "d_ff": first["d_ff"], "heads": first["num_heads"],
                      "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
-                     "contexts": listing(map(str, sorted(own["context_length"].unique()))),
-                     "batch": listing(map(str, sorted(own["batch_size"].unique())))})
+                     "contexts": listing(map(str, sorted(group["context_length"].unique()))),
+                     "batch": listing(map(str, sorted(group["batch_size"].unique())))})
     return pd.DataFrame(rows)
 
 

@@ -345,11 +345,11 @@ def what_fits(config: StepConfig, memory_mib: float) -> "pd.DataFrame":
     rows = []
     for mode in PHASES:
         for precision in ("fp32", "bf16"):
-            own = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
-            top = peak(own)
+            variant = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
+            top = peak(variant)
             rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB,
                          "phase": top.phase, "operation": top.operation,
                          "fits": top.allocated <= memory_mib * MIB,
-                         "largest_context": largest_that_fits(own, "context_length", memory_mib),
-                         "largest_batch": largest_that_fits(own, "batch_size", memory_mib)})
+                         "largest_context": largest_that_fits(variant, "context_length", memory_mib),
+                         "largest_batch": largest_that_fits(variant, "batch_size", memory_mib)})
     return pd.DataFrame(rows)

@@ -90,27 +90,27 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
     captures: list[Capture] = []
     left = list(configs)
     while left:
-        own = folder / f"process{len(captures)}"
-        own.mkdir(parents=True)
-        (own / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json())
+        place = folder / f"process{len(captures)}"
+        place.mkdir(parents=True)
+        (place / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json())
                                                        for config in left]))
         profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
                     "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
-                    "--output", str(own / "capture")] if nsys else []
+                    "--output", str(place / "capture")] if nsys else []
         tool = "nsys" if nsys else "torch"
-        ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(own)],
+        ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place)],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
         # were made.
-        reports = iter(sorted(own.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
+        reports = iter(sorted(place.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
         for config in left:
-            said = own / f"{config.mode}.json"
+            said = place / f"{config.mode}.json"
             if not said.exists():
                 break
             outcome = json.loads(said.read_text())
             file = None
             if outcome["status"] == "captured":
-                file = next(reports, None) if nsys else own / f"{config.mode}.trace.json"
+                file = next(reports, None) if nsys else place / f"{config.mode}.trace.json"
                 if file is None or not file.exists():
                     raise NsysError(
                         f"no report was made of the capture of {config.mode};"

@@ -63,10 +63,10 @@ def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> 
 def summarized(cells: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Cells with ``passes`` and, of forward, backward and both (``pass``), what :data:`STATISTICS` names."""
     rows: dict[int, dict] = {}
-    for cell, own in samples.groupby("cell"):
-        row = {"passes": len(own), "enqueue_ms": own["enqueue_ms"].median()}
-        whole = own["forward_ms"] + own["backward_ms"]
-        phases = {"forward": own["forward_ms"], "backward": own["backward_ms"], "pass": whole}
+    for cell, group in samples.groupby("cell"):
+        row = {"passes": len(group), "enqueue_ms": group["enqueue_ms"].median()}
+        whole = group["forward_ms"] + group["backward_ms"]
+        phases = {"forward": group["forward_ms"], "backward": group["backward_ms"], "pass": whole}
         for phase, times in phases.items():
             times = times.to_numpy(dtype=float)
             low, high = median_interval(times)

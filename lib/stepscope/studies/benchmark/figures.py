@@ -24,20 +24,20 @@ def phases(times: pd.DataFrame, where: str) -> Figure | None:
     sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
     figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
     for axis, size in zip(axes[0], sizes):
-        own = pick(rows, size=size)
-        contexts = sorted(own["context_length"].unique())
+        group = pick(rows, size=size)
+        contexts = sorted(group["context_length"].unique())
         bottom = np.zeros(len(contexts))
         for phase, color in PHASE_COLORS.items():
-            of_phase = pick(own, phase=phase).set_index("context_length").reindex(contexts)
+            of_phase = pick(group, phase=phase).set_index("context_length").reindex(contexts)
             values = of_phase["median_ms"].fillna(0).to_numpy()
             bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white",
                             linewidth=0.5)
-            if "launch_bound_share" in own:
+            if "launch_bound_share" in group:
                 for bar, share in zip(bars, of_phase["launch_bound_share"]):
                     if share == 1:
                         bar.set_hatch("////")
             bottom += values
-        whole = pick(own, phase=WHOLE).set_index("context_length").reindex(contexts)
+        whole = pick(group, phase=WHOLE).set_index("context_length").reindex(contexts)
         axis.errorbar(range(len(contexts)), whole["median_ms"], fmt="none", ecolor="black",
                       yerr=[whole["median_ms"] - whole["ci_low_ms"],
                             whole["ci_high_ms"] - whole["median_ms"]])
@@ -80,9 +80,9 @@ def scaling(times: pd.DataFrame, where: str) -> Figure | None:
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.72, 4.2))
     _lines(axis, rows, "median_ms")
-    for _, own in rows.groupby("size", observed=True):
-        last = own.iloc[-1]
-        contexts = own["context_length"].to_numpy()
+    for _, group in rows.groupby("size", observed=True):
+        last = group.iloc[-1]
+        contexts = group["context_length"].to_numpy()
         axis.plot(contexts, last["median_ms"] * contexts / last["context_length"], "--", color="0.6",
                   linewidth=1, zorder=1)
     axis.plot([], [], "--", color="0.6", label="proportional to context")
@@ -97,18 +97,25 @@ def _lines(axis, rows: pd.DataFrame, column: str) -> None:
     """A line a size over context; hollow markers are launch-bound, whiskers the 95% interval (or what it
     makes of a rate).
     """
-    for index, (size, own) in enumerate(rows.groupby("size", observed=True)):
+    for index, (size, group) in enumerate(rows.groupby("size", observed=True)):
         color, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
-        bound = pd.Series(False, index=own.index)
-        if "launch_bound_share" in own:
-            bound = own["launch_bound_share"] >= 0.5
-        low, high = ((own["ci_low_ms"], own["ci_high_ms"]) if column == "median_ms" else
-                     (own[column] * own["median_ms"] / own["ci_high_ms"],
-                      own[column] * own["median_ms"] / own["ci_low_ms"]))
-        axis.errorbar(own["context_length"], own[column], yerr=[own[column] - low, high - own[column]],
-                      color=color, linewidth=1.6)
-        axis.plot(own["context_length"], own[column], color=color, marker=marker, label=size, linewidth=1.6)
-        axis.plot(own["context_length"][bound], own[column][bound], color=color, marker=marker,
+        bound = pd.Series(False, index=group.index)
+        if "launch_bound_share" in group:
+            bound = group["launch_bound_share"] >= 0.5
+        low, high = ((group["ci_low_ms"], group["ci_high_ms"]) if column == "median_ms" else
+                     (group[column] * group["median_ms"] / group["ci_high_ms"],
+                      group[column] * group["median_ms"] / group["ci_low_ms"]))
+        axis.errorbar(
+            group["context_length"],
+            group[column],
+            yerr=[group[column] - low, high - group[column]],
+            color=color,
+            linewidth=1.6,
+        )
+        axis.plot(
+            group["context_length"], group[column], color=color, marker=marker, label=size, linewidth=1.6
+        )
+        axis.plot(group["context_length"][bound], group[column][bound], color=color, marker=marker,
                   linestyle="none",
                   markerfacecolor="white", markeredgewidth=1.6)
     axis.set_xscale("log", base=2)
@@ -159,9 +166,9 @@ def published(times: pd.DataFrame, figures: pd.DataFrame, where: str) -> Figure 
     place = {(row.size_, row.context_length): y
              for y, row in enumerate(rows.rename(columns={"size": "size_"}).itertuples())}
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.32 * len(rows)))
-    for index, (name, own) in enumerate(both.groupby("source_name", sort=True)):
-        axis.errorbar(own["mean_ms"], [place[key] for key in zip(own["size"], own["context_length"])],
-                      xerr=own["std_ms"].fillna(0),
+    for index, (name, group) in enumerate(both.groupby("source_name", sort=True)):
+        axis.errorbar(group["mean_ms"], [place[key] for key in zip(group["size"], group["context_length"])],
+                      xerr=group["std_ms"].fillna(0),
                       fmt=MARKERS[index + 1], color=PALETTE[index], label=name)
     here = both.drop_duplicates(["size", "context_length"])
     axis.plot(here["median_ms"], [place[key] for key in zip(here["size"], here["context_length"])], "ko",

@@ -27,8 +27,8 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     for record in records:
         if record.status == "ok":
             config = Config(**record.config)
-            own, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
-            frames.append(run_times(own, ceiling, config).assign(run_id=record.run_id))
+            rows, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+            frames.append(run_times(rows, ceiling, config).assign(run_id=record.run_id))
         else:
             frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
     times = pd.concat(frames, ignore_index=True)

@@ -64,8 +64,8 @@ def sdpa(times: pd.DataFrame) -> dict | None:
     ends = ends[ends["mode"] == "step"] if len(ends) else ends
     slower = both[both["sure"] & (both["speedup"] < 1)]
     losses, fused = slower[~slower["flagged"]], by_attention(times, "fused")
-    told = {"by_variant": [{"variant": variant} | gain(own) for variant in VARIANTS
-                           if len(own := steps[steps["variant"] == variant])],
+    told = {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
+                           if len(rows := steps[steps["variant"] == variant])],
             "together": gain(ends) if len(ends) else None, "over_all": gain(both),
             "losses": losses.to_dict("records"), "bound": bound_losses(losses),
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
@@ -106,8 +106,8 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)
     ends = with_peaks(ends[ends["mode"] == "forward_backward"]) if len(ends) else ends
-    by_mode = [{"mode": mode} | changes(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
-    backward = next((own for own in by_mode if own["mode"] == "forward_backward" and own["falls"]), None)
+    by_mode = [{"mode": mode} | changes(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
+    backward = next((rows for rows in by_mode if rows["mode"] == "forward_backward" and rows["falls"]), None)
     more = both[both["change"] > NEARLY]
     return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward,
             "nearly": NEARLY, "more": more.to_dict("records"),
@@ -121,9 +121,9 @@ def with_peaks(both: pd.DataFrame) -> pd.DataFrame:
     return both.assign(change=after / before - 1, peak_gib=before / 1024, peak_gib_after=after / 1024)
 
 
-def changes(own: pd.DataFrame) -> dict:
+def changes(rows: pd.DataFrame) -> dict:
     """The pairs whose peak changes ``least`` (falls furthest) and ``most``; whether both changes print
     ``alike``; how much ``lower_percent`` each is."""
-    least, most = (own.loc[at].to_dict() for at in (own["change"].idxmin(), own["change"].idxmax()))
-    return {"least": least, "most": most, "falls": most["change"] < 0, "lower_percent": -100 * own["change"],
+    least, most = (rows.loc[at].to_dict() for at in (rows["change"].idxmin(), rows["change"].idxmax()))
+    return {"least": least, "most": most, "falls": most["change"] < 0, "lower_percent": -100 * rows["change"],
             "alike": percent_change(least["change"]) == percent_change(most["change"])}

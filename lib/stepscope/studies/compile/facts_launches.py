@@ -27,12 +27,12 @@ def launches(times: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     on_gpu, optimizer, fused = "launch_bound_share" in both, optimizer_phase(times), fused_adamw(times)
-    own = [both[both["mode"] == mode] for mode in ("forward_backward", "step")] if on_gpu else []
-    own = [rows for rows in own if len(rows)]
+    group = [both[both["mode"] == mode] for mode in ("forward_backward", "step")] if on_gpu else []
+    group = [rows for rows in group if len(rows)]
     parts = [rows.assign(of=rows["mode"], share=rows["launch_bound_share"],
-                         share_after=rows["launch_bound_share_after"]) for rows in own]
+                         share_after=rows["launch_bound_share_after"]) for rows in group]
     parts += [optimizer.assign(of="optimizer")] if len(optimizer) else []
-    moved = [moves(rows) for rows in own]
+    moved = [moves(rows) for rows in group]
     return {
         "moves": moved, "fused": fused, "marked": any_flagged([*moved, fused]), "on_gpu": on_gpu,
         "backward": next((move for move in moved if move["mode"] == "forward_backward"), None),
@@ -41,17 +41,17 @@ def launches(times: pd.DataFrame) -> dict | None:
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
 
 
-def moves(own: pd.DataFrame) -> dict:
+def moves(rows: pd.DataFrame) -> dict:
     """Where one mode's launch-bound share ``falls`` and where it ``rises``; how many pairs are launch-bound
     when eager.
 
     ``waits_more``: by the definition of launch-bound, the GPU waits where it did not before and the step did
     not get longer. ``stays``: pairs of forward and backward that are mostly launch-bound on both sides. """
-    before, after = own["launch_bound_share"], own["launch_bound_share_after"]
-    falls, rises = own[after < before - NEARLY], own[after > before + NEARLY]
-    stay = own[(own["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
+    before, after = rows["launch_bound_share"], rows["launch_bound_share_after"]
+    falls, rises = rows[after < before - NEARLY], rows[after > before + NEARLY]
+    stay = rows[(rows["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
     waits_more = (rises["sure"] & (rises["speedup"] > 1)).all() and not rises["flagged"].all()
-    return {"mode": own["mode"].iloc[0], "pairs": len(own), "bound": int((before > NEARLY).sum()),
+    return {"mode": rows["mode"].iloc[0], "pairs": len(rows), "bound": int((before > NEARLY).sum()),
             "before_percent": before * 100, "after_percent": after * 100,
             "falls": falls.to_dict("records"), "falling": len(falls),
             "rises": rises.to_dict("records"), "rising": len(rises), "waits_more": bool(waits_more),
@@ -147,22 +147,22 @@ def cost(times: pd.DataFrame) -> dict | None:
     if seconds.empty:
         return None
     blocks = seconds[seconds["variant"] == "block"]
-    by_first = [(first, own) for first in (True, False) if len(own := blocks[blocks["first"] == first])]
+    by_first = [(first, rows) for first in (True, False) if len(rows := blocks[blocks["first"] == first])]
     whole = whole_forward(beside(times, "block", "model"), seconds)
     return {"seconds": seconds, "neighbours": runs_beside(seconds),
             "cached": int(seconds["cached_graphs"].sum()), "breaks": int(seconds["graph_breaks"].sum()),
             "graphs": blocks["graphs"] if len(blocks) else None,
             "two_graphs": bool((blocks["graphs"] == 2).all()), "whole": whole,
             "marked": whole is not None and any_flagged(whole["gains"]),
-            "blocks": [block_seconds(own) | {"first": first} for first, own in by_first],
+            "blocks": [block_seconds(rows) | {"first": first} for first, rows in by_first],
             "runs": runs_of(seconds)}
 
 
-def block_seconds(own: pd.DataFrame) -> dict:
+def block_seconds(rows: pd.DataFrame) -> dict:
     """Seconds for a block's forward and backward, and for its forward alone (None where one is not known)."""
-    return {"attentions": [name for name in ATTENTIONS if name in set(own["attention"])],
-            "training_s": own["training_s"],
-            "inference_s": own["inference_s"] if own["inference_s"].notna().all() else None}
+    return {"attentions": [name for name in ATTENTIONS if name in set(rows["attention"])],
+            "training_s": rows["training_s"],
+            "inference_s": rows["inference_s"] if rows["inference_s"].notna().all() else None}
 
 
 def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:

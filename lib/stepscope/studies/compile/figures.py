@@ -52,12 +52,12 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
 def bars(axis: Axes, here: pd.DataFrame, sizes: list[str]) -> None:
     """One panel: a group of bars a size, hatched where mostly launch-bound."""
     for index, (attention, variant, color) in enumerate(BARS):
-        own = pick(here, attention=attention, variant=variant)
-        x = np.array([sizes.index(str(size)) for size in own["size"]]) + (index - 1.5) * 0.2
-        whiskers = [own["relative"] - own["relative_low"], own["relative_high"] - own["relative"]]
-        drawn = axis.bar(x, own["relative"], 0.19, color=color, yerr=whiskers if index else None,
+        rows = pick(here, attention=attention, variant=variant)
+        x = np.array([sizes.index(str(size)) for size in rows["size"]]) + (index - 1.5) * 0.2
+        whiskers = [rows["relative"] - rows["relative_low"], rows["relative_high"] - rows["relative"]]
+        drawn = axis.bar(x, rows["relative"], 0.19, color=color, yerr=whiskers if index else None,
                          error_kw={"elinewidth": 1, "ecolor": "0.2"})
-        for bar, share in zip(drawn, own.get("launch_bound_share", ())):
+        for bar, share in zip(drawn, rows.get("launch_bound_share", ())):
             if share > 0.5:
                 bar.set(hatch="/////", edgecolor="white", linewidth=0)
     base = here.drop_duplicates("size").astype({"size": str}).set_index("size")["base_ms"]

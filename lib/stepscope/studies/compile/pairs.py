@@ -116,24 +116,24 @@ def gain(both: pd.DataFrame) -> dict:
     ``pairs`` are surely ``faster`` and surely ``slower``, with their :func:`ends`, and how many are neither
     (both False)."""
     faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
-    ways = [{"faster": own is faster, "slower": own is slower, "pairs": len(own), **ends(own)}
-            for own in (faster, slower) if len(own)]
+    ways = [{"faster": rows is faster, "slower": rows is slower, "pairs": len(rows), **ends(rows)}
+            for rows in (faster, slower) if len(rows)]
     if unchanged := len(both) - len(faster) - len(slower):
         ways.append({"faster": False, "slower": False, "pairs": unchanged})
     return {"pairs": len(both), "all_faster": len(faster) == len(both), "ways": ways}
 
 
-def ends(own: pd.DataFrame) -> dict:
+def ends(rows: pd.DataFrame) -> dict:
     """The pairs of the ``lowest`` and the ``highest`` speedup; the latter None where both print the same."""
-    lowest, highest = ({"speedup": own.loc[at, "speedup"], "flagged": bool(own.loc[at, "flagged"])}
-                       for at in (own["speedup"].idxmin(), own["speedup"].idxmax()))
+    lowest, highest = ({"speedup": rows.loc[at, "speedup"], "flagged": bool(rows.loc[at, "flagged"])}
+                       for at in (rows["speedup"].idxmin(), rows["speedup"].idxmax()))
     alike = number(lowest["speedup"]) == number(highest["speedup"])
     return {"lowest": lowest, "highest": None if alike else highest}
 
 
 def gains(both: pd.DataFrame) -> list[dict]:
     """The :func:`gain` of each mode that there is."""
-    return [{"mode": mode} | gain(own) for mode in PHASES if len(own := both[both["mode"] == mode])]
+    return [{"mode": mode} | gain(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
 
 
 def headline(steps: pd.DataFrame) -> dict | None:

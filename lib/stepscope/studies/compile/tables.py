@@ -17,9 +17,9 @@ def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config)
     """A row for each attention, variant, mode and phase: columns of ``benchmark.run_times``, and
     ``first_ms``, the first step's time, in which torch.compile compiles."""
     frames = []
-    for (attention, variant, mode), own in samples.groupby(PART, sort=False):
-        times = run_times(own, ceilings, config.step(mode=mode, attention=attention))
-        first_ms = times["phase"].map(own[own["step"] == 0].set_index("phase")["time_ms"])
+    for (attention, variant, mode), rows in samples.groupby(PART, sort=False):
+        times = run_times(rows, ceilings, config.step(mode=mode, attention=attention))
+        first_ms = times["phase"].map(rows[rows["step"] == 0].set_index("phase")["time_ms"])
         frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=first_ms))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
 
@@ -36,8 +36,8 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     frames = []
     for record in records:
         config = Config(**record.config)
-        own, limits = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
-        frames.append(variant_times(own, limits, config).assign(run_id=record.run_id))
+        rows, limits = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+        frames.append(variant_times(rows, limits, config).assign(run_id=record.run_id))
     times = pd.concat(frames, ignore_index=True)
     times = variants.drop(columns="study").merge(times, on=["run_id", *PART], how="left")
     times["phase"] = times["phase"].fillna(WHOLE)

@@ -61,11 +61,11 @@ def shape_of(run: pd.Series) -> dict:
 def at_peak(levels: pd.DataFrame) -> pd.DataFrame:
     """When exactly each phase of each step peaks: (run_id,) step, phase, ``requested_mib``,
     ``allocated_mib``, layer, region, line, and ``size_mib`` of the allocation that made the peak."""
-    own = levels[levels["moment"] == "peak"]
-    keys = ["run_id", "step", "phase"] if "run_id" in own else ["step", "phase"]
-    sums = own.groupby(keys, sort=False)["bytes"].sum() / MIB
-    without = own[own["category"] != ROUNDING].groupby(keys, sort=False)["bytes"].sum() / MIB
-    first = own.drop_duplicates(keys).set_index(keys)
+    rows = levels[levels["moment"] == "peak"]
+    keys = ["run_id", "step", "phase"] if "run_id" in rows else ["step", "phase"]
+    sums = rows.groupby(keys, sort=False)["bytes"].sum() / MIB
+    without = rows[rows["category"] != ROUNDING].groupby(keys, sort=False)["bytes"].sum() / MIB
+    first = rows.drop_duplicates(keys).set_index(keys)
     return pd.DataFrame({"requested_mib": without, "allocated_mib": sums, "layer": first["layer"],
                          "region": first["region"], "line": first["line"],
                          "size_mib": first["size"] / MIB}).reset_index()
@@ -101,14 +101,14 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     run = reference(runs)
     if run is None:
         return None
-    own = levels[levels["run_id"] == run["run_id"]]
-    peaks = at_peak(own)
+    rows = levels[levels["run_id"] == run["run_id"]]
+    peaks = at_peak(rows)
     first, last = (peaks[peaks["step"] == step].set_index("phase")
                    for step in (peaks["step"].min(), peaks["step"].max()))
     heights = last["allocated_mib"]
     by_height = heights.drop("loss", errors="ignore").sort_values()  # the loss' peak is backward's first
     top, first_top = (step.reset_index().loc[step["allocated_mib"].argmax()] for step in (last, first))
-    ends = last_step(own[own["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
+    ends = last_step(rows[rows["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
     alone = reference(runs, "forward")
     return {"run": shape_of(run), "peaks_gib": (heights * MIB / GIB).to_dict(), "nearly_share": NEARLY,
             "told_apart": bool((by_height.diff().dropna() / by_height.iloc[-1] > NEARLY).all()),
@@ -123,10 +123,10 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
 
 def forward_alone(run: pd.Series, levels: pd.DataFrame) -> dict:
     """The peak of a forward pass without gradients, and the parameters' share of it."""
-    own = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
-    peak_mib = at_peak(own)["allocated_mib"].iloc[0]
+    rows = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
+    peak_mib = at_peak(rows)["allocated_mib"].iloc[0]
     return {"peak_gib": peak_mib * MIB / GIB,
-            "parameters_share": own.set_index("category")["bytes"]["parameters"] / MIB / peak_mib}
+            "parameters_share": rows.set_index("category")["bytes"]["parameters"] / MIB / peak_mib}
 
 
 def peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
@@ -200,29 +200,37 @@ def autocast_changes(ok: pd.DataFrame, levels: pd.DataFrame) -> list[dict]:
     if not {"fp32", "bf16"} <= set(wide):
         return []
     found = []
-    for mode, own in (wide["bf16"] / wide["fp32"] - 1).dropna().groupby(level="mode"):
-        raises, of_mode = bool(own.min() > 0), ok[(ok["mode"] == mode) & (ok["precision"] == "bf16")].iloc[0]
-        forward_alone, sizes = mode == "forward", own.abs()
-        found.append({
-            "forward_alone": forward_alone, "raises": raises, "lowers": bool(own.max() < 0),
-            "either_way": bool(own.min() * own.max() < 0), "least_share": own.min(), "most_share": own.max(),
-            "from_about_none": bool(sizes.min() < ABOUT_NONE),
-            "low_share": sizes.min(), "high_share": sizes.max(),
-            "copies_gib": copies_bytes(of_mode, levels) / GIB if forward_alone and raises else None})
+    for mode, rows in (wide["bf16"] / wide["fp32"] - 1).dropna().groupby(level="mode"):
+        raises, of_mode = bool(rows.min() > 0), ok[(ok["mode"] == mode) & (ok["precision"] == "bf16")].iloc[0]
+        forward_alone, sizes = mode == "forward", rows.abs()
+        found.append(
+            {
+                "forward_alone": forward_alone,
+                "raises": raises,
+                "lowers": bool(rows.max() < 0),
+                "either_way": bool(rows.min() * rows.max() < 0),
+                "least_share": rows.min(),
+                "most_share": rows.max(),
+                "from_about_none": bool(sizes.min() < ABOUT_NONE),
+                "low_share": sizes.min(),
+                "high_share": sizes.max(),
+                "copies_gib": copies_bytes(of_mode, levels) / GIB if forward_alone and raises else None,
+            }
+        )
     return found
 
 
 def copies_bytes(run: pd.Series, levels: pd.DataFrame) -> int:
     """Autocast's copies of weights at the peak of a run's last forward pass."""
-    own = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
-    return own.set_index("category")["bytes"]["autocast copies"]
+    rows = last_step(levels[(levels["run_id"] == run["run_id"]) & (levels["moment"] == "peak")])
+    return rows.set_index("category")["bytes"]["autocast copies"]
 
 
 def residual(runs: pd.DataFrame) -> dict | None:
     """One tensor of the residual stream of the largest size, at the usual context (else the least), and
     ``by_context``."""
-    own = runs[runs["size"] == runs["size"].max()]
-    rows = own.drop_duplicates("context_length").sort_values("context_length")
+    group = runs[runs["size"] == runs["size"].max()]
+    rows = group.drop_duplicates("context_length").sort_values("context_length")
     rows = rows.assign(bytes=rows["batch_size"] * rows["context_length"] * rows["d_model"] * 4)
     usual = rows[rows["context_length"] == USUAL]
     one = (usual if len(usual) else rows).iloc[0]
@@ -235,8 +243,8 @@ def residual(runs: pd.DataFrame) -> dict | None:
 def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
     """The largest allocations of one run's last forward pass by line of code and size: line, region, size
     (bytes), times, layers."""
-    own = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
-    grouped = own.groupby(["line", "region", "size"], sort=False).agg(
+    rows = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
+    grouped = rows.groupby(["line", "region", "size"], sort=False).agg(
         times=("size", "size"), layers=("layer", "nunique")).reset_index()
     grouped = grouped.sort_values(["size", "times"], ascending=False, kind="stable", ignore_index=True)
     return grouped.head(number)
@@ -271,14 +279,14 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
     measured = saved["run_id"].unique()
     chosen = reference(runs)
     run_id = chosen["run_id"] if chosen is not None and chosen["run_id"] in measured else measured[-1]
-    run, own = runs.set_index("run_id", drop=False).loc[run_id], saved[saved["run_id"] == run_id]
-    config, five = config_of(run), largest_saved(own)
+    run, rows = runs.set_index("run_id", drop=False).loc[run_id], saved[saved["run_id"] == run_id]
+    config, five = config_of(run), largest_saved(rows)
     formulas = require_formulas(config)
     saved_bytes, gradient_bytes = int(run["block_saved_bytes"]), int(run["block_gradient_bytes"])
     by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
     by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(
         ["precision", "context_length"], ascending=[False, True])
-    return {"run": shape_of(run), "saved_mib": saved_bytes / MIB, "tensors": len(own),
+    return {"run": shape_of(run), "saved_mib": saved_bytes / MIB, "tensors": len(rows),
             "formula_mib": (value(formulas.saved, config) + value(formulas.copies, config)) / MIB,
             "five": five.assign(mib=five["bytes"] / MIB), "five_share": five["share"].sum(),
             "gradients_mib": gradient_bytes / MIB, "gradients_formula": BLOCK_GRADIENTS,

@@ -54,10 +54,10 @@ def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFram
         if (found := reference(runs, "step", precision)) is None:
             continue
         run = found
-        own = last_step(levels[levels["run_id"] == run["run_id"]])
-        own = own[(own["phase"] == "loss") & (own["moment"] == "end")]
+        rows = last_step(levels[levels["run_id"] == run["run_id"]])
+        rows = rows[(rows["phase"] == "loss") & (rows["moment"] == "end")]
         formula = predicted[(predicted["run_id"] == run["run_id"]) & (predicted["moment"] == "after loss")]
-        for name, table in (("predicted", formula), ("measured", own)):
+        for name, table in (("predicted", formula), ("measured", rows)):
             columns[precision, name] = table.set_index("category")["bytes"].reindex(CATEGORIES) / MIB
     return None if run is None else {"run": shape_of(run), "table": pd.DataFrame(columns).fillna(0.0)}
 
@@ -66,8 +66,8 @@ def fits(runs: pd.DataFrame) -> dict:
     """The largest context and batch of the largest size, by prediction, for the GPU that was measured."""
     memory = runs["gpu_memory_mib"].dropna()
     memory_mib = float(memory.iloc[0]) if len(memory) else ASSUMED_MIB
-    own = histories(runs) if len(memory) else runs
-    run = own[own["size"] == own["size"].max()].iloc[0] if len(own) else runs.iloc[0]
+    rows = histories(runs) if len(memory) else runs
+    run = rows[rows["size"] == rows["size"].max()].iloc[0] if len(rows) else runs.iloc[0]
     config = config_of(run).model_copy(update={"context_length": USUAL})
     return {"size": str(run["size"]), "batch": run["batch_size"], "context": USUAL,
             "memory_gib": memory_mib / 1024, "table": what_fits(config, memory_mib)}

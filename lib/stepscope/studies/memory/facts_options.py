@@ -20,17 +20,17 @@ def curve(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) 
     """
     by_id = runs.set_index("run_id")
     run_id = by_id.index[by_id.index.isin(checkpoints["run_id"])][-1]  # they are by size and context
-    own, config = checkpoints[checkpoints["run_id"] == run_id], config_of(by_id.loc[run_id])
-    blocks = own["blocks_per_checkpoint"]
+    rows, config = checkpoints[checkpoints["run_id"] == run_id], config_of(by_id.loc[run_id])
+    blocks = rows["blocks_per_checkpoint"]
     times_ms = pd.Series(dtype=float)
     if len(samples):
         steps = samples[(samples["run_id"] == run_id) & (samples["phase"] == WHOLE)]
         times_ms = steps[steps["timed"].astype(bool)].groupby("blocks_per_checkpoint")["time_ms"].median()
-    on_gpu = "peak_allocated_bytes" in own
-    own = own.assign(blocks=blocks, predicted_mib=[peak(config, int(k)).allocated / MIB for k in blocks],
-                     peak_mib=own["peak_allocated_bytes"] / MIB if on_gpu else float("nan"),
+    on_gpu = "peak_allocated_bytes" in rows
+    rows = rows.assign(blocks=blocks, predicted_mib=[peak(config, int(k)).allocated / MIB for k in blocks],
+                     peak_mib=rows["peak_allocated_bytes"] / MIB if on_gpu else float("nan"),
                      time_ms=blocks.map(times_ms), study="memory")
-    return own.sort_values("blocks", key=lambda blocks: blocks.where(blocks > 0, 10**9), ignore_index=True)
+    return rows.sort_values("blocks", key=lambda blocks: blocks.where(blocks > 0, 10**9), ignore_index=True)
 
 
 def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> dict | None:

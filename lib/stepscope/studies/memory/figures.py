@@ -26,24 +26,24 @@ def stacked(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     events = int(max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)) + 2
     live = np.zeros((len(COLORS), events))
     place = {category: row for row, category in enumerate(COLORS)}
-    for change, own, event in ((np.add, table, "allocated_at"), (np.subtract, freed, "freed_at")):
-        rows = own["category"].map(place).to_numpy(dtype=int)
-        change.at(live, (rows, own[event].to_numpy(dtype=int) + 1), own["size"].to_numpy())
+    for change, group, event in ((np.add, table, "allocated_at"), (np.subtract, freed, "freed_at")):
+        rows = group["category"].map(place).to_numpy(dtype=int)
+        change.at(live, (rows, group[event].to_numpy(dtype=int) + 1), group["size"].to_numpy())
     live = live.cumsum(axis=1)
     return live, live.sum(axis=0)
 
 
 def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
     """First event of each phase of a step, and the event after its last: by phase, in order."""
-    own = table[(table["step"] == step) & table["phase"].isin(PHASE_NAMES)]
-    names = [phase for phase in PHASE_NAMES if phase in set(own["phase"])]
-    starts = own.groupby("phase")["allocated_at"].min().reindex(names)
+    rows = table[(table["step"] == step) & table["phase"].isin(PHASE_NAMES)]
+    names = [phase for phase in PHASE_NAMES if phase in set(rows["phase"])]
+    starts = rows.groupby("phase")["allocated_at"].min().reindex(names)
     later = table.loc[(table["step"] > step) & table["phase"].isin(PHASE_NAMES), "allocated_at"]
-    last = int(own["allocated_at"].max()) + 1
+    last = int(rows["allocated_at"].max()) + 1
     if len(later):
-        end = min(int(later.min()), last + len(own))
+        end = min(int(later.min()), last + len(rows))
     else:
-        end = min(last + len(own) // 2, int(table["freed_at"].max()) + 1)
+        end = min(last + len(rows) // 2, int(table["freed_at"].max()) + 1)
     edges = [*starts.astype(int), max(end, last)]
     return {phase: (first, after) for phase, first, after in zip(starts.index, edges, edges[1:])}
 
@@ -132,11 +132,11 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
 def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
     """The peaks of one mode by precision, and the GPU's memory where they come near it."""
     by_precision = runs.sort_values("precision", ascending=False).groupby("precision", sort=False)
-    for (precision, own), color, marker in zip(by_precision, PALETTE, MARKERS):
-        own = own.sort_values("context_length")
-        axis.plot(own["context_length"], own["predicted_mib"] / 1024, "-", color=color, linewidth=1,
+    for (precision, rows), color, marker in zip(by_precision, PALETTE, MARKERS):
+        rows = rows.sort_values("context_length")
+        axis.plot(rows["context_length"], rows["predicted_mib"] / 1024, "-", color=color, linewidth=1,
                   label=f"{precision}, predicted")
-        ok, oom = own[own["status"] == "ok"], own[own["status"] == "oom"]
+        ok, oom = rows[rows["status"] == "ok"], rows[rows["status"] == "oom"]
         measured_mib = ok.get("steady_peak_allocated_mib", ok["predicted_mib"])
         axis.plot(ok["context_length"], measured_mib / 1024, marker, color=color,
                   label=f"{precision}, measured")
@@ -154,10 +154,10 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     rows = curve(settings, runs, samples)
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
-    own, none = rows[rows["blocks"] > 0], rows[rows["blocks"] == 0]
-    ok, fitted_none = own[own["status"] == "ok"], none[none["status"] == "ok"]
+    group, none = rows[rows["blocks"] > 0], rows[rows["blocks"] == 0]
+    ok, fitted_none = group[group["status"] == "ok"], none[none["status"] == "ok"]
     on_gpu = ok["peak_mib"].notna().any()
-    axes[0].plot(own["blocks"], own["predicted_mib"] / 1024, "-", color=PALETTE[1], label="predicted")
+    axes[0].plot(group["blocks"], group["predicted_mib"] / 1024, "-", color=PALETTE[1], label="predicted")
     if on_gpu:
         axes[0].plot(ok["blocks"], ok["peak_mib"] / 1024, "o", color=PALETTE[0], label="measured")
     axes[1].plot(ok["blocks"], ok["time_ms"], "o-", color=PALETTE[0], label="measured")
@@ -167,7 +167,7 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
             axis.axhline(fitted_none[column].iloc[0] / scale, color="0.3", linestyle="--",
                          label="no checkpoints")
         axis.set_xscale("log", base=2)
-        axis.set_xticks(own["blocks"], own["blocks"])
+        axis.set_xticks(group["blocks"], group["blocks"])
         axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
         axis.set_xlabel("blocks per checkpoint")
         axis.legend(loc="lower right")

@@ -17,8 +17,8 @@ def peaks(marks: pd.DataFrame) -> dict[str, float]:
     steps = marks[marks["phase"].isin(PHASE_NAMES)]
     found: dict[str, float] = {}
     for when, index in (("first", steps["step"].min()), ("steady", steps["step"].max())):
-        own = steps[steps["step"] == index]
-        found |= {f"{when}_peak_{name}_mib": own[f"peak_{name}_bytes"].max() / MIB
+        rows = steps[steps["step"] == index]
+        found |= {f"{when}_peak_{name}_mib": rows[f"peak_{name}_bytes"].max() / MIB
                   for name in ("allocated", "requested", "reserved")}
     return found
 
@@ -74,9 +74,9 @@ def _name_activations(table: pd.DataFrame, freed: pd.Series, marks: pd.DataFrame
     ends = {(mark.step, mark.phase): mark.event for mark in marks.itertuples()}
     before = table["phase"].isin(["forward", "loss"])
     for index in marks.loc[marks["phase"] == "backward", "step"].unique():
-        own = (table["step"] == index) & before & (freed >= ends[index, "loss"])
-        table.loc[own, "category"] = "activations"
-        table.loc[own & (freed >= ends[index, "backward"]), "category"] = "other"
+        rows = (table["step"] == index) & before & (freed >= ends[index, "loss"])
+        table.loc[rows, "category"] = "activations"
+        table.loc[rows & (freed >= ends[index, "backward"]), "category"] = "other"
 
 
 def _name_copies(table: pd.DataFrame, freed: pd.Series, config: Config) -> None:
@@ -146,10 +146,12 @@ def levels(table: pd.DataFrame, marks: pd.DataFrame) -> pd.DataFrame:
         at_end, at_top = (mark.allocated_bytes - mark.requested_bytes,
                           mark.peak_allocated_bytes - mark.peak_requested_bytes)
         for moment, event, rounding in (("end", end, at_end), ("peak", peak_event, at_top)):
-            own = table[(table["allocated_at"] < event) & (freed >= event)].groupby("category")["size"].sum()
-            own["allocator rounding"] = rounding
+            group = (
+                table[(table["allocated_at"] < event) & (freed >= event)].groupby("category")["size"].sum()
+            )
+            group["allocator rounding"] = rounding
             rows += [{"step": mark.step, "phase": mark.phase, "moment": moment, "category": category,
-                      "bytes": int(own.get(category, 0))} | (what if moment == "peak" else {})
+                      "bytes": int(group.get(category, 0))} | (what if moment == "peak" else {})
                      for category in CATEGORIES]
     return pd.DataFrame(rows)
 

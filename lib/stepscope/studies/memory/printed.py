@@ -79,11 +79,11 @@ def by_category(facts: dict) -> pd.DataFrame | None:
 
 def fits(facts: dict) -> pd.DataFrame:
     """A row a mode and precision: the largest context and batch."""
-    own, rows = facts["fits"], facts["fits"]["table"]
+    group, rows = facts["fits"], facts["fits"]["table"]
     whole = rows[["largest_context", "largest_batch"]].map(fixed, decimals=0)
     return pd.DataFrame({"mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
-                         f"largest context at batch {own['batch']}": whole["largest_context"],
-                         f"largest batch at context {own['context']}": whole["largest_batch"]})
+                         f"largest context at batch {group['batch']}": whole["largest_context"],
+                         f"largest batch at context {group['context']}": whole["largest_batch"]})
 
 
 def residual(facts: dict) -> pd.DataFrame:

@@ -24,14 +24,14 @@ def block_saved(step: Step) -> tuple[pd.DataFrame, dict[str, int]]:
     """
     model, config = step.model, step.config
     block = model.blocks[0]
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     weights = {tuple(p.shape) for p in block.parameters() if p.dim() == 2}
     found: dict[int, tuple] = {}
     kept = []  # pieces of memory stay alive, so that no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.data_ptr() not in found:
+        if storage.data_ptr() not in known and storage.data_ptr() not in found:
             frame: FrameType | None = sys._getframe(1)
             while frame and frame.f_code.co_filename != MODEL:
                 frame = frame.f_back

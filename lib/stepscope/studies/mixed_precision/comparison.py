@@ -16,8 +16,8 @@ def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config) -> 
     """One run's table: a row for each precision, mode and phase, with rates and (on a GPU) what is
     launch-bound."""
     frames = []
-    for (precision, mode), own in samples.groupby(["precision", "mode"], sort=False):
-        times = with_rates(summarize(own, ["phase"]), config.step(precision=precision, mode=mode), ceilings)
+    for (precision, mode), rows in samples.groupby(["precision", "mode"], sort=False):
+        times = with_rates(summarize(rows, ["phase"]), config.step(precision=precision, mode=mode), ceilings)
         times = with_launch_bound(times) if config.device == "cuda" else times
         frames.append(times.assign(precision=precision, mode=mode))
     return pd.concat(frames, ignore_index=True)
@@ -31,8 +31,8 @@ def speedups(samples: pd.DataFrame) -> pd.DataFrame:
     medians are within :data:`SAME` of each other.
     """
     timed, rows = samples[samples["timed"]], []
-    groups = {key: own["time_ms"].to_numpy()
-              for key, own in timed.groupby(["mode", "phase", "precision"], sort=False)}
+    groups = {key: group["time_ms"].to_numpy()
+              for key, group in timed.groupby(["mode", "phase", "precision"], sort=False)}
     for (mode, phase, precision), times in groups.items():
         base = groups.get((mode, phase, BASE))
         if precision != BASE and base is not None:

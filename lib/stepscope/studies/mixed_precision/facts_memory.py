@@ -34,7 +34,7 @@ def memory(times: pd.DataFrame) -> dict | None:
     forward_least = forward.min() if len(forward) else 1.0
     widths = [(peaks[p] / peaks[q] - 1).abs().max() < EQUAL for p, q in (("fp16", "bf16"), ("tf32", "fp32"))
               if {p, q} <= set(peaks.columns)]
-    return {"measurable": True, "by_mode": [{"mode": mode} | _ends(own) for mode, own in by_mode.items()],
+    return {"measurable": True, "by_mode": [{"mode": mode} | _ends(group) for mode, group in by_mode.items()],
             "cells": len(ratio), "less": int((ratio < 1 - SAME).sum()), "more": len(more),
             "more_by_mode": [{"mode": mode, "cells": n}
                              for mode, n in more.groupby(level="mode", sort=False).size().items()],
@@ -79,8 +79,8 @@ def health(table: pd.DataFrame) -> dict | None:
     ways = dict(list(rows.groupby("way", sort=False)))
     fp16 = {"fp16 unscaled", "fp16 scaled"} <= set(ways)
     _, context = reference(rows)
-    return {"ways": [{"way": way, "loss_off": own["loss_off"].max(), "norm_off": own["norm_off"].max()}
-                     for way, own in ways.items()],
+    return {"ways": [{"way": way, "loss_off": group["loss_off"].max(), "norm_off": group["norm_off"].max()}
+                     for way, group in ways.items()],
             "unscaled": _without_scaler(ways["fp16 unscaled"]) if fp16 else None,
             "scaled": _with_scaler(ways["fp16 scaled"]) if fp16 else None,
             "bf16": lost(ways["bf16"]["zero"]) if "bf16" in ways else None,

@@ -23,20 +23,20 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     error, ``mended`` the same terms summed in fp32.
     """
     devices = list(dict.fromkeys(sums["device"]))
-    own = pick(sums, device=devices[-1]).set_index("way")
+    rows = pick(sums, device=devices[-1]).set_index("way")
     fine = pick(steps, device=devices[-1]).set_index("dtype")
-    careful = own.index.str.contains("pairwise|Kahan")
-    plain = own[~careful]
-    loops = [way for way in PUBLISHED_SUMS if way in own.index]
+    careful = rows.index.str.contains("pairwise|Kahan")
+    plain = rows[~careful]
+    loops = [way for way in PUBLISHED_SUMS if way in rows.index]
     other = [way for way in loops if any(round(float(value), 4) != PUBLISHED_SUMS[way]
                                          for value in sums.loc[sums["way"] == way, "result"])]
-    terms = own.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
-    by_adding = own["error_of_adding"].abs() > own["error_of_term"].abs()
+    terms = rows.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
+    by_adding = rows["error_of_adding"].abs() > rows["error_of_term"].abs()
     worst = plain["error"].abs().idxmax()
     mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst]
                    and plain.sum_type[way] == "fp32" and way != worst), None)
     return {"term": TERM, "additions": ADDITIONS, "on_gpu": devices[-1] == "cuda",
-            "loops": [{"way": way, "result": own.result[way]} for way in loops], "as_published": not other,
+            "loops": [{"way": way, "result": rows.result[way]} for way in loops], "as_published": not other,
             "other": [{"way": way, "published": PUBLISHED_SUMS[way]} for way in other],
             "ways": sums["way"].nunique(), "differ": _differ(sums) if len(devices) > 1 else None,
             "terms": [{"type": name, "error": error} for name, error in terms.items()],
@@ -44,15 +44,15 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
             "by_adding": [way for way in loops if by_adding[way]],
             "by_storing": [way for way in loops if not by_adding[way]],
             "exact": [way for way in plain.index if abs(plain.error_of_adding[way]) < EXACT],
-            "casting_changes_nothing": len(loops) == 4 and own.result[loops[2]] == own.result[loops[3]],
+            "casting_changes_nothing": len(loops) == 4 and rows.result[loops[2]] == rows.result[loops[3]],
             "stops": [{"type": row.Index, "at": row.stops_at,
                        "after": None if pd.isna(row.stops_after) else row.stops_after}
                       for row in fine.itertuples()],
-            "careful_off": own.loc[careful, "error"].abs().max() if careful.any() else None,
-            "careful_is_exact": bool((own.loc[careful, "error"].abs() < EXACT).all()),
+            "careful_off": rows.loc[careful, "error"].abs().max() if careful.any() else None,
+            "careful_is_exact": bool((rows.loc[careful, "error"].abs() < EXACT).all()),
             "worst": {"result": plain.result[worst], "type": plain.sum_type[worst]},
             "mended": plain.result[mended] if mended else None,
-            "table": own.reset_index(), "runs": runs_of(sums)}
+            "table": rows.reset_index(), "runs": runs_of(sums)}
 
 
 def _differ(sums: pd.DataFrame) -> list[str]:
@@ -68,13 +68,13 @@ def toy(rows: pd.DataFrame) -> dict:
     devices = list(dict.fromkeys(rows["device"]))
     wide = rows.pivot_table(index="tensor", columns=["device", "autocast"], values="dtype", aggfunc="first",
                             sort=False)
-    own = wide[devices[-1]]
-    kept = [tensor for tensor in wide.index if (own.loc[tensor] == "fp32").all()]
-    cast = [tensor for tensor in wide.index if (own.loc[tensor] == own.columns).all()]
+    group = wide[devices[-1]]
+    kept = [tensor for tensor in wide.index if (group.loc[tensor] == "fp32").all()]
+    cast = [tensor for tensor in wide.index if (group.loc[tensor] == group.columns).all()]
     elsewhere = [{"on_gpu": device == "cuda",
                   "differ": [{"tensor": tensor, "types": list(dict.fromkeys(wide[device].loc[tensor]))}
                              for tensor in wide.index
-                             if wide[device].loc[tensor].tolist() != own.loc[tensor].tolist()]}
+                             if wide[device].loc[tensor].tolist() != group.loc[tensor].tolist()]}
                  for device in devices[:-1]]
     return {"on_gpu": devices[-1] == "cuda", "kept": kept, "cast": cast, "elsewhere": elsewhere,
             "mixed_up": [tensor for tensor in wide.index if tensor not in kept + cast],
@@ -113,8 +113,8 @@ def norms(table: pd.DataFrame) -> dict:
             "overflows_from": over["scale"].min() if len(over) else None,
             "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
             "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
-            "quantities": {norm: list(own["quantity"].unique())
-                           for norm, own in inner.groupby("norm", sort=False)},
+            "quantities": {norm: list(group["quantity"].unique())
+                           for norm, group in inner.groupby("norm", sort=False)},
             "runs": runs_of(table)}
 
 
@@ -144,4 +144,4 @@ def _by_scale(rows: pd.DataFrame, end: str) -> list[dict]:
     """Quantities by the least or greatest scale (``end`` is min or max) at which they are lost, in its
     order."""
     at = rows.groupby("quantity", sort=False)["scale"].agg(end)
-    return [{"scale": scale, "quantities": list(own.index)} for scale, own in at.groupby(at, sort=True)]
+    return [{"scale": scale, "quantities": list(group.index)} for scale, group in at.groupby(at, sort=True)]

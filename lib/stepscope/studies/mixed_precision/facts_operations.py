@@ -42,11 +42,11 @@ def _census(census: pd.DataFrame) -> dict:
     softmax = pick(named, operation="_log_softmax")
     shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
     return {"size": size, "context": context,
-            "autocasts": [{"autocast": autocast, "kinds": _by_kind(own)}
-                          for autocast, own in named.groupby("autocast", sort=False)],
+            "autocasts": [{"autocast": autocast, "kinds": _by_kind(rows)}
+                          for autocast, rows in named.groupby("autocast", sort=False)],
             "casts": [{"phase": phase, "casts": n} for phase, n in casts_in.items()],
-            "lossy": [autocast for autocast, own in softmax.groupby("autocast", sort=False)
-                      if (own["kind"] == "low").all()],
+            "lossy": [autocast for autocast, rows in softmax.groupby("autocast", sort=False)
+                      if (rows["kind"] == "low").all()],
             "softmax_in_fp32": bool((brain.loc[brain["operation"] == "exp", "kind"] == "fp32").all()),
             "shown": shown.groupby(["phase", "kind", "operation"], sort=False)["count"].sum().reset_index()}
 
@@ -72,8 +72,8 @@ def _cost(cost: pd.DataFrame) -> dict:
     cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
     worst = cost.loc[cost["share"].idxmax()]
     return {"on_gpu": "cuda" in set(cost["device"]), "shares": cost["share"],
-            "by_precision": [{"precision": precision, "shares": own["share"], "casts_ms": own["casts_ms"]}
-                             for precision, own in cost.groupby("precision", sort=False)],
+            "by_precision": [{"precision": precision, "shares": rows["share"], "casts_ms": rows["casts_ms"]}
+                             for precision, rows in cost.groupby("precision", sort=False)],
             "worst": {"size": worst["size"], "precision": worst["precision"]},
             "contexts": sorted(cost["context_length"].unique()), "table": cost}
 

@@ -35,21 +35,39 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
     cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
         lambda p: "/".join(dict.fromkeys(p)))
     compared = int((rows["phase"] == WHOLE).sum())
-    return {"compared": len(rows), "nowhere": worse.empty, "whole": len(whole), "whole_compared": compared,
-            "phases": len(worse) - len(whole), "phases_compared": len(rows) - compared,
-            "cells": [{"size": size, "context": context, "precisions": precisions}
-                      for (size, context), precisions in cells.items()],
-            "host_sets_the_time": bool(len(whole)) and bool((whole["cause"] == LAUNCHES).all()),
-            "noise": _noise(whole, same_as_benchmark(times, benchmark)),
-            "by_cause": [{"cause": cause, "low": own["low"].min(), "high": own["high"].max(),
-                          "lost_ms": own["lost_ms"].max(),
-                          "phases": [{"phase": phase, "whole": phase == WHOLE, "cells": n}
-                                     for phase, n in own.groupby("phase", sort=False)["cells"].sum().items()]}
-                         for cause, own in table.groupby("cause", sort=False)],
-            "optimizer": _optimizer(rows, operations, operations_low), "scaler_extra": _scaler(rows),
-            "more_operations": _more_operations(operations, operations_low),
-            "on_gpu": "cuda" in set(times["device"]), "table": table,
-            "runs": runs_of(rows if worse.empty else worse)}
+    return {
+        "compared": len(rows),
+        "nowhere": worse.empty,
+        "whole": len(whole),
+        "whole_compared": compared,
+        "phases": len(worse) - len(whole),
+        "phases_compared": len(rows) - compared,
+        "cells": [
+            {"size": size, "context": context, "precisions": precisions}
+            for (size, context), precisions in cells.items()
+        ],
+        "host_sets_the_time": bool(len(whole)) and bool((whole["cause"] == LAUNCHES).all()),
+        "noise": _noise(whole, same_as_benchmark(times, benchmark)),
+        "by_cause": [
+            {
+                "cause": cause,
+                "low": group["low"].min(),
+                "high": group["high"].max(),
+                "lost_ms": group["lost_ms"].max(),
+                "phases": [
+                    {"phase": phase, "whole": phase == WHOLE, "cells": n}
+                    for phase, n in group.groupby("phase", sort=False)["cells"].sum().items()
+                ],
+            }
+            for cause, group in table.groupby("cause", sort=False)
+        ],
+        "optimizer": _optimizer(rows, operations, operations_low),
+        "scaler_extra": _scaler(rows),
+        "more_operations": _more_operations(operations, operations_low),
+        "on_gpu": "cuda" in set(times["device"]),
+        "table": table,
+        "runs": runs_of(rows if worse.empty else worse),
+    }
 
 
 def with_cause(speedups: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
@@ -99,11 +117,11 @@ def _optimizer(rows: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.
     time over fp32's in the profiles, None where that is not the same."""
     if "ahead_ms" not in rows:
         return None
-    own = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
-    idle = own["ahead_ms"] < AHEAD * own["median_ms"]
+    group = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
+    idle = group["ahead_ms"] < AHEAD * group["median_ms"]
     if idle.all() or not idle.any():
         return None
-    return {"ahead": 1 / own.loc[~idle, "speedup"], "caught_up": 1 / own.loc[idle, "speedup"],
+    return {"ahead": 1 / group.loc[~idle, "speedup"], "caught_up": 1 / group.loc[idle, "speedup"],
             "kernels": _same_kernels(operations, operations_low)}
 
 
@@ -120,8 +138,8 @@ def _scaler(rows: pd.DataFrame) -> pd.Series | None:
     """What fp16's optimizer phase takes more than bf16's of the same run, as a share."""
     if "ahead_ms" not in rows:
         return None
-    own = pick(rows, phase="optimizer")
-    both = pick(own, precision="fp16").merge(pick(own, precision="bf16")[["run_id", "median_ms"]],
+    group = pick(rows, phase="optimizer")
+    both = pick(group, precision="fp16").merge(pick(group, precision="bf16")[["run_id", "median_ms"]],
                                              on="run_id", suffixes=("", "_bf16"))
     return both["median_ms"] / both["median_ms_bf16"] - 1 if len(both) else None
 

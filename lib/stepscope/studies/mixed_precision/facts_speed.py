@@ -47,23 +47,33 @@ def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
     with every size."""
     found = []
     for precision in precisions:
-        own = pick(steps, precision=precision)
-        if len(own):
-            first, last = own.iloc[0], own.iloc[-1]
+        rows = pick(steps, precision=precision)
+        if len(rows):
+            first, last = rows.iloc[0], rows.iloc[-1]
             found.append({"precision": precision, "first": first["speedup"], "first_size": first["size"],
-                          "last": last["speedup"], "last_size": last["size"], "several": len(own) > 1,
-                          "rises": own["speedup"].is_monotonic_increasing})
+                          "last": last["speedup"], "last_size": last["size"], "several": len(rows) > 1,
+                          "rises": rows["speedup"].is_monotonic_increasing})
     return found
 
 
 def _phases_of_largest(rows: pd.DataFrame, precisions: list[str]) -> dict:
     """The phases of the largest size's step in bf16, or in the only precision there is."""
     chosen = precisions[0] if len(precisions) == 1 else "bf16"
-    own = pick(rows, precision=chosen).set_index("phase")
-    return {"phase_precision": chosen if chosen in precisions else None,
-            "phases": [{"phase": phase, "unchanged": own.change[phase] == "none",
-                        "faster": own.change[phase] == "faster", "speedup": own.speedup[phase],
-                        "slowdown": 1 / own.speedup[phase]} for phase in PHASE_NAMES if phase in own.index]}
+    group = pick(rows, precision=chosen).set_index("phase")
+    return {
+        "phase_precision": chosen if chosen in precisions else None,
+        "phases": [
+            {
+                "phase": phase,
+                "unchanged": group.change[phase] == "none",
+                "faster": group.change[phase] == "faster",
+                "speedup": group.speedup[phase],
+                "slowdown": 1 / group.speedup[phase],
+            }
+            for phase in PHASE_NAMES
+            if phase in group.index
+        ],
+    }
 
 
 def _longer_context(steps: pd.DataFrame, context: int, operations: pd.DataFrame) -> dict | None:
@@ -102,8 +112,8 @@ def _again(times: pd.DataFrame, benchmark: pd.DataFrame) -> list[dict]:
     again = same_as_benchmark(times, benchmark)
     if again.empty:
         return []
-    return [{"bound": bound, "off": own["off"].max(), "cells": len(own)}
-            for bound, own in again.groupby("bound", sort=False)]
+    return [{"bound": bound, "off": rows["off"].max(), "cells": len(rows)}
+            for bound, rows in again.groupby("bound", sort=False)]
 
 
 def _missing(times: pd.DataFrame) -> list[dict]:
@@ -111,9 +121,9 @@ def _missing(times: pd.DataFrame) -> list[dict]:
     precision."""
     rows = times[times["status"] != "ok"]
     return [{"precision": precision, "cause": cause,
-             "cells": [] if len(own) == len(pick(times, precision=precision)) else
-                      [{"mode": row["mode"]} | _cell(row) for _, row in own.iterrows()]}
-            for (precision, cause), own in rows.groupby(["precision", "cause"])]
+             "cells": [] if len(group) == len(pick(times, precision=precision)) else
+                      [{"mode": row["mode"]} | _cell(row) for _, row in group.iterrows()]}
+            for (precision, cause), group in rows.groupby(["precision", "cause"])]
 
 
 def _least_and_most(steps: pd.DataFrame) -> dict | None:

@@ -27,10 +27,10 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
     phases = list(dict.fromkeys(rows["phase"]))
     precisions = list(dict.fromkeys(rows["precision"]))
     for i, precision in enumerate(precisions):
-        own = rows[rows["precision"] == precision].set_index("phase").reindex(phases)
+        group = rows[rows["precision"] == precision].set_index("phase").reindex(phases)
         at = np.arange(len(phases)) + (i - (len(precisions) - 1) / 2) * 0.25
-        axis.bar(at, own["speedup"], 0.24, color=PRECISION_COLORS[precision], label=precision,
-                 yerr=[own["speedup"] - own["speedup_low"], own["speedup_high"] - own["speedup"]])
+        axis.bar(at, group["speedup"], 0.24, color=PRECISION_COLORS[precision], label=precision,
+                 yerr=[group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]])
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xticks(range(len(phases)), ["whole step" if p == WHOLE else p for p in phases])
     axis.set(ylabel="times as fast as fp32", title=f"Full step by phase: {title}")
@@ -50,18 +50,18 @@ def speed(speedups: pd.DataFrame, where: str) -> Figure | None:
     figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.9), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         for index, precision in enumerate(precisions):
-            own = pick(rows, mode=mode, precision=precision)
+            group = pick(rows, mode=mode, precision=precision)
             color, marker = PRECISION_COLORS[precision], MARKERS[index]
-            places = own["size"].map({size: place for place, size in enumerate(sizes)}).astype(float)
+            places = group["size"].map({size: place for place, size in enumerate(sizes)}).astype(float)
             x = places + (index - (len(precisions) - 1) / 2) * 0.16
-            main = own["context_length"] == context
-            axis.plot(x[~main], own["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
-            axis.errorbar(x[main], own["speedup"][main],
-                          yerr=[(own["speedup"] - own["speedup_low"])[main],
-                                (own["speedup_high"] - own["speedup"])[main]],
+            main = group["context_length"] == context
+            axis.plot(x[~main], group["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
+            axis.errorbar(x[main], group["speedup"][main],
+                          yerr=[(group["speedup"] - group["speedup_low"])[main],
+                                (group["speedup_high"] - group["speedup"])[main]],
                           color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
-            same = main & (own["change"] == "none")
-            axis.plot(x[same], own["speedup"][same], marker, color=color, markerfacecolor="white",
+            same = main & (group["change"] == "none")
+            axis.plot(x[same], group["speedup"][same], marker, color=color, markerfacecolor="white",
                       markeredgewidth=1.6)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(sizes)), sizes)
@@ -90,8 +90,8 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
     figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
-        for index, (size, own) in enumerate(share.groupby("size", observed=True)):
-            axis.plot(own.index.get_level_values("context_length"), own, color=PALETTE[index],
+        for index, (size, rows) in enumerate(share.groupby("size", observed=True)):
+            axis.plot(rows.index.get_level_values("context_length"), rows, color=PALETTE[index],
                       marker=MARKERS[index], label=size, linewidth=1.6)
         contexts = sorted(share.index.get_level_values("context_length").unique())
         axis.set_xscale("log", base=2)
@@ -122,10 +122,10 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
     labels: list[tuple[float, str]] = []
     y = 0.0
     for size in sizes:
-        own = pick(rows, size=size)
-        whole = own.loc[own["precision"] == "fp32",
-                        "total"].max() if (own["precision"] == "fp32").any() else own["total"].max()
-        for row in own.to_dict("records"):
+        group = pick(rows, size=size)
+        whole = group.loc[group["precision"] == "fp32",
+                        "total"].max() if (group["precision"] == "fp32").any() else group["total"].max()
+        for row in group.to_dict("records"):
             start = 0.0
             for index, name in enumerate(names):
                 axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white",
@@ -153,12 +153,13 @@ def health(table: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.9))
-    for index, (way, own) in enumerate(rows.groupby("way", sort=False)):
+    for index, (way, group) in enumerate(rows.groupby("way", sort=False)):
         for axis, column in ((axes[0], "norm_off"), *([(axes[1], "zero")] if way.startswith("fp16") else [])):
-            own = own.assign(shown=own[column].where(own[column] > 0))  # a logarithmic axis has no zero
+            # a logarithmic axis has no zero
+            group = group.assign(shown=group[column].where(group[column] > 0))
             aside, color = 1.05**(index - 1.5), WAY_COLORS[way]
-            axis.plot(own["context_length"] * aside, own["shown"], ".", color=color, alpha=0.6)
-            middle = own.groupby("context_length")["shown"].median()
+            axis.plot(group["context_length"] * aside, group["shown"], ".", color=color, alpha=0.6)
+            middle = group.groupby("context_length")["shown"].median()
             axis.plot(middle.index * aside, middle, color=color, marker=MARKERS[index], label=way)
     contexts = sorted(rows["context_length"].unique())
     for axis, title in zip(axes, ("Gradient norm's distance from fp32's", "Gradients that fp16 makes zero")):
@@ -179,15 +180,15 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2), sharey=True)
-    for way, own in pick(table, device=table["device"].iloc[-1]).groupby("way", sort=False):
+    for way, rows in pick(table, device=table["device"].iloc[-1]).groupby("way", sort=False):
         if "cast" in way:  # the same numbers as without the cast
             continue
         careful = "pairwise" in way or "Kahan" in way
         dashed = "Kahan" in way or (way.endswith("into fp32") and not way.startswith("fp32"))
-        off = own["error"].abs()
+        off = rows["error"].abs()
         # Careful sums swing around the exact one: points, no line.
         style = ("x" if dashed else ".") if careful else "--" if dashed else "-"
-        axes[int(careful)].plot(own["additions"], off.where(off > 1e-9), style, label=way, linewidth=1.4,
+        axes[int(careful)].plot(rows["additions"], off.where(off > 1e-9), style, label=way, linewidth=1.4,
                                 color=PRECISION_COLORS[way[:4]], markersize=4)
     for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
@@ -212,9 +213,9 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
                                 squeeze=False)
     for row, norm in zip(axes, names):
         for axis, dtype in zip(row, dtypes):
-            own = pick(table, norm=norm, dtype=dtype)
+            rows = pick(table, norm=norm, dtype=dtype)
             for index, quantity in enumerate(quantities):
-                values = pick(own, quantity=quantity)
+                values = pick(rows, quantity=quantity)
                 label = "variance, mean square" if quantity == "variance" else quantity
                 axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index],
                           markersize=3, linewidth=1.2, label=label)
@@ -222,7 +223,7 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
                     lost = values[values[column] > LOST]
                     axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker,
                               color=QUANTITY_COLORS[index], markersize=5)
-            beyond = own[(own["quantity"] == "input") & (own["nonfinite"] > 0)]["scale"]
+            beyond = rows[(rows["quantity"] == "input") & (rows["nonfinite"] > 0)]["scale"]
             if len(beyond):
                 axis.axvspan(beyond.min() / 10**0.5, beyond.max() * 10**0.5, color="0.85", zorder=0,
                              label="inputs overflow")

@@ -36,8 +36,8 @@ def measure_all(config: Config,
                     "peak_allocated_mib": np.nan}
             step = config.step(precision=precision, mode=mode)
             try:
-                own, cell["peak_allocated_mib"] = _cell(step, read_sm_clock)
-                samples.append(own.assign(precision=precision, mode=mode))
+                rows, cell["peak_allocated_mib"] = _cell(step, read_sm_clock)
+                samples.append(rows.assign(precision=precision, mode=mode))
             except ConfigError as error:
                 cell |= {"status": "skipped", "cause": str(error)}
             except torch.OutOfMemoryError as error:
@@ -76,15 +76,15 @@ def health(config: Config) -> pd.DataFrame:
     exact: list[Tensor] = []
     rows = []
     for precision, scaled in ((BASE, False), *((p, False) for p in PRECISIONS if p != BASE), ("fp16", True)):
-        own = config.step(precision=precision, mode="forward_backward")
+        variant = config.step(precision=precision, mode="forward_backward")
         try:
-            require_device(own)
+            require_device(variant)
         except ConfigError:
             continue
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         scaler = torch.amp.GradScaler(config.device, enabled=scaled)
         try:
-            loss = _forward_backward(dataclasses.replace(step, config=own, scaler=scaler))
+            loss = _forward_backward(dataclasses.replace(step, config=variant, scaler=scaler))
         except torch.OutOfMemoryError:
             step.clear_gradients()
             continue
@@ -148,9 +148,9 @@ def _casts_of(config: StepConfig) -> dict[str, float]:
         step()
         if on_gpu:
             torch.cuda.synchronize()
-    total, own = (prefix + ("device" if on_gpu else "cpu") + "_time_total" for prefix in ("", "self_"))
+    total, alone = (prefix + ("device" if on_gpu else "cpu") + "_time_total" for prefix in ("", "self_"))
     events = [event for event in profiler.key_averages() if event.key.startswith("aten::")]
     casts = [event for event in events if event.key == "aten::_to_copy"]
     return {"casts": sum(event.count for event in casts),
             "casts_ms": sum(getattr(event, total) for event in casts) / 1e3,
-            "step_ms": sum(getattr(event, own) for event in events) / 1e3}
+            "step_ms": sum(getattr(event, alone) for event in events) / 1e3}

@@ -56,13 +56,13 @@ def _factor(row) -> str:
 
 def speedups(facts: dict, mode: str) -> pd.DataFrame | None:
     """A mode's shapes down, precisions across."""
-    own = facts["walls"][facts["walls"]["mode"] == mode]
-    if own.empty:
+    rows = facts["walls"][facts["walls"]["mode"] == mode]
+    if rows.empty:
         return None
-    wide = own.assign(cell=[_factor(row) for row in own.itertuples()])
+    wide = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
     wide = wide.pivot(index=["size", "context_length"], columns="precision", values="cell")
     wide = wide.reindex(columns=facts["precisions"]).fillna("–")
-    fp32_ms = own.groupby(["size", "context_length"], observed=True)["fp32_ms"].first()
+    fp32_ms = rows.groupby(["size", "context_length"], observed=True)["fp32_ms"].first()
     wide.insert(0, "fp32 (ms)", fp32_ms.map(number))
     return wide.rename_axis(["size", "context"]).reset_index()
 
@@ -93,8 +93,8 @@ def operations(facts: dict) -> pd.DataFrame | None:
         return None
     groups = facts["census"]["shown"].groupby(["phase", "kind"], sort=False)
     return pd.DataFrame([{"phase": phase, "types": KIND_WORDS[kind], "operations (times)":
-                          ", ".join(f"`{name}` {n}" for name, n in zip(own["operation"], own["count"]))}
-                         for (phase, kind), own in groups])
+                          ", ".join(f"`{name}` {n}" for name, n in zip(rows["operation"], rows["count"]))}
+                         for (phase, kind), rows in groups])
 
 
 def cast_times(facts: dict) -> pd.DataFrame | None:

@@ -38,12 +38,12 @@ def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame,
     """``times`` and ``speedups`` of every run."""
     samples, weights, times, ratios = load_table(store, done, "samples"), {}, [], []
     for record in done:
-        own, its_ceilings = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
+        rows, its_ceilings = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
         config = configure(**record.config)
         assert isinstance(config, Config)  # by its study
         weights[record.run_id] = parameter_count(config)
-        times.append(run_times(own, its_ceilings, config).assign(run_id=record.run_id))
-        ratios.append(speedups(own).assign(run_id=record.run_id, study="mixed_precision"))
+        times.append(run_times(rows, its_ceilings, config).assign(run_id=record.run_id))
+        ratios.append(speedups(rows).assign(run_id=record.run_id, study="mixed_precision"))
     cells = cells.assign(parameters=cells["run_id"].map(weights))
     cells = cells.merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
     return {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)),

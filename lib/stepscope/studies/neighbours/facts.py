@@ -57,14 +57,25 @@ def summary(both: pd.DataFrame) -> pd.DataFrame:
     median operations_ratio, mean beside; ``unchanged`` (the interval lies within 2% of 1), else ``untold``
     from no change (it holds 1)."""
     rows = []
-    for (busy, condition), own in both.groupby(["busy", "condition"], sort=False):
-        low, high = median_interval(own["ratio"].to_numpy())
+    for (busy, condition), part in both.groupby(["busy", "condition"], sort=False):
+        low, high = median_interval(part["ratio"].to_numpy())
         unchanged = max(abs(low - 1), abs(high - 1)) <= SAME
-        rows.append({"busy": busy, "condition": condition, "phases": len(own), "ratio": own["ratio"].median(),
-                     "low": low, "high": high,
-                     "p5": own["ratio"].quantile(0.05), "p95": own["ratio"].quantile(0.95),
-                     "operations_ratio": own["operations_ratio"].median(), "beside": own["beside"].mean(),
-                     "unchanged": unchanged, "untold": not unchanged and low <= 1 <= high})
+        rows.append(
+            {
+                "busy": busy,
+                "condition": condition,
+                "phases": len(part),
+                "ratio": part["ratio"].median(),
+                "low": low,
+                "high": high,
+                "p5": part["ratio"].quantile(0.05),
+                "p95": part["ratio"].quantile(0.95),
+                "operations_ratio": part["operations_ratio"].median(),
+                "beside": part["beside"].mean(),
+                "unchanged": unchanged,
+                "untold": not unchanged and low <= 1 <= high,
+            }
+        )
     table = pd.DataFrame(rows).sort_values("busy", ascending=False, kind="stable", ignore_index=True)
     return table.assign(change_share=table["ratio"] - 1)
 
@@ -92,7 +103,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
     alone = rows[~rows["busy"] & (rows["beside"] == 0)]
     changed = ~rows["unchanged"] & ~rows["untold"]
     return {"first": first, "same_share": SAME, "far_share": FAR,
-            "groups": [group(own) for _, own in rows.groupby("busy", sort=False)],
+            "groups": [group(part) for _, part in rows.groupby("busy", sort=False)],
             "far": far.to_dict("records"), "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
             "waiting_alone": None if alone.empty else {"p5": alone["p5"].min(), "p95": alone["p95"].max()},
             "slower": rows[changed & (rows["ratio"] > 1) & (rows["beside"] > 0)].to_dict("records"),

@@ -20,8 +20,8 @@ def agree(timings: pd.DataFrame, where: str) -> Figure | None:
     for axis, condition in zip(axes[0], conditions):
         axis.axhspan(1 - SAME, 1 + SAME, color="0.85", linewidth=0, label=f"within {SAME:.0%}")
         for (busy, words), (color, marker) in zip(GROUPS.items(), (("#0072B2", "o"), ("#D55E00", "^"))):
-            own = both[(both["condition"] == condition) & (both["busy"] == busy)]
-            axis.plot(own["gpu_ms_first"], own["ratio"], marker, color=color, markersize=4, label=words)
+            rows = both[(both["condition"] == condition) & (both["busy"] == busy)]
+            axis.plot(rows["gpu_ms_first"], rows["ratio"], marker, color=color, markersize=4, label=words)
         axis.set_xscale("log")
         axis.set_title(condition, fontsize=10)
         axis.set_xlabel("time with one (ms)")

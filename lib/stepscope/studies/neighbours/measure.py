@@ -198,9 +198,9 @@ def compare(runs: pd.DataFrame) -> pd.DataFrame:
     runs), ratio (to alone), agrees (whether the interval meets that of the runs alone).
     """
     rows = []
-    for key, own in runs.groupby(["size", "context_length", "mode"], sort=False):
+    for key, part in runs.groupby(["size", "context_length", "mode"], sort=False):
         intervals = {}
-        for condition, group in own.groupby("condition", sort=False):
+        for condition, group in part.groupby("condition", sort=False):
             if not condition.startswith(ALONE):
                 group = group[group["beside"] > 0]
             medians = group["median_ms"].to_numpy()

@@ -55,14 +55,14 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     if forward.empty:
         return None
     size, context = reference(forward)
-    own = pick(forward, size=size, context_length=context).iloc[0]
+    rows = pick(forward, size=size, context_length=context).iloc[0]
     host_share = forward["host_ms"] / forward["projected_ms"]
     runs = {*runs_of(forward), *(f"benchmark/{run}" for run in forward["benchmark_run"].dropna())}
     slowdowns = table.pivot(index=PROFILE, columns="mode", values="slowdown")
-    return {"size": size, "context": context, "operations_ms": own.operations_ms,
-            "projected_ms": own.projected_ms, "host_ms": own.host_ms, "busy_share": own.busy_share,
-            "gaps": round(own.gaps), "agree": AGREE,
-            "unprofiled": without_profiler(own) if pd.notna(own.unprofiled_ms) else None,
+    return {"size": size, "context": context, "operations_ms": rows.operations_ms,
+            "projected_ms": rows.projected_ms, "host_ms": rows.host_ms, "busy_share": rows.busy_share,
+            "gaps": round(rows.gaps), "agree": AGREE,
+            "unprofiled": without_profiler(rows) if pd.notna(rows.unprofiled_ms) else None,
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
@@ -70,12 +70,12 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
             "runs": sorted(runs)}
 
 
-def without_profiler(own: pd.Series) -> dict:
+def without_profiler(rows: pd.Series) -> dict:
     """One profile's forward against the same pass unprofiled: ``off_share`` is how far the device's time is
     from it."""
-    off = own.projected_ms / own.unprofiled_ms - 1
-    return {"ms": own.unprofiled_ms, "off_share": off, "match": bool(abs(off) < AGREE),
-            "host_share": own.host_ms / own.unprofiled_ms}
+    off = rows.projected_ms / rows.unprofiled_ms - 1
+    return {"ms": rows.unprofiled_ms, "off_share": off, "match": bool(abs(off) < AGREE),
+            "host_share": rows.host_ms / rows.unprofiled_ms}
 
 
 def cost_of_profiling(table: pd.DataFrame) -> dict:
@@ -104,7 +104,7 @@ def every_phase(clocks: pd.DataFrame) -> dict | None:
     long = table[table["phase"] != "loss"]
     least = long.loc[long["busy_share"].idxmin()]
     busy = long.groupby("phase", sort=False)["busy_share"]
-    return {"busy": [{"phase": phase, "share": own} for phase, own in busy],
+    return {"busy": [{"phase": phase, "share": rows} for phase, rows in busy],
             "least": {"phase": least.phase, "size": least["size"], "context": least.context_length,
                       "gaps": round(least.gaps), "gap_us": least.gap_ms / max(least.gaps, 1) * 1e3,
                       "operations": round(least.operations)},
@@ -137,15 +137,15 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
         return None
     first, first_both = (table.drop_duplicates("run_id").set_index(PROFILE) for table in (forward, both))
     size, context = reference(forward)
-    own = first.loc[(size, context)]
+    rows = first.loc[(size, context)]
     names = short_names(pd.unique(pd.concat([first["name"], first_both["name"]])), 70)
     beside = first.join(first_both[["name", "share"]].rename(columns="{}_both".format))
     beside = beside.assign(same=beside["name_both"] == beside["name"], kernel=beside["name"].map(names),
                            kernel_both=beside["name_both"].map(names))
     other = beside.loc[(size, context)]
-    return {"size": size, "context": context, "kernel": names[own["name"]], "share": own.share,
-            "launches": own.launches, "layers": int(own.num_layers),
-            "parts": launches_by_region(operations, own), "both": None if pd.isna(other.name_both) else {
+    return {"size": size, "context": context, "kernel": names[rows["name"]], "share": rows.share,
+            "launches": rows.launches, "layers": int(rows.num_layers),
+            "parts": launches_by_region(operations, rows), "both": None if pd.isna(other.name_both) else {
                 "same": bool(other.same), "kernel": other.kernel_both, "share": other.share_both},
             "profiles": len(first), "kept": int(beside["same"].sum()),
             "common": int(beside["name_both"].notna().sum()),
@@ -213,11 +213,11 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     size, context = reference(wide.index.to_frame(index=False))
     change = pd.DataFrame({family: wide["step"].get(family, 0) - wide["forward"].get(family, 0)
                            for family in sorted(set(whole["family"]))}, index=wide.index)
-    own = change.loc[(size, context)].drop(MATMUL).sort_values(ascending=False)
-    gained, lost = own[own > SPOKEN_OF], own[own < -SPOKEN_OF][::-1]
+    rows = change.loc[(size, context)].drop(MATMUL).sort_values(ascending=False)
+    gained, lost = rows[rows > SPOKEN_OF], rows[rows < -SPOKEN_OF][::-1]
     before, after = wide["forward"][MATMUL], wide["step"][MATMUL]
     others = whole[(whole["mode"] == "step") & (whole["family"] != MATMUL)].groupby("family")["share"].mean()
-    shown = [MATMUL, *(family for family in own.index if change[family].abs().max() > SPOKEN_OF)]
+    shown = [MATMUL, *(family for family in rows.index if change[family].abs().max() > SPOKEN_OF)]
     none = pd.Series(0, wide.index)
     return {"size": size, "context": context,
             "own_before": before[(size, context)], "own_after": after[(size, context)],

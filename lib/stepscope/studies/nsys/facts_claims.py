@@ -63,13 +63,13 @@ def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.Da
 def two_clocks(values: dict, profiles: Profiles) -> dict:
     """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay.
     ``timed_unprofiled``: whether this machine's pass was timed without a profiler, too."""
-    own = pick(profiles.own(profiles.clocks), mode="forward").iloc[0]
+    rows = pick(profiles.own(profiles.clocks), mode="forward").iloc[0]
     ratio = values["range_ms"] / values["wall_ms"]
-    return {"timed_unprofiled": pd.notna(own.unprofiled_ms), "projected_ms": own.projected_ms,
-            "unprofiled_ms": own.unprofiled_ms, "host_ms": own.host_ms,
-            "range_ratio": ratio, "range_is_longer": ratio > 1, "profiler_cost_share": own.slowdown - 1,
+    return {"timed_unprofiled": pd.notna(rows.unprofiled_ms), "projected_ms": rows.projected_ms,
+            "unprofiled_ms": rows.unprofiled_ms, "host_ms": rows.host_ms,
+            "range_ratio": ratio, "range_is_longer": ratio > 1, "profiler_cost_share": rows.slowdown - 1,
             "printed_apart_share": 1 / ratio - 1,
-            "apart_share": abs(own.projected_ms / own.unprofiled_ms - 1)}
+            "apart_share": abs(rows.projected_ms / rows.unprofiled_ms - 1)}
 
 
 def launches(values: dict, profiles: Profiles) -> dict:
@@ -100,8 +100,8 @@ def matmul_share(values: dict, profiles: Profiles) -> dict:
     """The matrix products' share of forward and of the step: its change and its level, printed and here.
     Where no full step was captured, ``step_share`` is None and there is no change."""
     shares = {}
-    for mode, own in profiles.own(profiles.operations).groupby("mode"):
-        time = own.groupby("family")["total_ns"].sum()
+    for mode, rows in profiles.own(profiles.operations).groupby("mode"):
+        time = rows.groupby("family")["total_ns"].sum()
         shares[mode] = time.get(MATMUL, 0) / time.sum()
     forward, step = shares["forward"], shares.get("step")
     found = {"forward_share": forward, "step_share": step,
@@ -122,19 +122,19 @@ def scores_gflop(values: dict, profiles: Profiles) -> dict:
 def softmax_over_products(values: dict, profiles: Profiles) -> dict:
     """Softmax's time against its two products', and what share of forward those and all products take."""
     parts = attention_parts(profiles.operations).loc[(profiles.size, profiles.context)]
-    own = profiles.own(forward_of(profiles.operations))
-    products = pick(own, family=MATMUL).groupby("region")["total_ns"].sum()
+    rows = profiles.own(forward_of(profiles.operations))
+    products = pick(rows, family=MATMUL).groupby("region")["total_ns"].sum()
     inside = products.reindex(["attention.scores", "attention.value"]).sum()
     return {"softmax_ms": parts.softmax_ms, "products_ms": parts.products_ms, "time_ratio": parts.time_ratio,
-            "printed_share": values["products_share"], "inside_share": inside / own["total_ns"].sum(),
-            "products_share": products.sum() / own["total_ns"].sum()}
+            "printed_share": values["products_share"], "inside_share": inside / rows["total_ns"].sum(),
+            "products_share": products.sum() / rows["total_ns"].sum()}
 
 
 def softmax_over_scores(values: dict, profiles: Profiles) -> dict:
     """Softmax's time against the scores' product's: on the device, printed, and by host ranges."""
-    own = profiles.own(forward_of(profiles.operations))
-    scores = pick(own, region="attention.scores", family=MATMUL)["total_ns"].sum()
-    ratio = pick(own, region="attention.softmax")["total_ns"].sum() / scores
+    rows = profiles.own(forward_of(profiles.operations))
+    scores = pick(rows, region="attention.scores", family=MATMUL)["total_ns"].sum()
+    ratio = pick(rows, region="attention.softmax")["total_ns"].sum() / scores
     printed = values["softmax_us"] / values["scores_us"]
     return {"ratio": ratio, "printed_ratio": printed, "agrees": bool(ratio > 1) == (printed > 1),
             "host_ratio": profiles.host_ns("attention.softmax") / profiles.host_ns("attention.scores")}
@@ -142,8 +142,8 @@ def softmax_over_scores(values: dict, profiles: Profiles) -> dict:
 
 def range_shares(values: dict, profiles: Profiles) -> dict:
     """Softmax's share of attention's time: on the device, by host ranges, and as printed."""
-    own = profiles.own(forward_of(profiles.operations))
-    attention = own[own["region"].str.startswith("attention")]
+    rows = profiles.own(forward_of(profiles.operations))
+    attention = rows[rows["region"].str.startswith("attention")]
     softmax = pick(attention, region="attention.softmax")["total_ns"].sum()
     return {"device_share": softmax / attention["total_ns"].sum(),
             "host_share": profiles.host_ns("attention.softmax") / profiles.host_ns("attention"),

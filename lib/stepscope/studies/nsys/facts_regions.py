@@ -37,10 +37,10 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
     operand once.
     """
     found = {}
-    for (size, context), own in forward_of(operations).groupby(PROFILE, observed=True):
-        config, steps = config_of(own, size, context), own["steps"].iloc[0]
-        softmax_ms = own.loc[own["region"] == "attention.softmax", "total_ns"].sum() / steps / 1e6
-        products = own[own["region"].isin(["attention.scores", "attention.value"])]
+    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
+        config, steps = config_of(rows, size, context), rows["steps"].iloc[0]
+        softmax_ms = rows.loc[rows["region"] == "attention.softmax", "total_ns"].sum() / steps / 1e6
+        products = rows[rows["region"].isin(["attention.scores", "attention.value"])]
         products_ms = pick(products, family=MATMUL)["total_ns"].sum() / steps / 1e6
         square = config.num_layers * config.batch_size * config.num_heads * config.context_length**2
         hidden = config.num_layers * config.batch_size * config.context_length * config.d_model
@@ -91,10 +91,10 @@ def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
     region's operations have to move; ``intensity`` is FLOPs per such byte.
     """
     found = []
-    for (size, context), own in forward_of(operations).groupby(PROFILE, observed=True):
-        config, steps = config_of(own, size, context), own["steps"].iloc[0]
+    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
+        config, steps = config_of(rows, size, context), rows["steps"].iloc[0]
         flops, moved = forward_flops(config), forward_bytes(config)
-        for region, total_ns in own.groupby("region")["total_ns"].sum().items():
+        for region, total_ns in rows.groupby("region")["total_ns"].sum().items():
             if region in moved:
                 found.append({"size": str(size), "context_length": context, "region": region,
                               "time_ms": total_ns / steps / 1e6,
@@ -116,13 +116,13 @@ def regions_against_ceilings(operations: pd.DataFrame, ceilings: pd.DataFrame) -
         return None
     values = ceilings.groupby("ceiling")["value"].median()
     size, context = reference(rates)
-    own = pick(rates, size=size, context_length=context).sort_values("time_ms", ascending=False)
-    own = own.assign(of_arithmetic=own["tflops"] / values["matmul_fp32"],
-                     of_memory=own["tbs"] / values["copy"], share=own["time_ms"] / own["time_ms"].sum())
-    own = own.assign(near=own[["of_arithmetic", "of_memory"]].max(axis=1),
-                     arithmetic_is_nearer=own["of_arithmetic"] >= own["of_memory"])
-    furthest = own.loc[own.loc[own["share"] > NONTRIVIAL, "near"].idxmin()]
+    rows = pick(rates, size=size, context_length=context).sort_values("time_ms", ascending=False)
+    rows = rows.assign(of_arithmetic=rows["tflops"] / values["matmul_fp32"],
+                     of_memory=rows["tbs"] / values["copy"], share=rows["time_ms"] / rows["time_ms"].sum())
+    rows = rows.assign(near=rows[["of_arithmetic", "of_memory"]].max(axis=1),
+                     arithmetic_is_nearer=rows["of_arithmetic"] >= rows["of_memory"])
+    furthest = rows.loc[rows.loc[rows["share"] > NONTRIVIAL, "near"].idxmin()]
     return {"size": size, "context": context, "nontrivial": NONTRIVIAL,
-            "longest": own.head(6)[["region", "near", "arithmetic_is_nearer"]].to_dict("records"),
+            "longest": rows.head(6)[["region", "near", "arithmetic_is_nearer"]].to_dict("records"),
             "furthest": {"region": furthest.region, "near": furthest.near},
-            "regions": own, "runs": runs_of(operations)}
+            "regions": rows, "runs": runs_of(operations)}

@@ -88,8 +88,10 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     _phase_bars(axis, rows, (start + length).max())
     used = [family for family in FAMILY_COLORS if (rows["family"] == family).any()]
     for family in used:
-        own = rows["family"] == family
-        boxes = [Rectangle((x, 1.1), width, 0.8) for x, width in zip(start[own], length[own], strict=True)]
+        group = rows["family"] == family
+        boxes = [
+            Rectangle((x, 1.1), width, 0.8) for x, width in zip(start[group], length[group], strict=True)
+        ]
         axis.add_collection(PatchCollection(boxes, color=FAMILY_COLORS[family], linewidth=0))
     ordered = rows.sort_values("start_ns")
     end = (ordered["start_ns"] + ordered["duration_ns"]).cummax().shift() / 1e6
@@ -108,11 +110,11 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
 def _phase_bars(axis: Axes, rows: pd.DataFrame, last_ms: float) -> None:
     """Each phase twice: from its first launch to its last, and from its first operation to its last."""
     for phase in PHASE_NAMES:
-        own = rows[rows["phase"] == phase]
-        if own.empty:
+        group = rows[rows["phase"] == phase]
+        if group.empty:
             continue
-        gpu = (own["start_ns"].min() / 1e6, (own["start_ns"] + own["duration_ns"]).max() / 1e6)
-        host = (own["launch_ns"].min() / 1e6, own["launch_ns"].max() / 1e6)
+        gpu = (group["start_ns"].min() / 1e6, (group["start_ns"] + group["duration_ns"]).max() / 1e6)
+        host = (group["launch_ns"].min() / 1e6, group["launch_ns"].max() / 1e6)
         for y, (begin, end) in ((3, host), (2, gpu)):
             axis.broken_barh([(begin, end - begin)], (y + 0.1, 0.8), color=PHASE_COLORS[phase])
             if end - begin > 0.05 * last_ms:
@@ -131,11 +133,11 @@ def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where
     kinds = {"unprofiled_ms": ("wall, unprofiled", "#000000"), "projected_ms": ("on the device", "#0072B2"),
              "operations_ms": ("sum of operations", "#56B4E9"), "host_ms": ("host range", "#E69F00")}
     for axis, size in zip(axes[0], sizes, strict=True):
-        own = pick(rows, size=size).sort_values("context_length")
+        group = pick(rows, size=size).sort_values("context_length")
         for offset, (column, (label, color)) in enumerate(kinds.items()):
-            places = [x + (offset - 1.5) * 0.2 for x in range(len(own))]
-            axis.bar(places, own[column], 0.2, color=color, label=label)
-        axis.set_xticks(range(len(own)), own["context_length"], rotation=45 if len(sizes) > 3 else 0)
+            places = [x + (offset - 1.5) * 0.2 for x in range(len(group))]
+            axis.bar(places, group[column], 0.2, color=color, label=label)
+        axis.set_xticks(range(len(group)), group["context_length"], rotation=45 if len(sizes) > 3 else 0)
         axis.set(title=size, xlabel="context")
         axis.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel("forward pass (ms)")
@@ -238,8 +240,8 @@ def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Fi
     colors = {region: PALETTE[i % len(PALETTE)] for i, region in enumerate(dict.fromkeys(points["region"]))}
     for region, color in colors.items():
         for size, marker in markers.items():
-            own = pick(points, region=region, size=size)
-            axis.plot(own["intensity"], own["tflops"], marker, color=color, markersize=5, alpha=0.9)
+            rows = pick(points, region=region, size=size)
+            axis.plot(rows["intensity"], rows["tflops"], marker, color=color, markersize=5, alpha=0.9)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte that the region's operations have to move",
              ylabel="achieved TFLOP/s", title=f"Regions of forward under the measured ceilings ({where})")
     for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):

@@ -159,11 +159,11 @@ def _export(item: Capture, nsys: Path | None) -> Path | None:
 def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
     """Our totals against nsys's own, as far as its reports could be used: kernels, and copies and fills."""
     is_memory = operations["family"] == "memory"
-    for report, own in (("cuda_gpu_kern_sum", operations[~is_memory]),
+    for report, rows in (("cuda_gpu_kern_sum", operations[~is_memory]),
                         ("cuda_gpu_mem_time_sum", operations[is_memory])):
-        if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != own["total_ns"].sum():
+        if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != rows["total_ns"].sum():
             raise ConservationError(
-                f"{name}: operations sum to {own['total_ns'].sum()} ns,"
+                f"{name}: operations sum to {rows['total_ns'].sum()} ns,"
                 f" and nsys's own {report} to {theirs} ns"
             )
 

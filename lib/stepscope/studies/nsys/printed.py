@@ -88,12 +88,19 @@ def softmax(facts: dict) -> pd.DataFrame:
 
 def regions(facts: dict) -> pd.DataFrame:
     """The reference's regions, longest first, under the measured ceilings."""
-    own = facts["regions"]
-    return pd.DataFrame({
-        "region": own["region"], "ms a pass": own["time_ms"].map(number), "share": own["share"].map(percent),
-        "TFLOP/s": own["tflops"].map(number), "of fp32 product": own["of_arithmetic"].map(percent),
-        "TB/s": own["tbs"].map(number), "of copy": own["of_memory"].map(percent),
-        "FLOP/byte": own["intensity"].map(number)})
+    rows = facts["regions"]
+    return pd.DataFrame(
+        {
+            "region": rows["region"],
+            "ms a pass": rows["time_ms"].map(number),
+            "share": rows["share"].map(percent),
+            "TFLOP/s": rows["tflops"].map(number),
+            "of fp32 product": rows["of_arithmetic"].map(percent),
+            "TB/s": rows["tbs"].map(number),
+            "of copy": rows["of_memory"].map(percent),
+            "FLOP/byte": rows["intensity"].map(number),
+        }
+    )
 
 
 def rules(facts: dict) -> pd.DataFrame:

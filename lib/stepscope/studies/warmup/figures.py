@@ -22,11 +22,11 @@ def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:
     sizes = list(steps["size"].cat.remove_unused_categories().cat.categories)
     figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
     for axis, size in zip(axes[0], sizes):
-        for index, (warmups, own) in enumerate(pick(steps, size=size).groupby("warmup_steps")):
+        for index, (warmups, rows) in enumerate(pick(steps, size=size).groupby("warmup_steps")):
             color, marker = PALETTE[index], MARKERS[index]
-            axis.plot(own["step"] + 1, own["time_ms"], color=color, linewidth=0.8, alpha=0.6)
-            timed = own[own["timed"]]
-            axis.plot(own["step"] + 1, own["time_ms"], marker, color=color, markerfacecolor="white",
+            axis.plot(rows["step"] + 1, rows["time_ms"], color=color, linewidth=0.8, alpha=0.6)
+            timed = rows[rows["timed"]]
+            axis.plot(rows["step"] + 1, rows["time_ms"], marker, color=color, markerfacecolor="white",
                       markersize=5)
             axis.plot(timed["step"] + 1, timed["time_ms"], marker, color=color, markersize=5,
                       label=f"{warmups} warm-ups")
