@@ -23,73 +23,86 @@ FAMILIES = ["memory", "communication", "compiler-generated", "fused attention", 
 # Of a name's words (lower case, a space between). The first rule that fits decides, so that of a kernel that
 # does several things the one that costs most is named: a product's epilogue activates, a norm quantizes.
 RULES = [
-    ("memory", r"^(cuda |hip )?mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device|host) to",
+    ("memory",
+     (r"^(cuda |hip |unified memory )*mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device"
+      r"|host) to"),
      "a copy engine's or the driver's copy or fill, not a kernel; named so by nsys and by torch.profiler"),
     ("compiler-generated",
-     (r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser|^[\w ]*\bfusion( \d+)*$"
-      r"|^myl "),
-     ("generated from several operators of one graph and named after what is fused: TorchInductor's"
-      " triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT. One may do several families' work")),
+     (r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser|^[\w ]*\bfusion( "
+      r"\d+)*$|^wrapped |^myl "),
+     ("generated from several operators of one graph and named after what is fused: TorchInductor's "
+      "triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT. One may do several families' work")),
     ("communication",
      (r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
-      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|blockwise barrier"
-      r"|deep ep|(put|wait|send) signal"),
+      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|blockwise "
+      r"barrier|deep ep|(put|wait|send) signal"),
      "between GPUs: NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch"),
     ("fused attention",
      (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
-      r"|convert|copy|store|buffer|gate kernel|attn res))"
-      r".*(flash|fmha|sdpa|attn|attention|\bmla\b|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$"
-      r"|fwd (grouped )?kernel stage|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot"
-      r"|delta rule|\bkda\b|wkv|merge states?\b)|(paged|ragged) ?kv ?cache|with ?kv ?cache|flash (fwd|bwd)"
-      r"|flash attn|mem ?eff"),
-     "scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient, paged"),
+      r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b|\b[gm]qa\b"
+      r"|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused recurrent"
+      r"|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|delta rule|\bkda\b|wkv|merge states?\b)"
+      r"|(paged|ragged) ?kv ?cache|with ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff|fwd "
+      r"(grouped )?kernel stage"),
+     ("scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient, "
+      "paged")),
     ("convolution",
      (r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
-      r"|\bigemm (fwd|bwd|wrw)|fft2d"),
+      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft2d|flip filter"),
      "cuDNN's, CUTLASS's and MIOpen's convolutions, direct, as products, or transformed"),
     (MATMUL,
-     (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched )?mm\b|bmm\b|nvjet|xmma|wgmma"
-      r"|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out) proj|cublas|dot kernel|reduce 1 ?block|\bcijk\b|marlin(?!.*repack)|fmoe|fused moe kernel|mat ?vec|flatmm"
-      r"|[bs]gmv|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))|tensorop"),
-     ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions,"
-      " experts' grouped products")),
+     (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched "
+      r")?mm\b|bmm\b|nvjet|xmma|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out|input) proj|moe "
+      r"(stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b|marlin(?!.*repack)|fmoe|fused "
+      r"moe kernel|mat ?vec|flatmm|[bs]gmv|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to "
+      r")\blinear\b(?! (attn|interp))|tensorop"),
+     ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions, "
+      "experts' grouped products")),
     ("optimizer",
-     (r"^(?!.*embedding)"
-      r".*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop|\blamb\b|\blion\b|muon\b"
-      r"|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef))"),
-     "one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling"),
-    ("softmax", r"soft ?max|sparsemax", "row-wise softmax and log-softmax, forward and backward"),
+     (r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms "
+      r"?prop|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
+      r"|percentile clip)"),
+     ("one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling; "
+      "an embedding's backward that updates its rows")),
+    ("softmax",
+     r"soft ?max|sparsemax",
+     "row-wise softmax and log-softmax, forward and backward"),
     ("random",
-     (r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial|sampling|\bsampler?\b"
-      r"|^(log )?normal$|^uniform$|exponential kernel|murmur"),
+     (r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial"
+      r"|sampling|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur"),
      "draws random numbers: dropout, initialisation, sampling"),
     ("embedding and indexing",
-     (r"(?<!rotary )(?<!timestep )(?<!position )(?<!sinusoidal )embedding|(?<!with )\bind(ex(?!er)|ices)"
-      r"|gather|scatter|sort|top ?k|unique|unpermute|permute (2|1|tokens|pooled|multi)|moe (un)?permute|bucketize"
-      r"|reshape and cache|(kv|mla) ?(cache|buffer|pages?)|copy blocks|swap blocks|page table|token pool|req to token"
-      r"|src2dst|block size|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets|to dense|bounds check|lengths|non ?zero|masked select"
-      r"|\btake\b|krn partial|partial segment|num of segments|segments\b|compute grad weight|by key|compact"
-      r"|device (scan|select|partition|run length)|triton kv ind"),
-     ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step the sorts"
-      " and scans order the token ids for the embedding's gradient")),
+     (r"(?<!rotary )(?<!rope )(?<!timestep )(?<!position )(?<!sinusoidal )embed(ding|s|)\b|(?<!with "
+      r")\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique|unpermute|permute (2|1|tokens|pooled"
+      r"|multi)|moe (un)?permute|bucketize|reshape and cache|(kv|mla) ?(cache|buffer|pages?)|copy blocks"
+      r"|swap blocks|page table|token pool|req to token|src2dst|align block size|block table|kth value"
+      r"|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets|to dense|bounds check|lengths|non ?zero"
+      r"|masked select|\btake\b|krn partial|partial segment|num of segments|segments\b|compute grad weight"
+      r"|by key|compact|device (scan|select|partition|run length)|triton kv ind"),
+     ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step "
+      "the sorts and scans order the token ids for the embedding's gradient")),
     ("pooling",
      r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|roi ?align",
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
-     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad input|moments|welford"
-      r"|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)"
-      r"|amax|^max$|^min$|\bvar\b|log ?sum ?exp"),
-     "many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the batch"),
+     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad input"
+      r"|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum|prod)"
+      r"|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused params"
+      r"|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp"),
+     ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
+      "batch")),
     ("quantization",
      r"quant(?!ile)|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]|fp8 (cast|scale)|k?hadamard",
      "numbers into fewer bits with a scale, and back"),
     ("copy and cast",
-     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213)|permute|\bconvert|nchw ?to ?n|nhwc ?to|\bclone\b|contiguous"
-      r"|\b(re|un)?pack\b|swizzle|memcpy|\bpad(ding)?\b|\breorder|\bflip\b"),
+     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permute|\bconvert"
+      r"|nchw ?to ?n|nhwc ?to|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy|\bpad(ding)?\b"
+      r"|\breorder|\bflip\b"),
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
     ("elementwise",
-     (r"element ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|[a-z]*elu\b|[a-z]*glu\b|silu|swish|relu"
-      r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset|\bexp\b|soft ?plus|embedding"),
+     (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|[a-z]*elu\b|[a-z]*glu\b"
+      r"|silu|swish|relu|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual"
+      r"|scale|clamp|memset|\bexp\b|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
      "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
 ]
 _PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
