@@ -14,8 +14,8 @@ from stepscope.traces.kernel_names import Parts, identifiers, split, words
 
 MATMUL = "matrix multiply"
 OTHER = "other"
-FAMILIES = ["memory", "communication", "compiler-generated", "fused attention", "optimizer", "softmax", MATMUL,
-            "random", "embedding and indexing", "reduction and norm", "copy and cast", "elementwise",
+FAMILIES = ["memory", "communication", "compiler-generated", "fused attention", "optimizer", "softmax",
+            MATMUL, "random", "embedding and indexing", "reduction and norm", "copy and cast", "elementwise",
             # A vision model's time is its convolutions, which no other family says; its pooling neither
             # reduces a tensor nor maps it elementwise; a low-precision step pays for its scales by itself.
             "convolution", "pooling", "quantization", OTHER]
@@ -34,33 +34,34 @@ RULES = [
       "triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT. One may do several families' work")),
     ("communication",
      (r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
-      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|blockwise "
-      r"barrier|deep ep|(put|wait|send) signal"),
+      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier"
+      r"|\bcomm\b|deep ep|(put|wait|send) signal"),
      "between GPUs: NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch"),
     ("fused attention",
      (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
-      r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b|\b[gm]qa\b"
-      r"|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused recurrent"
-      r"|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|delta rule|\bkda\b|wkv|merge states?\b)"
-      r"|(paged|ragged) ?kv ?cache|with ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff|fwd "
-      r"(grouped )?kernel stage"),
+      r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
+      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused "
+      r"recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule|\bkda\b|wkv"
+      r"|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff"
+      r"|fwd (grouped )?kernel stage"),
      ("scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient, "
       "paged")),
     ("convolution",
      (r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
-      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft2d|flip filter"),
+      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter"),
      "cuDNN's, CUTLASS's and MIOpen's convolutions, direct, as products, or transformed"),
     (MATMUL,
      (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched "
-      r")?mm\b|bmm\b|nvjet|xmma|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out|input) proj|moe "
-      r"(stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b|marlin(?!.*repack)|fmoe|fused "
-      r"moe kernel|mat ?vec|flatmm|[bs]gmv|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to "
-      r")\blinear\b(?! (attn|interp))|tensorop"),
+      r")?mm\b|bmm\b|nvjet|xmma(?! pooling)|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out"
+      r"|input) proj|moe (stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b"
+      r"|marlin(?!.*repack)|fmoe|fused moe kernel|mat ?vec|flatmm|[bs]gmv|einsum|\bw?mfma\b|\bw?mma\b"
+      r"|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))"
+      r"|tensorop"),
      ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions, "
       "experts' grouped products")),
     ("optimizer",
-     (r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms "
-      r"?prop|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
+     (r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop"
+      r"|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
       r"|percentile clip)"),
      ("one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling; "
       "an embedding's backward that updates its rows")),
@@ -72,51 +73,53 @@ RULES = [
       r"|sampling|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur"),
      "draws random numbers: dropout, initialisation, sampling"),
     ("embedding and indexing",
-     (r"(?<!rotary )(?<!rope )(?<!timestep )(?<!position )(?<!sinusoidal )embed(ding|s|)\b|(?<!with "
-      r")\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique|unpermute|permute (2|1|tokens|pooled"
-      r"|multi)|moe (un)?permute|bucketize|reshape and cache|(kv|mla) ?(cache|buffer|pages?)|copy blocks"
-      r"|swap blocks|page table|token pool|req to token|src2dst|align block size|block table|kth value"
-      r"|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets|to dense|bounds check|lengths|non ?zero"
-      r"|masked select|\btake\b|krn partial|partial segment|num of segments|segments\b|compute grad weight"
-      r"|by key|compact|device (scan|select|partition|run length)|triton kv ind"),
+     (r"^(?!.*(rms ?norm|layer ?norm|\brms\b)).*((?<!rotary )(?<!rope )(?<!timestep )(?<!position "
+      r")(?<!sinusoidal )embed(ding|s|)\b|(?<!with )\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique"
+      r"|unpermute|permute (2|1|tokens|pooled|multi)|moe (un)?permute|bucketize|and cache|slot mapping|(kv"
+      r"|mla) ?(cache|buffer|pages?)|copy blocks|swap blocks|page table|token pool|req to token|src2dst"
+      r"|align block size|block table|kth value|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets"
+      r"|to dense|bounds check|lengths|non ?zero|masked select|\btake\b|krn partial|partial segment|num "
+      r"of segments|segments\b|compute grad weight|by key|compact|device (scan|select|partition|run "
+      r"length)|triton kv ind)"),
      ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step "
       "the sorts and scans order the token ids for the embedding's gradient")),
     ("pooling",
-     r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|roi ?align",
+     r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align",
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
-     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad input"
-      r"|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum|prod)"
-      r"|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused params"
-      r"|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp"),
+     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad "
+      r"input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum"
+      r"|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
+      r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp"),
      ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
       "batch")),
     ("quantization",
      r"quant(?!ile)|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]|fp8 (cast|scale)|k?hadamard",
      "numbers into fewer bits with a scale, and back"),
     ("copy and cast",
-     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permute|\bconvert"
-      r"|nchw ?to ?n|nhwc ?to|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy|\bpad(ding)?\b"
-      r"|\breorder|\bflip\b"),
+     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
+      r"|\bconvert|nchw ?to ?n|nhwc ?ton?|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy"
+      r"|\bpad(ding)?\b|\breorder|\bflip\b"),
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
     ("elementwise",
      (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|[a-z]*elu\b|[a-z]*glu\b"
       r"|silu|swish|relu|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual"
-      r"|scale|clamp|memset|\bexp\b|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
+      r"|scale|clamp|memset|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
      "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
 ]
 _PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
 # A kernel that applies a function to each element is named after its loop; the function, a template
 # argument, may say that it copies. It may not say that it reduces: it could not.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
+MADE = {"memory", "compiler-generated"}  # the whole name says so, or nothing of it does
 TEMPLATED = {"fused attention", "convolution", MATMUL}  # what TorchInductor has templates of
 # Where no part of a name says what is done, the library whose it is: a pattern of the path's words.
 LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
-             ("embedding and indexing", r"\b(cub|thrust|fbgemm gpu|moe)\b"),
+             ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
              ("elementwise", r"^aten$")]
 _LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
 # Loaders and stores of an elementwise loop, which cast or not whatever it does.
-_DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|OpaqueType|^array$|Array$")
+_DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|OpaqueType|[aA]rray$")
 
 
 def rules() -> pd.DataFrame:
@@ -126,7 +129,7 @@ def rules() -> pd.DataFrame:
 
 def family(name: str) -> str:
     """The family, one of FAMILIES, of a kernel, copy or fill with this name."""
-    if (made := _first(words(name), {"memory", "compiler-generated"})) != OTHER:
+    if (made := _first(words(name), MADE)) != OTHER:
         return made
     if name.startswith("triton_tem_"):
         return _first(words(name.removeprefix("triton_tem_")), TEMPLATED, "compiler-generated")
@@ -142,7 +145,8 @@ def family(name: str) -> str:
 
 def _first(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
     """The family of the first rule among these families that fits a name's words."""
-    return next((family for family, pattern in _PATTERNS if family in among and pattern.search(text)), otherwise)
+    fits = (family for family, pattern in _PATTERNS if family in among and pattern.search(text))
+    return next(fits, otherwise)
 
 
 def _of_template(template: str, among: Iterable[str], otherwise: str) -> str:
@@ -154,7 +158,7 @@ def _of_template(template: str, among: Iterable[str], otherwise: str) -> str:
 def _of_scope(parts: Parts) -> str:
     path = words(f"{parts.scope}::{parts.own}")
     library = next((family for family, pattern in _LIBRARIES if pattern.search(path)), OTHER)
-    return _first(words(parts.scope), otherwise=library)
+    return _first(words(parts.scope), set(FAMILIES) - MADE, library)
 
 
 def families(names: Iterable[str]) -> pd.Categorical:

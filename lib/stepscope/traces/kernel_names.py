@@ -19,6 +19,7 @@ _CONSTANT_CASTS = re.compile(r"\([\w: ]+\)(?=-?\d)")
 _CLONE = re.compile(r"(\.kd| \[clone[^\]]*\])+$")
 _OPERATOR = re.compile(r"\boperator ?(\(\)|[<>=!+*/-]+)")
 _OPENS, _CLOSES = "<([{", ">)]}"
+_MANGLED, _DIGITS, _CONSTANT = (re.compile(p) for p in (r"_ZN?[KVr]*(?:St|S_)?", r"\d+", r"L\w\d*E?|L"))
 
 
 def split(name: str) -> Parts:
@@ -54,7 +55,7 @@ def split(name: str) -> Parts:
 
 
 def _goes_on(name: str, at: int) -> bool:
-    """Whether the parenthesis that opens at ``at`` is followed by ``::``, as of a function around a lambda."""
+    """Whether what opens at ``at`` is followed by ``::``: parameters of a function around a lambda."""
     depth = 0
     for end in range(at, len(name)):
         depth += (name[end] == "(") - (name[end] == ")")
@@ -65,17 +66,18 @@ def _goes_on(name: str, at: int) -> bool:
 
 def _split_mangled(name: str) -> Parts:
     """A mangled name: identifiers stand behind their length; those before the first ``I`` are the path."""
-    path, inside, at = [], [], re.match(r"_ZN?[KVr]*(?:St|S_)?", name).end()
-    in_path = True
+    path: list[str] = []
+    inside: list[str] = []
+    in_path, at = True, len(_MANGLED.match(name)[0])
     while at < len(name):
-        if length := re.match(r"\d+", name[at:]):
-            begin = at + length.end()
+        if length := _DIGITS.match(name, at):
+            begin = length.end()
             at = begin + min(int(length[0][:4]), len(name))
             if not name.startswith("_GLOBAL__N", begin):
                 (path if in_path else inside).append(name[begin:at])
         else:
             if name.startswith("L", at) and not in_path:  # a constant: its digits are no length
-                at = re.compile(r"L\w\d*E?|L").match(name, at).end() - 1
+                at = _CONSTANT.match(name, at).end() - 1
             in_path = False
             at += 1
     path = [part for part in path if part not in ("at", "native", "c10")] or [name]
@@ -83,7 +85,7 @@ def _split_mangled(name: str) -> Parts:
 
 
 def words(text: str) -> str:
-    """A name's words in lower case with spaces between: ``indexSelectSmall_v2`` is ``index select small v2``."""
+    """A name's words in lower case, a space between: ``indexSelectSmall_v2`` is ``index select small v2``."""
     return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)).strip().lower()
 
 
@@ -106,8 +108,9 @@ def _without_parameters(text: str) -> str:
 
 # What says little in a template's arguments; element types are kept, since they tell precisions apart.
 _DULL = re.compile(
-    r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10|cuda|cutlass"
-    r"|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?|binary_internal|T\d+"
+    r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10"
+    r"|cuda|cutlass|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?"
+    r"|binary_internal|T\d+"
 )
 # nsys writes template constants as (int)4, (bool)0
 _CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")
