@@ -102,9 +102,9 @@ RULES = [
       r"|\bpad(ding)?\b|\breorder|\bflip\b"),
      "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
     ("elementwise",
-     (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|[a-z]*elu\b|[a-z]*glu\b"
-      r"|silu|swish|relu|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual"
-      r"|scale|clamp|memset|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
+     (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|elu\b|glu\b|silu|swish|relu"
+      r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset"
+      r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
      "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
 ]
 _PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
@@ -119,7 +119,7 @@ LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b
              ("elementwise", r"^aten$")]
 _LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
 # Loaders and stores of an elementwise loop, which cast or not whatever it does.
-_DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|OpaqueType|[aA]rray$")
+_DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$")
 
 
 def rules() -> pd.DataFrame:

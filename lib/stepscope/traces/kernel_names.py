@@ -19,7 +19,7 @@ _CONSTANT_CASTS = re.compile(r"\([\w: ]+\)(?=-?\d)")
 _CLONE = re.compile(r"(\.kd| \[clone[^\]]*\])+$")
 _OPERATOR = re.compile(r"\boperator ?(\(\)|[<>=!+*/-]+)")
 _OPENS, _CLOSES = "<([{", ">)]}"
-_MANGLED, _DIGITS, _CONSTANT = (re.compile(p) for p in (r"_ZN?[KVr]*(?:St|S_)?", r"\d+", r"L\w\d*E?|L"))
+_MANGLED, _DIGITS, _CONSTANT = (re.compile(p) for p in (r"^_ZN?[KVr]*(?:St|S_)?", r"\d+", r"L\w\d*E?|L"))
 
 
 def split(name: str) -> Parts:
@@ -68,7 +68,7 @@ def _split_mangled(name: str) -> Parts:
     """A mangled name: identifiers stand behind their length; those before the first ``I`` are the path."""
     path: list[str] = []
     inside: list[str] = []
-    in_path, at = True, len(_MANGLED.match(name)[0])
+    in_path, at = True, len(name) - len(_MANGLED.sub("", name, count=1))
     while at < len(name):
         if length := _DIGITS.match(name, at):
             begin = length.end()
@@ -76,10 +76,9 @@ def _split_mangled(name: str) -> Parts:
             if not name.startswith("_GLOBAL__N", begin):
                 (path if in_path else inside).append(name[begin:at])
         else:
-            if name.startswith("L", at) and not in_path:  # a constant: its digits are no length
-                at = _CONSTANT.match(name, at).end() - 1
+            constant = None if in_path else _CONSTANT.match(name, at)  # its digits are no length
+            at = constant.end() if constant else at + 1
             in_path = False
-            at += 1
     path = [part for part in path if part not in ("at", "native", "c10")] or [name]
     return Parts("::".join(path[:-1]), path[-1], ", ".join(inside))
 
