@@ -1,52 +1,125 @@
-"""GPU kernels by name: which family a kernel belongs to, and a short name to show for it."""
+"""GPU kernels by name: which family a kernel belongs to.
 
+A kernel's own name decides first; what it says nothing of, its template arguments do, from left to right;
+then the namespaces it lies in; then the library whose they are. Its list of parameters never does: a
+generator's state among them makes no optimizer random. Names that a compiler made are read before all that.
+"""
 import re
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
-# Read from the top: the first pattern found anywhere in the name decides. The order is part of the rule,
-# since names nest: cuDNN's attention is built of wgmma, a split-K reduction reduces, fused Adam is applied
-# elementwise. Patterns match upper and lower case alike.
+from stepscope.traces.kernel_names import Parts, identifiers, split, words
+
 MATMUL = "matrix multiply"
-RULES = [
-    # family, pattern, reason
-    ("memory", r"^\[?(cuda )?mem(cpy|set)\b",
-     "a copy engine's or the driver's copy or fill, not a kernel; named so by nsys and by torch.profiler"),
-    ("communication", r"nccl|nvshmem", "collectives between GPUs"),
-    ("compiler-generated", r"^triton_",
-     "TorchInductor names what it generates triton_<kind>_<fused operators>; one kernel may do several families' work"),
-    ("fused attention",
-     r"flash_?(fwd|bwd|attn|attention)|flash::|fmha|sdpa|mem_?eff_?attention|efficient_attention",
-     "scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient (fmha_cutlass)"),
-    ("optimizer", r"multi_tensor_apply|fused_?(adam|sgd|adagrad|lamb)|amp_update_scale|^aten::_foreach_",
-     "one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling"),
-    ("softmax", r"softmax", "row-wise softmax and log-softmax, forward and backward"),
-    ("matrix multiply",
-     r"gemm|gemv|xmma|nvjet|wgmma|split_?k|cublaslt|cublas.*dot|\bdot_kernel|^aten::(mm|bmm|addmm|baddbmm)$",
-     "cuBLAS, cuBLASLt (xmma, nvjet) and CUTLASS products, and the reductions that finish their split-K variants"),
-    ("random", r"philox|curand|distribution_elementwise|bernoulli|dropout|random",
-     "draws random numbers: dropout, initialisation"),
-    ("embedding and indexing",
-     (r"embedding|index_?select|index_?func|index_(elementwise|kernel|put|add|copy|fill)|indexing_backward"
-     r"|gather|scatter|krn_partial|partial_segment|num_of_segments|compute_grad_weight"
-     r"|sort|cub::.*(scan|select|unique|bykey|compact)|thrust::"),
-     ("reads or writes rows by index; in a training step the sorts, scans and thrust kernels order the token ids"
-     " for the embedding's gradient")),
-    ("reduction and norm",
-     r"reduce|(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|welford|nll_loss|cross_entropy|scan_|^aten::(sum|mean|amax|max|min|argmax)$",
-     "many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the batch"),
-    ("copy and cast",
-     r"copy_kernel|catarraybatchedcopy|_copy_|chunk_cat|transpose|^aten::(copy_|cat|clone|contiguous)$",
-     "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
-    ("elementwise", r"elementwise|triu_tril|fillfunctor|pointwise|^aten::",
-     "one output per input: arithmetic, activations, masks, fills by a kernel"),
-]
 OTHER = "other"
-FAMILIES = [family for family, _, _ in RULES] + [OTHER]
-_PATTERNS = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern, _ in RULES]
+FAMILIES = ["memory", "communication", "compiler-generated", "fused attention", "optimizer", "softmax",
+            MATMUL, "random", "embedding and indexing", "reduction and norm", "copy and cast", "elementwise",
+            # A vision model's time is its convolutions, which no other family says; its pooling neither
+            # reduces a tensor nor maps it elementwise; a low-precision step pays for its scales by itself.
+            "convolution", "pooling", "quantization", OTHER]
+
+# Of a name's words (lower case, a space between). The first rule that fits decides, so that of a kernel that
+# does several things the one that costs most is named: a product's epilogue activates, a norm quantizes.
+RULES = [
+    ("memory",
+     (r"^(cuda |hip |unified memory )*mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device"
+      r"|host) to"),
+     "a copy engine's or the driver's copy or fill, not a kernel; named so by nsys and by torch.profiler"),
+    ("compiler-generated",
+     (r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser|^[\w ]*\bfusion( "
+      r"\d+)*$|^wrapped |^myl "),
+     ("generated from several operators of one graph and named after what is fused: TorchInductor's "
+      "triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT. One may do several families' work")),
+    ("communication",
+     (r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
+      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier"
+      r"|\bcomm\b|deep ep|(put|wait|send) signal"),
+     "between GPUs: NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch"),
+    ("fused attention",
+     (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
+      r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
+      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused "
+      r"recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule|\bkda\b|wkv"
+      r"|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff"
+      r"|fwd (grouped )?kernel stage"),
+     ("scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient, "
+      "paged")),
+    ("convolution",
+     (r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
+      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter"),
+     "cuDNN's, CUTLASS's and MIOpen's convolutions, direct, as products, or transformed"),
+    (MATMUL,
+     (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched "
+      r")?mm\b|bmm\b|nvjet|xmma(?! pooling)|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out"
+      r"|input) proj|moe (stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b"
+      r"|marlin(?!.*repack)|fmoe|fused moe kernel|mat ?vec|flatmm|[bs]gmv|einsum|\bw?mfma\b|\bw?mma\b"
+      r"|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))"
+      r"|tensorop"),
+     ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions, "
+      "experts' grouped products")),
+    ("optimizer",
+     (r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop"
+      r"|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
+      r"|percentile clip)"),
+     ("one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling; "
+      "an embedding's backward that updates its rows")),
+    ("softmax",
+     r"soft ?max|sparsemax",
+     "row-wise softmax and log-softmax, forward and backward"),
+    ("random",
+     (r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial"
+      r"|sampling|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur"),
+     "draws random numbers: dropout, initialisation, sampling"),
+    ("embedding and indexing",
+     (r"^(?!.*(rms ?norm|layer ?norm|\brms\b)).*((?<!rotary )(?<!rope )(?<!timestep )(?<!position "
+      r")(?<!sinusoidal )embed(ding|s|)\b|(?<!with )\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique"
+      r"|unpermute|permute (2|1|tokens|pooled|multi)|moe (un)?permute|bucketize|and cache|slot mapping|(kv"
+      r"|mla) ?(cache|buffer|pages?)|copy blocks|swap blocks|page table|token pool|req to token|src2dst"
+      r"|align block size|block table|kth value|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets"
+      r"|to dense|bounds check|lengths|non ?zero|masked select|\btake\b|krn partial|partial segment|num "
+      r"of segments|segments\b|compute grad weight|by key|compact|device (scan|select|partition|run "
+      r"length)|triton kv ind)"),
+     ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step "
+      "the sorts and scans order the token ids for the embedding's gradient")),
+    ("pooling",
+     r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align",
+     "windows of an image into one number, or an image into another size"),
+    ("reduction and norm",
+     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad "
+      r"input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum"
+      r"|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
+      r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp"),
+     ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
+      "batch")),
+    ("quantization",
+     r"quant(?!ile)|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]|fp8 (cast|scale)|k?hadamard",
+     "numbers into fewer bits with a scale, and back"),
+    ("copy and cast",
+     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
+      r"|\bconvert|nchw ?to ?n|nhwc ?ton?|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy"
+      r"|\bpad(ding)?\b|\breorder|\bflip\b"),
+     "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
+    ("elementwise",
+     (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|elu\b|glu\b|silu|swish|relu"
+      r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset"
+      r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
+     "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
+]
+_PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
+# A kernel that applies a function to each element is named after its loop; the function, a template
+# argument, may say that it copies. It may not say that it reduces: it could not.
+APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
+MADE = {"memory", "compiler-generated"}  # the whole name says so, or nothing of it does
+TEMPLATED = {"fused attention", "convolution", MATMUL}  # what TorchInductor has templates of
+# Where no part of a name says what is done, the library whose it is: a pattern of the path's words.
+LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
+             ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
+             ("elementwise", r"^aten$")]
+_LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
+# Loaders and stores of an elementwise loop, which cast or not whatever it does.
+_DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$")
 
 
 def rules() -> pd.DataFrame:
@@ -55,8 +128,37 @@ def rules() -> pd.DataFrame:
 
 
 def family(name: str) -> str:
-    """The family, one of FAMILIES, of a kernel, copy or fill with this (demangled) name."""
-    return next((family for family, pattern in _PATTERNS if pattern.search(name)), OTHER)
+    """The family, one of FAMILIES, of a kernel, copy or fill with this name."""
+    if (made := _first(words(name), MADE)) != OTHER:
+        return made
+    if name.startswith("triton_tem_"):
+        return _first(words(name.removeprefix("triton_tem_")), TEMPLATED, "compiler-generated")
+    parts = split(name)
+    own = _first(words(parts.own))
+    if own == "elementwise":
+        return _of_template(parts.template, APPLIED, own)
+    if own != OTHER:
+        return own
+    inside = _of_template(parts.template, set(FAMILIES), OTHER)
+    return inside if inside != OTHER else _of_scope(parts)
+
+
+def _first(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
+    """The family of the first rule among these families that fits a name's words."""
+    fits = (family for family, pattern in _PATTERNS if family in among and pattern.search(text))
+    return next(fits, otherwise)
+
+
+def _of_template(template: str, among: Iterable[str], otherwise: str) -> str:
+    """The family of the first identifier that a rule fits."""
+    found = (_first(words(name), among) for name in identifiers(template) if not _DULL.search(name))
+    return next((family for family in found if family != OTHER), otherwise)
+
+
+def _of_scope(parts: Parts) -> str:
+    path = words(f"{parts.scope}::{parts.own}")
+    library = next((family for family, pattern in _LIBRARIES if pattern.search(path)), OTHER)
+    return _first(words(parts.scope), set(FAMILIES) - MADE, library)
 
 
 def families(names: Iterable[str]) -> pd.Categorical:
@@ -64,65 +166,3 @@ def families(names: Iterable[str]) -> pd.Categorical:
     codes, unique = pd.factorize(pd.Series(list(names), dtype="str"))
     return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes],
                                      FAMILIES)
-
-
-# What says little in a template's arguments; element types are kept, since they tell precisions apart.
-_DULL = re.compile(
-    r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10|cuda|cutlass"
-    r"|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?|binary_internal|T\d+"
-)
-# nsys writes template constants as (int)4, (bool)0
-_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")
-
-
-def _bare(name: str) -> str:
-    """The name without its return type, its own (last) list of arguments, and its namespaces."""
-    name, depth = name.removeprefix("void ").strip(), 0
-    for at in range(len(name) - 1, -1, -1) if name.endswith(")") else ():
-        depth += (name[at] == ")") - (name[at] == "(")
-        if depth == 0:
-            name = name[:at] or name
-            break
-    name = re.sub(r"(<unnamed>|\(anonymous namespace\))::", "", name)
-    return re.sub(r"\b\w+::(?=[\w~])", "", _CASTS.sub("", name))
-
-
-def short_name(name: str) -> str:
-    """The kernel's own name and the words that tell its template apart:
-    elementwise_kernel<direct_copy_kernel_cuda float>.
-
-    Different kernels may share a short name: a table of several kernels takes short_names.
-    """
-    base, _, template = _bare(name).partition("<")
-    words = [w for w in dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template)) if not _DULL.fullmatch(w)]
-    # CUTLASS: the wrapper's argument has the name
-    if words and re.fullmatch(r"Kernel2?|device_kernel", base):
-        base, *words = words
-    base = re.sub(r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base)  # on every xmma kernel
-    return f"{base}<{' '.join(words)}>" if words else base or name
-
-
-def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
-    """A name to show for each distinct name; different names stay different.
-
-    Each gets the first of these that no other name of the list has: its short_name cut in the middle to
-    `width` characters, its whole short_name, its whole template, its full name.
-    """
-    pending = list(dict.fromkeys(names))
-    shown: dict[str, str] = {}
-    for form in (lambda name: _cut(short_name(name), width), short_name, _bare):
-        candidates = {name: form(name) for name in pending}
-        count = Counter([*candidates.values(), *shown.values()])
-        shown |= {name: text for name, text in candidates.items() if count[text] == 1}
-        pending = [name for name in pending if name not in shown]
-    for name in pending:
-        text = name
-        while text in shown.values():  # somebody's short name is this one's full name
-            text += "'"
-        shown[name] = text
-    return shown
-
-
-def _cut(text: str, width: int) -> str:
-    """At most `width` characters, without the middle: what tells names apart stands at their ends."""
-    return text if len(text) <= width else f"{text[:width // 2]}…{text[width // 2 - width + 1:]}"

@@ -7,7 +7,8 @@ from stepscope.say.formats import MODE_WORDS, runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
-from stepscope.traces.families import MATMUL, OTHER, rules, short_names
+from stepscope.traces.families import MATMUL, OTHER, rules
+from stepscope.traces.kernel_names import short_names
 
 PROFILE = ["size", "context_length"]
 NONTRIVIAL = 0.02  # of the time of forward's operations

@@ -20,8 +20,10 @@ FAMILY_COLORS = {
     "matrix multiply": "#0072B2", "fused attention": "#56B4E9", "softmax": "#CC79A7",
     "reduction and norm": "#E69F00", "elementwise": "#F0E442", "copy and cast": "#009E73",
     "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#D55E00",
-    "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333", "other": "#000000"}
-LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention")  # what is written on them is black
+    "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
+    "convolution": "#1B4F72", "pooling": "#A0522D", "quantization": "#C5B0D5", "other": "#000000"}
+# What is written on these is black.
+LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention", "quantization")
 ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask",
                    "attention.softmax", "attention.value", "attention.output"]
 

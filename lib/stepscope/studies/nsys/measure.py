@@ -18,7 +18,8 @@ from stepscope.traces.export import (
     load_trace,
     scrub,
 )
-from stepscope.traces.families import OTHER, short_names
+from stepscope.traces.families import OTHER
+from stepscope.traces.kernel_names import short_names
 from stepscope.traces.nsys_program import (
     REPORTS,
     Capture,

@@ -1,9 +1,15 @@
-"""The profiling study's tables over all of its records."""
+"""The profiling study's tables over all of its records.
+
+Every table of operations that has their names gets its families anew when it is loaded, so that the rules
+that are printed are those that made the shares. The timeline has no names: its families are those of when it
+was measured.
+"""
 import pandas as pd
 
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import by_size, load_table, runs_frame
+from stepscope.traces.families import families
 
 TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions",
           "timeline": "timeline.parquet", "walls": "walls", "statuses": "statuses"}
@@ -18,6 +24,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
     rows = load_table(store, records, table)
     if rows.empty:
         return rows
+    if {"name", "family"} <= set(rows):
+        rows["family"] = families(rows["name"]).astype(str)
     runs = runs_frame(records)[OF_RUN].rename(columns={"timed_steps": "steps"})
     return by_size(rows.merge(runs, on="run_id"))
 
