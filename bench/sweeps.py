@@ -5,8 +5,8 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
 from timeit import default_timer
+from typing import cast
 
 import pandas as pd
 import yaml

@@ -98,8 +98,12 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
                     "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
                     "--output", str(place / "capture")] if nsys else []
         tool = "nsys" if nsys else "torch"
-        ended = subprocess.run([*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place)],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ended = subprocess.run(
+            [*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
         # were made.
         reports = iter(sorted(place.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))

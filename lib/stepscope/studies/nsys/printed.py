@@ -104,10 +104,9 @@ def regions(facts: dict) -> pd.DataFrame:
 
 
 def rules(facts: dict) -> pd.DataFrame:
-    """The rules that give a kernel its family, in their order."""
-    table = facts["families"].assign(share=lambda rules: rules["share"].map(lambda share: percent(share, 2)))
-    table["pattern"] = table["pattern"].map(lambda pattern: code(pattern.replace("|", "\\|")))
-    return table.rename(columns={"pattern": "pattern in the name"})
+    """The families of kernels, what each holds, and its share of the time."""
+    table = facts["families"]
+    return table.assign(share=[percent(share, 2) for share in table["share"]])[["family", "reason", "share"]]
 
 
 def claims(facts: dict) -> pd.DataFrame:
