@@ -27,8 +27,8 @@ FAULTS = f"""
 import json, os, signal, subprocess, time
 from pathlib import Path
 faults = Path(os.environ["STEPSCOPE_TEST_FAULTS"])
-def child(name):  # of another session, and soon of no parent: the run's descendants are not found by their
-    parents alone subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + str(faults / name)])
+def child(name):  # of another session, and soon of no parent: parents alone do not find the run's descendants
+    subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + str(faults / name)])
 mended = (faults / "mended").exists()
 if seed == {KILLS_WORKER} and not mended:
     child("of_the_killed")

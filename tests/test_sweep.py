@@ -44,8 +44,9 @@ SOCKETS = """
 import json, os, re
 from ipykernel.kernelapp import IPKernelApp
 app, listening = IPKernelApp.instance(), []
-mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if
-os.path.exists(f"/proc/self/fd/{fd}")} for table in ("tcp", "tcp6"):
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")}
+for table in ("tcp", "tcp6"):
     if os.path.exists(f"/proc/self/net/{table}"):
         for line in list(open(f"/proc/self/net/{table}"))[1:]:
             fields = line.split()

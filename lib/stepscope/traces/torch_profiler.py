@@ -17,10 +17,10 @@ SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
     correlationId INTEGER, globalPid INTEGER, demangledName INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId
-INTEGER); CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid
-INTEGER, textId
-    INTEGER, domainId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
+    correlationId INTEGER);
+CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER,
+    textId INTEGER, domainId INTEGER);
 """
 # Operators that allocate, or look at the same numbers in another shape: they call for no work and hide what
 # does it.
