@@ -183,7 +183,8 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     kernels = kernels.assign(kernel=kernels["name"].map(names), regions=[
         regions[row.run_id, row.name] for row in kernels[["run_id", "name"]].itertuples(index=False)])
     shares = pick(by_family(rows), phase="forward").merge(_runs(operations), on="run_id")
-    rest = 1 - pick(shares, family=MATMUL).set_index(PROFILE)["share"]
+    every = pd.MultiIndex.from_frame(shares[PROFILE].drop_duplicates())
+    rest = 1 - pick(shares, family=MATMUL).set_index(PROFILE)["share"].reindex(every, fill_value=0)
     families = pick(shares[shares["family"] != MATMUL], size=size, context_length=context)
     families = families.set_index("family")["share"].sort_values(ascending=False)
     order = shares.groupby("family")["share"].mean().sort_values(ascending=False).index
@@ -214,12 +215,12 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     size, context = reference(wide.index.to_frame(index=False))
     change = pd.DataFrame({family: wide["step"].get(family, 0) - wide["forward"].get(family, 0)
                            for family in sorted(set(whole["family"]))}, index=wide.index)
-    rows = change.loc[(size, context)].drop(MATMUL).sort_values(ascending=False)
+    rows = change.loc[(size, context)].drop(MATMUL, errors="ignore").sort_values(ascending=False)
     gained, lost = rows[rows > SPOKEN_OF], rows[rows < -SPOKEN_OF][::-1]
-    before, after = wide["forward"][MATMUL], wide["step"][MATMUL]
+    none = pd.Series(0.0, wide.index)
+    before, after = (wide[mode].get(MATMUL, none) for mode in ("forward", "step"))
     others = whole[(whole["mode"] == "step") & (whole["family"] != MATMUL)].groupby("family")["share"].mean()
     shown = [MATMUL, *(family for family in rows.index if change[family].abs().max() > SPOKEN_OF)]
-    none = pd.Series(0, wide.index)
     return {"size": size, "context": context,
             "own_before": before[(size, context)], "own_after": after[(size, context)],
             "gained": [{"family": family, "points": gain * 100} for family, gain in gained.items()],
