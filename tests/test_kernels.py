@@ -171,3 +171,8 @@ def test_kernels_that_share_a_short_name_get_longer_ones():
 def test_a_short_name_that_is_another_kernels_full_name_stays_apart():
     names = ["a()", "a(int)", "void a()(int)"]  # the third is shown as the first's full name
     assert short_names(names) == {"a()": "a()'", "a(int)": "a(int)", "void a()(int)": "a()"}
+
+
+@pytest.mark.parametrize("name", ["aten::div", "aten::pow", "aten::rsqrt", "aten::addcmul_", "aten::neg"])
+def test_a_cpus_arithmetic_operators_are_elementwise(name):
+    assert family(name) == "elementwise"

@@ -140,7 +140,9 @@ def family(name: str) -> str:
     if own != OTHER:
         return own
     inside = _of_template(parts.template, set(FAMILIES), OTHER)
-    return inside if inside != OTHER else _of_scope(parts)
+    if inside != OTHER:
+        return inside
+    return "elementwise" if name.startswith("aten::") else _of_scope(parts)  # a CPU's operators: add, div, pow
 
 
 def _first(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
