@@ -13,7 +13,7 @@ report: $(READY)  ## measure this machine and render its report beside its runs
 
 # lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
 test: $(READY)  ## the tests, on JOBS processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(READY)  ## ruff and mypy, over the package, bench, the tests and the notebooks
 	$(BIN)/ruff check

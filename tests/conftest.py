@@ -88,10 +88,9 @@ def record_of(config: RunConfig, **fields) -> Record:
     return Record(**whole | fields)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
+HEAVY = ("test_workers", "test_package", "test_sweep", "test_attention", "test_compiled", "test_report")
+
+
 def pytest_collection_modifyitems(items):
-    """Tests that share what is made once a module go to one process of xdist; others to whichever is free."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(fixture.scope in ("module", "package") for definitions in fixtures for fixture in definitions):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    """The files that take longest first, so that two processes end together."""
+    items.sort(key=lambda item: HEAVY.index(item.module.__name__) if item.module.__name__ in HEAVY else len(HEAVY))

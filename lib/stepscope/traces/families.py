@@ -142,7 +142,8 @@ def family(name: str) -> str:
     inside = _of_template(parts.template, set(FAMILIES), OTHER)
     if inside != OTHER:
         return inside
-    return "elementwise" if name.startswith("aten::") else _of_scope(parts)  # a CPU's operators: add, div, pow
+    # A CPU's operators: what no rule names is arithmetic, such as div or pow.
+    return "elementwise" if name.startswith("aten::") else _of_scope(parts)
 
 
 def _first(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
