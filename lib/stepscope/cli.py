@@ -69,6 +69,11 @@ def _seconds(text: str | None, option: str) -> float | None:
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+def _runs_here() -> Path:
+    """Where runs folders are: in the checkout, and without one where one stands."""
+    return (PROJECT or Path.cwd()) / "runs"
+
+
 def _local_runs(runs: Path | None) -> Path:
     """Runs of this machine go into a folder named after its device, which git ignores; without a checkout,
     where one stands."""
@@ -78,7 +83,7 @@ def _local_runs(runs: Path | None) -> Path:
     from stepscope.runs.machine import machine
     device = device_here("auto")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device)["device_name"].lower())
-    return (PROJECT or Path.cwd()) / "runs" / f"local-{name}"
+    return _runs_here() / f"local-{name}"
 
 
 def _end_at_once(number: int, frame: object) -> None:
@@ -190,7 +195,7 @@ def resume(
 
 def _runs_to_read(runs: Path | None) -> Path:
     """The one local folder that there is; between several the device decides, which torch has to say."""
-    local = sorted(((PROJECT or Path.cwd()) / "runs").glob("local-*/"))
+    local = sorted(_runs_here().glob("local-*/"))
     return runs or (local[0] if len(local) == 1 else _local_runs(None))
 
 

@@ -76,15 +76,15 @@ def tables_of(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     Raises:
         RecordError: a record's tables cannot be used.
     """
+    for record in records:
+        if record.status == "ok" and not record.tables:
+            run = f"{record.study}/{record.run_id}"
+            raise RecordError(f"{run}/record.json: names no table, though its run was done")
     return {f"{chapter.study}.{name}": table
             for chapter in chapters() for name, table in _tables(chapter, store, records).items()}
 
 
 def _tables(chapter: Chapter, store: Store, records: list[Record]) -> Mapping[str, pd.DataFrame]:
-    for record in records:
-        if record.status == "ok" and not record.tables:
-            run = f"{record.study}/{record.run_id}"
-            raise RecordError(f"{run}/record.json: names no table, though its run was done")
     try:
         return chapter.load(store, records)
     except StepscopeError:

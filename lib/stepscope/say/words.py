@@ -6,6 +6,7 @@ list; arithmetic and comparisons belong to the facts (``tests/test_words.py`` re
 value holds is
 data: it is escaped where it is put in, so nothing that was measured or recorded is rendered as markup.
 """
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -74,11 +75,17 @@ def environment(*folders: Path) -> Environment:
     return made
 
 
+@functools.cache
+def _of_study(folder: Path) -> Environment:
+    """One environment for all questions of a study, which compiles each template once."""
+    return environment(folder)
+
+
 class Words:
     """The words of one question."""
 
     def __init__(self, folder: Path, name: str):
-        self.templates = environment(folder)
+        self.templates = _of_study(folder)
         self.template = self.templates.get_template(name)
 
     def block(self, name: str, facts: dict | None = None) -> str:
