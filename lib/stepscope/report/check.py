@@ -7,9 +7,8 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
-from stepscope.report.page import render_page
 from stepscope.report.readme import TABLE_BEGIN
-from stepscope.report.render import draw_figures, texts
+from stepscope.report.render import compose, draw_figures, page_of, texts
 from stepscope.runs.record import check_notebook
 from stepscope.runs.store import Store
 
@@ -43,14 +42,15 @@ def check(store: Store, folder: Path) -> None:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:
             _same_picture(folder / "figures" / f"{stem}.png", Path(temporary) / f"{stem}.png")
-    expected = texts(store, data, figures, folder)
+    report = compose(data, figures)
+    expected = texts(store, report, folder)
     readme = folder / "README.md"
     if readme in expected and TABLE_BEGIN not in expected[readme]:
         raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind"
                           " it")
     for path, text in expected.items():
         _same_text(path, text)
-    _same_text(folder / "writeup.html", render_page(expected[folder / "writeup.md"], folder))
+    _same_text(folder / "writeup.html", page_of(store, report, folder, folder))
 
 
 def _same_picture(committed: Path, drawn: Path) -> None:

@@ -2,12 +2,15 @@
 page.
 """
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from jinja2 import Environment
 from markupsafe import Markup
 
 from stepscope import StepscopeError
@@ -16,32 +19,48 @@ from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
 from stepscope.report.readme import with_table
-from stepscope.runs.record import Record
+from stepscope.report.story import STORY, tell
 from stepscope.runs.store import Store
 from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
-from stepscope.step.rates import LAUNCH_BOUND
 
 
 class OutputError(StepscopeError, OSError):
     """A report that cannot be written; the text names the place and why."""
 
 
-def sections(data: Data) -> dict[str, list[Answer]]:
-    """The report's order: its headings, and under each the answers."""
-    return {chapter.title: [answer(chapter, question, data.tables) for question in chapter.questions]
-            for chapter in chapters()}
+@dataclass
+class Report:
+    """All that is said of a runs folder, ready to be laid out."""
+
+    data: Data
+    story: dict[str, list[Answer]]  # the main text: its headings, and under each its answers
+    studies: dict[str, tuple[str, list[Answer]]]  # the evidence, a page a study: title and answers
+    left: list[str]  # folders of runs that no answer is made from
+
+    @property
+    def answers(self) -> list[Answer]:
+        parts = [*self.story.values(), *(answers for _, answers in self.studies.values())]
+        return [one for answers in parts for one in answers]
 
 
-def other_runs(data: Data, answers: list[Answer]) -> list[Answer]:
-    """The last section: what none of the answers is made from; empty where there is nothing."""
-    shown = {run for one in answers for run in one.runs}
-    left = [run for record in data.records if record.done
-            and (run := f"{record.study}/{record.run_id}") not in shown]
-    times = pd.concat([data.tables["benchmark.times"], data.aside_times], ignore_index=True)
-    return [other_runs_answer(times, left)] if left else []
+def compose(data: Data, figures: Collection[str] = ()) -> Report:
+    """Every answer, each with those of its figures that exist."""
+    studies = {chapter.study: (chapter.title, [answer(chapter, question, data.tables)
+                                               for question in chapter.questions]) for chapter in chapters()}
+    told_of = {part.title: answers for part in STORY if (answers := tell(part, data.tables))}
+    report = Report(data, told_of, studies, [])
+    shown = {run for one in report.answers for run in one.runs}
+    report.left = [run for record in data.records if record.done
+                   and (run := f"{record.study}/{record.run_id}") not in shown]
+    if report.left:
+        times = pd.concat([data.tables["benchmark.times"], data.aside_times], ignore_index=True)
+        studies["other_runs"] = ("Other runs", [other_runs_answer(times, report.left)])
+    for one in report.answers:
+        one.figures = [figure for figure in one.figures if figure[0] in figures]
+    return report
 
 
 def _made(data: Data, asks: Picture | Page, make: Callable) -> Any:
@@ -66,45 +85,88 @@ def pages(data: Data) -> dict[str, str]:
     return {name: text for name, text in made.items() if text is not None}
 
 
-def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -> str:
-    """The report as GitHub markdown.
-
-    Args:
-        figures: stems of the figures that exist.
-        runs_link, figures_link: paths from the report to the runs folder and to the figures.
-    """
-    parts = sections(data)
-    if left := other_runs(data, [one for answers in parts.values() for one in answers]):
-        parts["Other runs"] = left
-    for one in (one for answers in parts.values() for one in answers):
-        one.figures = [figure for figure in one.figures if figure[0] in figures]
+def _templates() -> Environment:
     templates = environment(Path(__file__).parent / "templates")
     templates.keep_trailing_newline = True
-    templates.filters |= {"table": markdown_table, "markdown": Markup}
-    return templates.get_template("writeup.md.j2").render(
-        data=data, sections=parts, machine=machine(data), sizes=sizes(data), launch_bound=LAUNCH_BOUND,
-        measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link,
-        figures_link=figures_link,
-        tables={f"{record.study}/{record.run_id}": kept_files(record) for record in data.records})
+    templates.filters |= {"table": markdown_table, "markdown": Markup,
+                          "before_slash": lambda run: run.partition("/")[0]}
+    return templates
 
 
-def kept_files(record: Record) -> list[str]:
-    """What a run's record names. Another program's reports are many and in a folder of their own, which
-    stands for them.
+def writeup(report: Report) -> str:
+    """The main text as GitHub markdown, to stand beside the folders ``figures`` and ``evidence``."""
+    data = report.data
+    missing = [title for title, answers in report.studies.values() if not any(one.runs for one in answers)]
+    text = _templates().get_template("writeup.md.j2").render(
+        data=data, report=report, machine=machine(data), sizes=sizes(data), missing=missing)
+    return _linked(text, report, "")
+
+
+def evidence(report: Report, runs_link: str) -> dict[str, str]:
+    """The pages of the folder ``evidence`` by name: one a study, and an index of the runs.
+
+    Args:
+        runs_link: path from that folder to the runs folder.
     """
-    return list(dict.fromkeys(f"{table.file.split('/')[0]}/" if "/" in table.file else table.file
-                              for table in record.tables.values()))
+    data, templates = report.data, _templates()
+    page = templates.get_template("evidence.md.j2")
+    made = {study: page.render(data=data, title=title, answers=answers)
+            for study, (title, answers) in report.studies.items()}
+    made["runs"] = templates.get_template("runs.md.j2").render(
+        data=data, runs_link=runs_link)
+    return {f"{name}.md": _linked(text, report, name) for name, text in made.items()}
 
 
-def texts(store: Store, data: Data, figures: list[str], folder: Path) -> dict[Path, str]:
-    """Every text of the report with its place in ``folder``: the writeup, pages beside the figures, and the
-    README there, if there is one, with its table."""
-    runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
-    made = {folder / "writeup.md": writeup(data, figures, runs_link, "figures")}
-    made |= {folder / "figures" / name: text for name, text in pages(data).items()}
+def _linked(text: str, report: Report, here: str) -> str:
+    """Links to an answer's anchor lead to the page that it is on.
+
+    Args:
+        here: the page of the text: a study, or nothing for the main text.
+    """
+    pages_of = {one.key: study for study, (_, answers) in report.studies.items() for one in answers}
+    pages_of |= {one.key: "" for answers in report.story.values() for one in answers}
+
+    def leads(link: re.Match) -> str:
+        there = pages_of.get(link[1], here)
+        if there == here:
+            return link[0]
+        return f"](../writeup.md#{link[1]})" if not there else f"]({'' if here else 'evidence/'}{there}.md#{link[1]})"
+
+    return re.sub(r"\]\(#([\w-]+)\)", leads, text)
+
+
+def whole(report: Report, runs_link: str) -> str:
+    """The main text with all evidence folded behind it, for a file that has to stand alone.
+
+    Args:
+        runs_link: path from that file to the runs folder.
+    """
+    parts = [writeup(report)]
+    for name, text in evidence(report, runs_link).items():
+        heading, _, rest = text.partition("\n")
+        parts.append(f"<details class=\"study\" id=\"{name.removesuffix('.md')}\"><summary>"
+                     f"{heading.lstrip('# ')}</summary>\n\n{rest.strip()}\n\n</details>\n")
+    text = "\n".join(parts).replace("](../figures/", "](figures/")
+    pages_here = r"\]\((?:\.\./writeup\.md|(?:evidence/)?(\w+)\.md)(#[\w-]+)?\)"
+    return re.sub(pages_here, lambda link: f"]({link[2] or '#' + (link[1] or '')})", text)
+
+
+def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
+    """Every text of the report with its place in ``folder``: the writeup, the evidence, pages beside the
+    figures, and the README there, if there is one, with its table."""
+    runs = os.path.relpath(store.root, folder / "evidence").replace(os.sep, "/")
+    made = {folder / "writeup.md": writeup(report)}
+    made |= {folder / "evidence" / name: text for name, text in evidence(report, runs).items()}
+    made |= {folder / "figures" / name: text for name, text in pages(report.data).items()}
     if (readme := folder / "README.md").exists():
-        made[readme] = with_table(readme.read_text(encoding="utf-8"), data)
+        made[readme] = with_table(readme.read_text(encoding="utf-8"), report.data)
     return made
+
+
+def page_of(store: Store, report: Report, folder: Path, pictures: Path) -> str:
+    """``writeup.html`` of a report in ``folder``, with the pictures that are in another folder's ``figures``."""
+    runs = os.path.relpath(store.root, folder).replace(os.sep, "/")
+    return render_page(whole(report, runs), pictures)
 
 
 def render(store: Store, folder: Path) -> list[Path]:
@@ -122,12 +184,13 @@ def render(store: Store, folder: Path) -> list[Path]:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".rendering-") as temporary:
             made = Path(temporary)
             figures = draw_figures(data, made / "figures")
-            written = texts(store, data, figures, folder)
-            written[folder / "writeup.html"] = render_page(written[folder / "writeup.md"], made)
+            report = compose(data, figures)
+            written = texts(store, report, folder)
+            written[folder / "writeup.html"] = page_of(store, report, folder, made)
             for path, text in written.items():
                 _write(made / path.relative_to(folder), text)
-            (folder / "figures").mkdir(exist_ok=True)
             for path in sorted(made.rglob("*.*")):
+                (folder / path.relative_to(made)).parent.mkdir(exist_ok=True)
                 path.replace(folder / path.relative_to(made))
     except OSError as error:
         reason = error.strerror or error
