@@ -107,3 +107,10 @@ def throttle_names(bits: int) -> list[str]:
              "ApplicationsClocksSetting": "application clocks"}
     prefix = "nvmlClocksThrottleReason"
     return [words for name, words in names.items() if bits & getattr(pynvml, prefix + name)]
+
+
+def energy_j() -> float | None:
+    """What the GPU has used since its driver was loaded, in joules; None where NVML does not say."""
+    with suppress(pynvml.NVMLError):
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(_nvml_device()) / 1e3
+    return None
