@@ -101,8 +101,8 @@ def differences(before: dict[str, float | None], after: dict[str, float | None])
 
 def from_polls(polls: Sequence[Poll]) -> dict[str, float | int | None]:
     """``polls``; ``sm_clock_median_mhz``, ``sm_clock_least_mhz``; ``power_w``, the mean of the polled power;
-    and over ``energy_s``, from the first to the last change of the energy counter, ``energy_j`` by the counter
-    and ``energy_polled_j``, the integral of the polled power (trapezoids).
+    and over ``energy_s``, from the first to the last change of the energy counter, ``energy_j`` by the
+    counter and ``energy_polled_j``, the integral of the polled power (trapezoids).
 
     The counter is stale by up to a tenth of a second, at a change it is not. None where nothing can be said.
     """
@@ -190,7 +190,7 @@ def nvml_field(name: str) -> float:
 
 
 def nvml_poll() -> Poll:
-    """The device now. Power is the instantaneous field: ``nvmlDeviceGetPowerUsage`` is a mean over a second."""
+    """The device now. Power is the instantaneous field; ``nvmlDeviceGetPowerUsage`` is a second's mean."""
     def read(what: Callable[[], float]) -> float:
         try:
             return what()
