@@ -9,8 +9,6 @@ import math
 import os
 import re
 import shutil
-import statistics
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.runs.machine import energy_j, gpu_state
+from stepscope.runs.device_watch import DeviceWatch
 from stepscope.step.training_step import out_of_memory_names
 from stepscope.studies.ladder.attention import backend_times, fastest
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
@@ -29,9 +27,9 @@ from stepscope.studies.ladder.rungs import BRANCHES, WITHOUT, Program, Rung, Uns
 from stepscope.studies.ladder.training import train
 from stepscope.traces.families import family
 
-BURST_S = 0.5  # a GPU's steps are timed at least so long in a turn: the energy counter is no finer than 0.1 s
+BURST_S = 0.4  # a GPU's steps are timed for at least so long in a turn
+POLLED_S = 0.5  # and in the last turn kept up for so long beyond: the energy counter changes each 0.1 s
 MOST_STEPS = 300  # of a turn
-POLL_S = 0.1
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILLED = 0.92  # of the memory that is free before anything is built
 STATE_BYTES = 16  # a parameter: fp32 weight and moments, bf16 weight and gradient
@@ -39,40 +37,28 @@ SAMPLES = ["rung", "turn", "step", "time_ms"]
 KERNELS = ["rung", "name", "family", "count", "time_ms"]
 
 
-class Watch:
-    """Clocks, power and throttle reasons while steps are timed, from a thread that sleeps nearly always."""
-
-    def __init__(self, device: str):
-        self.device, self.done = device, threading.Event()
-        self.states: list[dict] = []
-
-    def __enter__(self) -> "Watch":
-        self.energy = energy_j() if self.device == "cuda" else None
-        self.thread = threading.Thread(target=self._poll)
-        self.thread.start()
-        return self
-
-    def _poll(self) -> None:
-        while self.device == "cuda" and not self.done.wait(POLL_S):
-            self.states.append(gpu_state(self.device))
-
-    def __exit__(self, *exception) -> None:
-        self.done.set()
-        self.thread.join()
-        after = energy_j() if self.device == "cuda" else None
-        self.energy = None if self.energy is None or after is None else after - self.energy
-
-    def read(self) -> dict:
-        """Median clock and power, every throttle reason seen, and the energy used in joules."""
-        read = {}
-        for name in ("sm_clock_mhz", "power_w"):
-            values = [state[name] for state in self.states if state.get(name) is not None]
-            read[name] = statistics.median(values) if values else math.nan
-        reasons = {reason for state in self.states for reason in state.get("throttle_reasons") or []}
-        return read | {
-            "throttle": "; ".join(sorted(reasons)),
-            "energy_j": math.nan if self.energy is None else self.energy,
-        }
+def device_state(rung: "Rung", watch: DeviceWatch, steps: int, poll: bool) -> dict[str, Any]:
+    """Clocks held back while steps were timed; of the same step kept up for a moment longer, polled, also its clock,
+    power and energy. Empty on a CPU."""
+    if not watch.on:
+        return {}
+    held = {name: us for name, us in watch.readings.items() if name.startswith("throttled_")}
+    reasons = [name.removeprefix("throttled_").removesuffix("_us") for name, us in held.items() if us]
+    state: dict[str, Any] = {
+        "throttle": "; ".join(reasons),
+        "throttled_share": sum(us or 0 for us in held.values()) / 1e6 / watch.readings["watched_s"],
+    }
+    if not poll:
+        return state
+    with DeviceWatch("cuda", poll=True) as kept_up:
+        time_steps(rung.step, "cuda", steps)
+    found, step_s = kept_up.readings, kept_up.readings["watched_s"] / steps
+    joules, counted_s = found["energy_j"], found["energy_s"]
+    return state | {
+        "sm_clock_mhz": found["sm_clock_median_mhz"],
+        "power_w": found["power_w"],
+        "step_energy_j": joules / counted_s * step_s if joules is not None and counted_s else None,
+    }
 
 
 def synchronize(device: str) -> None:
@@ -279,13 +265,15 @@ class Ladder:
             steps = self.config.timed_steps
             if device == "cuda":
                 steps = max(steps, min(MOST_STEPS, math.ceil(BURST_S * 1e3 / times[-1])))
-            with Watch(device) as watch:
+            with DeviceWatch(device) as watch:
                 times, wall_ms = time_steps(rung.step, device, steps)
+            poll = turn == self.config.rounds - 1 or name.startswith("without_")
+            state = device_state(rung, watch, math.ceil(POLLED_S * 1e3 / times[-1]), poll)
             self.samples.append(
                 pd.DataFrame({"rung": name, "turn": turn, "step": range(steps), "time_ms": times})
             )
             self.bursts.append(
-                {"rung": name, "turn": turn, "steps": steps, "wall_ms": wall_ms} | watch.read()
+                {"rung": name, "turn": turn, "steps": steps, "wall_ms": wall_ms} | state
             )
             if device == "cuda":
                 row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -369,8 +357,7 @@ def measure_ladder(config: Config) -> dict[str, pd.DataFrame]:
             compile_s, peak_mib, attention_kernel (the implementation taken), and how far loss and gradients
             are from fp32's.
         samples: every timed step's time_ms, by rung and turn.
-        bursts: a row a rung and turn: wall_ms of a step, clock, power, throttle reasons, energy_j of all its
-            steps.
+        bursts: a row a rung and turn: wall_ms of a step and, on a GPU, :func:`device_state`.
         kernels: of the finished step and what is beside it.
         curves: losses of training, see :func:`training.train`; no rows where none was asked for.
         backends: see :func:`attention.backend_times`.
