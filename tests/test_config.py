@@ -139,7 +139,7 @@ def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
         configure("attention", **given, num_heads=2)
 
 
-@pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention"}))
+@pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention", "processes"}))
 def test_another_value_of_any_field_is_another_run_id(study, tiny):
     shape = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 3, "num_heads": 4}
     given = {
@@ -385,10 +385,9 @@ def parameters_of(path):
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_notebooks_parameters_are_its_studys_fields(study):
     names = parameters_of(NOTEBOOKS / f"{study}.ipynb")
-    derived = (
-        {"context_length"} if study == "attention" else set()
-    )  # there it is the longest of the sequences
-    assert names.keys() == set(free_fields(study)) - derived | {"run_folder"}
+    derived = {"attention": {"context_length"},  # the longest of the sequences
+               "processes": {"context_length", "d_model"}}  # of the largest shape
+    assert names.keys() == set(free_fields(study)) - derived.get(study, set()) | {"run_folder"}
     assert names["run_folder"] == ""  # by hand, nothing is written
     config = from_notebook(study, names)
     assert {field: value for field, value in names.items() if value not in (None, "auto", "")} == {

@@ -1,0 +1,363 @@
+"""What the ladder's tables say, in numbers."""
+
+import math
+
+import pandas as pd
+
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import runs_of
+from stepscope.studies.ladder.names import AGAINST, name_of
+from stepscope.studies.ladder.tables import SHAPE, typical
+
+HELPS = 0.02  # a gain or loss under this share is none
+SMOOTHED = 10  # steps of training that a point of a loss curve is the mean of
+GOALS = {
+    "over_hugging_face": {"2.7B": 1.2, "small": 2.0},
+    "floor_share": {"2.7B": 0.8},
+    "of_sheet_bf16": {"2.7B": 0.55},
+}
+OTHER_ARITHMETIC = "fp8"
+
+
+def shape_of(row: pd.Series | dict) -> dict:
+    return {
+        "size": str(row["size"]),
+        "context": int(row["context_length"]),
+        "vocabulary": int(row["vocab_size"]),
+    }
+
+
+def by_shape(times: pd.DataFrame) -> list[pd.DataFrame]:
+    """:func:`tables.typical` of each shape that was measured, smallest first."""
+    if times.empty:
+        return []
+    rows = by_size(typical(times))
+    return [own.reset_index(drop=True) for _, own in rows.groupby(SHAPE, observed=True)]
+
+
+def reference(times: pd.DataFrame) -> pd.DataFrame | None:
+    """What is spoken of: the largest size, of its vocabularies the smallest, of its contexts the largest up
+    to 512."""
+    shapes = [own for own in by_shape(times) if (own["status"] == "ok").any()]
+    if not shapes:
+        return None
+    largest = [own for own in shapes if own["size"].iloc[0] == shapes[-1]["size"].iloc[0]]
+    return min(
+        largest,
+        key=lambda own: (
+            own["vocab_size"].iloc[0],
+            own["context_length"].iloc[0] > 512,
+            -own["context_length"].iloc[0],
+        ),
+    )
+
+
+def climbed(own: pd.DataFrame) -> pd.DataFrame:
+    """The rungs of one shape that have times, but for the one with another batch."""
+    return own[(own["kind"] == "rung") & (own["status"] == "ok") & (own["rung"] != "fill")]
+
+
+def best_of(own: pd.DataFrame) -> pd.Series:
+    """The fastest rung of the same arithmetic."""
+    same = climbed(own)
+    same = same[same["rung"] != OTHER_ARITHMETIC]
+    return same.loc[same["median_ms"].idxmin()]
+
+
+def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
+    found = own[(own["rung"] == rung) & (own["status"] == "ok")]
+    return found.iloc[0].to_dict() if len(found) else None
+
+
+def ladder(times: pd.DataFrame) -> dict | None:
+    """One shape from its first rung to its best, the floor, and what is beside it."""
+    own = reference(times)
+    if own is None or climbed(own).empty:
+        return None
+    first, best = climbed(own).iloc[0], best_of(own)
+    beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
+    missing = own[(own["kind"] == "rung") & (own["status"] != "ok")]
+    throttled = (
+        times["throttle"].fillna("") != "" if "throttle" in times else pd.Series(False, index=times.index)
+    )
+    return shape_of(best) | {
+        "rows": own,
+        "first_ms": first["median_ms"],
+        "first_name": name_of(first["rung"]),
+        "best_ms": best["median_ms"],
+        "best_name": name_of(best["rung"]),
+        "faster": first["median_ms"] / best["median_ms"],
+        "floor_ms": best["floor_ms"],
+        "floor_share": best["floor_share"],
+        "products_ms": best["products_ms"],
+        "moving_ms": best["moving_ms"],
+        "tokens_per_s": best["tokens_per_s"],
+        "batch": int(best["batch"]),
+        "beside": beside and beside | {"over_best": best["over_hugging_face"]},
+        "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
+        "missing": [
+            {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
+            for row in missing.to_dict("records")
+        ],
+        "processes": int(own["runs"].max()),
+        "throttled": int(throttled.sum()),
+        "runs": runs_of(times),
+    }
+
+
+def sizes(times: pd.DataFrame) -> dict | None:
+    """What each rung gains where: over all shapes, with those where it helps, where not, where it costs."""
+    rows = pd.concat([climbed(own) for own in by_shape(times)] or [pd.DataFrame()], ignore_index=True)
+    rows = rows[rows["gain"].notna()] if len(rows) else rows
+    if rows.empty:
+        return None
+    rungs = []
+    for rung, own in rows.groupby("rung", sort=False):
+        most = own.loc[own["gain"].idxmax()]
+        helps = (own["gain_low"] > 1) & (own["gain"] > 1 + HELPS)
+        costs = (own["gain_high"] < 1) & (own["gain"] < 1 - HELPS)
+        rungs.append(
+            {
+                "rung": rung,
+                "name": name_of(rung),
+                "gains": own["gain"],
+                "most": shape_of(most) | {"gain": most["gain"]},
+                "helps_everywhere": bool(helps.all()),
+                "helps_nowhere": not helps.any(),
+                "helped": int(helps.sum()),
+                "shapes": len(own),
+                "costs": [shape_of(row) for _, row in own[costs].iterrows()],
+            }
+        )
+    return {
+        "rungs": sorted(rungs, key=lambda one: -one["gains"].max()),
+        "rows": rows,
+        "costly": [one for one in rungs if one["costs"]],
+        "useless": [one["name"] for one in rungs if one["helps_nowhere"]],
+        "runs": runs_of(times),
+    }
+
+
+def advice(times: pd.DataFrame) -> dict | None:
+    """By what a step is bound: the gain of all rungs that are good against it, where it is most and where it
+    is least."""
+    found = []
+    for own in (own for own in by_shape(times) if len(climbed(own))):
+        gains = climbed(own).set_index("rung")["gain"]
+        for kind, against in AGAINST.items():
+            gained = [gains[rung] for rung in against if rung in gains and not math.isnan(gains[rung])]
+            if gained:
+                found.append(shape_of(own.iloc[0]) | {"kind": kind, "gain": math.prod(gained)})
+    if not found:
+        return None
+    table = pd.DataFrame(found)
+    kinds = {}
+    for kind, own in table.groupby("kind", sort=False):
+        most, least = own.loc[own["gain"].idxmax()], own.loc[own["gain"].idxmin()]
+        kinds[kind] = {
+            "most": most.to_dict(),
+            "least": least.to_dict(),
+            "several": len(own) > 1,
+            "names": [name_of(rung) for rung in AGAINST[kind]],
+        }
+    first = table.loc[table.groupby(["size", "context", "vocabulary"], sort=False)["gain"].idxmax()]
+    rungs = [
+        rung
+        for rung in dict.fromkeys(times["rung"])
+        if rung in set(times.loc[times["status"] == "ok", "rung"])
+    ]
+    return {"kinds": kinds, "first": first.to_dict("records"), "rungs": rungs, "runs": runs_of(times)}
+
+
+def smoothed(curves: pd.DataFrame) -> pd.DataFrame:
+    """Loss curves in means of :data:`SMOOTHED` steps over all runs' same shape: columns of SHAPE, rung, seed,
+    window, loss."""
+    windows = curves.assign(window=curves["step"] // SMOOTHED)
+    return windows.groupby([*SHAPE, "rung", "seed", "window"], sort=False)["loss"].mean().reset_index()
+
+
+def training(times: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
+    """How far each rung's loss and gradients are from fp32's, and whether its training stays within the band
+    of fp32's seeds."""
+    known = times[(times["status"] == "ok") & (times["kind"] == "rung")]
+    known = known[known["gradient_off"].notna()] if "gradient_off" in known else known[:0]
+    if known.empty:
+        return None
+    off = (
+        known.groupby("rung", sort=False)
+        .agg(
+            loss_off=("loss_off", "max"),
+            gradient_off=("gradient_off", "max"),
+            gradient_worst=("gradient_worst", "max"),
+        )
+        .reset_index()
+    )
+    facts = {"off": off, "runs": runs_of(known), "curves": None, "out": []}
+    low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
+    facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
+    facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
+    if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
+        return facts
+    windows = smoothed(curves)
+    band = (
+        windows[windows["rung"] == "fp32"]
+        .groupby([*SHAPE, "window"])["loss"]
+        .agg(["min", "max"])
+        .reset_index()
+    )
+    others = windows[windows["rung"] != "fp32"].merge(band, on=[*SHAPE, "window"])
+    others["beyond"] = (others["loss"] - others["max"]).clip(lower=0) + (others["min"] - others["loss"]).clip(
+        lower=0
+    )
+    by_rung = others.groupby("rung", sort=False).agg(
+        beyond=("beyond", "max"), out=("beyond", lambda b: (b > 0).mean())
+    )
+    outside = by_rung[by_rung["beyond"] > 0]
+    return facts | {
+        "curves": windows,
+        "by_rung": by_rung,
+        "compared": len(by_rung),
+        "inside": int((by_rung["beyond"] == 0).sum()),
+        "out": [
+            {"name": name_of(rung), "beyond": row["beyond"], "share": row["out"]}
+            for rung, row in outside.iterrows()
+        ],
+        "steps": int(curves["step"].max()) + 1,
+        "smoothed": SMOOTHED,
+        "seeds": curves.loc[curves["rung"] == "fp32", "seed"].nunique(),
+        "width": (band["max"] - band["min"]).median(),
+        "start": windows["loss"].max(),
+        "end": windows["loss"].min(),
+        "training_size": str(curves["size"].iloc[0]),
+    }
+
+
+def goals(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+    """The best rung of every shape beside Hugging Face's step and the floor; goals that are missed; and what
+    the reference's finished step consists of on the GPU."""
+    rows, missed = [], []
+    for own in by_shape(times):
+        beside = of_rung(own, "hugging_face")
+        if climbed(own).empty or not beside:
+            continue
+        best, filled = best_of(own), of_rung(own, "fill")
+        row = shape_of(best) | {
+            "best_name": name_of(best["rung"]),
+            "best_ms": best["median_ms"],
+            "beside_ms": beside["median_ms"],
+            "over_hugging_face": best["over_hugging_face"],
+            "floor_ms": best["floor_ms"],
+            "floor_share": best["floor_share"],
+            "of_measured": best["of_measured"],
+            "of_sheet_bf16": filled["of_sheet_bf16"] if filled else math.nan,
+        }
+        rows.append(row)
+        if row["context"] == 512:
+            missed += [
+                row | {"goal": goal, "asked": asked[row["size"]], "got": row[goal]}
+                for goal, asked in GOALS.items()
+                if row["size"] in asked and row[goal] < asked[row["size"]]
+            ]
+        missed += (
+            [row | {"goal": "slower", "asked": 1.0, "got": row["over_hugging_face"]}]
+            if row["over_hugging_face"] < 1
+            else []
+        )
+    if not rows:
+        return None
+    table = pd.DataFrame(rows)
+    return {
+        "rows": table,
+        "ratios": table["over_hugging_face"],
+        "faster": int((table["over_hugging_face"] > 1).sum()),
+        "shapes": len(table),
+        "missed": missed,
+        "least": table.loc[table["over_hugging_face"].idxmin()].to_dict(),
+        "most": table.loc[table["over_hugging_face"].idxmax()].to_dict(),
+        "left": left(reference(times), kernels),
+        "runs": runs_of(times),
+    }
+
+
+def left(own: pd.DataFrame | None, kernels: pd.DataFrame) -> dict | None:
+    """Of the reference's finished step: time on the GPU by kernels' family, as shares and against the
+    floor."""
+    if own is None or kernels.empty:
+        return None
+    shape = own.iloc[0]
+    mine = kernels[
+        (kernels[SHAPE] == [shape[column] for column in SHAPE]).all(axis=1)
+        & (kernels["rung"] != "hugging_face")
+    ]
+    mine = mine[~mine["rung"].str.startswith("hugging_face")]
+    if mine.empty:
+        return None
+    families = (
+        mine.groupby(["run_id", "family"])["time_ms"]
+        .sum()
+        .groupby("family")
+        .median()
+        .sort_values(ascending=False)
+    )
+    rung = mine["rung"].iloc[0]
+    return {
+        "name": name_of(rung),
+        "families": [{"family": str(family), "ms": ms} for family, ms in families.items()],
+        "whole_ms": families.sum(),
+        "products_ms": shape_floor(own, "products_ms"),
+        "moving_ms": shape_floor(own, "moving_ms"),
+        "largest": mine.groupby("name")["time_ms"].median().sort_values(ascending=False).head(8),
+    }
+
+
+def shape_floor(own: pd.DataFrame, column: str) -> float:
+    return float(climbed(own)[column].median())
+
+
+def left_out(times: pd.DataFrame) -> dict | None:
+    """What the finished step costs without each change, over the shapes where that was measured."""
+    rows = pd.concat(
+        [own[(own["kind"] == "left_out") & (own["status"] == "ok")] for own in by_shape(times)]
+        or [pd.DataFrame()],
+        ignore_index=True,
+    )
+    if rows.empty:
+        return None
+    rows = rows.assign(name=rows["rung"].map(name_of), cost=rows["over_finished"] - 1)
+    shapes = [
+        {
+            **shape_of(own.iloc[0]),
+            "most": own.loc[own["cost"].idxmax()].to_dict(),
+            "saving": own.loc[own["cost"] < -HELPS].to_dict("records"),
+        }
+        for _, own in rows.groupby(SHAPE, observed=True, sort=False)
+    ]
+    return {"rows": rows, "shapes": shapes, "runs": runs_of(times)}
+
+
+def filled(times: pd.DataFrame) -> dict | None:
+    """The finished step at the batch that fills the memory, of each shape."""
+    rows = []
+    for own in by_shape(times):
+        fill = of_rung(own, "fill")
+        if fill and len(climbed(own)):
+            best = best_of(own)
+            rows.append(
+                fill
+                | shape_of(fill)
+                | {
+                    "over_small": fill["tokens_per_s"] / best["tokens_per_s"],
+                    "small_batch": int(best["batch"]),
+                }
+            )
+    if not rows:
+        return None
+    table = pd.DataFrame(rows)
+    return {
+        "rows": table,
+        "best": table.loc[table["of_sheet_bf16"].fillna(table["of_measured"]).idxmax()].to_dict(),
+        "sheet_known": bool(table["of_sheet_bf16"].notna().all()),
+        "gains": table["over_small"],
+        "small_batch": int(table["small_batch"].min()),
+        "runs": runs_of(times),
+    }

@@ -1,0 +1,91 @@
+"""Linear layers whose products take 8-bit floats with a scale a row: another arithmetic than bf16's.
+
+Forward and the input's gradient are FP8 products (e4m3 both); the weight's gradient stays bf16, as in
+torchao's recipe ``rowwise_with_gw_hp``, since it sums over all tokens.
+"""
+
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from stepscope.step.ceilings import MATRIX_SIZE, _median_ms
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+CAPABILITY = (9, 0)  # from where row-wise scales are a product's own
+
+
+def has_fp8(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability() >= CAPABILITY
+
+
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, K) -> FP8 of the same shape and each row's scale, (M, 1), fp32."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """(M, K), (N, K) -> (M, N) = a @ b.T in FP8. A CPU computes it in fp32 from the same 8 bits."""
+    (a8, a_scale), (b8, b_scale) = scaled(a), scaled(b)
+    if a.device.type == "cpu":
+        return ((a8.float() @ b8.float().t()) * a_scale * b_scale.t()).to(a.dtype)
+    return torch._scaled_mm(
+        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=True
+    )
+
+
+class Fp8Product(torch.autograd.Function):
+    """x (M, K), weight (N, K) -> x @ weight.T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return product(d_out, weight.t().contiguous()), d_out.t() @ x
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer without bias by :class:`Fp8Product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fp8Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+def use_fp8(blocks: nn.Module) -> None:
+    """Give every linear layer below FP8 products; the head is not among them."""
+    for module in blocks.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Fp8Linear
+
+
+def ceiling(device: str) -> pd.DataFrame:
+    """The rate of one large FP8 product with row-wise scales, as a row of ``measure_ceilings``; no rows where
+    there is none."""
+    if not has_fp8(device):
+        return pd.DataFrame()
+    size = MATRIX_SIZE[device]
+    (a, a_scale), (b, b_scale) = (scaled(torch.randn(size, size, device=device)) for _ in range(2))
+    time_ms = _median_ms(
+        device,
+        lambda: torch._scaled_mm(
+            a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        ),
+    )
+    return pd.DataFrame(
+        [
+            {
+                "ceiling": "matmul_fp8",
+                "value": 2 * size**3 / time_ms / 1e9,
+                "unit": "TFLOP/s",
+                "time_ms": time_ms,
+            }
+        ]
+    )

@@ -1,0 +1,150 @@
+"""The ladder's tables as they are printed."""
+
+import pandas as pd
+
+from stepscope.say.formats import interval_cells, number, percent, tiny
+from stepscope.studies.ladder.config import RUNGS
+from stepscope.studies.ladder.names import name_of, snippet
+
+WHY = {"oom": "out of memory", "unsupported": "not on this device", "failed": "failed"}
+
+
+def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:
+    return [
+        form(value) if pd.notna(value) else "–"
+        for value in rows.get(name, pd.Series(float("nan"), rows.index))
+    ]
+
+
+def share(value: float) -> str:
+    return percent(value)
+
+
+def rungs(facts: dict) -> pd.DataFrame:
+    """A row a rung of the reference shape, what is beside it below."""
+    rows = facts["rows"]
+    rows = rows[rows["kind"].isin(["rung", "beside"])]
+    times = [
+        cell if row.status == "ok" else WHY[row.status]
+        for cell, row in zip(interval_cells(rows), rows.itertuples())
+    ]
+    return pd.DataFrame(
+        {
+            "rung": rows["rung"].map(name_of),
+            "ms [95% interval]": times,
+            "gain": column(rows, "gain"),
+            "tokens/s": column(rows, "tokens_per_s"),
+            "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
+            "of measured rate": column(rows, "of_measured", share),
+            "of data sheet": column(rows, "of_sheet", share),
+            "of the floor": column(rows, "floor_share", share),
+            "mJ/token": column(rows.assign(mj=rows["joules_per_token"] * 1e3), "mj"),
+            "SM MHz": column(rows, "sm_clock_mhz", lambda value: f"{value:.0f}"),
+            "W": column(rows, "power_w", lambda value: f"{value:.0f}"),
+            "compiling, s": column(rows, "compile_s"),
+            "lines": [str(len(snippet(rung))) if snippet(rung) else "–" for rung in rows["rung"]],
+        }
+    )
+
+
+def gains(facts: dict) -> pd.DataFrame:
+    """Rungs down, shapes across: the time of the rung before over this one's."""
+    rows = facts["rows"].copy()
+    single = rows["vocab_size"].nunique() == 1
+    rows["shape"] = [
+        f"{row.size_}, {row.context_length}" + ("" if single else f", {row.vocab_size:,}")
+        for row in rows.rename(columns={"size": "size_"}).itertuples()
+    ]
+    table = rows.pivot(index="rung", columns="shape", values="gain").reindex(columns=rows["shape"].unique())
+    table = table.reindex([rung for rung in RUNGS if rung in table.index])
+    shown = table.map(lambda value: number(value) if pd.notna(value) else "–")
+    return shown.rename(index=name_of).rename_axis("rung").rename_axis(None, axis=1).reset_index()
+
+
+def snippets(facts: dict) -> pd.DataFrame:
+    """The lines of each rung, one a row."""
+    rows = [
+        (name_of(rung) if index == 0 else "", f"`{line}`")
+        for rung in facts["rungs"]
+        for index, line in enumerate(snippet(rung))
+    ]
+    return pd.DataFrame(rows, columns=["rung", "what to write"])
+
+
+def agreement(facts: dict) -> pd.DataFrame:
+    """A row a rung: the most that its loss and gradients are off, and its training beyond the band."""
+    rows = facts["off"]
+    table = pd.DataFrame(
+        {
+            "rung": rows["rung"].map(name_of),
+            "loss": rows["loss_off"].map(tiny),
+            "whole gradient": rows["gradient_off"].map(tiny),
+            "worst tensor": rows["gradient_worst"].map(tiny),
+        }
+    )
+    if facts["curves"] is not None:
+        beyond = rows["rung"].map(facts["by_rung"]["beyond"])
+        table["beyond the band, nats"] = [("–" if pd.isna(value) else number(value, 2)) for value in beyond]
+    return table
+
+
+def goals(facts: dict) -> pd.DataFrame:
+    """A row a shape: the best rung, Hugging Face's step, the floor."""
+    rows = facts["rows"]
+    return pd.DataFrame(
+        {
+            "size": rows["size"],
+            "context": rows["context"].astype(str),
+            "vocabulary": [f"{value:,}" for value in rows["vocabulary"]],
+            "best rung": rows["best_name"],
+            "ms": column(rows, "best_ms"),
+            "Hugging Face, ms": column(rows, "beside_ms"),
+            "times as fast": column(rows, "over_hugging_face"),
+            "floor, ms": column(rows, "floor_ms"),
+            "of the floor": column(rows, "floor_share", share),
+            "of the measured rate": column(rows, "of_measured", share),
+        }
+    )
+
+
+def kernels(facts: dict) -> pd.DataFrame | None:
+    if facts["left"] is None:
+        return None
+    rows = facts["left"]["families"]
+    whole = facts["left"]["whole_ms"]
+    return pd.DataFrame(
+        {
+            "kernels": [row["family"] for row in rows],
+            "ms a step": [number(row["ms"]) for row in rows],
+            "share": [percent(row["ms"] / whole) for row in rows],
+        }
+    )
+
+
+def left_out(facts: dict) -> pd.DataFrame:
+    rows = facts["rows"]
+    return pd.DataFrame(
+        {
+            "size": rows["size"].astype(str),
+            "context": rows["context_length"].astype(str),
+            "without": rows["name"],
+            "ms": column(rows, "median_ms"),
+            "slower by": [f"{value:+.0%}" for value in rows["cost"]],
+        }
+    )
+
+
+def filled(facts: dict) -> pd.DataFrame:
+    rows = facts["rows"]
+    return pd.DataFrame(
+        {
+            "size": rows["size"].astype(str),
+            "context": rows["context"].astype(str),
+            "batch": [f"{value:.0f}" for value in rows["batch"]],
+            "ms": column(rows, "median_ms"),
+            "tokens/s": column(rows, "tokens_per_s"),
+            "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
+            "of measured rate": column(rows, "of_measured", share),
+            "of data sheet": column(rows, "of_sheet_bf16", share),
+        }
+    )
