@@ -71,7 +71,7 @@ def _made(data: Data, asks: Picture | Page, make: Callable) -> Any:
 def draw_figures(data: Data, folder: Path) -> list[str]:
     """Draw every figure that there are data for; the stems of those drawn."""
     drawn = []
-    for picture in (picture for chapter in chapters() for picture in chapter.pictures):
+    for picture in (picture for one in (*STORY, *chapters()) for picture in one.pictures):
         if (figure := _made(data, picture, picture.draw)) is not None:
             save(figure, folder / f"{picture.stem}.png")
             drawn.append(picture.stem)

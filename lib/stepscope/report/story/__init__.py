@@ -7,7 +7,7 @@ is left out; one line of the main text names it.
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepscope.say.chapter import Answer, Question, Tables, given, told
+from stepscope.say.chapter import Answer, Picture, Question, Tables, given, told
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Part:
 
     title: str
     questions: tuple[Question, ...]
+    pictures: tuple[Picture, ...] = ()
 
 
 def tell(part: Part, tables: Tables) -> list[Answer]:
