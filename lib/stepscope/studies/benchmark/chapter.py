@@ -19,8 +19,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     samples = load_table(store, done, "samples")
     if len(samples):
         samples = samples.merge(runs_frame(done).drop(columns="study"), on="run_id")
-    return {"times": all_times(store, records), "samples": samples, "ceilings": load_table(store, done, "ceilings"),
-            "published": load_published()}
+    return {"times": all_times(store, records), "samples": samples,
+            "ceilings": load_table(store, done, "ceilings"), "published": load_published()}
 
 
 TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"

@@ -37,7 +37,8 @@ def device_state(times: pd.DataFrame) -> dict | None:
     polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])
     joules = steps["step_energy_j"].dropna()
     return {"full_mhz": full_mhz, "total": len(steps), "held_runs": int(held.sum()),
-            "slow_runs": int(slow.sum()), "held": steps[held], "lowest_mhz": steps["sm_clock_least_mhz"].min(),
+            "slow_runs": int(slow.sum()), "held": steps[held],
+            "lowest_mhz": steps["sm_clock_least_mhz"].min(),
             "reasons": [{"reason": reason, "runs": int((share > 0).sum()), "most": share.max()}
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),
