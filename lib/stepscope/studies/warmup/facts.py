@@ -184,7 +184,7 @@ def done_once(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
     share = (once / beyond_ms).dropna()
     # On a noisy machine the difference can be either way.
     return {"after_ms": after, "ms": once, "share_low": share.min(), "share_high": share.max(),
-            "clear": share.min() > 0}
+            "clear": bool(once.min() > 0 and share.min() > 0)}
 
 
 def purposes_of(calls: pd.DataFrame) -> tuple[dict | None, pd.DataFrame]:
