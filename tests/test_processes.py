@@ -84,6 +84,18 @@ def test_kinds_are_told_by_whether_the_host_is_ahead():
     assert answer(CHAPTER, CHAPTER.questions[0], given).finding
 
 
+def test_a_doubled_context_is_judged_over_processes():
+    def found(*double):
+        short, long = samples_of([10.0, 10.2, 9.9, 10.1]), samples_of(double).assign(context_length=256)
+        [one] = facts.doubled(pd.concat([short, long], ignore_index=True))
+        return one
+    flat, unsure, steep = (found(11.0, 11.1, 10.9, 11.0), found(11.0, 17.0, 11.0, 17.0),
+                           found(20.0, 20.1, 20.2, 20.0))
+    assert flat["flat"] and not unsure["flat"] and not steep["flat"]
+    assert steep["low"] <= steep["ratio"] <= steep["high"] and steep["ratio"] == pytest.approx(2, rel=0.02)
+    assert unsure["high"] - unsure["low"] > 10 * (flat["high"] - flat["low"])
+
+
 def test_a_cell_measured_once_borrows_its_own_spread_or_the_widest_of_its_kind():
     samples = pd.concat([samples_of([10.0, 10.1], waits=0.5), samples_of([10.0, 13.0]).assign(size="medium")],
                         ignore_index=True)

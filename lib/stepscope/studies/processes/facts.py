@@ -2,8 +2,10 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
-from stepscope.step.summary import HOST_AHEAD, unlike_clocks
+from stepscope.step.summary import HOST_AHEAD, ratio_between_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
+
+FLAT = 1.5  # times as long at twice the context
 
 
 def between(spread: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
@@ -25,4 +27,19 @@ def between(spread: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     return {"on_gpu": (samples["device"] == "cuda").all(), "kinds": kinds, "cells": cells,
             "processes": int(cells["processes"].max()),
             "wider": int((cells["between_share"] > cells["within_share"]).sum()), "total": len(cells),
-            "unlike": int(unlike.sum()), "runs": runs_of(samples)}
+            "unlike": int(unlike.sum()), "doubled": doubled(samples), "runs": runs_of(samples)}
+
+
+def doubled(samples: pd.DataFrame) -> list[dict]:
+    """What a doubled context does to forward alone, by size: ``ratio`` of the times with its interval over
+    processes; ``flat``, whether that is below :data:`FLAT`, half of what the doubled work would add."""
+    forward = samples[samples["timed"] & (samples["phase"] == WHOLE) & (samples["mode"] == "forward")]
+    cells = {key: [of["time_ms"].to_numpy() for _, of in rows.groupby("run_id", sort=True)]
+             for key, rows in forward.groupby(["size", "context_length"], observed=True)}
+    found = []
+    for (size, context), times in cells.items():
+        if twice := cells.get((size, 2 * context)):
+            ratio, low, high = ratio_between_processes(twice, times)
+            found.append({"size": size, "context": context, "double": 2 * context, "ratio": ratio, "low": low,
+                          "high": high, "flat": high < FLAT})
+    return found
