@@ -15,7 +15,7 @@ from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
 from stepscope.studies.compile.tables import PART
-from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
+from stepscope.traces.in_process import KERNEL_COLUMNS, kernels, sdpa_taken
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in
 # forward's own. Kernels are captured of the first, which all that is compiled is in.
@@ -67,7 +67,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, the
             mode's peak memory, graphs that were not made CUDA graphs (``cudagraph_skips``), and what forward
             leaves in memory for backward (``saved_mib``; neither it nor the peak is known of CUDA graphs,
-            which keep a pool of their own).
+            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured.
         kernels: of captured steps (forward + backward), columns attention, variant, mode and
             ``traces.in_process.KERNEL_COLUMNS``.
     """
@@ -161,6 +161,8 @@ class Part:
                     step()
                 found = kernels(once, config.device, config.captured_steps)
                 step.clear_gradients()
+                if self.key["attention"] == "sdpa":
+                    self.row["sdpa_taken"] = sdpa_taken(found)
         return found.assign(**self.key)
 
     @contextmanager
