@@ -3,6 +3,8 @@ import base64
 import functools
 from pathlib import Path
 
+import pandas as pd
+
 from stepscope.report.load import chapters
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -37,9 +39,13 @@ def changed(table, where, **columns):
 
 
 def answered(study, key, **replaced):
-    """The answer to one question, with some of the study's tables replaced."""
+    """The answer to one question, with some of the study's tables replaced; another study's are empty, or those
+    replaced under their full names."""
     from stepscope.say.chapter import answer
 
     chapter = next(chapter for chapter in chapters() if chapter.study == study)
-    given = {f"{study}.{name}": table for name, table in (tables(study) | replaced).items()}
-    return answer(chapter, next(question for question in chapter.questions if question.key == key), given)
+    question = next(question for question in chapter.questions if question.key == key)
+    given = dict.fromkeys((*question.needs, *question.uses), pd.DataFrame())
+    given |= {name if "." in name else f"{study}.{name}": table
+              for name, table in (tables(study) | replaced).items()}
+    return answer(chapter, question, given)

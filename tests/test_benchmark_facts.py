@@ -3,7 +3,7 @@ import pandas as pd
 import pytest
 
 from reference import answered, changed, tables
-from stepscope.studies.benchmark import facts, facts_published, printed
+from stepscope.studies.benchmark import facts, facts_device, facts_published, printed
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,11 @@ def test_a_flat_shape_is_one_whose_time_hardly_grows(times):
 
 
 def test_which_optimizer_is_faster_is_decided_by_the_data(times, ceilings):
-    found = facts.optimizer(times, ceilings)
-    assert found["fused_faster"] and found["helps"] and not found["worse"]
+    spread = spread_of(times, 0.001)
+    found = facts.optimizer(times, ceilings, spread)
+    assert found["fused_faster"] and found["helps"] and not found["worse"] and found["between_known"]
     swapped = times.assign(optimizer=times["optimizer"].map({"foreach": "fused", "fused": "foreach"}))
-    other = facts.optimizer(swapped, ceilings)
+    other = facts.optimizer(swapped, ceilings, spread)
     assert (
         other["foreach_faster"]
         and not other["helps"]
@@ -100,12 +101,51 @@ def test_which_optimizer_is_faster_is_decided_by_the_data(times, ceilings):
     assert list(other["fused_over_foreach"]) == pytest.approx(list(found["foreach_over_fused"]))
     level = times.assign(median_ms=times["phase"].map(lambda phase: 5.0 if phase == "optimizer" else 100.0),
                          ci_low_ms=1.0, ci_high_ms=200.0)
-    same = facts.optimizer(level, ceilings)
+    same = facts.optimizer(level, ceilings, spread)
     assert not (same["fused_faster"] or same["foreach_faster"] or same["better"] or same["worse"])
     assert (
-        len({answered("benchmark", "optimizer", times=table).text for table in (times, swapped, level)}) == 3
+        len({answered("benchmark", "optimizer", times=table, **{"processes.spread": spread}).text
+             for table in (times, swapped, level)}) == 3
     )
-    assert facts.optimizer(times[times["optimizer"] == "foreach"], ceilings) is None
+    assert facts.optimizer(times[times["optimizer"] == "foreach"], ceilings, spread) is None
+
+
+def spread_of(times, share):
+    """Cells measured in several processes whose medians differ by so much."""
+    cells = times.loc[times["mode"] == "step", ["size", "context_length", "mode", "phase"]].drop_duplicates()
+    return cells.assign(between_share=share, host_ahead_share=0.5)
+
+
+def test_two_processes_are_told_apart_by_the_spread_between_processes_alone(times, ceilings):
+    known, wide, unknown = (facts.optimizer(times, ceilings, spread)
+                            for spread in (spread_of(times, 0.001), spread_of(times, 0.2), pd.DataFrame()))
+    assert len(known["better"]) == len(known["steps"]) and not wide["better"] and wide["between_known"]
+    assert not unknown["between_known"] and not unknown["better"] and not unknown["worse"]
+    assert (wide["steps"]["high"] > known["steps"]["high"]).all()
+    slower = changed(times, lambda t: t["optimizer"] == "fused", sm_clock_mhz=1700.0)
+    assert facts.optimizer(slower, ceilings, pd.DataFrame())["unlike"] == len(known["steps"])
+    texts = {answered("benchmark", "optimizer", **{"processes.spread": spread}).text
+             for spread in (spread_of(times, 0.001), spread_of(times, 0.2), pd.DataFrame())}
+    assert len(texts) == 3
+
+
+def test_clocks_held_back_are_told_by_samples_and_by_counters(times):
+    free = facts_device.device_state(times)
+    assert free["total"] > 60 and not free["counted"] and free["power_w"] is None is free["energy_check"]
+    one = times["run_id"] == times["run_id"].iloc[0]
+    slow = times.assign(sm_clock_least_mhz=times["sm_clock_least_mhz"].where(~one, 1395.0))
+    assert facts_device.device_state(slow)["held_runs"] == free["held_runs"] + 1
+    assert facts_device.device_state(slow)["lowest_mhz"] == 1395
+    watched = times.assign(timed_watched_s=2.0, timed_throttled_power_cap_us=0.0, kept_up_power_w=600.0,
+                           kept_up_energy_s=0.4, kept_up_energy_j=240.0, kept_up_energy_polled_j=230.4,
+                           kept_up_step_ms=times["median_ms"], step_energy_j=5.0)
+    watched["timed_throttled_power_cap_us"] = watched["timed_throttled_power_cap_us"].where(~one, 5e5)
+    found = facts_device.device_state(watched)
+    assert found["reasons"] == [{"reason": "power_cap", "runs": 1, "most": 0.25}] and found["counted"]
+    assert found["energy_check"]["furthest"] == pytest.approx(0.04)
+    assert len({answered("benchmark", "device-state", times=table).text for table in (times, slow, watched)}) == 3
+    assert facts_device.device_state(times.assign(sm_clock_mhz=float("nan"))) is None
+    assert printed.states(found).shape[1] == printed.states(free).shape[1] + 3
 
 
 def test_utilisation_is_against_the_ceilings_of_the_runs(times, ceilings):

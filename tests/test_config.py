@@ -139,7 +139,7 @@ def test_another_value_of_any_field_of_attention_alone_is_another_run_id():
         configure("attention", **given, num_heads=2)
 
 
-@pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention"}))
+@pytest.mark.parametrize("study", sorted(STUDIES.keys() - {"attention", "processes"}))
 def test_another_value_of_any_field_is_another_run_id(study, tiny):
     shape = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 3, "num_heads": 4}
     given = {
@@ -358,11 +358,12 @@ def test_the_shipped_benchmark_sweep_holds_the_handouts_matrix():
     }
 
 
-def test_the_warmup_sweep_holds_0_1_2_and_5_warmups():
-    sizes = {}
-    for config in load_sweep(find_sweeps("warmup")[0]):
-        sizes.setdefault(config.size, set()).add(config.warmup_steps)
-    assert sizes == {size: {0, 1, 2, 5} for size in ("small", "medium", "large", "xl", "2.7B")}
+def test_the_warmup_sweep_clocks_every_step_of_every_size_from_the_first_on():
+    """What the first w of them are left out of is w warm-up steps: 0, 1, 2 and 5 are all in one run."""
+    plain = [config for config in load_sweep(find_sweeps("warmup")[0])
+             if not config.profile and not config.one_layer_first]
+    assert {config.size for config in plain} == {"small", "medium", "large", "xl", "2.7B"}
+    assert {(config.warmup_steps, config.timed_steps) for config in plain} == {(0, 10)}
 
 
 # Notebooks
@@ -385,10 +386,9 @@ def parameters_of(path):
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_notebooks_parameters_are_its_studys_fields(study):
     names = parameters_of(NOTEBOOKS / f"{study}.ipynb")
-    derived = (
-        {"context_length"} if study == "attention" else set()
-    )  # there it is the longest of the sequences
-    assert names.keys() == set(free_fields(study)) - derived | {"run_folder"}
+    derived = {"attention": {"context_length"},  # the longest of the sequences
+               "processes": {"context_length", "d_model"}}  # of the largest shape
+    assert names.keys() == set(free_fields(study)) - derived.get(study, set()) | {"run_folder"}
     assert names["run_folder"] == ""  # by hand, nothing is written
     config = from_notebook(study, names)
     assert {field: value for field, value in names.items() if value not in (None, "auto", "")} == {

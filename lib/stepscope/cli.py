@@ -338,7 +338,7 @@ def report(
     from stepscope.runs.sweep_file import find_sweeps
 
     names = (
-        ["benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
+        ["benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
         if device_here("auto") == "cuda"
         else ["cpu"]
     )

@@ -1,6 +1,6 @@
 """What a report was measured on: the models' shapes, the machine, and how the runs went."""
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import pandas as pd
@@ -11,6 +11,8 @@ from stepscope.runs.record import Record
 from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
 from stepscope.step.flops import parameter_count
+from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.timing import WHOLE
 
 STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {
     "ok": "done",
@@ -68,7 +70,9 @@ def machine(data: Data) -> dict[str, str]:
                              if ended[status]) or "none"
     rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"
     if on_gpu:
-        rows |= _gpu_state(records)
+        rows |= _clocks(data.tables)
+        busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
+        rows["other processes on the GPU"] = f"in {busy} of {len(records)} runs"
     return rows | _hosts(records)
 
 
@@ -77,12 +81,19 @@ def _dates(records: list[Record]) -> str:
     return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "never"
 
 
-def _gpu_state(records: list[Record]) -> dict[str, str]:
-    throttled = [reasons for r in records if (reasons := r.gpu_after.get("throttle_reasons"))]
-    held_by = f" ({distinct(name for names in throttled for name in names)})" if throttled else ""
-    busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
-    return {"GPU after the run": f"clocks held back in {len(throttled)} of {len(records)} runs{held_by}",
-            "other processes on the GPU": f"in {busy} of {len(records)} runs"}
+def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
+    """The SM clock that was read after each timed step, over every table of timed cells."""
+    columns = ["sm_clock_mhz", "sm_clock_least_mhz"]
+    cells = [table.loc[table["phase"] == WHOLE, columns].dropna() for table in tables.values()
+             if {"phase", *columns} <= set(table)]
+    clocks = pd.concat(cells, ignore_index=True) if cells else pd.DataFrame()
+    if clocks.empty:
+        return {}
+    full = clocks["sm_clock_mhz"].max()
+    held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
+    least = f", at least {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
+    return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
+                                          f" {len(clocks)} timed cells{least}"}
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:

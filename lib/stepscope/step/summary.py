@@ -11,6 +11,7 @@ CONFIDENCE = 0.95     # of intervals
 NOISY = 0.05          # standard deviation over mean
 DRIFT = 0.02          # change from the first sample to the last by Theil-Sen's slope, over the median
 GAP = 0.05            # between two groups of samples, over the median
+HOST_AHEAD = 0.10     # of a step: for how long the GPU goes on after the last launch if the host is ahead
 UNLIKE_CLOCKS = 0.015  # difference of two median SM clocks over the larger: two of NVML's steps of 15 MHz
 
 
@@ -155,6 +156,28 @@ def ratio_of_two_processes(above: tuple[float, float, float], below: tuple[float
     width = np.sqrt(sum(half**2 for half in halves) + 2 * (stats.norm.ppf(0.5 + CONFIDENCE / 2)
                                                           * between_share)**2)
     return ratio, float(ratio * np.exp(-width)), float(ratio * np.exp(width))
+
+
+def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame) -> pd.Series:
+    """The spread between processes for each row of ``times``, measured in one process: that of the same cell
+    and phase where it was measured in several, else the widest of whole steps of its kind, by whether the
+    host is ahead of the GPU at the end (:data:`HOST_AHEAD`).
+
+    Args:
+        times: columns size, context_length, mode, phase, median_ms, trailing_ms.
+        spread: columns size, context_length, mode, phase, between_share, host_ahead_share; may be empty.
+
+    Returns ``between_share`` by the index of ``times``; nan where nothing was measured.
+    """
+    if spread.empty:
+        return pd.Series(np.nan, times.index)
+    cell = ["size", "context_length", "mode", "phase"]
+    exact = {tuple(row[column] for column in cell): row["between_share"] for _, row in spread.iterrows()}
+    whole = spread[spread["phase"] == WHOLE]
+    widest = whole.groupby(whole["host_ahead_share"] > HOST_AHEAD)["between_share"].max().to_dict()
+    return pd.Series([exact.get(tuple(row[column] for column in cell),
+                                widest.get(row["trailing_ms"] > HOST_AHEAD * row["median_ms"], np.nan))
+                      for _, row in times.iterrows()], times.index, dtype=float)
 
 
 def flags(times: np.ndarray) -> list[str]:

@@ -5,21 +5,26 @@ import pandas as pd
 
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table
+from stepscope.runs.tables import load_table, runs_frame
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.say.published import load_published
-from stepscope.studies.benchmark import facts, facts_published, figures, printed
+from stepscope.studies.benchmark import facts, facts_device, facts_published, figures, printed
 from stepscope.studies.benchmark.tables import all_times
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``times`` (a row a run and phase), ``ceilings`` and the ``published`` figures."""
+    """``times`` (a row a run and phase), ``samples`` (a row a run, step and phase), ``ceilings`` and the
+    ``published`` figures."""
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
-    return {"times": all_times(store, records), "ceilings": load_table(store, done, "ceilings"),
-            "published": load_published()}
+    samples = load_table(store, done, "samples")
+    if len(samples):
+        samples = samples.merge(runs_frame(done).drop(columns="study"), on="run_id")
+    return {"times": all_times(store, records), "samples": samples,
+            "ceilings": load_table(store, done, "ceilings"), "published": load_published()}
 
 
 TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
+SPREAD = "processes.spread"
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
@@ -30,9 +35,10 @@ CHAPTER = Chapter(
         Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
         Question("launch-bound", facts.launch_bound, (TIMES,), printed={"launches": printed.launches},
                  pictures=("benchmark_scaling",)),
+        Question("device-state", facts_device.device_state, (TIMES,), printed={"states": printed.states}),
         Question("utilisation", facts.utilisation, (TIMES, CEILINGS), printed={"rates": printed.rates},
                  pictures=("benchmark_utilisation",)),
-        Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS,), printed={"adamw": printed.adamw},
+        Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS, SPREAD), printed={"adamw": printed.adamw},
                  pictures=("benchmark_optimizer",)),
         Question("published", facts_published.beside, (PUBLISHED,), (TIMES,),
                  printed={"published": printed.published},

@@ -3,8 +3,9 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
-from stepscope.say.formats import MODE_WORDS, NEARLY, apart, runs_of
+from stepscope.say.formats import MODE_WORDS, NEARLY, runs_of
 from stepscope.say.selections import matrix, pick, reference
+from stepscope.step.summary import borrowed_share, ratio_of_two_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
 
 SHAPE = ["size", "context_length"]
@@ -111,18 +112,22 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
             "fp32_tflops": values["matmul_fp32"], "copy_tbs": values["copy"], "runs": runs_of(walls)}
 
 
-def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
-    """AdamW's phase and the whole step, foreach beside fused, where both were run."""
+def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
+    """AdamW's phase and the whole step, foreach beside fused, where both were run.
+
+    The two are of different processes. ``steps`` has a row a pair with ``ratio`` of whole steps, foreach over
+    fused, its interval with the ``spread`` between processes, and whether clocks were ``unlike``; where that
+    spread was not measured (``between_known``), no step is said to be shorter or longer.
+    """
     rows = by_size(pick(times, mode="step", status="ok"))
     rows = rows[rows["phase"].isin(["optimizer", WHOLE])]
-    keys = [*SHAPE, "precision", "phase"]
+    keys = [*SHAPE, "precision", "mode", "phase"]
     both = rows[rows["optimizer"] == "foreach"].merge(rows[rows["optimizer"] == "fused"], on=keys,
                                                       suffixes=("", "_fused"))
     if both.empty:
         return None
-    phase, whole = both[both["phase"] == "optimizer"], both[both["phase"] == WHOLE]
+    phase, whole = both[both["phase"] == "optimizer"], two_processes(both[both["phase"] == WHOLE], spread)
     saved = 1 - whole["median_ms_fused"] / whole["median_ms"]
-    sure = pd.Series([intervals_apart(row) for _, row in whole.iterrows()], index=whole.index)
     ratio = phase["median_ms"] / phase["median_ms_fused"]
     # Per parameter AdamW has to read weight, gradient and both moments and write all but the gradient: 7 x 4
     # bytes.
@@ -131,19 +136,27 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
     if len(ceilings):
         copy_tbs = ceilings.loc[ceilings["ceiling"] == "copy", "value"].median()
     fused_faster, foreach_faster = ratio.median() > 1 + NEARLY, ratio.median() < 1 - NEARLY
-    helped = sure & (saved > 0)
-    better = [{"size": size, "share": share}
-              for size, share in zip(whole["size"][helped], saved[helped], strict=True)]
+    better, worse = whole["low"] > 1, whole["high"] < 1
     return {"fused_faster": fused_faster, "foreach_faster": foreach_faster,
             "on_gpu": (rows["device"] == "cuda").all(), "foreach_over_fused": ratio,
-            "fused_over_foreach": 1 / ratio, "saved_share": saved, "better": better,
-            "worse": [str(size) for size in whole["size"][sure & (saved < 0)]],
-            "helps": fused_faster and bool(better),
-            "moved_tbs": moved_tbs, "of_copy_share": moved_tbs / copy_tbs, "phases": phase,
+            "fused_over_foreach": 1 / ratio, "saved_share": saved,
+            "better": [{"size": size, "context": context, "share": share} for size, context, share
+                       in zip(whole["size"][better], whole["context_length"][better], saved[better],
+                              strict=True)],
+            "worse": [str(size) for size in whole["size"][worse]],
+            "between_known": whole["low"].notna().any(), "unlike": int(whole["unlike"].sum()),
+            "contexts": [str(context) for context in sorted(set(whole["context_length"]))],
+            "helps": fused_faster and bool(better.any()),
+            "moved_tbs": moved_tbs, "of_copy_share": moved_tbs / copy_tbs, "phases": phase, "steps": whole,
             "runs": sorted({*runs_of(both), *("benchmark/" + both["run_id_fused"])})}
 
 
-def intervals_apart(row: pd.Series) -> bool:
-    """Whether the step's interval with foreach and that with fused do not meet."""
-    low_high = ["ci_low_ms", "ci_high_ms"]
-    return apart(row[low_high], row[[f"{name}_fused" for name in low_high]].set_axis(low_high))
+def two_processes(both: pd.DataFrame, spread: pd.DataFrame) -> pd.DataFrame:
+    """Pairs of foreach and fused with ``ratio``, ``low`` and ``high`` of their medians (see
+    :func:`summary.ratio_of_two_processes`) and ``unlike``, whether the clocks were."""
+    columns = ["median_ms", "ci_low_ms", "ci_high_ms"]
+    fused = [f"{name}_fused" for name in columns]
+    ratios = [ratio_of_two_processes(tuple(row[columns]), tuple(row[fused]), share)
+              for (_, row), share in zip(both.iterrows(), borrowed_share(both, spread), strict=True)]
+    return both.assign(**pd.DataFrame(ratios, both.index, ["ratio", "low", "high"]),
+                       unlike=unlike_clocks(both["sm_clock_mhz"], both["sm_clock_mhz_fused"]))

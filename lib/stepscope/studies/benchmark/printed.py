@@ -1,4 +1,6 @@
 """The benchmarking study's tables as they are printed."""
+import math
+
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
@@ -62,6 +64,21 @@ def launches(facts: dict) -> pd.DataFrame | None:
         "bound": "limited by"})
 
 
+def states(facts: dict) -> pd.DataFrame:
+    """A row a run: clock, time held back, power, energy."""
+    rows = facts["table"]
+    table = rows.assign(mode=rows["mode"].map(MODE_WORDS), time=rows["median_ms"].map(number),
+                        clock=[number(value, 4) for value in rows["sm_clock_mhz"]],
+                        least=[number(value, 4) for value in rows["sm_clock_least_mhz"]],
+                        held=rows["held_ms"].map(number), power=rows["kept_up_power_w"].map(number),
+                        energy=rows["step_energy_j"].map(number))
+    names = {"size": "size", "context_length": "context", "mode": "pass", "optimizer": "AdamW",
+             "time": "median (ms)", "clock": "SM clock, median (MHz)", "least": "least (MHz)",
+             "held": "held back (ms)", "power": "power (W)", "energy": "energy of a step (J)"}
+    unmeasured = [name for name in ("held", "power", "energy") if (table[name] == number(math.nan)).all()]
+    return table[[*names]].drop(columns=unmeasured).rename(columns=names).reset_index(drop=True)
+
+
 def rates(facts: dict) -> pd.DataFrame:
     """Tokens/s, achieved rate and utilisation of each run."""
     steps = facts["steps"]
@@ -75,11 +92,16 @@ def rates(facts: dict) -> pd.DataFrame:
 def adamw(facts: dict) -> pd.DataFrame:
     """The optimizer phase by implementation, and what fused saves of the step."""
     phase = facts["phases"]
+    steps = facts["steps"]
     table = phase.assign(a=phase["median_ms"].map(number), b=phase["median_ms_fused"].map(number),
                          r=facts["foreach_over_fused"].map(number),
-                         s=[percent(share, 1) for share in facts["saved_share"]])
-    return table[["size", "context_length", "a", "b", "r", "s"]].set_axis(
-        ["size", "context", "foreach (ms)", "fused (ms)", "foreach / fused", "saved of the step"], axis=1)
+                         c=[f"{number(row.sm_clock_mhz, 4)}, {number(row.sm_clock_mhz_fused, 4)}"
+                            for row in phase.itertuples()],
+                         s=[f"{number(row.ratio, 4)} [{number(row.low, 4)}, {number(row.high, 4)}]"
+                            for row in steps.itertuples()])
+    return table[["size", "context_length", "a", "b", "r", "c", "s"]].set_axis(
+        ["size", "context", "foreach (ms)", "fused (ms)", "foreach / fused", "SM clocks (MHz)",
+         "whole steps: foreach / fused"], axis=1)
 
 
 def published(facts: dict) -> pd.DataFrame | None:

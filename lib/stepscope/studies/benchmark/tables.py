@@ -10,7 +10,7 @@ from stepscope.studies.benchmark.config import Config
 
 # What a run's summary has (see run_times), so that the table has it also where no run was done.
 SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
-           "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
+           "sm_clock_mhz", "sm_clock_least_mhz", "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:

@@ -15,17 +15,21 @@ def load(store: Store, records: list[Record]) -> dict:
     return {name: all_runs(store, records, name) for name in ("samples", "costs", "calls")}
 
 
+# The benchmark's processes are fresh too, and clock their warm-up steps.
+STEPS = ("warmup.samples", "benchmark.samples")
+
 CHAPTER = Chapter(
     Path(__file__).parent, "Warm-up", load,
     questions=(
-        Question("warmup", facts.what_changes, ("warmup.samples",), printed={"means": printed.means},
+        Question("warmup", facts.what_changes, (), STEPS, printed={"means": printed.means},
                  pictures=("warmup_steps",)),
-        Question("first-step", facts.first_step, ("warmup.costs",), ("warmup.calls",),
-                 printed={"costs": printed.costs, "purposes": printed.purposes}, pictures=("warmup_costs",)),
-        Question("enough", facts.enough, ("warmup.samples",)),
+        Question("first-step", facts.first_step, ("warmup.costs",), ("warmup.calls", *STEPS),
+                 printed={"costs": printed.costs, "phases": printed.phases, "purposes": printed.purposes},
+                 pictures=("warmup_costs",)),
+        Question("enough", facts.enough, (), STEPS),
     ),
     pictures=(
-        Picture("warmup_steps", figures.warmup_steps, ("warmup.samples",)),
+        Picture("warmup_steps", figures.warmup_steps, (), STEPS),
         Picture("warmup_costs", figures.warmup_costs, ("warmup.costs",)),
     ),
 )

@@ -1,52 +1,108 @@
-"""What the warm-up study's tables say, in numbers."""
+"""What the first steps of fresh processes say in numbers: this study's, and the benchmark's warm-up steps."""
 import pandas as pd
 
+from stepscope.config import PHASE_NAMES, PHASES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
+from stepscope.say.selections import matrix, pick
 from stepscope.step.timing import WHOLE
 
 SETTLED = 0.02  # of the steady median
 SHAPE = ["size", "context_length"]
+RUN = ["study", "run_id"]
+WARM_UPS = (0, 1, 2, 5)
+MEAN_OF = 10  # steps, after the warm-up
 BEYOND = "first step beyond steady"  # the part of a first step's time that a steady one does not take
 
 
-def whole_steps(samples: pd.DataFrame) -> pd.DataFrame:
-    """Whole steps of processes where nothing ran before, with ``steady_ms`` (median of the last half of a
-    run's) and ``beyond`` it, as a share."""
-    steps = samples[(samples["phase"] == WHOLE) & ~samples["profile"].astype(bool)
-                    & ~samples["one_layer_first"].astype(bool)]
+def first_steps(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Every step and phase of fp32 processes in which nothing ran before, with ``steady_ms`` (median of the
+    last half of the process's steps), ``extra_ms`` and ``beyond``, what it took more than that, in ms and as
+    a share."""
+    known = [table for table in tables if len(table)]
+    if not known:
+        return pd.DataFrame()
+    steps = pd.concat(known, ignore_index=True)
+    for before in ("profile", "one_layer_first"):
+        if before in steps:
+            steps = steps[steps[before].isna() | (steps[before] == False)]  # noqa: E712
+    steps = matrix(steps)
     if steps.empty:
         return steps
-    steps = by_size(steps)
-    last_half = steps[steps["step"] >= steps.groupby("run_id")["step"].transform("max") / 2]
-    steady = last_half.groupby("run_id")["time_ms"].median()
-    steps = steps.assign(steady_ms=steps["run_id"].map(steady))
-    steps = steps.sort_values(["size", "warmup_steps", "step"], kind="stable")
-    return steps.assign(beyond=steps["time_ms"] / steps["steady_ms"] - 1)
+    last_half = steps[steps["step"] >= steps.groupby(RUN)["step"].transform("max") / 2]
+    steady = last_half.groupby([*RUN, "phase"])["time_ms"].median().rename("steady_ms").reset_index()
+    steps = steps.merge(steady, on=[*RUN, "phase"])
+    steps = steps.assign(extra_ms=steps["time_ms"] - steps["steady_ms"],
+                         beyond=steps["time_ms"] / steps["steady_ms"] - 1)
+    return steps.sort_values(["size", "context_length", "mode", *RUN, "step"], kind="stable",
+                             ignore_index=True)
 
 
-def what_changes(samples: pd.DataFrame) -> dict | None:
-    """Mean and median of the timed steps against steady, by the number of warm-up steps.
+def whole_steps(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Of :func:`first_steps`, the whole steps."""
+    steps = first_steps(*tables)
+    return pick(steps, phase=WHOLE) if len(steps) else steps
 
-    ``by_warmups`` has for each number the least and the greatest error of a run's mean; ``cold`` is of runs
-    without a warm-up, None where there are none; ``cells`` has a row a run.
+
+def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
+    """Mean and median of up to :data:`MEAN_OF` steps against steady, the first ones of a process left out.
+
+    To leave out the first w steps of a process is to have w warm-up steps: all are run and clocked alike.
+    ``by_warmups`` has for each number the range of the mean's and of the median's error over processes;
+    ``table``, the same by mode and context.
     """
-    steps = whole_steps(samples)
+    steps = whole_steps(samples, benchmarks)
     if steps.empty:
         return None
-    timed = steps[steps["timed"]]
-    cells = timed.groupby([*SHAPE, "warmup_steps", "run_id"], observed=True).agg(
-        mean=("time_ms", "mean"), std=("time_ms", "std"), median=("time_ms", "median"),
-        steady=("steady_ms", "first")).reset_index()
-    cells["error"] = cells["mean"] / cells["steady"] - 1
-    cold = cells[cells["warmup_steps"] == 0]
-    return {"by_warmups": [{"warmups": number} | error_range(errors)
-                           for number, errors in cells.groupby("warmup_steps")["error"]],
-            "cold": None if cold.empty else {
-                "error": error_range(cold["error"]), "spread": cold["std"] / cold["mean"],
-                "median_off": (cold["median"] / cold["steady"] - 1).abs().max(),
-                "steps": int(timed.groupby("run_id").size().max())},
-            "cells": cells, "runs": runs_of(steps)}
+    cells = pd.concat([errors(steps, warmups) for warmups in WARM_UPS], ignore_index=True)
+    by_warmups = [{"warmups": number, "mean": error_range(rows["mean_error"]),
+                   "median": error_range(rows["median_error"]), "processes": len(rows)}
+                  for number, rows in cells.groupby("warmups")]
+    return {"by_warmups": by_warmups, "cold": by_warmups[0], "settled": SETTLED, "steps": MEAN_OF,
+            "contexts": [str(context) for context in sorted(set(steps["context_length"]))], "cells": cells,
+            "table": by_mode_and_context(steps, cells), "runs": runs_of(steps)}
+
+
+def errors(steps: pd.DataFrame, warmups: int) -> pd.DataFrame:
+    """A row a process: ``mean_error`` and ``median_error``, relative to steady, of the steps after so many
+    warm-ups. Processes with fewer than half of :data:`MEAN_OF` steps left are left out."""
+    left = steps[(steps["step"] >= warmups) & (steps["step"] < warmups + MEAN_OF)]
+    found = left.groupby([*SHAPE, "mode", *RUN], observed=True).agg(
+        mean=("time_ms", "mean"), median=("time_ms", "median"), steady=("steady_ms", "first"),
+        n=("time_ms", "size")).reset_index()
+    found = found[found["n"] >= MEAN_OF / 2]
+    return found.assign(warmups=warmups, mean_error=found["mean"] / found["steady"] - 1,
+                        median_error=found["median"] / found["steady"] - 1)
+
+
+def by_mode_and_context(steps: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    """A row a mode and context: ``processes``; ``slow``, the most slow steps that one of them began with;
+    ``mean_0`` and so on, the mean's error after so many warm-ups that is furthest from 0; ``median_0``."""
+    rows = []
+    slow = slow_at_first(steps)
+    for mode in PHASES:
+        for context in sorted(set(steps["context_length"])):
+            these = pick(cells, mode=mode, context_length=context)
+            if these.empty:
+                continue
+            row = {"mode": mode, "context_length": context, "processes": these.groupby(RUN).ngroups,
+                   "slow": int(pick(slow, mode=mode, context_length=context)["slow"].max()),
+                   "median_0": error_range(pick(these, warmups=0)["median_error"])["furthest"]}
+            rows.append(row | {f"mean_{number}": error_range(of["mean_error"])["furthest"]
+                               for number, of in these.groupby("warmups")})
+    return pd.DataFrame(rows)
+
+
+def slow_at_first(steps: pd.DataFrame) -> pd.DataFrame:
+    """A row a process: ``slow``, how many steps it began with that took over :data:`SETTLED` more than a
+    steady one, up to the first that did not; ``second`` and ``third``, those steps' ``beyond``."""
+    keys = [*SHAPE, "mode", *RUN]
+    ordered = steps.sort_values("step", kind="stable").assign(late=lambda t: t["beyond"] > SETTLED)
+    still = ordered.groupby(keys, observed=True, sort=False)["late"].cummin()
+    marked = ordered.assign(slow=still, second=ordered["beyond"].where(ordered["step"] == 1),
+                            third=ordered["beyond"].where(ordered["step"] == 2))
+    return marked.groupby(keys, observed=True).agg(
+        slow=("slow", "sum"), second=("second", "max"), third=("third", "max")).reset_index()
 
 
 def error_range(errors: pd.Series) -> dict:
@@ -59,10 +115,31 @@ def error_range(errors: pd.Series) -> dict:
             "above": low > 0}
 
 
-def first_step(costs: pd.DataFrame, calls: pd.DataFrame) -> dict | None:
-    """What a fresh process pays: ``before`` its first step and ``within`` it, by part, over sizes.
+def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
+    """How many of a process's first steps are slow, over all processes: ``slow_counts``, the numbers of
+    processes by it; the ``slowest`` to settle; what the SM clock read."""
+    steps = whole_steps(samples, benchmarks)
+    if steps.empty:
+        return None
+    slow = slow_at_first(steps)
+    counts = slow["slow"].value_counts().sort_index()
+    clocks = steps.dropna(subset=["sm_clock_mhz"])
+    return {"settled": SETTLED, "processes": len(slow),
+            "slow_counts": [{"steps": int(steps), "processes": int(n)} for steps, n in counts.items()],
+            "most": int(counts.index.max()), "none_slow": bool(counts.index.max() == 0),
+            "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": int((slow["slow"] > 1).sum()),
+            "slowest": slow.loc[slow["slow"].idxmax()].to_dict(),
+            "second_furthest": slow["second"].max(), "third_furthest": slow["third"].max(),
+            "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
+            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"], "runs": runs_of(steps)}
 
-    ``loading`` compares with processes in which a one-layer model had run, None where there are none;
+
+def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
+               benchmarks: pd.DataFrame) -> dict | None:
+    """What a fresh process pays: ``before`` its first step and ``within`` it, by part, over sizes; and
+    ``by_phase``, by how much each phase of a first step is longer than a steady one, over contexts.
+
+    ``once`` compares with processes in which a one-layer model had run, None where there are none;
     ``memory_calls`` are the calls for device memory under the profiler, None where none were seen.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
@@ -74,29 +151,40 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame) -> dict | None:
                                 aggfunc="median")
     before, within = (list(plain.loc[plain["when"] == when, "part"].unique()) for when in ("before", "in"))
     within = [part for part in within if part not in (BEYOND, "not told apart")]
-    loading = loading_at_first_use(by_part[BEYOND], by_size(primed)) if len(primed) else None
+    once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
     memory, purposes = purposes_of(calls) if len(calls) else (None, None)
+    steps = first_steps(samples, benchmarks)
     return {"beyond_ms": by_part[BEYOND], "before": [{"part": part, "ms": by_part[part]} for part in before],
-            "before_s": by_part[before].sum(axis=1) / 1e3,
+            "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
             "within": [{"part": part, "ms": by_part[part]} for part in within],
-            "loading": loading, "memory_calls": memory,
-            "memory_is_hidden": bool(memory and within
-                                     and by_part["allocator"].max() < memory["first_ms"].max()),
+            "once": once, "memory_calls": memory,
             "by_part": by_part.drop(columns="not told apart"), "purposes": purposes,
-            "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ())})}
+            "by_phase": extra_by_phase(steps) if len(steps) else None,
+            "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
+                            *(runs_of(steps) if len(steps) else ())})}
 
 
-def loading_at_first_use(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
+def extra_by_phase(steps: pd.DataFrame) -> pd.DataFrame:
+    """A row a size and mode: a first step's ``extra_ms`` by phase, the least and the greatest over contexts,
+    as ``<phase>_low`` and ``<phase>_high``."""
+    first = steps[(steps["step"] == 0) & steps["phase"].isin([*PHASE_NAMES, WHOLE])]
+    ends = first.groupby(["size", "mode", "phase"], observed=True)["extra_ms"].agg(
+        low="min", high="max").unstack("phase")
+    ends.columns = [f"{phase}_{end}" for end, phase in ends.columns]
+    return ends.reset_index().sort_values(["size", "mode"], kind="stable", ignore_index=True,
+                                          key=lambda c: c.map(list(PHASES).index) if c.name == "mode" else c)
+
+
+def done_once(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
     """What the first step still pays after a one-layer model has launched the same kernels, and what it then
     does not.
     """
     after = primed[primed["part"] == BEYOND].groupby(SHAPE, observed=True)["time_ms"].median()
-    loading = (beyond_ms - after).dropna()
-    share = (loading / beyond_ms).dropna()
+    once = (beyond_ms - after).dropna()
+    share = (once / beyond_ms).dropna()
     # On a noisy machine the difference can be either way.
-    return {"after_ms": after, "ms": loading, "share_low": share.min(), "share_high": share.max(),
-            "clear": share.min() > 0,
-            "most": share.min() > 0.5}
+    return {"after_ms": after, "ms": once, "share_low": share.min(), "share_high": share.max(),
+            "clear": share.min() > 0}
 
 
 def purposes_of(calls: pd.DataFrame) -> tuple[dict | None, pd.DataFrame]:
@@ -107,23 +195,3 @@ def purposes_of(calls: pd.DataFrame) -> tuple[dict | None, pd.DataFrame]:
     sums = by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()
     memory = sums[sums["purpose"] == "device memory"]
     return {column: memory[column] for column in columns} if len(memory) else None, sums
-
-
-def enough(samples: pd.DataFrame) -> dict | None:
-    """Which of the first steps of fresh processes are not yet steady."""
-    steps = whole_steps(samples)
-    if steps.empty:
-        return None
-    second, third = (steps[steps["step"] == index] for index in (1, 2))
-    late = steps[(steps["step"] >= 2) & (steps["beyond"].abs() > SETTLED)]
-    slow = int((second["beyond"] > SETTLED).sum())
-    clocks = steps.dropna(subset=["sm_clock_mhz"])
-    return {"settled": SETTLED, "processes": steps["run_id"].nunique(), "second_slow": slow,
-            "third_slow": int((third["beyond"] > SETTLED).sum()),
-            "second_furthest": second["beyond"].abs().max(),
-            "third_furthest": third["beyond"].abs().max(), "late": len(late),
-            "late_processes": late["run_id"].nunique(),
-            "last_late_step": None if late.empty else int(late["step"].max()) + 1,
-            "one_was_enough": late.empty and not slow, "two_were_enough": late.empty and bool(slow),
-            "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
-            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"], "runs": runs_of(steps)}

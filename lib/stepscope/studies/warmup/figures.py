@@ -3,44 +3,44 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stepscope.runs.tables import by_size
+from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.studies.warmup.facts import whole_steps
+from stepscope.studies.warmup.facts import RUN, SETTLED, whole_steps
+
+SHOWN = 8  # steps
 
 
-def warmup_steps(samples: pd.DataFrame, where: str) -> Figure | None:
-    """Every step of each warm-up run from cold, a panel a size; filled points enter the mean, the bar at the
-    right is it.
-    """
-    steps = whole_steps(samples)
+def warmup_steps(samples: pd.DataFrame, benchmarks: pd.DataFrame, where: str) -> Figure | None:
+    """The first steps of each process over its steady time, a panel a mode, a line a process, a colour a
+    context."""
+    steps = whole_steps(samples, benchmarks)
     if steps.empty:
         return None
     use_style()
-    sizes = list(steps["size"].cat.remove_unused_categories().cat.categories)
-    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
-    for axis, size in zip(axes[0], sizes):
-        for index, (warmups, rows) in enumerate(pick(steps, size=size).groupby("warmup_steps")):
-            color, marker = PALETTE[index], MARKERS[index]
-            axis.plot(rows["step"] + 1, rows["time_ms"], color=color, linewidth=0.8, alpha=0.6)
-            timed = rows[rows["timed"]]
-            axis.plot(rows["step"] + 1, rows["time_ms"], marker, color=color, markerfacecolor="white",
-                      markersize=5)
-            axis.plot(timed["step"] + 1, timed["time_ms"], marker, color=color, markersize=5,
-                      label=f"{warmups} warm-ups")
-            axis.plot(17 + index * 1.5, timed["time_ms"].mean(), "_", color=color, markersize=12,
-                      markeredgewidth=3)
-        axis.set(title=size, xlabel="step", xticks=[1, 5, 10, 15, 19],
-                 xticklabels=["1", "5", "10", "15", "mean"], yscale="log")
+    steps = steps[steps["step"] < SHOWN]
+    contexts = sorted(steps["context_length"].unique())
+    modes = [mode for mode in MODE_WORDS if (steps["mode"] == mode).any()]
+    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.6), squeeze=False, sharey=True)
+    for axis, mode in zip(axes[0], modes, strict=True):
+        for (context, *_), rows in pick(steps, mode=mode).groupby(["context_length", *RUN]):
+            index = contexts.index(context)
+            axis.plot(rows["step"] + 1, 1 + rows["beyond"], marker=MARKERS[index % len(MARKERS)],
+                      markersize=3.5, color=PALETTE[index % len(PALETTE)], linewidth=0.8,
+                      label=f"context {context}")
+        axis.axhline(1 + SETTLED, color="0.6", linewidth=1, linestyle="--")
+        axis.set(title=MODE_WORDS[mode].capitalize(), xlabel="step", xticks=range(1, SHOWN + 1),
+                 yscale="log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.tick_params(which="both", axis="y", labelsize=9)
-    axes[0, 0].set_ylabel("time of a full step (ms)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"From cold: filled samples enter the mean ({where})", x=0.01, ha="left",
-                    fontweight="bold")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    axes[0, 0].set_ylabel("time over steady")
+    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(contexts))
+    figure.suptitle(f"The first steps of each process; dashed: {SETTLED:.0%} slow ({where})", x=0.01,
+                    ha="left", fontweight="bold")
     return figure
 
 
@@ -60,7 +60,7 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
     undone = [part for part in ("allocator", "optimizer state") if part in table]
     within = table[undone].copy()
     if len(primed):
-        within["loading at first use"] = table["first step beyond steady"] - primed
+        within["gone after a one-layer model"] = table["first step beyond steady"] - primed
     within["the rest"] = table["first step beyond steady"] - within.sum(axis=1)
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.8), sharey=True)

@@ -1,0 +1,53 @@
+"""What the GPU's clock and power did while the benchmark's steps were timed, in numbers."""
+import pandas as pd
+
+from stepscope.runs.device_watch import THROTTLES
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import runs_of
+from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.timing import WHOLE
+
+# What records of before do not have.
+MEASURED = ["timed_watched_s", "kept_up_power_w", "kept_up_energy_s", "kept_up_energy_j",
+            "kept_up_energy_polled_j", "kept_up_step_ms", "step_energy_j"]
+
+
+def device_state(times: pd.DataFrame) -> dict | None:
+    """SM clock after each timed step, driver's throttle counters, power and energy of every run; None where
+    no clock was read.
+
+    ``held`` are the runs whose clock was below the highest of all by more than :data:`UNLIKE_CLOCKS` after
+    some timed step, or during whose timed steps a counter grew; ``reasons``, those counters, each with its
+    runs and the largest share of the timed steps. ``energy_check``: the largest relative difference of the
+    energy by polled power from that by NVML's counter. ``polling``: how much longer the polled steps took
+    than the timed ones at most.
+    """
+    steps = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
+    steps = steps[steps["sm_clock_mhz"].notna()]
+    if steps.empty:
+        return None
+    counters = {reason: f"timed_throttled_{reason}_us" for reason in THROTTLES}
+    steps = by_size(steps.reindex(columns=list(dict.fromkeys([*steps, *MEASURED, *counters.values()]))))
+    steps[[*MEASURED, *counters.values()]] = steps[[*MEASURED, *counters.values()]].astype(float)
+    full_mhz = steps["sm_clock_mhz"].max()
+    shares = pd.DataFrame({reason: steps[column] / 1e6 / steps["timed_watched_s"]
+                           for reason, column in counters.items()})
+    slow = steps["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full_mhz
+    held = slow | (shares > 0).any(axis=1)
+    polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])
+    joules = steps["step_energy_j"].dropna()
+    return {"full_mhz": full_mhz, "total": len(steps), "held_runs": int(held.sum()),
+            "slow_runs": int(slow.sum()), "held": steps[held],
+            "lowest_mhz": steps["sm_clock_least_mhz"].min(),
+            "reasons": [{"reason": reason, "runs": int((share > 0).sum()), "most": share.max()}
+                        for reason, share in shares.items() if (share > 0).any()],
+            "counted": bool(shares.notna().any(axis=None)),
+            "power_w": steps["kept_up_power_w"].dropna() if steps["kept_up_power_w"].notna().any() else None,
+            "step_energy_j": joules if len(joules) else None,
+            "energy_check": None if polled.empty else {
+                "runs": len(polled), "furthest":
+                (polled["kept_up_energy_polled_j"] / polled["kept_up_energy_j"] - 1).abs().max()},
+            "polling": (steps["kept_up_step_ms"] / steps["median_ms"] - 1).max(),
+            "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
+                held | (steps["mode"] == "step")],
+            "runs": runs_of(steps)}
