@@ -113,7 +113,8 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
-        return {"measured": False, "backward": None, "pairs": None, "runs": runs_of(both)}
+        return {"measured": False, "backward": None, "pairs": None, "shape": shape(both),
+                "runs": runs_of(both)}
     # Forward alone was measured after full steps, with AdamW's moments still in memory.
     both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)

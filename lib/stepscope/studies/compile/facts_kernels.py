@@ -3,7 +3,7 @@ between them, eager and compiled."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
-from stepscope.studies.compile.pairs import MAIN, beside, ordered
+from stepscope.studies.compile.pairs import MAIN, beside, ordered, shape
 from stepscope.traces.families import MATMUL
 
 # What compiling leaves as it is, and what it fuses: everything else.
@@ -29,8 +29,9 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     """Forward + backward of each run and attention, eager (columns of :func:`grouped` and ``saved_gib``, what
     forward keeps for backward) beside each block compiled (``_after``).
 
-    ``saved_ms`` is what the step gets shorter, ``fused_ms`` what its other kernels do, ``products_alike``
-    whether those of the products stay within :data:`NEARLY`. ``kept`` is None where no allocator told."""
+    ``saved_ms`` is what the step gets shorter, ``fused_ms`` what its other kernels do (``fused``:
+    everywhere), ``products_alike`` whether those of the products stay within :data:`NEARLY`. ``kept`` is None where no
+    allocator told."""
     rows = times[(times["optimizer"] == MAIN) & (times["mode"] == "forward_backward")]
     table = with_saved(grouped(kernels[kernels["run_id"].isin(rows["run_id"])]), rows)
     both = beside(rows)
@@ -45,11 +46,12 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     saved_ms, fused_ms = (both[name] - both[f"{name}_after"] for name in ("median_ms", f"{REST}_ms"))
     both = both.assign(saved_ms=saved_ms, fused_ms=fused_ms)
     products = both["products_ms_after"] / both["products_ms"]
+    rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
     runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
     return {"pairs": both, "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],
-            "rest_ratio": both[f"{REST}_ms"] / both[f"{REST}_ms_after"],
+            "rest_ratio": rest, "fused": bool((rest > 1).all()), "shape": shape(both),
             "products": products, "products_alike": bool(((products - 1).abs() < NEARLY).all()),
             "most": both.loc[fused_ms.idxmax()].to_dict(),
             "kept": {"ratio": kept["saved_gib"] / kept["saved_gib_after"],
