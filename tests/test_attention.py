@@ -76,12 +76,23 @@ def test_a_wrong_implementation_is_not_timed(small, monkeypatch):
     inputs = Inputs(config, 16, True)
     doubled = implementations.PARTS.scores
     monkeypatch.setattr(implementations.PARTS, "scores", lambda q, k: 1.001 * doubled(q, k))
-    row, samples = measure_cell("eager", Implementations(), inputs, reference(inputs), config)
+    row, samples, _ = measure_cell("eager", Implementations(), inputs, reference(inputs), config)
     assert row["status"] == "wrong" and 2e-5 < row["error"] < 1e-2 and "2e-05" in row["reason"]
     assert samples.empty
     assert "saved_bytes" not in row
-    timed, samples = measure_cell("flash", Implementations(), inputs, reference(inputs), config)
-    assert timed["status"] == "ok" and len(samples) == 3
+    timed, samples, captured = measure_cell("flash", Implementations(), inputs, reference(inputs), config)
+    assert timed["status"] == "ok" and len(samples) == 3 and captured.empty
+
+
+def test_kernels_are_captured_where_asked_for_and_an_absent_package_is_a_reason(small):
+    config = small(causal=["flash", "fa4"], unmasked=[], sequences=[16], captured_passes=2)
+    tables = measure_attention(config)
+    cells, kernels = tables["cells"], tables["kernels"]
+    assert cells["status"].tolist() == ["ok", "unsupported"] and "flash_attn" in cells["reason"][1]
+    assert set(kernels["cell"]) == {0} and (kernels["count"] > 0).all()
+    fused = kernels[kernels["family"] == "fused attention"]
+    assert fused["name"].str.contains("flash_attention_for_cpu").any()
+    assert "fa4" not in small().causal and "kernels" not in measure_attention(small(causal=["flash"], unmasked=[]))
 
 
 def test_what_a_cpu_lacks_has_torchs_reason(measured):

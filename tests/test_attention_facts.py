@@ -10,10 +10,12 @@ from stepscope.studies.attention import (
     facts,
     facts_compile,
     facts_ends,
+    facts_generations,
     facts_memory,
     facts_time,
     following,
     prediction,
+    printed,
 )
 from stepscope.studies.attention.cells import timed
 from stepscope.studies.attention.chapter import CHAPTER
@@ -23,6 +25,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 SEQUENCES = (256, 1024, 4096, 16384)
 PASS = ["pass_median_ms", "pass_ci_low_ms", "pass_ci_high_ms"]
 EMPTY = pd.DataFrame()
+GRID = [name for name in ATTENTIONS if name != "fa4"]
 
 
 def cell(name, precision, causal, sequence):
@@ -40,13 +43,13 @@ def cell(name, precision, causal, sequence):
             "first_backward_ms": time_ms + 600, "in_use_bytes": 3.0 * square,
             "saved_bytes": 2.0 * square if quadratic else 32.0 * sequence,
             "peak_bytes": 6.0 * square if quadratic else 4e4 * sequence, "utilisation": 0.3,
-            "pass_tflops": 100.0} | times
+            "forward_utilisation": 0.4, "pass_tflops": 100.0} | times
 
 
 def gpu_cells(**columns):
     """Cells of every implementation at four sequences, causal and not, in three precisions."""
     cells = pd.DataFrame([cell(name, precision, causal, sequence) for precision in PRECISIONS
-                          for name in ATTENTIONS for causal in (True, False) for sequence in SEQUENCES])
+                          for name in GRID for causal in (True, False) for sequence in SEQUENCES])
     cells = cells.assign(pass_flags="", batch_size=8, timed_steps=100, least_passes=10, beside=0,
                          cell_seconds=0.5, device="cuda", study="attention", find_end=True,
                          available_bytes=140e9, device_bytes=141e9)
@@ -94,7 +97,7 @@ def test_what_was_not_tried_is_named():
     cells = gpu_cells()
     assert facts.untried(cells) == []
     place = {"causal": False, "heads": [64], "precisions": list(PRECISIONS),
-             "implementations": list(ATTENTIONS), "all": True}
+             "implementations": GRID, "all": True}
     assert facts.untried(cells[cells["causal"]]) == [place]
     left = cells[~((cells["implementation"] == "flex") & (cells["precision"] == "bf16") & ~cells["causal"])]
     one = {"precisions": ["bf16"], "implementations": ["flex"], "all": False}
@@ -170,6 +173,10 @@ def test_the_highest_share_is_looked_for_at_every_sequence():
     best = {one["precision"]: one for one in facts.against_ceiling(cells)["best"]}
     assert (best["bf16"]["implementation"], best["bf16"]["share"]) == ("compiled", 0.77)
     assert best["fp32"]["share"] == 0.3
+    cells.loc[compiled & (cells["sequence"] == 1024) & ~cells["causal"], "forward_utilisation"] = 0.89
+    forward = {one["precision"]: one for one in facts.against_ceiling(cells)["best_forward"]}
+    assert (forward["bf16"]["implementation"], forward["bf16"]["share"]) == ("compiled", 0.89)
+    assert "89%" in said("attention-ceiling", cells).finding and forward["fp32"]["share"] == 0.4
     assert facts.against_ceiling(cells.assign(utilisation=np.nan)) is None
 
 
@@ -179,6 +186,32 @@ def test_a_mask_that_is_skipped_is_told_from_one_that_is_computed():
     squares = cells[cells["implementation"].isin(["eager", "math"])]
     assert facts.the_mask(squares)["skip"] == [] and facts.the_mask(cells[cells["causal"]]) is None
     assert said("attention-causal", cells).text != said("attention-causal", squares).text
+
+
+def test_fused_kernels_of_several_generations_stand_beside_each_other():
+    cells = pd.DataFrame([cell(name, "bf16", causal, sequence) for name in ("flash", "cudnn", "fa4")
+                          for causal in (True, False) for sequence in SEQUENCES])
+    cells = cells.assign(study="attention", run_id="d64-bf16-fa4", device="cuda")
+    columns = [column for column in cells if column.startswith("pass_") and column.endswith("_ms")]
+    cells.loc[cells["implementation"] != "flash", columns] = 1.0
+    cells.loc[(cells["implementation"] == "flash"), columns] = 2.0
+    found = facts_generations.generations(cells)
+    assert [(one["implementation"], set(one["ratio"])) for one in found["gains"]] == [
+        ("cudnn", {2.0}), ("fa4", {2.0})]
+    assert found["refused"] is None and found["kernels"] == [] and len(found["table"]) == 2 * len(SEQUENCES)
+    table = printed.generations(found)
+    assert table["SDPA flash"].tolist() == ["2.00 (40%)"] * len(table)
+    names = {"flash": "void pytorch_flash::flash_fwd_kernel<X>(Y)", "fa4": "flash_attncuteflash_fwd_sm90X"}
+    known = facts_generations.generations(cells.assign(kernel=cells["implementation"].map(names)))
+    assert [(one["implementation"], one["is"]) for one in known["kernels"]] == [
+        ("flash", "FlashAttention-2"), ("fa4", "FlashAttention-4")]
+    gone = cells.copy()
+    gone.loc[gone["implementation"] == "fa4", ["status", "reason"]] = "unsupported", "No module flash_attn"
+    refused = facts_generations.generations(gone)
+    assert refused["refused"] == "No module flash_attn" and refused["ran"] == ["flash", "cudnn"]
+    answers = {said("attention-generations", EMPTY, generations=rows).text for rows in (cells, gone)}
+    assert len(answers) == 2 and any("No module" in text for text in answers)
+    assert facts_generations.generations(gone[gone["implementation"] == "fa4"]) is None
 
 
 # -- compiling and TF32 --------------------------------------------------------------------------------------
@@ -239,11 +272,25 @@ def test_a_change_within_the_noise_or_behind_the_host_counts_as_none():
     assert found["most"]["saving"] == pytest.approx(0.5) and not found["least"]["loss"]
 
 
-def test_a_host_that_waits_on_one_side_says_nothing_of_tf32():
+def test_a_host_that_waits_with_tf32_alone_makes_the_saving_a_lower_bound():
     cells = gpu_cells()
-    cells.loc[(cells["sequence"] == 1024) & (cells["precision"] == "tf32"), "enqueue_ms"] = 1e3
-    changes = facts_compile.tf32_change(cells).set_index("sequence")
-    assert set(changes.loc[1024, "none"]) == {"host"} and set(changes.loc[4096, "none"]) == {""}
+    here = (cells["sequence"] == 1024) & (cells["implementation"] == "compiled")
+    cells.loc[here & (cells["precision"] == "tf32"), "enqueue_ms"] = 1e3
+    found = facts_compile.tf32(cells)
+    changes = found["changes"].set_index("sequence")
+    assert set(changes["none"]) == {""} and changes["at_least"].eq(changes.index == 1024).all()
+    assert (found["at_least"], found["wait"], found["differ"]) == (2, 0, 8)
+    shown = printed.changes(found).set_index("sequence")["Δ forward"]
+    assert shown[1024].startswith("at least -50.0%") and shown[4096].startswith("-50.0%")
+    slower = cells.copy()
+    columns = [f"{phase}_{part}_ms" for phase in ("forward", "backward")
+               for part in ("median", "ci_low", "ci_high")]
+    slower.loc[here & (cells["precision"] == "tf32"), columns] *= 4
+    found = facts_compile.tf32(slower)
+    assert (found["at_least"], found["wait"], found["waiting_apart"]) == (0, 2, 2)
+    cells.loc[here & (cells["precision"] == "fp32"), "enqueue_ms"] = 1e3
+    found = facts_compile.tf32(cells)
+    assert (found["at_least"], found["wait"], found["waiting_apart"], found["differ"]) == (0, 2, 2, 6)
 
 
 def test_a_cpu_is_asked_neither_for_tf32_nor_for_its_end():
@@ -371,7 +418,8 @@ def test_ends_are_predicted_measured_and_accounted_for(searched):
 def test_what_the_allocator_holds_and_expandable_segments_are_told_by_the_data(searched):
     found = facts_ends.where_it_ends(**searched)["allocator"]
     eager = [{"implementation": "eager", "precisions": list(PRECISIONS)}]
-    assert found["default"] == {"met": 3, "of": 6} and found["expandable"] == {"met": 6, "of": 6}
+    assert found["default"] == {"met": 3, "of": 6, "corrected": 3}
+    assert found["expandable"] == {"met": 6, "of": 6, "corrected": 3}
     assert found["early"] == eager and found["later"] == eager
     assert found["early_percent"].tolist() == pytest.approx([100 * 20 * 2**30 / 141e9] * 3)
     before = said("attention-end", **searched)
@@ -379,7 +427,7 @@ def test_what_the_allocator_holds_and_expandable_segments_are_told_by_the_data(s
     ends["reason"] = ends["reason"].str.replace("20.00 GiB", "20.00 KiB")
     ends.loc[ends["expandable"] & (ends["sequence"] == 26624), "status"] = "oom"
     found = facts_ends.where_it_ends(**searched)["allocator"]
-    assert found["early"] == [] and found["later"] == [] and found["expandable"] == {"met": 3, "of": 6}
+    assert found["early"] == [] and found["later"] == [] and found["expandable"] == {"met": 3, "of": 6, "corrected": 3}
     after = said("attention-end", **searched)
     assert len(after.text) < len(before.text) and after.finding != before.finding
 

@@ -9,21 +9,25 @@ import pytest
 import torch
 
 from conftest import TINY, record_of
-from stepscope.config import PHASES, configure
+from stepscope.config import PHASES, ConfigError, configure
 from stepscope.runs.store import Store
 from stepscope.runs.tables import write_table
 from stepscope.say.chapter import answer
-from stepscope.studies.compile import facts, facts_launches, figures, pairs, printed
+from stepscope.studies.compile import facts, facts_kernels, facts_launches, figures, pairs, printed
 from stepscope.studies.compile import measure as compiled
 from stepscope.studies.compile.chapter import CHAPTER
-from stepscope.studies.compile.tables import PART, all_times, variant_times
+from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, variant_times
+from stepscope.traces.families import families
+from stepscope.traces.in_process import sdpa_taken
 
 COMPILE = TINY | {"warmup_steps": 1, "timed_steps": 3}
+TURNS = {"turns": 2, "captured_steps": 2}
 QUESTIONS = {question.key: question for question in CHAPTER.questions}
 
 
-def answered(key, times):
-    return answer(CHAPTER, QUESTIONS[key], {"compile.times": times})
+def answered(key, times, kernels=None):
+    tables = {"compile.times": times, "compile.kernels": gpu_kernels(times) if kernels is None else kernels}
+    return answer(CHAPTER, QUESTIONS[key], tables)
 
 
 def texts(key, *tables):
@@ -39,7 +43,7 @@ def run():
     them into C++, most of the seconds, is left out where torch can leave it out."""
     set_backend = getattr(torch.compiler, "set_default_backend", lambda backend: None)
     set_backend("aot_eager")
-    config = configure("compile", **COMPILE)
+    config = configure("compile", **COMPILE, **TURNS)
     tables = compiled.measure_variants(config)
     set_backend(None)
     tables["ceilings"] = pd.DataFrame(
@@ -49,15 +53,21 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def cpu_times(run, tmp_path_factory):
-    """The tidy table of a store with that run."""
+def cpu_times(cpu_tables):
+    return cpu_tables["times"]
+
+
+@pytest.fixture(scope="module")
+def cpu_tables(run, tmp_path_factory):
+    """The study's tables of a store with that run."""
     config, tables = run
     store = Store(tmp_path_factory.mktemp("runs"))
     with store.writing():
         folder = store.begin(config)
         written = {name: write_table(folder, name, table) for name, table in tables.items()}
         store.commit(folder, record_of(config, tables=written))
-    return all_times(store, store.records()[0])
+    records = store.records()[0]
+    return {"times": all_times(store, records), "kernels": all_kernels(store, records)}
 
 
 def test_both_attentions_run_in_one_process_training_first(run):
@@ -65,8 +75,8 @@ def test_both_attentions_run_in_one_process_training_first(run):
     assert [tuple(row) for row in rows[PART].to_numpy()] == [
         (a, v, m)
         for a in ("eager", "sdpa")
-        for v in ("eager", "block")
         for m in ("forward_backward", "step", "forward")
+        for v in ("eager", "block")
     ]
     assert set(rows["status"]) == {"ok"} and set(run[1]["samples"]["attention"]) == {"eager", "sdpa"}
 
@@ -96,6 +106,42 @@ def test_compiling_is_in_the_first_step_alone(run):
     assert "block with sdpa attention **" in compiled.reading(times)
 
 
+TAKEN = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0": "cuDNN",
+    "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)":
+        "memory-efficient",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64>>(params)":
+        "FlashAttention-2",
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<(int)2>>>(Params)":
+        "FlashAttention-3",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensorptrbf16":
+        "FlashAttention-4",
+}
+
+
+def test_what_sdpa_took_is_told_by_its_kernels():
+    for name, expected in TAKEN.items():
+        table = pd.DataFrame({"name": ["nvjet_tst_128x256", name]})
+        table["family"] = families(table["name"]).astype(str)
+        assert sdpa_taken(table) == expected
+        assert sdpa_taken(table.iloc[:1]) == "math"
+    table = pd.DataFrame({"name": [*TAKEN][1:3], "family": "fused attention"})
+    assert sdpa_taken(table) == "memory-efficient and FlashAttention-2"
+
+
+def test_a_notebooks_table_has_a_row_for_each_whole_step(run):
+    config, tables = run
+    times = variant_times(tables["samples"], tables["ceilings"], config)
+    table = at_a_glance(times)
+    assert list(table)[:3] == ["mode", "attention", "variant"] and len(table) == 12
+    assert (table.query("variant == 'eager'")["times_as_fast"] == 1).all()
+    assert table["first_ms"].gt(table["median_ms"])[table["mode"].eq("forward_backward")
+                                                    & table["variant"].eq("block")].all()
+    drawn = figures.one_run(times, "here")
+    assert [len(axis.patches) for axis in drawn.axes] == [4, 4, 4]
+    assert figures.one_run(times.iloc[:0], "nothing") is not None
+
+
 def test_each_attention_is_the_one_that_is_run(monkeypatch):
     called, plain = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -120,7 +166,7 @@ def test_nothing_compiled_comes_out_of_a_cache_on_disk(monkeypatch, tmp_path):
     tiny = COMPILE | {"timed_steps": 1, "attentions": ["sdpa"]}
     with monkeypatch.context() as shared:
         shared.setattr("torch._inductor.utils.fresh_cache", nullcontext)
-        config = configure("compile", **tiny, variants=["block", "block"])
+        config = configure("compile", **tiny | {"attentions": ["sdpa", "sdpa"]}, variants=["block"])
         twice = compiled.measure_variants(config)["variants"]
     assert twice["graphs"].tolist() == [1, 1] and twice["cached_graphs"][0] == 0 < twice["cached_graphs"][1]
     written = {path for path in tmp_path.rglob("*") if path.is_file()}
@@ -143,6 +189,40 @@ def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(monkeypa
     monkeypatch.setattr(compiled, "build_step", build)
     rows = compiled.measure_variants(config)["variants"]
     assert rows["status"].tolist() == ["oom"] * 3 + ["ok"] * 3 and "too large" in rows["reason"][0]
+    assert rows["variant"].tolist() == ["model", "eager"] * 3
+
+
+def test_variants_take_turns_and_every_turn_begins_with_a_step_that_is_not_timed(run):
+    tables = run[1]
+    for _, rows in tables["samples"].query("phase == 'step'").groupby(PART):
+        assert rows["step"].tolist() == list(range(6))
+        assert rows["timed"].tolist() == [False, False, True, True, False, True]
+    once = configure("compile", **COMPILE, variants=["eager", "model"])
+    assert compiled.schedule(once) == [("eager", 1, 3), ("model", 1, 3)]
+    with pytest.raises(ConfigError, match="turns"):
+        configure("compile", **COMPILE, turns=4)
+
+
+def test_variants_share_their_parameters_and_no_module():
+    step = compiled.build_step(configure("compile", **COMPILE).step(mode="step", attention="sdpa"))
+    twin = compiled.twin(step.model)
+    tensors, modules = (lambda m: [*m.parameters(), *m.buffers()]), (lambda m: {id(x) for x in m.modules()})
+    assert all(a is b for a, b in zip(tensors(step.model), tensors(twin), strict=True))
+    assert not modules(step.model) & modules(twin)
+
+
+def test_kernels_are_captured_after_the_timing_and_say_what_sdpa_took(run, cpu_times):
+    tables = run[1]
+    counts = tables["kernels"].groupby([*PART[:2], "family"])["count"].sum().unstack("family")
+    products, fused = counts["matrix multiply"], counts["fused attention"].dropna()
+    assert products["eager", "eager"] == products["eager", "block"] > products["sdpa", "eager"]
+    assert fused.index.tolist() == [("sdpa", "block"), ("sdpa", "eager")] and fused.nunique() == 1
+    taken = tables["variants"].set_index(PART)["sdpa_taken"].dropna()
+    assert set(taken) == {"flash on a CPU"}
+    assert {(attention, mode) for attention, _, mode in taken.index} == {("sdpa", "forward_backward")}
+    found = facts.taken(cpu_times)
+    assert [(one["implementation"], one["precisions"]) for one in found] == [("flash on a CPU", ["fp32"])]
+    assert facts.taken(gpu_times()) == []
 
 
 # -- facts, on times made for the question -------------------------------------------------------------------
@@ -187,6 +267,8 @@ def gpu_times(sizes=("small", "large"), variants=("eager", "block"), optimizer="
         cached_graphs=0,
         launch_bound_share=0.0,
         enqueue_ms=5.0,
+        sm_clock_mhz=1980.0,
+        cudagraph_skips=0,
         context_length=512,
         batch_size=4,
         device="cuda",
@@ -198,6 +280,31 @@ def gpu_times(sizes=("small", "large"), variants=("eager", "block"), optimizer="
         ci_high_ms=times["median_ms"] * 1.01,
         first_ms=times["median_ms"] + np.where(times["graphs"] > 0, 4000.0, 0.0),
     )
+
+
+KERNELS = {
+    "eager": [("nvjet_tst_128x256", 90, 40.0), ("void at::native::vectorized_elementwise_kernel<4>", 600, 30.0),
+              ("void at::native::reduce_kernel<512>", 60, 10.0)],
+    "block": [("nvjet_tst_128x256", 90, 40.0), ("triton_poi_fused_mul_0", 100, 8.0),
+              ("triton_red_fused_mean_1", 10, 2.0)],
+}
+KERNELS |= {"model": KERNELS["block"], "cuda_graphs": KERNELS["block"]}
+FLASH = ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(Flash_fwd_params)", 12, 5.0)
+
+
+def gpu_kernels(times):
+    """Kernels as captures of such runs could have left them: products untouched, 660 others of 40 ms fused
+    into 110 of 10; SDPA's own besides."""
+    if times.empty:
+        return times
+    rows = times.drop_duplicates(["run_id", "attention", "variant"]).to_dict("records")
+    table = pd.DataFrame([
+        {name: row[name] for name in ("run_id", "attention", "variant")}
+        | {"mode": "forward_backward", "name": kernel, "count": count, "total_ms": ms}
+        for row in rows
+        for kernel, count, ms in KERNELS[row["variant"]] + [FLASH] * (row["attention"] == "sdpa")
+    ])
+    return table.assign(family=families(table["name"]).astype(str))
 
 
 def scaled(times, factor, query):
@@ -397,6 +504,55 @@ def test_what_only_the_optimizers_growing_part_lowers_is_told():
     assert len(texts("compile-launches", times, gone)) == 2
 
 
+def test_what_is_fused_is_told_apart_from_products_and_attention():
+    times = changed(gpu_times(), "variant == 'eager'", saved_mib=4096.0)
+    times = changed(times, "variant == 'block'", saved_mib=2048.0)
+    found = facts_kernels.why(times, gpu_kernels(times))
+    assert set(found["rest_count"]) == {660} and set(found["rest_count_after"]) == {110}
+    assert set(found["rest_ratio"]) == {4} and set(found["products"]) == {1} and found["products_alike"]
+    assert set(found["pairs"]["saved_ms"]) == {45} and set(found["pairs"]["fused_ms"]) == {30}
+    assert set(found["kept"]["ratio"]) == {2} and found["kept"]["most"]["saved_gib"] == 4
+    table = printed.kernels(found)
+    assert table["fused attention"].tolist() == ["–", "–", "12: 5.00 ms", "12: 5.00 ms"] * 2
+    assert table["all else"].tolist() == ["660: 40.0 ms", "110: 10.0 ms"] * 4
+    assert table["kept for backward (GiB)"].tolist() == ["4.00", "2.00"] * 4
+    slower = gpu_kernels(times)
+    slower.loc[(slower["variant"] == "block") & (slower["family"] == "matrix multiply"), "total_ms"] *= 2
+    assert not facts_kernels.why(times, slower)["products_alike"]
+    unknown = facts_kernels.why(gpu_times(), gpu_kernels(gpu_times()))
+    assert unknown["kept"] is None and "kept for backward (GiB)" not in printed.kernels(unknown)
+    answers = {answered("compile-why", times, kernels).text for kernels in (gpu_kernels(times), slower)}
+    assert len(answers | texts("compile-why", gpu_times())) == 3
+    assert facts_kernels.why(gpu_times(variants=["block"]), gpu_kernels(gpu_times(variants=["block"]))) is None
+
+
+def test_cuda_graphs_are_beside_the_same_graph_without_them():
+    times = gpu_times(variants=("eager", "block", "model", "cuda_graphs"))
+    quick = scaled(times, 0.5, "variant == 'cuda_graphs'")
+    found = facts_launches.launches(quick)["graphed"]
+    assert all(gain["all_faster"] for gain in found["gains"]) and found["skips"] == 0
+    assert by_mode(found["eager"])["step"]["ways"][0]["lowest"]["speedup"] == pytest.approx(200 / 55)
+    skipped = changed(quick, "variant == 'cuda_graphs' and mode == 'forward'", cudagraph_skips=1)
+    assert facts_launches.launches(skipped)["graphed"]["skips"] == 4
+    assert facts_launches.launches(gpu_times())["graphed"] is None
+    assert len(texts("compile-launches", times, quick, skipped, gpu_times())) == 4
+    for key in set(QUESTIONS) - {"compile-launches", "compile-cost", "compile-why"}:
+        assert answered(key, quick).tables[0][1].equals(answered(key, gpu_times()).tables[0][1])
+
+
+def test_pairs_at_unlike_clocks_have_them_beside_their_ratio():
+    query = "variant == 'block' and size == 'large' and attention == 'eager' and mode == 'step'"
+    times = changed(gpu_times(), query, sm_clock_mhz=1702.0)
+    found = facts.whole_model(times)
+    assert found["marks"]["unlike"] == 1 and facts.whole_model(gpu_times())["marks"]["unlike"] == 0
+    cells = printed.times(found)["full step"]
+    assert cells.str.endswith("(1980, 1702 MHz)").tolist() == [False, False, True, False]
+    quickest = scaled(times, 0.5, query)
+    assert facts.whole_model(quickest)["headline"]["best"]["unlike"]
+    assert "1,702 MHz" in answered("compile-model", quickest).finding
+    assert len(texts("compile-model", times, gpu_times())) == 2
+
+
 def test_peaks_follow_the_data():
     times = gpu_times()
     found = facts.peak_memory(times)
@@ -545,9 +701,10 @@ def test_without_data_there_are_no_facts():
     )
 
 
-def test_a_cpus_tables_are_answered_and_drawn(cpu_times):
+def test_a_cpus_tables_are_answered_and_drawn(cpu_tables):
+    cpu_times = cpu_tables["times"]
     for key in QUESTIONS:
-        found = answered(key, cpu_times)
+        found = answered(key, cpu_times, cpu_tables["kernels"])
         assert found.runs and not re.search(r"\bnan\b", found.text)
         assert all(len(table) and not table.isna().any().any() for _, table in found.tables)
     launches = facts_launches.launches(cpu_times)

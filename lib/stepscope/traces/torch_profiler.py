@@ -56,12 +56,10 @@ def convert(trace: Path, export: Path) -> None:
     events = _read_events(trace)
     threads = {tid: PROCESS_ID | number for number,
                tid in enumerate(sorted({e["tid"] for e in events}), start=1)}
-    work = [e for e in events if e["cat"] in WORK]
-    if work:
+    work = _work(events)
+    if any(e["cat"] in WORK for e in work):
         launches = [e for e in events if e["cat"] in LAUNCHES and e["correlation"] is not None]
     else:
-        work = _leaves([e for e in events if e["cat"] == OPERATOR and e["name"].startswith("aten::")
-                        and not NO_WORK.match(e["name"])])
         launches = work = [e | {"correlation": i, "stream": 0} for i, e in enumerate(work, start=1)]
     names = {name: number for number, name in enumerate(dict.fromkeys(e["name"] for e in work))}
     write_export(
@@ -74,6 +72,22 @@ def convert(trace: Path, export: Path) -> None:
                                      for e in launches),
         NVTX_EVENTS=((e["start"], e["end"], 59, e["name"], threads[e["tid"]], None, 0) for e in events
                      if e["cat"] == RANGE and "#" not in e["name"]))  # torch's own: Optimizer.step#AdamW.step
+
+
+def operations(trace: Path) -> list[dict[str, Any]]:
+    """What ran in a trace: name, start and end in ns of each kernel, copy and fill, or of each operator that
+    does work where there are none.
+
+    Raises:
+        TraceError: as convert.
+    """
+    return _work(_read_events(trace))
+
+
+def _work(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    work = [e for e in events if e["cat"] in WORK]
+    return work or _leaves([e for e in events if e["cat"] == OPERATOR and e["name"].startswith("aten::")
+                            and not NO_WORK.match(e["name"])])
 
 
 def _read_events(trace: Path) -> list[dict[str, Any]]:

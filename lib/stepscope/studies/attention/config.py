@@ -5,9 +5,10 @@ from pydantic import Field, model_validator
 
 from stepscope.config import Dimension, Length, RunConfig, Steps
 
-# Attention by itself: written out, the same compiled, what scaled_dot_product_attention offers, and
-# FlexAttention.
-Implementation = Literal["eager", "compiled", "flash", "efficient", "cudnn", "math", "flex"]
+# Attention by itself: written out, the same compiled, what scaled_dot_product_attention offers,
+# FlexAttention, and, where its package is installed and only when asked for, FlashAttention-4, which has
+# kernels for Hopper.
+Implementation = Literal["eager", "compiled", "flash", "efficient", "cudnn", "math", "flex", "fa4"]
 ATTENTIONS: tuple[str, ...] = get_args(Implementation)
 WRITTEN = ("eager", "math")                # of them, what is made of torch's own operators
 QUADRATIC = ("eager", "compiled", "math")  # and what keeps whole T x T squares
@@ -30,12 +31,14 @@ class Config(RunConfig):
     batch_size: Dimension = 8
     timed_steps: Steps = 100
     sequences: list[Length] = Field([64, 128, 256, 1024, 4096, 8192, 16384], min_length=1, max_length=1000)
-    causal: list[Implementation] = Field(list(get_args(Implementation)))  # what is timed with the causal mask
+    # What is timed with the causal mask,
+    causal: list[Implementation] = Field(["eager", "compiled", "flash", "efficient", "cudnn", "math", "flex"])
     unmasked: list[Implementation] = Field(["eager", "flash", "efficient", "cudnn"])  # and without it
     unmasked_from: Length = 256      # the shortest sequence that is timed without the mask
     # A cell that would take longer is timed fewer times,
     cell_seconds: float = Field(0.5, gt=0, le=10**6, allow_inf_nan=False)
     least_passes: Steps = 10        # but so often at least
+    captured_passes: int = Field(0, ge=0, le=100)  # whose kernels are listed after the timing; 0: none
     find_end: bool = False                     # beyond the sequences, look for the longest one that fits
 
     @model_validator(mode="before")

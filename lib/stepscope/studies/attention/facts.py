@@ -83,7 +83,8 @@ def untried(cells: pd.DataFrame) -> list[dict]:
 
 
 def against_ceiling(cells: pd.DataFrame) -> dict | None:
-    """Shares of the measured matrix-product rate without the mask: at the longest sequence, the best of all.
+    """Shares of the measured matrix-product rate without the mask: at the longest sequence, the best of all,
+    of forward + backward and of forward alone.
 
     ``extremes`` are at one d; ``growing`` counts combinations whose share grows with d throughout;
     ``longest`` has the cells at each d's longest sequence.
@@ -104,7 +105,8 @@ def against_ceiling(cells: pd.DataFrame) -> dict | None:
             "combinations": len(grows), "growing": sum(grows),
             "rates": [{"precision": p, "tflops": ceilings[longest["precision"] == p]}
                       for p in precisions(longest)],
-            "best": highest(rows), "written_out": highest(rows[rows["implementation"] == "eager"]),
+            "best": highest(rows), "best_forward": highest(rows, "forward_utilisation"),
+            "written_out": highest(rows[rows["implementation"] == "eager"]),
             "longest": longest, "runs": runs_of(cells)}
 
 
@@ -116,11 +118,11 @@ def highest_and_lowest(at: pd.DataFrame, precision: str) -> dict:
     return {"precision": precision, "top": top, "last": last if len(rows) > 1 else None}
 
 
-def highest(rows: pd.DataFrame) -> list[dict]:
+def highest(rows: pd.DataFrame, of: str = "utilisation") -> list[dict]:
     """Of each precision the cell with the highest share of its ceiling; ``small`` ones need a decimal."""
-    best = [rows.loc[rows.loc[rows["precision"] == p, "utilisation"].idxmax()] for p in precisions(rows)]
+    best = [rows.loc[rows.loc[rows["precision"] == p, of].idxmax()] for p in precisions(rows)]
     return [{"precision": row.precision, "implementation": row.implementation, "d": row.d_model,
-             "share": row.utilisation, "small": row.utilisation < SMALL_SHARE} for row in best]
+             "share": row[of], "small": row[of] < SMALL_SHARE} for row in best]
 
 
 def the_mask(cells: pd.DataFrame) -> dict | None:

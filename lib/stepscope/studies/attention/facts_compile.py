@@ -91,9 +91,9 @@ def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def tf32(cells: pd.DataFrame) -> dict | None:
-    """The compiled attention with TF32 against without: how many pairs (phase, d, sequence) ``differ``,
-    ``wait`` for the host or overlap ``within`` their intervals; the change by d and at its best and worst
-    (``most``, ``least``)."""
+    """The compiled attention with TF32 against without: how many pairs (phase, d, sequence) ``differ``, are a
+    lower bound ``at_least``, tell nothing since they ``wait`` for the host, or overlap ``within`` their
+    intervals; the change by d and at its best and worst (``most``, ``least``)."""
     if is_cpu(cells):
         return {"on_cpu": True, "runs": runs_of(cells)}
     changes = tf32_change(cells)
@@ -103,6 +103,7 @@ def tf32(cells: pd.DataFrame) -> dict | None:
     by_d = real.groupby("d_model")["change"].median()
     return {"on_cpu": False, "pairs": len(changes), "differ": len(real), "alike": len(changes) - len(real),
             "wait": int((changes["none"] == "host").sum()), "within": int((changes["none"] == "noise").sum()),
+            "at_least": int(real["at_least"].sum()), "waiting_apart": int(changes["waiting_apart"].sum()),
             "by_d": [{"d": d, "change": change} for d, change in by_d.items()],
             "most": change_of(real.loc[real["change"].idxmin()]) if len(real) else None,
             "least": change_of(real.loc[real["change"].idxmax()]) if len(real) else None,
@@ -118,22 +119,26 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
     """Compiled attention with TF32 against without, a row a phase, d and sequence: ``change`` with its
     interval, and ``none``, why it counts as no change (empty where it is one).
 
-    The interval is the widest that both medians' 95% intervals allow. A pass that the host is as slow to
-    enqueue as the device to run, in either precision, says nothing of the device.
+    The interval is the widest that both medians' 95% intervals allow. Where the host is as slow to enqueue a
+    pass as the device to run it, the time is the host's: with TF32 alone, the device is faster by
+    ``at_least`` the change; without TF32, nothing is said of the device, also where the intervals are apart
+    (``waiting_apart``).
     """
     rows = timed(cells, implementation="compiled")
     keys = ["d_model", "sequence"]
     with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
     both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
-    host = waits_for_host(both, "_fp32") | waits_for_host(both, "_tf32")
+    host_fp32, host_tf32 = waits_for_host(both, "_fp32"), waits_for_host(both, "_tf32")
     frames = []
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
         before, before_low, before_high = (both[f"{phase}_{part}_ms_fp32"]
                                            for part in ("median", "ci_low", "ci_high"))
         overlap = (low <= before_high) & (before_low <= high)
+        at_least = host_tf32 & ~host_fp32 & ~overlap & (median < before)
+        host = (host_fp32 | host_tf32) & ~at_least
         frames.append(both[keys].assign(
-            phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1,
-            low=low / before_high - 1, high=high / before_low - 1,
+            phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1, at_least=at_least,
+            low=low / before_high - 1, high=high / before_low - 1, waiting_apart=host & ~overlap,
             none=np.where(host, "host", np.where(overlap, "noise", ""))))
     return pd.concat(frames, ignore_index=True)

@@ -10,7 +10,7 @@ from stepscope.studies.attention.cells import implementations, is_cpu, timed
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.names import NAMES
 from stepscope.studies.attention.prediction import by_code, by_fit, end, longest_fitting, number_bytes
-from stepscope.studies.attention.unseen import MASK_INSIDE_BYTES
+from stepscope.studies.attention.unseen import CORRECTED, MASK_INSIDE_BYTES
 
 CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02  # a card whose name is this close to the memory of the device here is that device
@@ -65,7 +65,8 @@ def squares_at_peak(predicted: pd.DataFrame) -> list[dict]:
 def ends_table(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
     """A row for each precision and implementation at the head dimension of which the end was looked for.
 
-    Columns: ``by_code`` (the sequence predicted from the code alone), ``by_fit`` (from peaks measured at the
+    Columns: ``by_code`` (the sequence predicted from the code alone; ``corrected``: after a first
+    measurement), ``by_fit`` (from peaks measured at the
     sequences that were timed), ``fits`` and ``fails`` (the longest pass that did and the shortest that did
     not), the same with ``_expandable`` (the allocator's expandable segments) and with ``_mask``
     (FlexAttention's mask made), ``pass_by_fit`` (of the pass without it), ``mask_pair_bytes`` (measured while
@@ -96,6 +97,7 @@ def end_of(name: str, peaks: pd.DataFrame, probes: pd.DataFrame, known: pd.DataF
     row = {"study": "attention", "run_id": first["run_id"], "precision": first["precision"],
            "d_model": first["d_model"], "implementation": name, "device_bytes": device,
            "overhead": device - available, "by_code": end(coded, available), "by_fit": fitted_end,
+           "corrected": name in CORRECTED and len(coded) > 0,
            "pass_by_fit": longest_fitting(fitted[0], available),
            "mask_pair_bytes": fitted[1][2] if len(fitted) > 1 else float("nan"),
            "known": last["peak_bytes"] / predicted_peak,
@@ -138,10 +140,11 @@ def known_peaks(table: pd.DataFrame) -> dict | None:
 
 
 def met(searches: pd.DataFrame, suffix: str) -> dict:
-    """In how many searches the predicted end is between the longest that fits and the shortest that fails."""
+    """In how many searches the predicted end is between the longest that fits and the shortest that fails,
+    and in how many of those it was ``corrected``."""
     rows = searches[searches[f"fails{suffix}"].notna() & searches["by_code"].notna()]
     between = (rows[f"fits{suffix}"] <= rows["by_code"]) & (rows["by_code"] < rows[f"fails{suffix}"])
-    return {"met": int(between.sum()), "of": len(rows)}
+    return {"met": int(between.sum()), "of": len(rows), "corrected": int((between & rows["corrected"]).sum())}
 
 
 def allocator(measured: pd.DataFrame, probes: pd.DataFrame) -> dict | None:

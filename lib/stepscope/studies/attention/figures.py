@@ -17,6 +17,7 @@ from stepscope.studies.attention.names import NAMES
 COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as a line on white
 STYLES = {name: {"color": color, "marker": marker}
           for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
+STYLES["fa4"] = {"color": "0.5", "marker": "*"}
 SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 

@@ -93,11 +93,27 @@ class Implementations:
         if name == "flex":
             mask = inputs.blocks
             return lambda: self.flex(q, k, v, block_mask=mask)
+        if name == "fa4":
+            return flash_attention_4(q, k, v, causal)
 
         def fused() -> Tensor:
             with sdpa_kernel(BACKENDS[name]):
                 return scaled_dot_product_attention(q, k, v, is_causal=causal)
         return fused
+
+
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """The package flash-attn-4's function, which has heads and positions the other way round.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+
+    def call() -> Tensor:
+        output = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
+    return call
 
 
 def seen(batch, head, query, key):

@@ -2,4 +2,4 @@
 
 NAMES = {"eager": "written out", "compiled": "compiled", "flash": "SDPA flash",
          "efficient": "SDPA memory-efficient", "cudnn": "SDPA cuDNN", "math": "SDPA math",
-         "flex": "FlexAttention"}
+         "flex": "FlexAttention", "fa4": "FlashAttention-4"}

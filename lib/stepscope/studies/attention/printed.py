@@ -13,7 +13,7 @@ from stepscope.studies.attention.facts_ends import CARDS_GIB
 from stepscope.studies.attention.names import NAMES
 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong", "none": "–"}
-NO_CHANGE = {"host": "none (host)", "noise": "none"}
+NO_CHANGE = {"host": "not told (host)", "noise": "none"}
 FEW_SQUARES = 0.05  # below it no digit is shown
 
 
@@ -103,15 +103,28 @@ def best(facts: dict) -> pd.DataFrame | None:
 def ceilings(facts: dict) -> pd.DataFrame:
     """Precision and implementation down, d across: rate and share of the ceiling at the longest sequence."""
     rows = facts["longest"]
-    means = rows.groupby(["precision", "implementation", "d_model"])[["pass_tflops", "utilisation"]].mean()
+    means = rows.groupby(["precision", "implementation", "d_model"])[
+        ["pass_tflops", "utilisation", "forward_utilisation"]].mean()
 
-    def cell(tflops: float, share: float) -> str:
-        return f"{number(tflops)} ({percent(share, 1 if share < SMALL_SHARE else 0)})"
+    def cell(tflops: float, *shares: float) -> str:
+        both = ", ".join(percent(share, 1 if share < SMALL_SHARE else 0) for share in shares)
+        return f"{number(tflops)} ({both})"
     means["cell"] = [cell(*values) for values in means.itertuples(index=False)]
     table = means["cell"].unstack("d_model").fillna("–")
     order = [(p, name) for p in PRECISIONS for name in ATTENTIONS if (p, name) in table.index]
     table = table.loc[order].rename(columns=lambda d: f"d {d}").rename_axis(columns=None).reset_index()
     return table.assign(implementation=table["implementation"].map(NAMES))
+
+
+def generations(facts: dict) -> pd.DataFrame:
+    """Points down, fused implementations across."""
+    rows = facts["table"]
+    table = rows[["precision", "d_model", "sequence"]].rename(columns={"d_model": "d"})
+    table["mask"] = rows["causal"].map({True: "causal", False: "none"})
+    for name in facts["ran"]:
+        table[NAMES[name]] = [f"{number(ms)} ({percent(share)})" if ms == ms else "–" for ms, share in
+                              zip(rows[f"{name}_ms"], rows[f"{name}_forward"], strict=True)]
+    return table
 
 
 def compilations(facts: dict) -> pd.DataFrame:
@@ -133,7 +146,8 @@ def changes(facts: dict) -> pd.DataFrame | None:
         return None
     points: dict[tuple, dict] = {}
     for row in facts["changes"].sort_values(["d_model", "sequence"], kind="stable").itertuples():
-        change = NO_CHANGE.get(row.none) or f"{row.change:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
+        change = f"{row.change:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
+        change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
         point = points.setdefault((row.d_model, row.sequence), {"d": row.d_model, "sequence": row.sequence})
         point |= {f"{row.phase}, fp32": number(row.fp32_ms), f"{row.phase}, TF32": number(row.tf32_ms),
                   f"Δ {row.phase}": change}
@@ -163,7 +177,9 @@ def ends(facts: dict) -> pd.DataFrame | None:
     rows = facts["table"]
     shown = pd.DataFrame({
         "precision": rows["precision"], "implementation": rows["implementation"].map(NAMES),
-        "code": rows["by_code"].map(positions), "fit": rows["by_fit"].map(positions),
+        "code": [positions(end) + (" *" if corrected else "")
+                 for end, corrected in zip(rows["by_code"], rows["corrected"])],
+        "fit": rows["by_fit"].map(positions),
         "measured": fits_and_fails(rows["fits"], rows["fails_mask"].fillna(rows["fails"])),
         "expandable": fits_and_fails(rows["fits_expandable"], rows["fails_expandable"])}
         | {f"{card} GB": rows[f"gib_{card}"].map(positions) for card in CARDS_GIB})

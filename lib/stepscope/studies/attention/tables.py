@@ -4,13 +4,22 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
+from stepscope.traces.families import families
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """:func:`all_cells`, and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its
+    """:func:`all_cells` of the grid (``cells``) and of runs with FlashAttention-4 (``generations``, see
+    :func:`with_kernels`), and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its
     configuration."""
     records = [record for record in records if record.study == "attention" and record.status == "ok"]
-    tables = {"cells": all_cells(store, records)}
+    kernels = load_table(store, records, "kernels")
+    # Runs beside FlashAttention-4 measure some cells of the grid once more: they are a table of their own.
+    beside_fa4 = [record for record in records
+                  if "fa4" in (*record.config["causal"], *record.config["unmasked"])]
+    records = [record for record in records if record not in beside_fa4]
+    tables = {"cells": all_cells(store, records), "generations": all_cells(store, beside_fa4)}
+    if len(kernels) and len(tables["generations"]):
+        tables["generations"] = with_kernels(tables["generations"], kernels)
     for name in ("ends", "predicted", "accounting"):
         rows = load_table(store, records, name)
         tables[name] = rows.merge(_runs(records), on="run_id") if len(rows) else rows
@@ -19,8 +28,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
 def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
     """Every cell of every run with the run's configuration, its ``flops``, ``forward_tflops``,
-    ``backward_tflops``, ``pass_tflops`` and ``utilisation``: the pass's share of the matrix-product rate
-    measured in the same run."""
+    ``backward_tflops``, ``pass_tflops``, ``utilisation`` and ``forward_utilisation``: the pass's and
+    forward's share of the matrix-product rate measured in the same run."""
     records = [record for record in records if record.study == "attention" and record.status == "ok"]
     cells = load_table(store, records, "cells")
     if cells.empty:
@@ -32,8 +41,19 @@ def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
         cells[f"{phase}_tflops"] = factor * cells["flops"] / cells[f"{phase}_median_ms"] / 1e9
     ceiling = [ceilings.get((run, f"matmul_{precision}"))
                for run, precision in zip(cells["run_id"], cells["precision"])]
-    utilisation = cells["pass_tflops"] / pd.Series(ceiling, index=cells.index, dtype=float)
-    return cells.assign(utilisation=utilisation).copy()  # in one block
+    ceiling = pd.Series(ceiling, index=cells.index, dtype=float)
+    return cells.assign(utilisation=cells["pass_tflops"] / ceiling,
+                        forward_utilisation=cells["forward_tflops"] / ceiling).copy()  # in one block
+
+
+def with_kernels(cells: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """Cells with ``kernel``: the fused attention kernel that takes longest in forward + backward; None where
+    none was captured."""
+    fused = kernels[families(kernels["name"]) == "fused attention"].sort_values("total_ms", ascending=False)
+    longest = fused.drop_duplicates(["run_id", "cell"]).set_index(["run_id", "cell"])["name"]
+    numbered = cells.assign(cell=cells.groupby("run_id").cumcount())
+    names = [longest.get(key) for key in zip(numbered["run_id"], numbered["cell"])]
+    return cells.assign(kernel=pd.Series(names, index=cells.index, dtype=object))
 
 
 def _runs(records: list[Record]) -> pd.DataFrame:

@@ -3,6 +3,9 @@
 # What operators make inside on a GPU, as large as their result: softmax's backward multiplies gradient and
 # output first.
 INSIDE = {"_softmax_backward_data": "gradient times output, inside _softmax_backward_data"}
+# Implementations whose prediction was corrected after a first measurement: what their operators make inside
+# (softmax's backward, the mask's sum) or accumulate in fp32 (dq) was listed only then.
+CORRECTED = ("efficient", "cudnn", "math", "flex")
 # For each pair of positions, while FlexAttention's mask is made: sum() of booleans makes int64 of them first.
 MASK_INSIDE_BYTES = 8
 

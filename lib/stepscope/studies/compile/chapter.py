@@ -6,24 +6,27 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.say.chapter import Chapter, Picture, Question
-from stepscope.studies.compile import facts, facts_launches, figures, printed
-from stepscope.studies.compile.tables import all_times
+from stepscope.studies.compile import facts, facts_kernels, facts_launches, figures, printed
+from stepscope.studies.compile.tables import all_kernels, all_times
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``times``: a row for each run, attention, variant, mode and phase."""
-    return {"times": all_times(store, records)}
+    """``times``: a row for each run, attention, variant, mode and phase; ``kernels``: a row a kernel."""
+    return {"times": all_times(store, records), "kernels": all_kernels(store, records)}
 
 
 NEEDS = ("compile.times",)
+KERNELS = ("compile.kernels",)
 
 CHAPTER = Chapter(
     Path(__file__).parent, "The compiled model", load,
     questions=(
         Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times},
                  pictures=("compile_model",)),
+        Question("compile-why", facts_kernels.why, (*NEEDS, *KERNELS),
+                 printed={"kernels": printed.kernels}),
         Question("compile-launches", facts_launches.launches, NEEDS,
-                 printed={"shares": printed.shares, "fused": printed.fused}),
+                 printed={"shares": printed.shares, "fused": printed.fused, "graphed": printed.graphed}),
         Question("compile-memory", facts.peak_memory, NEEDS, printed={"peaks": printed.peaks}),
         Question("compile-cost", facts_launches.cost, NEEDS,
                  printed={"seconds": printed.seconds, "whole": printed.whole}),

@@ -2,7 +2,7 @@
 the columns of :func:`stepscope.studies.compile.pairs.paired`."""
 import pandas as pd
 
-from stepscope.config import PHASES
+from stepscope.config import PHASES, PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import NEARLY, percent_change, runs_of
 from stepscope.say.selections import beside as runs_beside
@@ -41,6 +41,7 @@ def whole_model(times: pd.DataFrame) -> dict | None:
     return told | untimed | {
         "pairs": both, "optimizer": MAIN, "timed_steps": sorted(set(both["timed_steps"].astype(int))),
         "warmup_steps": sorted(set(both["warmup_steps"].astype(int))), "neighbours": runs_beside(both),
+        "in_turns": "turns" in both and bool((both["turns"] > 1).all()),
         "shape": shape(both), "headline": headline(steps), "marks": marks(both), "marked": any_flagged(told),
         "runs": runs_of(both)}
 
@@ -71,7 +72,18 @@ def sdpa(times: pd.DataFrame) -> dict | None:
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
                          for _, row in slower[slower["flagged"]].iterrows()]}
     return told | {"shape": shape(both), "steps": steps, "headline": headline(ends) if len(ends) else None,
-                   "marks": marks(steps), "marked": any_flagged(told), "runs": runs_of(both)}
+                   "marks": marks(steps), "marked": any_flagged(told), "taken": taken(times),
+                   "runs": runs_of(both)}
+
+
+def taken(times: pd.DataFrame) -> list[dict]:
+    """Which ``implementation`` SDPA took in which ``precisions``, eager or compiled (``variants``), where its
+    kernels were captured."""
+    if "sdpa_taken" not in times:
+        return []
+    rows = times[times["sdpa_taken"].notna()]
+    return [{"implementation": name, "precisions": [p for p in PRECISIONS if (of["precision"] == p).any()],
+             "runs": of["run_id"].nunique()} for name, of in rows.groupby("sdpa_taken", sort=False)]
 
 
 def bound_losses(losses: pd.DataFrame) -> dict | None:
@@ -101,7 +113,8 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
-        return {"measured": False, "backward": None, "pairs": None, "runs": runs_of(both)}
+        return {"measured": False, "backward": None, "pairs": None, "shape": shape(both),
+                "runs": runs_of(both)}
     # Forward alone was measured after full steps, with AdamW's moments still in memory.
     both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)

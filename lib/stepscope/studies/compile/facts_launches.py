@@ -37,8 +37,19 @@ def launches(times: pd.DataFrame) -> dict | None:
         "moves": moved, "fused": fused, "marked": any_flagged([*moved, fused]), "on_gpu": on_gpu,
         "backward": next((move for move in moved if move["mode"] == "forward_backward"), None),
         "adamw": adamw(both, optimizer, on_gpu) if len(optimizer) else None, "optimizer": MAIN,
-        "shares": pd.concat(parts) if parts else None,
+        "shares": pd.concat(parts) if parts else None, "graphed": graphed(times),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
+
+
+def graphed(times: pd.DataFrame) -> dict | None:
+    """The whole forward as one graph against the same with CUDA graphs, and (``eager``) both against eager;
+    ``skips``: graphs that torch could not make CUDA graphs. None where it was not run."""
+    pairs = beside(times, "model", "cuda_graphs")
+    if pairs.empty:
+        return None
+    skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
+    return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
+            "eager": gains(beside(times, "eager", "cuda_graphs"))}
 
 
 def moves(rows: pd.DataFrame) -> dict:

@@ -9,14 +9,35 @@ from matplotlib.patches import Patch
 from stepscope.say.formats import MODE_WORDS, listing, number
 from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.pairs import VARIANTS, relative
-from stepscope.studies.compile.printed import ATTENTION_WORDS
+from stepscope.studies.compile.printed import ATTENTION_WORDS, VARIANT_WORDS
 
 # Attention, variant and colour; eager with written-out attention is what the others are measured by.
 BARS = [("eager", "eager", "0.75"), ("eager", "block", "#0072B2"), ("sdpa", "eager", "#E69F00"),
         ("sdpa", "block", "#D55E00")]
 COMPILED_WORDS = {"eager": "eager", "block": "each block compiled"}
 MODES = ["forward_backward", "step"]
+
+
+def one_run(times: pd.DataFrame, title: str) -> Figure:
+    """One run's whole steps in ms with their 95% intervals: a panel a mode, a bar for each attention and
+    variant."""
+    use_style()
+    rows = times[times["phase"] == WHOLE]
+    modes = [mode for mode in MODE_WORDS if (rows["mode"] == mode).any()] or ["step"]
+    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.6), squeeze=False, sharey=True)
+    for axis, mode in zip(axes[0], modes):
+        here = pick(rows, mode=mode).iloc[::-1]
+        names = [f"{ATTENTION_WORDS[attention]}, {VARIANT_WORDS[variant]}"
+                 for attention, variant in zip(here["attention"], here["variant"])]
+        median = here["median_ms"]
+        axis.barh(names, median, color="#0072B2", height=0.7, error_kw={"ecolor": "0.2"},
+                  xerr=[median - here["ci_low_ms"], here["ci_high_ms"] - median])
+        axis.set(title=MODE_WORDS[mode], xlabel="wall time of a step (ms)")
+        axis.grid(axis="y", visible=False)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return figure
 
 
 def whole_model(times: pd.DataFrame, where: str) -> Figure | None:

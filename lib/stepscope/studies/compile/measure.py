@@ -1,5 +1,8 @@
 """The whole model eager and compiled, with both attentions and every mode in one process."""
+import copy
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pandas as pd
 import torch
@@ -7,89 +10,207 @@ import torch
 from stepscope.config import PHASES
 from stepscope.runs.machine import sm_clock_mhz
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
+from stepscope.step.model import TransformerLM
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
 from stepscope.studies.compile.tables import PART
+from stepscope.traces.in_process import KERNEL_COLUMNS, kernels, sdpa_taken
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in
-# forward's own.
+# forward's own. Kernels are captured of the first, which all that is compiled is in.
 MODES = ("forward_backward", "step", "forward")
 
 
 def with_compiled(step: Step, variant: str) -> Step:
-    """The same step with its model compiled: ``block`` compiles the code of a block, which all blocks share,
-    ``model`` the whole forward. Loss and optimizer stay as they are."""
+    """The same step, on the same parameters, with its model compiled: ``block`` compiles the code of a block,
+    which all blocks share, ``model`` the whole forward, ``cuda_graphs`` that and replays what it compiles to
+    as CUDA graphs. Loss and optimizer stay as they are."""
+    if variant == "eager":
+        return step
+    model = twin(step.model)
     if variant == "block":
-        for block in step.model.blocks:
+        for block in model.blocks:
             block.compile(dynamic=False)
+        return dataclasses.replace(step, model=model)
     if variant == "model":
-        return dataclasses.replace(step, model=torch.compile(step.model, dynamic=False))
-    return step
+        return dataclasses.replace(step, model=torch.compile(model, dynamic=False))
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    return GraphedStep(**{**vars(step), "model": compiled})
+
+
+def twin(model: TransformerLM) -> TransformerLM:
+    """The same modules anew with the same tensors, so that compiling it leaves the other as it is."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+class GraphedStep(Step):
+    """A step whose CUDA graphs are told where it begins: what the last one made may be overwritten."""
+
+    def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        super().__call__(phase)
 
 
 def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
-    """Every attention, variant and mode of one configuration, one after another.
+    """Every attention and mode of one configuration, one after another, each in all variants.
 
-    Each is compiled with caches on disk that are its own and empty at first, so that no compile time profits
-    from another's or from an earlier run. What a process does once, the first to be compiled pays for.
+    All variants of an attention have one set of parameters. Each is compiled with caches on disk that are its
+    own and empty at first, so that no compile time profits from another's or from an earlier run. What a
+    process does once, the first to be compiled pays for. The timed steps are taken in turns, so that what is
+    compared was as warm and had as much power.
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
         variants: a row for each attention, variant and mode, in the order they were run: status (``ok``,
             ``oom``, or ``unsupported`` where torch.compile finds no compiler that works) and its reason,
-            graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, and the
-            mode's peak memory.
+            graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, the
+            mode's peak memory, graphs that were not made CUDA graphs (``cudagraph_skips``), and what forward
+            leaves in memory for backward (``saved_mib``; neither it nor the peak is known of CUDA graphs,
+            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured.
+        kernels: of captured steps (forward + backward), columns attention, variant, mode and
+            ``traces.in_process.KERNEL_COLUMNS``.
     """
-    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
-
     allow_recompiling()
-    samples: list[pd.DataFrame] = []
-    rows: list[dict] = []
+    parts, captures = [], []
     for attention in config.attentions:
-        for variant in config.variants:
-            torch._dynamo.reset()
-            # A model's parameters and their gradients hang in cycles.
-            release(config.device, after_error=True)
-            step = None
-            for mode in MODES:
-                part: dict = {"attention": attention, "variant": variant, "mode": mode}
-                row, compiles, cached = dict(part), Compiles(), _cached_graphs()
-                with fresh_cache():
-                    try:
-                        if step is None:
-                            built = build_step(config.step(mode="step", attention=attention))
-                            step = with_compiled(built, variant)
-                        step = dataclasses.replace(step, config=config.step(mode=mode, attention=attention))
-                        if config.device == "cuda":
-                            torch.cuda.reset_peak_memory_stats()
-                        samples.append(measure(step, sm_clock_mhz).assign(**part))
-                        graphs, breaks = compiles.read()
-                        row |= {"status": "ok", "reason": "", "graphs": graphs, "graph_breaks": breaks,
-                                "cached_graphs": _cached_graphs() - cached} | _peaks(config.device)
-                    except torch.OutOfMemoryError as error:
-                        row |= {"status": "oom", "reason": reason(error, [])}
-                    except torch._dynamo.exc.BackendCompilerFailed as error:
-                        row |= {"status": "unsupported", "reason": reason(error, [])}
-                rows.append(row)
-                if step is not None:
-                    step.clear_gradients()
-            del step
+        torch._dynamo.reset()
+        # A model's parameters and their gradients hang in cycles.
+        release(config.device, after_error=True)
+        steps: dict[str, Step] = {}
+        for mode in MODES:
+            of_mode = {variant: Part(attention, variant, mode) for variant in config.variants}
+            for variant, warmup, timed in schedule(config):
+                of_mode[variant].take(config, steps, warmup, timed)
+            if mode == "forward_backward" and config.captured_steps:
+                captures += [part.captured(config, steps) for part in of_mode.values()]
+            parts += of_mode.values()
+        del steps
     release(config.device)
-    none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, *PART])
-    return {"samples": pd.concat(samples, ignore_index=True) if samples else none,
-            "variants": pd.DataFrame(rows)}
+    samples = [part.samples for part in parts if part.row["status"] == "ok"]
+    return {"samples": stacked(samples, [*SAMPLE_COLUMNS, *PART]),
+            "variants": pd.DataFrame([part.row for part in parts]),
+            "kernels": stacked(captures, [*KERNEL_COLUMNS, *PART])}
 
 
-def _cached_graphs() -> int:
-    """Graphs that this process has so far taken out of torch's caches: Inductor's own, and AOTAutograd's
-    above it."""
+def schedule(config: Config) -> list[tuple[str, int, int]]:
+    """Which variant takes how many steps of warm-up and how many timed ones, in what order.
+
+    In one turn each takes all of its own at once. In several all are compiled and warmed up first, and every
+    turn begins with a step that is not timed, which finds the device as the one before left it.
+    """
+    if config.turns == 1:
+        return [(variant, config.warmup_steps, config.timed_steps) for variant in config.variants]
+    each, more = divmod(config.timed_steps, config.turns)
+    return [(variant, config.warmup_steps, 0) for variant in config.variants] + [
+        (variant, 1, each + (turn < more)) for turn in range(config.turns) for variant in config.variants]
+
+
+class Part:
+    """One attention, variant and mode: its row of ``variants`` and its samples so far."""
+
+    def __init__(self, attention: str, variant: str, mode: str):
+        self.key = dict(zip(PART, (attention, variant, mode)))
+        self.row: dict = self.key | {"status": "ok", "reason": "", "graphs": 0, "graph_breaks": 0,
+                                     "cached_graphs": 0}
+        self.samples = pd.DataFrame(columns=SAMPLE_COLUMNS)
+
+    def take(self, config: Config, steps: dict[str, Step], warmup: int, timed: int) -> None:
+        """So many more steps, built and compiled where they are not in ``steps`` yet; nothing more once one
+        did not run."""
+        from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+
+        if self.row["status"] != "ok":
+            return
+        compiles, before, first = Compiles(), _cached(), self.samples.empty
+        with self.refusals(), fresh_cache():
+            if first and config.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            step = self.step(config, steps, warmup_steps=warmup, timed_steps=timed)
+            taken = measure(step, sm_clock_mhz)
+            step.clear_gradients()
+            taken["step"] += self.samples["step"].nunique()
+            taken = taken.assign(**self.key)
+            self.samples = taken if first else pd.concat([self.samples, taken], ignore_index=True)
+            if first:
+                self.row |= _peaks(step)
+        counted = dict(zip(("graphs", "graph_breaks"), compiles.read())) | {
+            name: now - before[name] for name, now in _cached().items()}
+        self.row |= {name: self.row.get(name, 0) + times for name, times in counted.items()}
+
+    def step(self, config: Config, steps: dict[str, Step], **fields: int) -> Step:
+        """This part's step, from those of its attention, where it is left once it is built."""
+        attention, variant, mode = self.key.values()
+        if "eager" not in steps:
+            steps["eager"] = build_step(config.step(mode="step", attention=attention))
+        if variant not in steps:
+            steps[variant] = with_compiled(steps["eager"], variant)
+        own = config.step(mode=mode, attention=attention).model_copy(update=fields)
+        return dataclasses.replace(steps[variant], config=own)
+
+    def captured(self, config: Config, steps: dict[str, Step]) -> pd.DataFrame:
+        """The kernels of some more steps; before that, what forward leaves for backward, in the row."""
+        found = pd.DataFrame(columns=KERNEL_COLUMNS)
+        if self.row["status"] == "ok":
+            with self.refusals():
+                step = self.step(config, steps)
+                self.row |= _saved(step)
+
+                def once() -> None:
+                    step.clear_gradients()
+                    step()
+                found = kernels(once, config.device, config.captured_steps)
+                step.clear_gradients()
+                if self.key["attention"] == "sdpa":
+                    self.row["sdpa_taken"] = sdpa_taken(found)
+        return found.assign(**self.key)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """What does not run is noted in the row."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.row |= {"status": "oom", "reason": reason(error, [])}
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            self.row |= {"status": "unsupported", "reason": reason(error, [])}
+
+
+def stacked(frames: list[pd.DataFrame], columns: list[str]) -> pd.DataFrame:
+    frames = [frame for frame in frames if len(frame)]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
+
+
+def _cached() -> dict[str, int]:
+    """Graphs that this process has so far taken out of torch's caches (Inductor's own, and AOTAutograd's
+    above it), and graphs that it could not make CUDA graphs."""
     from torch._dynamo.utils import counters
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    return {"cached_graphs": counters["inductor"]["fxgraph_cache_hit"]
+            + counters["aot_autograd"]["autograd_cache_hit"],
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"]}
 
 
-def _peaks(device: str) -> dict[str, float]:
-    return {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} if device == "cuda" else {}
+def _peaks(step: Step) -> dict[str, float]:
+    """The peak of memory without the pools of CUDA graphs, which are not this step's; nothing where no
+    allocator tells."""
+    if step.config.device == "cpu" or isinstance(step, GraphedStep):
+        return {}
+    pools = sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
+                if tuple(segment["segment_pool_id"]) != (0, 0))
+    return {"peak_allocated_mib": (torch.cuda.max_memory_allocated() - pools) / 2**20}
+
+
+def _saved(step: Step) -> dict[str, float]:
+    """MiB that forward leaves allocated besides its output; nothing where no allocator tells."""
+    if step.config.device == "cpu" or isinstance(step, GraphedStep):
+        return {}
+    step.clear_gradients()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with step.autocast():
+        logits = step.model(step.tokens)
+    kept = torch.cuda.memory_allocated() - before - logits.untyped_storage().nbytes()
+    return {"saved_mib": kept / 2**20}
 
 
 def reading(times: pd.DataFrame) -> str:

@@ -9,9 +9,11 @@ from stepscope.config import PHASES, PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import apart, number
 from stepscope.say.selections import pick
+from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 
 ATTENTIONS, VARIANTS = ("eager", "sdpa"), ("eager", "block")
+ALL_VARIANTS = (*VARIANTS, "model", "cuda_graphs")
 MAIN = "foreach"  # AdamW's implementation in all that is told but what compares two
 INTERVAL = ["ci_low_ms", "ci_high_ms"]
 
@@ -27,7 +29,8 @@ def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.Dat
     """Two tables of whole steps side by side, the columns of the second with ``_after``.
 
     Added: ``speedup``; ``sure``, whether the medians' 95% intervals are apart; ``flagged``, whether a side's
-    samples are not one steady state. """
+    samples are not one steady state; ``unlike``, whether the sides' median SM clocks (``sm_clock_mhz``)
+    differ (:func:`stepscope.step.summary.unlike_clocks`), so that the ratio is partly one of clocks. """
     if before.empty or after.empty:
         return before.iloc[:0]
     both = before.merge(after, on=keys, suffixes=("", "_after"))
@@ -35,15 +38,17 @@ def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.Dat
     both["sure"] = [apart(row[INTERVAL], row[[f"{c}_after" for c in INTERVAL]].set_axis(INTERVAL))
                     for _, row in both.iterrows()]
     both["flagged"] = (both["flags"] != "") | (both["flags_after"] != "")
+    both["unlike"] = unlike_clocks(both["sm_clock_mhz"], both["sm_clock_mhz_after"])
     return ordered(both)
 
 
 def ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """By size, context, precision, attention and mode, each in its own order."""
-    order = {name: rank for names in (PRECISIONS, ATTENTIONS, PHASES) for rank, name in enumerate(names)}
+    """By size, context, precision, attention, mode and variant, each in its own order."""
+    own = {"precision": PRECISIONS, "attention": ATTENTIONS, "mode": [*PHASES], "variant": ALL_VARIANTS}
+    columns = [column for column in ("size", "context_length", *own) if column in rows]
     return by_size(rows).sort_values(
-        ["size", "context_length", "precision", "attention", "mode"], kind="stable", ignore_index=True,
-        key=lambda column: column if column.name in ("size", "context_length") else column.map(order))
+        columns, kind="stable", ignore_index=True,
+        key=lambda column: column.map(own[column.name].index) if column.name in own else column)
 
 
 def beside(times: pd.DataFrame, before: str = "eager", after: str = "block",
@@ -150,10 +155,11 @@ def headline(steps: pd.DataFrame) -> dict | None:
 
 def marks(both: pd.DataFrame) -> dict:
     """What there is to explain beside a table of pairs: ``unchanged``, whether some did not surely change,
-    and ``kinds`` of unsteady samples."""
+    ``kinds`` of unsteady samples, and how many pairs are at ``unlike`` clocks, of all."""
     kinds = {flag.split(":")[0] for column in ("flags", "flags_after") for text in both[column]
              for flag in text.split("; ") if flag}
-    return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds)}
+    return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": int(both["unlike"].sum()),
+            "pairs": len(both)}
 
 
 def any_flagged(told: object) -> bool:

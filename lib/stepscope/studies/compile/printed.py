@@ -6,18 +6,24 @@ import pandas as pd
 from stepscope.say.formats import MODE_WORDS, number, percent, percent_change
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
-VARIANT_WORDS = {"eager": "eager", "block": "compiled"}
+VARIANT_WORDS = {"eager": "eager", "block": "compiled", "model": "one graph", "cuda_graphs": "CUDA graphs"}
 FLAGGED = " †"    # behind a pair of which a side's samples are not one steady state
 SHARE_WORDS = {"forward_backward": "launch-bound, forward + backward", "step": "launch-bound, full step",
                "optimizer": "AdamW's part of the full step"}
 
 
 def cells_of(both: pd.DataFrame) -> list[str]:
-    """Of each pair: in ms, and how many times as fast."""
+    """Of each pair: in ms, how many times as fast, and the SM clocks where they are unlike."""
     speedups = [number(row.speedup) if row.sure else "none" for row in both.itertuples()]
-    marks = [FLAGGED if flagged else "" for flagged in both["flagged"]]
+    marks = [(FLAGGED if row.flagged else "") + (f" ({clocks(row)})" if row.unlike else "")
+             for row in both.itertuples()]
     return [f"{times}: {speedup}{mark}"
             for times, speedup, mark in zip(from_to(both, "median_ms"), speedups, marks, strict=True)]
+
+
+def clocks(row) -> str:
+    """A pair's median SM clocks."""
+    return f"{row.sm_clock_mhz:.0f}, {row.sm_clock_mhz_after:.0f} MHz"
 
 
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
@@ -86,7 +92,8 @@ def seconds(facts: dict) -> pd.DataFrame:
     return pd.DataFrame({
         "size": rows["size"], "precision": rows["precision"],
         "attention": rows["attention"].map(ATTENTION_WORDS),
-        "compiled": rows["variant"].map({"block": "block", "model": "whole forward"}),
+        "compiled": rows["variant"].map({"block": "block", "model": "whole forward",
+                                         "cuda_graphs": "with CUDA graphs"}),
         "forward + backward": rows["training_s"].map(number),
         "first of its process": rows["first"].map({True: "yes", False: "no"}),
         "forward": rows["inference_s"].map(number)})
@@ -103,3 +110,24 @@ def steps(facts: dict) -> pd.DataFrame | None:
     if both.empty:
         return None
     return wide(both, both["variant"].map(VARIANT_WORDS), cells_of(both)).drop(columns="attention")
+
+
+def graphed(facts: dict) -> pd.DataFrame | None:
+    """The whole forward as one graph to the same with CUDA graphs, by mode."""
+    return None if facts["graphed"] is None else times(facts["graphed"])
+
+
+def kernels(facts: dict) -> pd.DataFrame:
+    """Kernels and their ms in forward + backward, a row for each run, attention and variant."""
+    rows = facts["table"]
+    contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
+    table = pd.DataFrame({"size": rows["size"], **contexts, "precision": rows["precision"],
+                          "attention": rows["attention"].map(ATTENTION_WORDS),
+                          "variant": rows["variant"].map(VARIANT_WORDS)})
+    for group, words in {"products": "products", "attention": "fused attention", "rest": "all else",
+                         "all": "together"}.items():
+        table[words] = [f"{count:,.0f}: {number(ms)} ms" if count else "–"
+                        for count, ms in zip(rows[f"{group}_count"], rows[f"{group}_ms"], strict=True)]
+    if rows["saved_gib"].notna().any():
+        table["kept for backward (GiB)"] = rows["saved_gib"].map(number)
+    return table

@@ -7,6 +7,7 @@ from stepscope.runs.tables import load_table, runs_frame
 from stepscope.step.rates import run_times
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.config import Config
+from stepscope.traces.families import families
 
 PART = ["attention", "variant", "mode"]  # what is timed on its own within a run
 # Of a run in which nothing fits.
@@ -22,6 +23,19 @@ def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config)
         first_ms = times["phase"].map(rows[rows["step"] == 0].set_index("phase")["time_ms"])
         frames.append(times.assign(attention=attention, variant=variant, mode=mode, first_ms=first_ms))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY_TIMES)
+
+
+def at_a_glance(times: pd.DataFrame) -> pd.DataFrame:
+    """One run's whole steps from :func:`variant_times`, a row for each mode, attention and variant, with how
+    many times as fast as eager it is."""
+    whole = times[times["phase"] == WHOLE].sort_values(["mode", "attention"], kind="stable")
+    eager = whole[whole["variant"] == "eager"].set_index(["mode", "attention"])["median_ms"]
+    of_eager = [eager.get(key, float("nan")) for key in zip(whole["mode"], whole["attention"])]
+    table = whole[["mode", "attention", "variant", "median_ms", "ci_low_ms", "ci_high_ms"]]
+    table = table.assign(times_as_fast=of_eager / whole["median_ms"], first_ms=whole["first_ms"])
+    if "sm_clock_mhz" in whole and whole["sm_clock_mhz"].notna().any():
+        table["sm_clock_mhz"] = whole["sm_clock_mhz"]
+    return table.round(3).reset_index(drop=True)
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
@@ -43,3 +57,14 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     times["phase"] = times["phase"].fillna(WHOLE)
     runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
     return times.merge(runs, on="run_id").assign(study="compile")
+
+
+def all_kernels(store: Store, records: list[Record]) -> pd.DataFrame:
+    """Kernels of captured forward + backward steps: a row for each run, attention, variant and kernel, with
+    the run's configuration. Records of before have none."""
+    records = [record for record in records if record.study == "compile" and record.status == "ok"]
+    kernels = load_table(store, records, "kernels")
+    if kernels.empty:
+        return pd.DataFrame()
+    runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
+    return kernels.assign(family=families(kernels["name"]).astype(str)).merge(runs, on="run_id")

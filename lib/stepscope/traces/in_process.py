@@ -1,0 +1,66 @@
+"""The kernels of some work in this process, by torch.profiler: what ran, how often and how long.
+
+Only the device is watched where there is one, so that a capture of thousands of kernels costs a second; what
+a launch takes meanwhile is longer, a kernel is not.
+"""
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pandas as pd
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stepscope.traces.families import families
+from stepscope.traces.torch_profiler import operations
+
+KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
+# What scaled_dot_product_attention took, by the names of its kernels: NVIDIA's own, FlashAttention's later
+# generations (which torch has not by itself), xFormers' memory-efficient one, and torch's copy of
+# FlashAttention-2. The first that fits decides.
+SDPA = [("cuDNN", r"cudnn"), ("FlashAttention-4", r"flash_attn\W?cute|FlashAttention(For|Back)ward"),
+        ("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"), ("memory-efficient", r"fmha_cutlass|MemEff"),
+        ("FlashAttention-2", r"pytorch_flash|flash_(fwd|bwd)"),
+        ("flash on a CPU", r"flash_attention_for_cpu")]
+MATH = "math"  # no fused kernel: products and a softmax
+
+
+def kernels(run: Callable[[], None], device: str, steps: int = 1) -> pd.DataFrame:
+    """Kernels, copies and fills while ``run`` is called ``steps`` times (on a CPU: torch's operators).
+
+    Returns a row for each name, the longest in sum first: name, family, count and total_ms, both a step.
+    """
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        for _ in range(steps):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        found = operations(trace)
+    table = pd.DataFrame({"name": [event["name"] for event in found],
+                          "total_ms": [(event["end"] - event["start"]) / 1e6 for event in found]})
+    table = table.groupby("name", sort=False)["total_ms"].agg(["size", "sum"]).div(steps).reset_index()
+    table = table.set_axis(["name", "count", "total_ms"], axis=1).sort_values("total_ms", ascending=False)
+    return table.assign(family=families(table["name"]).astype(str))[KERNEL_COLUMNS].reset_index(drop=True)
+
+
+def sdpa_taken(table: pd.DataFrame) -> str:
+    """Which implementations of :data:`SDPA` are among the kernels of steps whose attention is SDPA, those of
+    forward and backward together; :data:`MATH` if none is.
+
+    Args:
+        table: rows of :func:`kernels`.
+    """
+    fused = table.loc[table["family"] == "fused attention", "name"]
+    found = dict.fromkeys(implementation(name) for name in fused)
+    return " and ".join(found) or MATH
+
+
+def implementation(name: str) -> str:
+    """The implementation that a fused attention kernel is of; its own name where it is of none that is
+    known."""
+    return next((known for known, pattern in SDPA if re.search(pattern, name)), name)
