@@ -15,7 +15,7 @@ from stepscope.report.load import Data, chapters, load_data
 from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
-from stepscope.report.readme import with_table
+from stepscope.report.readme import with_ladder, with_table
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.say.chapter import Answer, Page, Picture, answer, given
@@ -98,12 +98,12 @@ def kept_files(record: Record) -> list[str]:
 
 def texts(store: Store, data: Data, figures: list[str], folder: Path) -> dict[Path, str]:
     """Every text of the report with its place in ``folder``: the writeup, pages beside the figures, and the
-    README there, if there is one, with its table."""
+    README there, if there is one, with what it says of the records."""
     runs_link = os.path.relpath(store.root, folder).replace(os.sep, "/")
     made = {folder / "writeup.md": writeup(data, figures, runs_link, "figures")}
     made |= {folder / "figures" / name: text for name, text in pages(data).items()}
     if (readme := folder / "README.md").exists():
-        made[readme] = with_table(readme.read_text(encoding="utf-8"), data)
+        made[readme] = with_table(with_ladder(readme.read_text(encoding="utf-8"), data), data)
     return made
 
 
