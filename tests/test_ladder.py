@@ -2,7 +2,10 @@
 against data."""
 
 import math
+import os
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,14 +17,23 @@ from stepscope.config import ConfigError, configure
 from stepscope.say.chapter import answer
 from stepscope.step.ceilings import measure_ceilings
 from stepscope.step.flops import parameter_count
-from stepscope.studies.ladder import chapter, facts, floor, fp8, printed
+from stepscope.studies.ladder import chapter, facts, floor, fp8, measure, printed
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
-from stepscope.studies.ladder.measure import Ladder, measure_ladder
-from stepscope.studies.ladder.names import snippet
+from stepscope.studies.ladder.measure import Ladder, compiler_cache, difference, measure_ladder, sampled
+from stepscope.studies.ladder.names import name_of, snippet
 from stepscope.studies.ladder.optimizer import MasterAdamW, adamw_
-from stepscope.studies.ladder.rungs import CHANGES, FINISHED, Rung, Unsupported, changes_of, empty_out
-from stepscope.studies.ladder.tables import rung_times
+from stepscope.studies.ladder.rungs import (
+    BRANCHES,
+    CHANGES,
+    FINISHED,
+    Rung,
+    Unsupported,
+    before,
+    changes_of,
+    empty_out,
+)
+from stepscope.studies.ladder.tables import Process, over_processes, redrawn_medians
 from stepscope.studies.ladder.training import text_batches
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]
@@ -90,10 +102,9 @@ def plain_adamw(weights, gradients, rate):
     for t, gradient in enumerate(gradients, start=1):
         m = f(f(m * f(0.9)) + f(gradient * f(1 - 0.9)))
         v = f(f(v * f(0.999)) + f(f(gradient * gradient) * f(1 - 0.999)))
-        first, second = f(1 - 0.9**t), f(math.sqrt(1 - 0.999**t))
-        change = f(m / f(f(f(math.sqrt(v)) / second) + f(1e-8)))
-        decay = f(1 - f(f(rate) * f(0.01)))
-        weight = f(f(weight * decay) - f(f(f(rate) / first) * change))
+        correction, step = f(1 / math.sqrt(1 - 0.999**t)), f(rate / (1 - 0.9**t))
+        change = f(m / f(f(f(math.sqrt(v)) * correction) + f(1e-8)))
+        weight = f(f(weight * f(1 - rate * 0.01)) - f(step * change))
     return weight
 
 
@@ -152,9 +163,11 @@ def test_fp8_products_are_near_and_are_not_the_same():
 
 
 def test_rungs_are_one_change_apart():
-    for before, after in zip(RUNGS, CHANGES):
-        assert changes_of(after) - changes_of(before) == {after}
-        assert snippet(after), "what a user writes is shown"
+    for rung in CHANGES:
+        assert changes_of(rung) - changes_of(before(rung, RUNGS)) == {rung}
+        assert snippet(rung), "what a user writes is shown"
+        assert not changes_of(rung) & (BRANCHES - {rung})
+    assert before("fp32", RUNGS) is None and before("wide", {"fp32", "graph"}) == "fp32"
     assert changes_of("without_wide") == FINISHED - {"wide"}
     assert not changes_of("without_bf16") & {"bf16", "no_casts"}
 
@@ -201,6 +214,64 @@ def test_a_reset_rung_trains_as_a_fresh_one(config, monkeypatch):
     assert all(parameter.numel() == 0 for parameter in rung.program.model.parameters())
     again = Rung(config(), "fp32", programs)
     assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
+
+
+def test_an_update_within_backward_is_the_update_after_it(config):
+    """On the same gradients it is the same, bit by bit; and outside of its context backward updates nothing."""
+    after, within = (Rung(config(), name, {}) for name in ("chunked", "overlap"))
+    assert after.in_backward is None and within.in_backward is not None
+    before_it = within.optimizer.master.clone()
+    within.gradients()
+    assert torch.equal(within.optimizer.master, before_it)
+    for _ in range(3):
+        assert after.step().item() == within.step().item()
+    for flat in ("master", "m", "v", "low"):
+        assert torch.equal(getattr(after.optimizer, flat), getattr(within.optimizer, flat)), flat
+    parameters = list(within.named.values())
+    within.unload()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)
+
+
+def test_the_compilers_cache_is_empty_for_the_first_process_and_shared_with_the_next(config, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    places = []
+    for number in (0, 1, 0):
+        with compiler_cache(config(process=number)):
+            place = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            places.append((place, [path.name for path in place.iterdir()]))
+            (place / f"made{len(places)}").touch()
+    (first, was), (second, found_there), (third, at_last) = places
+    assert first == second == third and tmp_path in first.parents
+    assert not was and found_there == ["made1"] and not at_last
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+def test_what_is_optional_is_skipped_when_the_budget_is_spent(config, capsys):
+    ladder = Ladder(config(rungs=["fp32", "sdpa", "graph"], rounds=1, process=1, budget_s=1))
+    ladder.climb()
+    ladder.started -= 2
+    ladder.leave_out()
+    status = {name: row["status"] for name, row in ladder.rows.items()}
+    assert status["fp32"] == status["sdpa"] == "ok" and set(status.values()) == {"ok", "skipped"}
+    assert status["graph"] == status["without_sdpa"] == "skipped"
+    assert "budget" in ladder.rows["without_sdpa"]["reason"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[1] for line in lines] == ["fp32", "sdpa", "sdpa"], "a line of progress each"
+
+
+def test_a_sample_of_the_gradient_stands_for_it(config, monkeypatch):
+    rung = Rung(config(), "fp32", {})
+    loss = rung.gradients().item()
+    whole = {name: gradient.clone() for name, gradient in rung.plain_gradients()}
+    noise = {name: 0.01 * torch.randn_like(gradient) * gradient.std() for name, gradient in whole.items()}
+    offs = []
+    for most in (2**18, 100):
+        monkeypatch.setattr(measure, "COMPARED", most)
+        there = {name: sampled(gradient + noise[name]) for name, gradient in whole.items()}
+        assert max(map(len, there.values())) <= most
+        offs.append(difference(rung, loss, (loss, there))["gradient_off"])
+    assert offs[0] == pytest.approx(offs[1], rel=0.2) and offs[0] == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -275,76 +346,37 @@ def test_the_floor_is_products_and_traffic(config):
     assert floor.data_sheet("a CPU") == {}
 
 
-def made_up(sizes=("small", "2.7B"), ms=None, device="NVIDIA H200", beside=30.0, **fields):
-    """Times of every rung as a GPU might give them: ``ms`` by rung; Hugging Face's in ``beside``."""
-    ms = ms or {
-        rung: 100.0 * 0.8**index for index, rung in enumerate([rung for rung in RUNGS if rung != "fill"])
-    }
-    frames, curves = [], []
-    ceilings = pd.DataFrame(
-        {
+def burst(rung, steps, time_ms):
+    return {"rung": rung, "turn": 0, "steps": steps, "wall_ms": time_ms, "sm_clock_mhz": 1900.0, "power_w": 600.0,
+            "throttle": "power_cap", "throttled_share": 0.25, "step_energy_j": 3.0}
+
+
+def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", beside=30.0, **fields):
+    """One process's tables as a GPU might give them: ``ms`` by rung; Hugging Face's in ``beside``."""
+    ms = ms or {rung: 100.0 * 0.8**index for index, rung in enumerate(RUNGS[:-1])}
+    last = min(ms.values())
+    all_ms = ms | {"hugging_face": beside, "without_wide": 1.1 * last, "without_sdpa": 1.5 * last, "fill": 40.0}
+    all_ms = {rung: time / faster for rung, time in all_ms.items()}
+    config = configure("ladder", size=size, context_length=512, device="cuda", process=number, **fields)
+    tables = {
+        "rungs": pd.DataFrame([
+            {"rung": rung, "status": "ok", "reason": "", "batch": 4 if rung != "fill" else 32, "compile_s": 1.0 + number,
+             "peak_mib": 2048.0, "loss_off": 1e-5, "gradient_off": 1e-3, "gradient_worst": 2e-3}
+            for rung in all_ms]),
+        "samples": pd.DataFrame([
+            {"rung": rung, "turn": 0, "step": step, "time_ms": time * (1 + step / 1e4)}
+            for rung, time in all_ms.items() for step in range(6)]),
+        "bursts": pd.DataFrame([burst(rung, 6, time) for rung, time in all_ms.items()]),
+        "ceilings": pd.DataFrame({
             "ceiling": [f"matmul_{p}" for p in ("fp32", "tf32", "bf16", "fp8")] + ["copy"],
-            "value": [50.0, 350, 700, 1200, 4.2],
-        }
-    )
-    for size in sizes:
-        config = configure("ladder", size=size, context_length=512, device="cuda", **fields)
-        all_ms = ms | {
-            "hugging_face": beside,
-            "without_wide": 1.1 * ms["chunked"],
-            "without_graph": 1.5 * ms["chunked"],
-            "fill": 40.0,
-        }
-        rows = pd.DataFrame(
-            [
-                {
-                    "rung": rung,
-                    "status": "ok",
-                    "reason": "",
-                    "batch": 4 if rung != "fill" else 32,
-                    "compile_s": 1.0,
-                    "peak_mib": 2048.0,
-                    "loss_off": 1e-5,
-                    "gradient_off": 1e-3,
-                    "gradient_worst": 2e-3,
-                }
-                for rung in all_ms
-            ]
-        )
-        samples = pd.DataFrame(
-            [
-                {"rung": rung, "turn": 0, "step": step, "time_ms": time * (1 + step / 1e4)}
-                for rung, time in all_ms.items()
-                for step in range(6)
-            ]
-        )
-        bursts = pd.DataFrame(
-            [
-                {
-                    "rung": rung,
-                    "turn": 0,
-                    "steps": 6,
-                    "wall_ms": time,
-                    "sm_clock_mhz": 1900.0,
-                    "power_w": 600.0,
-                    "throttle": "",
-                    "energy_j": 3.0,
-                }
-                for rung, time in all_ms.items()
-            ]
-        )
-        own = rung_times(
-            {"rungs": rows, "samples": samples, "bursts": bursts, "ceilings": ceilings}, config, device
-        )
-        frames.append(
-            own.assign(
-                size=size,
-                context_length=512,
-                vocab_size=config.vocab_size,
-                study="ladder",
-                run_id=config.run_id,
-            )
-        )
+            "value": [50.0, 350, 700, 1200, 4.2]}),
+    }
+    return Process(config, device, f"ladder/{config.run_id}", tables)
+
+
+def made_up(sizes=("small", "2.7B"), **given):
+    """The study's tables from one process a size."""
+    curves = []
     for rung, seed, shift in (("fp32", 0, 0.0), ("fp32", 1, 0.1), ("bf16", 0, 0.05), ("fp8", 0, 0.4)):
         curves += [
             {
@@ -374,7 +406,8 @@ def made_up(sizes=("small", "2.7B"), ms=None, device="NVIDIA H200", beside=30.0,
             for name, family, time in (("k", "matrix products", 60.0), ("o", "optimizer", 20.0))
         ]
     )
-    return {"times": pd.concat(frames, ignore_index=True), "curves": pd.DataFrame(curves), "kernels": kernels}
+    rungs = over_processes([process(size, **given) for size in sizes])
+    return {"rungs": rungs, "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame()}
 
 
 def said(key, tables):
@@ -384,33 +417,55 @@ def said(key, tables):
 
 def test_the_ladder_follows_its_data():
     tables = made_up()
-    found = facts.ladder(tables["times"])
-    assert found["size"] == "2.7B" and found["best_name"] == "chunked cross-entropy", (
-        "fp8 is another arithmetic"
-    )
-    assert found["faster"] == pytest.approx(0.8**-10, rel=1e-3)
-    assert found["beside"]["over_best"] == pytest.approx(30 / (100 * 0.8**10), rel=1e-3)
+    found = facts.ladder(tables["rungs"])
+    assert found["size"] == "2.7B" and found["best_name"] == name_of("overlap"), "fp8 is another arithmetic"
+    assert found["faster"] == pytest.approx(0.8**-11, rel=1e-3)
+    assert found["beside"]["over_best"] == pytest.approx(30 / (100 * 0.8**11), rel=1e-3)
+    assert [branch["rung"] for branch in found["branches"]] == [*BRANCHES]
     slower = made_up(ms={rung: 10.0 + index for index, rung in enumerate(RUNGS[:-1])})
-    assert facts.ladder(slower["times"])["best_name"] == "fp32, eager"
-    lacking = tables["times"].assign(
-        status=tables["times"]["status"].where(tables["times"]["rung"] != "tf32", "oom")
+    assert facts.ladder(slower["rungs"])["best_name"] == "fp32, eager"
+    lacking = tables["rungs"].assign(
+        status=tables["rungs"]["status"].where(tables["rungs"]["rung"] != "tf32", "oom")
     )
     assert [one["oom"] for one in facts.ladder(lacking)["missing"]] == [True]
     texts = {
-        said("ladder", {**tables, "times": times}).text
-        for times in (tables["times"], slower["times"], lacking)
+        said("ladder", {**tables, "rungs": rungs}).text
+        for rungs in (tables["rungs"], slower["rungs"], lacking)
     }
     assert len(texts) == 3 and all("{" not in text for text in texts)
+    assert len(printed.rungs(found)) <= 12
+
+
+def test_ratios_are_of_times_within_a_process_and_intervals_over_processes():
+    """Processes of which one is twice as fast: times are far apart, their ratios are not."""
+    alike = over_processes([process(number=number) for number in range(3)]).set_index("rung").loc["wide"]
+    apart = over_processes([process(number=number, faster=1 + number / 2) for number in range(3)])
+    apart = apart.set_index("rung").loc["wide"]
+    assert alike["processes"] == apart["processes"] == 3
+    assert alike["ci_high_ms"] / alike["ci_low_ms"] < 1.01 and apart["ci_high_ms"] / apart["ci_low_ms"] > 1.3
+    for row in (alike, apart):
+        assert row["gain"] == pytest.approx(1.25, rel=1e-3)
+        assert 1.24 < row["gain_low"] <= row["gain"] <= row["gain_high"] < 1.26
+        assert row["compile_s"] == 1, "the first process compiled, the others found its cache"
+
+
+def test_bootstrap_medians_are_those_of_bootstrap_samples():
+    times = np.random.default_rng(1).normal(10, 1, 41)
+    drawn = redrawn_medians(times, np.random.default_rng(2))
+    plain = np.median(np.random.default_rng(3).choice(times, (4000, 41)), axis=1)
+    assert set(drawn) <= set(times)
+    for share in (0.025, 0.5, 0.975):
+        assert np.quantile(drawn, share) == pytest.approx(np.quantile(plain, share), abs=0.1)
 
 
 def test_what_helps_nowhere_and_what_costs_is_told():
     ms = dict.fromkeys(RUNGS[:-1], 100.0) | {"tf32": 50.0, "bf16": 50.0, "sdpa": 60.0}
-    found = facts.sizes(made_up(ms=ms)["times"])
+    found = facts.sizes(made_up(ms=ms)["rungs"])
     assert "TF32 products" not in found["useless"] and "bf16 autocast" in found["useless"]
     assert {one["rung"] for one in found["costly"]} >= {"sdpa", "fused"}
     assert "costs time" in said("ladder-sizes", made_up(ms=ms)).text
     assert "costs time" not in said("ladder-sizes", made_up()).text
-    kinds = facts.advice(made_up(ms=ms)["times"])["kinds"]
+    kinds = facts.advice(made_up(ms=ms)["rungs"])["kinds"]
     assert (
         kinds["products"]["most"]["gain"] == pytest.approx(2, rel=1e-3)
         and kinds["memory"]["most"]["gain"] < 1
@@ -419,20 +474,15 @@ def test_what_helps_nowhere_and_what_costs_is_told():
 
 def test_a_gain_over_several_changes_is_none():
     """A run may leave rungs out: what it gains then is not one change's."""
-    tables = made_up(sizes=("small",))["times"]
-    few = made_up(sizes=("small",), ms={"fp32": 100.0, "wide": 20.0, "chunked": 10.0})["times"]
-    assert list(few.loc[few["one_change"].eq(True), "rung"]) == ["chunked"]
-    both = pd.concat([tables, few.assign(run_id="another")], ignore_index=True)
-    gains = {one["rung"]: one["most"]["gain"] for one in facts.sizes(both)["rungs"]}
-    assert gains["wide"] == pytest.approx(1.25, rel=1e-3) and gains["chunked"] == pytest.approx(
-        1.625, rel=1e-3
-    )
+    few = made_up(sizes=("small",), ms={"fp32": 100.0, "wide": 20.0, "chunked": 10.0})["rungs"]
+    gains = few.set_index("rung")["gain"]
+    assert gains["chunked"] == pytest.approx(2, rel=1e-3) and math.isnan(gains["wide"])
 
 
 def test_goals_that_are_missed_are_said():
     reached, missed = (
-        facts.goals(**{k: v for k, v in made_up(beside=1000.0).items() if k != "curves"}),
-        facts.goals(**{k: v for k, v in made_up(beside=1.0).items() if k != "curves"}),
+        facts.goals(*[made_up(beside=1000.0)[name] for name in ("rungs", "kernels")]),
+        facts.goals(*[made_up(beside=1.0)[name] for name in ("rungs", "kernels")]),
     )
     assert {one["goal"] for one in missed["missed"]} >= {"over_hugging_face", "slower"} and missed[
         "faster"
@@ -447,7 +497,7 @@ def test_goals_that_are_missed_are_said():
 
 def test_training_outside_the_band_is_told():
     tables = made_up()
-    found = facts.training(tables["times"], tables["curves"])
+    found = facts.training(tables["rungs"], tables["curves"])
     assert [one["name"] for one in found["out"]] == ["FP8 products"] and found["inside"] == 1
     assert found["out"][0]["beyond"] == pytest.approx(0.3)
     inside = tables["curves"].assign(
@@ -465,21 +515,21 @@ def test_training_outside_the_band_is_told():
 def test_every_question_is_answered_from_a_gpus_data_and_from_none(key):
     full = said(key, made_up())
     assert full.text and full.tables and full.runs
-    nothing = dict.fromkeys(("times", "curves", "kernels"), pd.DataFrame())
+    nothing = dict.fromkeys(("rungs", "curves", "kernels", "backends"), pd.DataFrame())
     assert "Not answered" in said(key, nothing).text
-    left = ["rung", "kind", "batch", "size", "context_length", "vocab_size", "study", "run_id", "reason"]
-    too_large = made_up()["times"][left].assign(status="oom")
-    assert "Not answered" in said(key, {**nothing, "times": too_large}).text
+    left = ["rung", "kind", "batch", "size", "context_length", "vocab_size", "runs", "processes", "reason"]
+    too_large = made_up()["rungs"][left].assign(status="oom")
+    assert "Not answered" in said(key, {**nothing, "rungs": too_large}).text
 
 
 def test_pictures_are_drawn_from_a_gpus_data_and_a_cpus(found):
     import matplotlib.pyplot as plt
 
     config, tables = found
-    times = rung_times(tables, config, "a CPU").assign(
-        size="nano", context_length=16, vocab_size=256, study="ladder", run_id="a"
-    )
-    mine = {"times": times, "curves": tables["curves"].assign(size="nano", context_length=16, vocab_size=256)}
+    mine = {
+        "rungs": over_processes([Process(config, "a CPU", "ladder/a", tables)]),
+        "curves": tables["curves"].assign(size="nano", context_length=16, vocab_size=256),
+    }
     for given in (made_up(), mine):
         for picture in chapter.CHAPTER.pictures:
             figure = picture.draw(
@@ -487,7 +537,7 @@ def test_pictures_are_drawn_from_a_gpus_data_and_a_cpus(found):
             )
             assert figure.axes
             plt.close(figure)
-    assert chapter.CHAPTER.pictures[0].draw(made_up()["times"].assign(status="oom"), where="here") is None
+    assert chapter.CHAPTER.pictures[0].draw(made_up()["rungs"].assign(status="oom"), where="here") is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is a GPU's")

@@ -338,7 +338,7 @@ def report(
     from stepscope.runs.sweep_file import find_sweeps
 
     names = (
-        ["benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
+        ["ladder", "benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
         if device_here("auto") == "cuda"
         else ["cpu"]
     )
@@ -359,6 +359,51 @@ def report(
         render(folder)
     if end:
         raise end
+
+
+@app.command()
+def ladder(
+    size: Annotated[
+        str | None, typer.Option(help="A named size.", show_default="small, or nano on a CPU")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="D_MODEL,D_FF,LAYERS,HEADS", help="A shape of your own, in place of a size."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Context length.", show_default="512, or 64 on a CPU")] = 0,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 10_000,
+    processes: Annotated[int, typer.Option(help="So many processes.", min=1, max=100)] = 3,
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+) -> None:
+    """Climb the ladder with a model of your own: how fast its step can be made here, and by what.
+
+    A sweep of the study ladder with all rungs, then the report. Exit status as of sweep.
+    """
+    _end_on_signals()
+    import tempfile
+
+    import yaml
+
+    from stepscope.config import device_here
+    device = device_here("auto")
+    fixed: dict = {"context_length": context or (512 if device == "cuda" else 64), "batch_size": batch,
+                   "vocab_size": vocabulary, "device": device, "warmup_steps": 1, "timed_steps": 4}
+    if shape:
+        numbers = shape.split(",")
+        if len(numbers) != 4 or not all(number.strip().isdigit() for number in numbers):
+            raise StepscopeError(f"--shape: got {shape!r}, but expected four numbers such as 768,3072,12,12")
+        fixed |= dict(zip(("d_model", "d_ff", "num_layers", "num_heads"), map(int, numbers)))
+    else:
+        fixed["size"] = size or ("small" if device == "cuda" else "nano")
+    block = {"study": "ladder", "fixed": fixed, "axes": {"process": list(range(processes))}}
+    folder = _local_runs(runs)
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "ladder.yaml"
+        path.write_text(yaml.safe_dump(block), encoding="utf-8")
+        _sweep([path], folder, time_budget, None, None, None, None)
+    render(folder)
 
 
 @app.command()

@@ -9,53 +9,54 @@ from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.ladder import facts, figures, printed
-from stepscope.studies.ladder.tables import all_times, with_runs
+from stepscope.studies.ladder.tables import load_processes, over_processes, with_runs
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``times`` (a row a run and rung), ``kernels`` of finished steps, loss ``curves``."""
+    """``rungs`` (a row a shape and rung, over processes), ``kernels`` of finished steps, loss ``curves``,
+    attention's ``backends``."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
-    kept = {name: with_runs(load_table(store, records, name), records) for name in ("kernels", "curves")}
-    return {"times": all_times(store, records)} | kept
+    kept = {name: with_runs(load_table(store, records, name), records) for name in ("kernels", "curves", "backends")}
+    return {"rungs": over_processes(load_processes(store, records))} | kept
 
 
-TIMES, KERNELS, CURVES = "ladder.times", "ladder.kernels", "ladder.curves"
+RUNGS, KERNELS, CURVES = "ladder.rungs", "ladder.kernels", "ladder.curves"
 
 CHAPTER = Chapter(
     Path(__file__).parent,
     "The ladder",
     load,
     questions=(
-        Question("ladder", facts.ladder, (TIMES,), printed={"rungs": printed.rungs}, pictures=("ladder",)),
-        Question("ladder-advice", facts.advice, (TIMES,), printed={"snippets": printed.snippets}),
+        Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}, pictures=("ladder",)),
+        Question("ladder-advice", facts.advice, (RUNGS,), printed={"snippets": printed.snippets}),
         Question(
             "ladder-sizes",
             facts.sizes,
-            (TIMES,),
+            (RUNGS,),
             printed={"gains": printed.gains},
             pictures=("ladder_gains",),
         ),
         Question(
             "ladder-goals",
             facts.goals,
-            (TIMES,),
+            (RUNGS,),
             (KERNELS,),
             printed={"goals": printed.goals, "kernels": printed.kernels},
         ),
         Question(
             "ladder-training",
             facts.training,
-            (TIMES,),
+            (RUNGS,),
             (CURVES,),
             printed={"agreement": printed.agreement},
             pictures=("ladder_training",),
         ),
-        Question("ladder-left-out", facts.left_out, (TIMES,), printed={"left_out": printed.left_out}),
-        Question("ladder-batch", facts.filled, (TIMES,), printed={"filled": printed.filled}),
+        Question("ladder-left-out", facts.left_out, (RUNGS,), printed={"left_out": printed.left_out}),
+        Question("ladder-batch", facts.filled, (RUNGS,), printed={"filled": printed.filled}),
     ),
     pictures=(
-        Picture("ladder", figures.hero, (TIMES,)),
-        Picture("ladder_gains", figures.gains, (TIMES,)),
+        Picture("ladder", figures.hero, (RUNGS,)),
+        Picture("ladder_gains", figures.gains, (RUNGS,)),
         Picture("ladder_training", figures.curves, (CURVES,)),
     ),
 )

@@ -4,10 +4,9 @@ import math
 
 import pandas as pd
 
-from stepscope.runs.tables import by_size
-from stepscope.say.formats import runs_of
 from stepscope.studies.ladder.names import AGAINST, name_of
-from stepscope.studies.ladder.tables import SHAPE, typical
+from stepscope.studies.ladder.rungs import BRANCHES
+from stepscope.studies.ladder.tables import SHAPE
 
 HELPS = 0.02  # a gain or loss under this share is none
 SMOOTHED = 10  # steps of training that a point of a loss curve is the mean of
@@ -27,18 +26,22 @@ def shape_of(row: pd.Series | dict) -> dict:
     }
 
 
-def by_shape(times: pd.DataFrame) -> list[pd.DataFrame]:
-    """:func:`tables.typical` of each shape that was measured, smallest first."""
-    if times.empty:
+def runs_in(rungs: pd.DataFrame) -> list[str]:
+    """Run folders of the table's rows."""
+    return sorted({run for runs in rungs["runs"] for run in runs.split("; ")})
+
+
+def by_shape(rungs: pd.DataFrame) -> list[pd.DataFrame]:
+    """The table ``rungs`` by shape, smallest first."""
+    if rungs.empty:
         return []
-    rows = by_size(typical(times))
-    return [own.reset_index(drop=True) for _, own in rows.groupby(SHAPE, observed=True)]
+    return [own.reset_index(drop=True) for _, own in rungs.groupby(SHAPE, observed=True)]
 
 
-def reference(times: pd.DataFrame) -> pd.DataFrame | None:
+def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
     """What is spoken of: the largest size, of its vocabularies the smallest, of its contexts the largest up
     to 512."""
-    shapes = [own for own in by_shape(times) if (own["status"] == "ok").any()]
+    shapes = [own for own in by_shape(rungs) if (own["status"] == "ok").any()]
     if not shapes:
         return None
     largest = [own for own in shapes if own["size"].iloc[0] == shapes[-1]["size"].iloc[0]]
@@ -53,8 +56,10 @@ def reference(times: pd.DataFrame) -> pd.DataFrame | None:
 
 
 def climbed(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape that have times, but for the one with another batch."""
-    return own[(own["kind"] == "rung") & (own["status"] == "ok") & (own["rung"] != "fill")]
+    """The rungs of one shape that have times, but for branches and the one with another batch."""
+    return own[
+        (own["kind"] == "rung") & (own["status"] == "ok") & ~own["rung"].isin(["fill", *BRANCHES])
+    ]
 
 
 def best_of(own: pd.DataFrame) -> pd.Series:
@@ -69,17 +74,17 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
     return found.iloc[0].to_dict() if len(found) else None
 
 
-def ladder(times: pd.DataFrame) -> dict | None:
+def ladder(rungs: pd.DataFrame) -> dict | None:
     """One shape from its first rung to its best, the floor, and what is beside it."""
-    own = reference(times)
+    own = reference(rungs)
     if own is None or climbed(own).empty:
         return None
     first, best = climbed(own).iloc[0], best_of(own)
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
-    missing = own[(own["kind"] == "rung") & (own["status"] != "ok")]
-    throttled = (
-        times["throttle"].fillna("") != "" if "throttle" in times else pd.Series(False, index=times.index)
-    )
+    branches = [of_rung(own, name) for name in sorted(BRANCHES)]
+    tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
+    # GPUs say so nearly always of products at full rate: their power is what bounds them.
+    held = rungs["throttled_share"] if "throttled_share" in rungs else pd.Series(dtype=float)
     return shape_of(best) | {
         "rows": own,
         "first_ms": first["median_ms"],
@@ -95,28 +100,30 @@ def ladder(times: pd.DataFrame) -> dict | None:
         "batch": int(best["batch"]),
         "beside": beside and beside | {"over_best": best["over_hugging_face"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
+        "branches": [branch | {"name": name_of(branch["rung"])} for branch in branches if branch],
         "missing": [
             {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
-            for row in missing.to_dict("records")
+            for row in tried.to_dict("records")
         ],
-        "processes": int(own["runs"].max()),
-        "throttled": int(throttled.sum()),
-        "runs": runs_of(times),
+        "processes": int(own["processes"].max()),
+        "several": bool(own["processes"].max() > 1),
+        "held": float(held.max()) if held.notna().any() else None,
+        "runs": runs_in(rungs),
     }
 
 
-def sizes(times: pd.DataFrame) -> dict | None:
+def sizes(rungs: pd.DataFrame) -> dict | None:
     """What each rung gains where: over all shapes, with those where it helps, where not, where it costs."""
-    rows = pd.concat([climbed(own) for own in by_shape(times)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
-    rungs = []
+    found = []
     for rung, own in rows.groupby("rung", sort=False):
         most = own.loc[own["gain"].idxmax()]
         helps = (own["gain_low"] > 1) & (own["gain"] > 1 + HELPS)
         costs = (own["gain_high"] < 1) & (own["gain"] < 1 - HELPS)
-        rungs.append(
+        found.append(
             {
                 "rung": rung,
                 "name": name_of(rung),
@@ -130,19 +137,19 @@ def sizes(times: pd.DataFrame) -> dict | None:
             }
         )
     return {
-        "rungs": sorted(rungs, key=lambda one: -one["gains"].max()),
+        "rungs": sorted(found, key=lambda one: -one["gains"].max()),
         "rows": rows,
-        "costly": [one for one in rungs if one["costs"]],
-        "useless": [one["name"] for one in rungs if one["helps_nowhere"]],
-        "runs": runs_of(times),
+        "costly": [one for one in found if one["costs"]],
+        "useless": [one["name"] for one in found if one["helps_nowhere"]],
+        "runs": runs_in(rungs),
     }
 
 
-def advice(times: pd.DataFrame) -> dict | None:
+def advice(rungs: pd.DataFrame) -> dict | None:
     """By what a step is bound: the gain of all rungs that are good against it, where it is most and where it
     is least."""
     found = []
-    for own in (own for own in by_shape(times) if len(climbed(own))):
+    for own in (own for own in by_shape(rungs) if len(climbed(own))):
         gains = climbed(own).set_index("rung")["gain"]
         for kind, against in AGAINST.items():
             gained = [gains[rung] for rung in against if rung in gains and not math.isnan(gains[rung])]
@@ -161,12 +168,12 @@ def advice(times: pd.DataFrame) -> dict | None:
             "names": [name_of(rung) for rung in AGAINST[kind]],
         }
     first = table.loc[table.groupby(["size", "context", "vocabulary"], sort=False)["gain"].idxmax()]
-    rungs = [
-        rung
-        for rung in dict.fromkeys(times["rung"])
-        if rung in set(times.loc[times["status"] == "ok", "rung"])
-    ]
-    return {"kinds": kinds, "first": first.to_dict("records"), "rungs": rungs, "runs": runs_of(times)}
+    return {
+        "kinds": kinds,
+        "first": first.to_dict("records"),
+        "rungs": [*dict.fromkeys(rungs.loc[rungs["status"] == "ok", "rung"])],
+        "runs": runs_in(rungs),
+    }
 
 
 def smoothed(curves: pd.DataFrame) -> pd.DataFrame:
@@ -176,10 +183,27 @@ def smoothed(curves: pd.DataFrame) -> pd.DataFrame:
     return windows.groupby([*SHAPE, "rung", "seed", "window"], sort=False)["loss"].mean().reset_index()
 
 
-def training(times: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
+def fp32_band(windows: pd.DataFrame) -> pd.DataFrame:
+    """The least and the most loss of fp32's seeds in each window."""
+    own = windows[windows["rung"] == "fp32"]
+    return own.groupby([*SHAPE, "window"])["loss"].agg(["min", "max"]).reset_index()
+
+
+def beyond_band(windows: pd.DataFrame) -> pd.DataFrame:
+    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, and ``out``, the share of windows
+    in which it is."""
+    others = windows[windows["rung"] != "fp32"].merge(fp32_band(windows), on=[*SHAPE, "window"])
+    above, below = others["loss"] - others["max"], others["min"] - others["loss"]
+    others["beyond"] = above.clip(lower=0) + below.clip(lower=0)
+    return others.groupby("rung", sort=False).agg(
+        beyond=("beyond", "max"), out=("beyond", lambda beyond: (beyond > 0).mean())
+    )
+
+
+def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     """How far each rung's loss and gradients are from fp32's, and whether its training stays within the band
     of fp32's seeds."""
-    known = times[(times["status"] == "ok") & (times["kind"] == "rung")]
+    known = rungs[(rungs["status"] == "ok") & (rungs["kind"] == "rung")]
     known = known[known["gradient_off"].notna()] if "gradient_off" in known else known[:0]
     if known.empty:
         return None
@@ -192,26 +216,14 @@ def training(times: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         )
         .reset_index()
     )
-    facts = {"off": off, "runs": runs_of(known), "curves": None, "out": []}
+    facts = {"off": off, "runs": runs_in(known), "curves": None, "out": []}
     low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
     windows = smoothed(curves)
-    band = (
-        windows[windows["rung"] == "fp32"]
-        .groupby([*SHAPE, "window"])["loss"]
-        .agg(["min", "max"])
-        .reset_index()
-    )
-    others = windows[windows["rung"] != "fp32"].merge(band, on=[*SHAPE, "window"])
-    others["beyond"] = (others["loss"] - others["max"]).clip(lower=0) + (others["min"] - others["loss"]).clip(
-        lower=0
-    )
-    by_rung = others.groupby("rung", sort=False).agg(
-        beyond=("beyond", "max"), out=("beyond", lambda b: (b > 0).mean())
-    )
+    band, by_rung = fp32_band(windows), beyond_band(windows)
     outside = by_rung[by_rung["beyond"] > 0]
     return facts | {
         "curves": windows,
@@ -232,11 +244,11 @@ def training(times: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     }
 
 
-def goals(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     """The best rung of every shape beside Hugging Face's step and the floor; goals that are missed; and what
     the reference's finished step consists of on the GPU."""
     rows, missed = [], []
-    for own in by_shape(times):
+    for own in by_shape(rungs):
         beside = of_rung(own, "hugging_face")
         if climbed(own).empty or not beside:
             continue
@@ -274,8 +286,8 @@ def goals(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "missed": missed,
         "least": table.loc[table["over_hugging_face"].idxmin()].to_dict(),
         "most": table.loc[table["over_hugging_face"].idxmax()].to_dict(),
-        "left": left(reference(times), kernels),
-        "runs": runs_of(times),
+        "left": left(reference(rungs), kernels),
+        "runs": runs_in(rungs),
     }
 
 
@@ -314,10 +326,10 @@ def shape_floor(own: pd.DataFrame, column: str) -> float:
     return float(climbed(own)[column].median())
 
 
-def left_out(times: pd.DataFrame) -> dict | None:
+def left_out(rungs: pd.DataFrame) -> dict | None:
     """What the finished step costs without each change, over the shapes where that was measured."""
     rows = pd.concat(
-        [own[(own["kind"] == "left_out") & (own["status"] == "ok")] for own in by_shape(times)]
+        [own[(own["kind"] == "left_out") & (own["status"] == "ok")] for own in by_shape(rungs)]
         or [pd.DataFrame()],
         ignore_index=True,
     )
@@ -332,13 +344,13 @@ def left_out(times: pd.DataFrame) -> dict | None:
         }
         for _, own in rows.groupby(SHAPE, observed=True, sort=False)
     ]
-    return {"rows": rows, "shapes": shapes, "runs": runs_of(times)}
+    return {"rows": rows, "shapes": shapes, "runs": runs_in(rungs)}
 
 
-def filled(times: pd.DataFrame) -> dict | None:
+def filled(rungs: pd.DataFrame) -> dict | None:
     """The finished step at the batch that fills the memory, of each shape."""
     rows = []
-    for own in by_shape(times):
+    for own in by_shape(rungs):
         fill = of_rung(own, "fill")
         if fill and len(climbed(own)):
             best = best_of(own)
@@ -359,5 +371,5 @@ def filled(times: pd.DataFrame) -> dict | None:
         "sheet_known": bool(table["of_sheet_bf16"].notna().all()),
         "gains": table["over_small"],
         "small_batch": int(table["small_batch"].min()),
-        "runs": runs_of(times),
+        "runs": runs_in(rungs),
     }

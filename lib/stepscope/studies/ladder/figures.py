@@ -7,62 +7,62 @@ from matplotlib.figure import Figure
 
 from stepscope.say.formats import number
 from stepscope.say.style import PALETTE, WIDTH_IN, use_style
+from stepscope.studies.ladder import facts
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, by_shape, climbed, of_rung, reference, smoothed
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_shape, climbed, smoothed
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.ladder.tables import SHAPE
 
 
-def hero(times: pd.DataFrame, where: str) -> Figure | None:
+def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Rungs from top to bottom as bars, the floor as a line, Hugging Face's step as a mark."""
-    own = reference(times)
-    if own is None or len(rows := climbed(own)) < 2:
+    found = facts.ladder(rungs)
+    if found is None or len(rows := climbed(found["rows"])) < 2:
         return None
     use_style()
-    first = rows["median_ms"].iloc[0]
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.5 + 0.5 * len(rows)))
+    first, widest = rows["median_ms"].iloc[0], rows["median_ms"].max()
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.7 + 0.52 * len(rows)))
     colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
     axis.barh(range(len(rows)), rows["median_ms"], color=colors, height=0.72)
     for y, row in enumerate(rows.itertuples()):
         axis.text(
             row.median_ms,
             y,
-            f"  {number(row.median_ms)} ms · {number(first / row.median_ms)}×"
+            f"  {number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
             f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
             va="center",
             fontsize=14,
             fontweight="bold",
         )
-    floor = rows["floor_ms"].median()
-    axis.axvline(floor, color="black", linestyle="--", linewidth=2)
-    axis.text(floor, -0.75, f"floor {number(floor)} ms", fontsize=14, ha="left", va="center")
-    if beside := of_rung(own, "hugging_face"):
-        y = int((rows["median_ms"] - beside["median_ms"]).abs().to_numpy().argmin())
-        axis.plot(beside["median_ms"], y + 0.5, marker="D", color=PALETTE[5], markersize=12, clip_on=False)
+    axis.axvline(found["floor_ms"], color="black", linestyle="--", linewidth=2)
+    axis.text(found["floor_ms"], -0.85, f"floor {number(found['floor_ms'])} ms", fontsize=14, va="center")
+    if found["beside"]:
+        beside_ms = found["beside"]["median_ms"]
+        axis.plot(beside_ms, len(rows), marker="D", color=PALETTE[5], markersize=11, clip_on=False)
         axis.text(
-            beside["median_ms"],
-            y + 0.5,
-            f"   Hugging Face, compiled: {number(beside['median_ms'])} ms",
+            beside_ms,
+            len(rows),
+            f"   Hugging Face, compiled: {number(beside_ms)} ms",
             va="center",
-            fontsize=13,
+            fontsize=14,
             color=PALETTE[5],
         )
     names = [name_of(rung) + (" *" if rung == OTHER_ARITHMETIC else "") for rung in rows["rung"]]
     axis.set_yticks(range(len(rows)), names, fontsize=14)
-    axis.set_ylim(len(rows) - 0.2, -1.2)
-    axis.set_xlim(0, rows["median_ms"].max() * 1.85)
+    axis.set_ylim(len(rows) + 0.5, -1.4)
+    axis.set_xlim(0, widest * 1.85)
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    shape = rows.iloc[0]
-    title = f"A training step: {shape['size']}, context {shape['context_length']}, batch {shape['batch']:.0f}"
-    axis.set_title(f"{title}\n({where})", fontsize=16)
+    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {number(found['faster'], 2)}× as fast"
+    shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
+    axis.set_title(f"{title}\n{shape}", fontsize=16)
     return figure
 
 
-def gains(times: pd.DataFrame, where: str) -> Figure | None:
+def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Sizes across, rungs down: how many times as fast each makes what was before it."""
-    rows = pd.concat([climbed(own) for own in by_shape(times)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
@@ -91,7 +91,11 @@ def gains(times: pd.DataFrame, where: str) -> Figure | None:
     axis.set_xticks(range(table.shape[1]), table.columns)
     axis.xaxis.tick_top()
     axis.grid(visible=False)
-    axis.set_title(f"What each rung makes of the one before it ({where})", pad=12)
+    least, most = (table[shape] for shape in table.columns[[0, -1]])
+    title = f"Most gained by {name_of(most.idxmax())} for {most.name.splitlines()[0]}"
+    if least.notna().any() and least.idxmax() != most.idxmax():
+        title += f", by {name_of(least.idxmax())} for {least.name.splitlines()[0]}"
+    axis.set_title(f"{title}\neach rung against the one before it; {where}", pad=12)
     figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5×", "1×", "2×"])
     return figure
 
@@ -123,10 +127,12 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
             linestyle="-" if index < len(PALETTE) else "--",
             label=name_of(rung),
         )
+    inside = int((beyond_band(windows)["beyond"] == 0).sum())
+    title = f"{inside} of {len(others)} rungs train within the band of fp32's seeds throughout"
     axis.set(
         xlabel="training, in means of ten steps",
         ylabel="loss less fp32's mean (nats)",
-        title=f"Is it the same training? ({where})",
+        title=f"{title}\nsize {windows['size'].iloc[0]}, {where}",
     )
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

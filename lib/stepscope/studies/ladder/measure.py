@@ -44,9 +44,10 @@ def device_state(rung: "Rung", watch: DeviceWatch, steps: int, poll: bool) -> di
         return {}
     held = {name: us for name, us in watch.readings.items() if name.startswith("throttled_")}
     reasons = [name.removeprefix("throttled_").removesuffix("_us") for name, us in held.items() if us]
+    held_s = sum(us or 0 for us in held.values()) / 1e6  # may be brought up to date only after the steps
     state: dict[str, Any] = {
         "throttle": "; ".join(reasons),
-        "throttled_share": sum(us or 0 for us in held.values()) / 1e6 / watch.readings["watched_s"],
+        "throttled_share": min(1.0, held_s / watch.readings["watched_s"]),
     }
     if not poll:
         return state

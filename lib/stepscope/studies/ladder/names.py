@@ -19,6 +19,7 @@ NAMES = dict(
             "no casts",
             "wider products",
             "chunked cross-entropy",
+            "optimizer in backward",
             "FP8 products",
             "batch fills memory",
         ),
@@ -27,10 +28,10 @@ NAMES = dict(
 SNIPPETS = Path(__file__).parent / "snippets"
 # What a rung is good against: kernels' launches, products, other kernels' memory traffic, the optimizer's.
 AGAINST = {
-    "launches": ("graph", "cuda_graphs"),
+    "launches": ("cuda_graphs",),
     "products": ("tf32", "bf16", "wide"),
     "memory": ("sdpa", "blocks", "chunked"),
-    "optimizer": ("fused", "no_casts"),
+    "optimizer": ("fused", "no_casts", "overlap"),
 }
 
 

@@ -4,9 +4,17 @@ import pandas as pd
 
 from stepscope.say.formats import interval_cells, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC
 from stepscope.studies.ladder.names import name_of, snippet
+from stepscope.studies.ladder.rungs import BRANCHES
 
-WHY = {"oom": "out of memory", "unsupported": "not on this device", "failed": "failed"}
+WHY = {
+    "oom": "out of memory",
+    "unsupported": "not on this device",
+    "failed": "failed",
+    "skipped": "skipped",
+}
+APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, *BRANCHES}  # said in words, or in a table of their own
 
 
 def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:
@@ -21,9 +29,10 @@ def share(value: float) -> str:
 
 
 def rungs(facts: dict) -> pd.DataFrame:
-    """A row a rung of the reference shape, what is beside it below."""
+    """A row a rung of the reference shape and of the same arithmetic, Hugging Face's step below: twelve at
+    most."""
     rows = facts["rows"]
-    rows = rows[rows["kind"].isin(["rung", "beside"])]
+    rows = rows[rows["kind"].isin(["rung", "beside"]) & ~rows["rung"].isin(APART)]
     times = [
         cell if row.status == "ok" else WHY[row.status]
         for cell, row in zip(interval_cells(rows), rows.itertuples())
@@ -32,13 +41,16 @@ def rungs(facts: dict) -> pd.DataFrame:
         {
             "rung": rows["rung"].map(name_of),
             "ms [95% interval]": times,
-            "gain": column(rows, "gain"),
+            "gain [95% interval]": [
+                f"{number(row.gain)} [{number(row.gain_low)}, {number(row.gain_high)}]" if row.gain > 0 else "–"
+                for row in rows.reindex(columns=["gain", "gain_low", "gain_high"]).itertuples()
+            ],
             "tokens/s": column(rows, "tokens_per_s"),
             "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
             "of measured rate": column(rows, "of_measured", share),
             "of data sheet": column(rows, "of_sheet", share),
             "of the floor": column(rows, "floor_share", share),
-            "mJ/token": column(rows.assign(mj=rows["joules_per_token"] * 1e3), "mj"),
+            "mJ/token": column(rows.assign(mj=rows.get("joules_per_token", float("nan")) * 1e3), "mj"),
             "SM MHz": column(rows, "sm_clock_mhz", lambda value: f"{value:.0f}"),
             "W": column(rows, "power_w", lambda value: f"{value:.0f}"),
             "compiling, s": column(rows, "compile_s"),

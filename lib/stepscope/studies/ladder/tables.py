@@ -1,143 +1,205 @@
-"""The ladder's tables: of one run, and over all of its records."""
+"""The ladder's tables over all processes in which a shape was measured."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table, runs_frame
-from stepscope.step.summary import flags, median_interval, ratio_interval
+from stepscope.runs.tables import by_size, load_table, runs_frame
+from stepscope.step.summary import CONFIDENCE, flags
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
 from stepscope.studies.ladder.floor import data_sheet, floor_ms, utilisations
 from stepscope.studies.ladder.names import snippet
-from stepscope.studies.ladder.rungs import products_of
+from stepscope.studies.ladder.rungs import BRANCHES, before, products_of
 
 PER_RUN = ("rungs", "samples", "bursts", "ceilings")
 SHAPE = ["size", "context_length", "vocab_size"]
+DRAWS = 2000
+WORST = ("peak_mib", "loss_off", "gradient_off", "gradient_worst")
+
+
+class Process(NamedTuple):
+    """One run: its configuration, what it ran on, its folder, its tables by name."""
+
+    config: Config
+    device_name: str
+    run: str
+    tables: Mapping[str, pd.DataFrame]
 
 
 def kind_of(rung: str) -> str:
     return "beside" if rung in BESIDE else "left_out" if rung.startswith("without_") else "rung"
 
 
-def rung_times(tables: Mapping[str, pd.DataFrame], config: Config, device_name: str) -> pd.DataFrame:
-    """A row a rung of one run: columns of its table ``rungs`` and what its times amount to.
+def redrawn_medians(times: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Medians of :data:`DRAWS` bootstrap samples of these times.
 
-    Added: kind (``rung``, ``beside``, ``left_out``), n, median_ms and its interval, wall_ms, flags,
-    tokens_per_s, clock, power and joules_per_token, the floor's columns with ``floor_share`` (floor over
-    median), utilisations, ``gain`` with its interval (the rung before over this one; ``one_change``
-    tells whether no rung is left out between them), ``times_as_fast``
-    (fp32's over this one), ``over_finished`` (this one over the finished step), lines.
+    The median of n uniform draws has the distribution Beta((n + 1) / 2, (n + 1) / 2), and that of a bootstrap
+    sample is the time at this share of the sorted times (Efron 1982, chapter 10).
     """
-    sheet, rows = data_sheet(device_name), []
-    samples = {name: own["time_ms"].to_numpy() for name, own in tables["samples"].groupby("rung")}
-    bursts = tables["bursts"].groupby("rung") if len(tables["bursts"]) else None
-    climbed = [name for name in RUNGS if name in samples and name != "fill"]
-    lacking = set(tables["rungs"].loc[tables["rungs"]["status"] == "unsupported", "rung"])
-    finished = next((name for name in reversed(climbed) if name != "fp8"), None)
+    ordered, n = np.sort(times), len(times)
+    share = rng.beta((n + 1) / 2, (n + 1) / 2, DRAWS)
+    return ordered[np.minimum((share * n).astype(int), n - 1)]
+
+
+def located(values: Sequence[float], draws: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """The median over processes and its 95% interval, hierarchical as the samples are: processes are drawn,
+    then steps within each that was drawn (see :func:`summary.ratio_between_processes`).
+
+    Args:
+        values: of each process.
+        draws: of each process, what its value is in bootstrap samples of its steps.
+    """
+    if not len(values):
+        return math.nan, math.nan, math.nan
+    rng = np.random.default_rng(0)
+    processes = len(values)
+    chosen = rng.integers(processes, size=(processes, DRAWS))
+    found = np.median(np.stack(draws)[chosen, rng.integers(DRAWS, size=chosen.shape)], axis=0)
+    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(np.median(values)), float(low), float(high)
+
+
+class Samples:
+    """Timed steps of one shape, by rung and process."""
+
+    def __init__(self, processes: Sequence[Process]):
+        self.times = {
+            (rung, process.run): own["time_ms"].to_numpy()
+            for process in processes
+            for rung, own in process.tables["samples"].groupby("rung")
+        }
+        rng = np.random.default_rng(0)
+        self.draws = {key: redrawn_medians(times, rng) for key, times in self.times.items()}
+
+    def runs(self, *rungs: str) -> list[str]:
+        """The processes that have times of all these rungs."""
+        return sorted(
+            set.intersection(*({run for of, run in self.times if of == rung} for rung in rungs))
+        )
+
+    def median(self, rung: str) -> tuple[float, float, float]:
+        keys = [(rung, run) for run in self.runs(rung)]
+        return located([np.median(self.times[key]) for key in keys], [self.draws[key] for key in keys])
+
+    def ratio(self, above: str | None, below: str | None) -> tuple[float, float, float]:
+        """One rung's time over another's, each taken within one process."""
+        if above is None or below is None:
+            return math.nan, math.nan, math.nan
+        runs = self.runs(above, below)
+        return located(
+            [np.median(self.times[above, run]) / np.median(self.times[below, run]) for run in runs],
+            [self.draws[above, run] / self.draws[below, run] for run in runs],
+        )
+
+
+def process_rows(process: Process) -> pd.DataFrame:
+    """A row a rung of one process: what does not come from samples of several."""
+    tables, rows = process.tables, []
+    sheet, ceilings = data_sheet(process.device_name), tables["ceilings"]
+    medians = tables["samples"].groupby("rung")["time_ms"].median()
+    bursts = dict([*tables["bursts"].groupby("rung")]) if len(tables["bursts"]) else {}
     for row in tables["rungs"].to_dict("records"):
         name = row["rung"]
-        row |= {"kind": kind_of(name), "lines": len(snippet(name))}
-        if row["status"] == "ok" and bursts is not None and name in samples:
-            own, turns = samples[name], bursts.get_group(name)
-            low, high = median_interval(own)
-            median = pd.Series(own).median()
-            step = config.step(batch_size=int(row["batch"]))
+        row |= {"run": process.run, "first": process.config.process == 0}
+        if row["status"] == "ok" and name in medians:
+            step = process.config.step(batch_size=int(row["batch"]))
             tokens = step.batch_size * step.context_length
-            joules = turns["energy_j"].sum(min_count=1) / turns["steps"].sum()
-            row |= {
-                "n": len(own),
-                "median_ms": median,
-                "ci_low_ms": low,
-                "ci_high_ms": high,
-                "flags": "; ".join(flags(own)),
-                "wall_ms": turns["wall_ms"].median(),
-                "tokens_per_s": tokens / median * 1e3,
-                "sm_clock_mhz": turns["sm_clock_mhz"].median(),
-                "power_w": turns["power_w"].median(),
-                "joules_per_token": joules / tokens,
-                "throttle": "; ".join(sorted({*turns["throttle"].dropna()} - {""})),
+            turns = bursts[name].reindex(
+                columns=["wall_ms", "sm_clock_mhz", "power_w", "throttled_share", "step_energy_j"]
+            ).median()
+            row |= turns.to_dict() | {
+                "tokens_per_s": tokens / medians[name] * 1e3,
+                "joules_per_token": turns["step_energy_j"] / tokens,
+                "flags": "; ".join(flags(tables["samples"].query("rung == @name")["time_ms"].to_numpy())),
+                "throttle": "; ".join(sorted(set(bursts[name].get("throttle", pd.Series(dtype=str)).dropna()) - {""})),
             }
-            row |= utilisations(step, median, products_of(name), tables["ceilings"], sheet)
-            row |= floor_ms(step, tables["ceilings"])
-            row["floor_share"] = row["floor_ms"] / median
-            row |= _against(name, samples, climbed, finished)
-            row["one_change"] = name in climbed[1:] and _is_next(name, climbed, lacking)
+            row |= utilisations(step, medians[name], products_of(name), ceilings, sheet)
+            row |= floor_ms(step, ceilings)
+            row["floor_share"] = row["floor_ms"] / medians[name]
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _against(name: str, samples: dict, climbed: list[str], finished: str | None) -> dict[str, float]:
-    """A rung's times against those of the rung before it, of fp32 and of the finished step."""
-    found = {"gain": math.nan, "gain_low": math.nan, "gain_high": math.nan}
-    own, median = samples[name], pd.Series(samples[name]).median()
-    if name in climbed[1:]:
-        before = samples[climbed[climbed.index(name) - 1]]
-        low, high = ratio_interval(before, own)
-        found = {"gain": pd.Series(before).median() / median, "gain_low": low, "gain_high": high}
-    if "hugging_face" in samples:
-        found["over_hugging_face"] = pd.Series(samples["hugging_face"]).median() / median
-    if "fp32" in samples:
-        found["times_as_fast"] = pd.Series(samples["fp32"]).median() / median
-    if finished:
-        found["over_finished"] = median / pd.Series(samples[finished]).median()
-    return found
+def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
+    """A row for each shape and rung over all processes that measured it.
+
+    Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status (``ok``
+    where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms, and as ratios
+    of times within a process ``gain`` (the rung that it is a change on over this one; nan where more than one
+    change is between them), ``times_as_fast`` (fp32's over this one), ``over_hugging_face`` (its over this one),
+    ``over_finished`` (this one over the finished step), each with its interval (``_low``, ``_high``);
+    compile_s of first processes; peak_mib and disagreement with fp32, the largest; wall_ms, tokens_per_s, clock,
+    power, joules_per_token, utilisations, the floor's columns and ``floor_share`` (floor over time), medians.
+    """
+    shapes: dict[tuple, list[Process]] = {}
+    for process in processes:
+        config = process.config
+        shapes.setdefault((config.shape, config.context_length, config.vocab_size), []).append(process)
+    frames = [_of_shape(own).assign(**dict(zip(SHAPE, shape))) for shape, own in shapes.items()]
+    return by_size(pd.concat(frames, ignore_index=True)) if frames else pd.DataFrame()
 
 
-def _is_next(name: str, climbed: list[str], lacking: set[str]) -> bool:
-    """Whether only one change, or more that the device lacks, is between a rung and the one measured before
-    it."""
-    before, own = RUNGS.index(climbed[climbed.index(name) - 1]), RUNGS.index(name)
-    return set(RUNGS[before + 1 : own]) <= lacking
+def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
+    samples, rows = Samples(processes), []
+    each = pd.concat([process_rows(process) for process in processes], ignore_index=True)
+    lacking = set(each.loc[each["status"] == "unsupported", "rung"])
+    climbed = {rung for rung, _ in samples.times if rung in RUNGS and rung != "fill"}
+    finished = max(climbed - {"fp8", *BRANCHES}, key=RUNGS.index, default=None)
+    order = {name: place for place, name in enumerate([*RUNGS, *BESIDE])}
+    for name in sorted(dict.fromkeys(each["rung"]), key=lambda name: order.get(name, len(order))):
+        own = each[each["rung"] == name]
+        done = own[own["status"] == "ok"]
+        shown = (done if len(done) else own).iloc[0]
+        row = {column: shown.get(column) for column in ("rung", "status", "reason", "attention_kernel", "flags")}
+        row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done)}
+        row["runs"] = "; ".join(own["run"])
+        row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
+        row |= {column: done[column].max() for column in WORST if column in done}
+        row["compile_s"] = done.loc[done["first"], "compile_s"].max() if len(done) else math.nan
+        if len(done):
+            row["throttle"] = "; ".join(sorted({*done["throttle"].dropna()} - {""}))
+            previous = before(name, climbed) if name in climbed else None
+            if previous and not _one_change(previous, name, lacking):
+                previous = None
+            for column, (above, below) in {
+                "gain": (previous, name),
+                "times_as_fast": ("fp32" if "fp32" in climbed else None, name),
+                "over_hugging_face": ("hugging_face" if samples.runs("hugging_face") else None, name),
+                "over_finished": (name, finished),
+            }.items():
+                row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
+            row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name)))
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """:func:`rung_times` of every run, each row with its run's configuration."""
-    if not records:
-        return pd.DataFrame()
-    stacked, frames = {name: load_table(store, records, name) for name in PER_RUN}, []
-    for record in records:
-        own = {name: table[table["run_id"] == record.run_id] for name, table in stacked.items()}
-        own["rungs"] = own["rungs"].drop(columns="study")
-        frames.append(rung_times(own, Config(**record.config), record.machine.get("device_name", "")))
-    runs = runs_frame(records).drop(columns=["status", "rungs"])
-    return pd.concat(frames, ignore_index=True).merge(runs, on="run_id")
+def _one_change(previous: str, own: str, lacking: set[str]) -> bool:
+    """Whether between two rungs are only rungs that the device lacks, and branches."""
+    between = RUNGS[RUNGS.index(previous) + 1 : RUNGS.index(own)]
+    return set(between) <= lacking | BRANCHES
+
+
+def load_processes(store: Store, records: list[Record]) -> list[Process]:
+    stacked = {name: load_table(store, records, name) for name in PER_RUN}
+    return [
+        Process(
+            Config(**record.config),
+            record.machine.get("device_name", ""),
+            f"{record.study}/{record.run_id}",
+            {
+                name: table[table["run_id"] == record.run_id].drop(columns=["study", "run_id"])
+                for name, table in stacked.items()
+            },
+        )
+        for record in records
+    ]
 
 
 def with_runs(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """A stacked table with the shape of each row's run."""
     return table.merge(runs_frame(records)[["run_id", *SHAPE]], on="run_id") if len(table) else table
-
-
-def typical(times: pd.DataFrame) -> pd.DataFrame:
-    """A row for each shape and rung over all runs: medians of what is measured, the widest interval, how many
-    runs. Gains are of one change each."""
-    keys = [*SHAPE, "rung"]
-    gains = ["gain", "gain_low", "gain_high"]
-    times = times.assign(
-        **{gain: times[gain].where(times["one_change"].eq(True)) for gain in gains if gain in times}
-    )
-    spread = {"ci_low_ms": "min", "gain_low": "min", "ci_high_ms": "max", "gain_high": "max"}
-    numeric = [column for column in times.select_dtypes("number") if column not in (*keys, *spread)]
-    ok = times[times["status"] == "ok"]
-    numbers = (
-        ok.groupby(keys, observed=True)
-        .agg(
-            dict.fromkeys(numeric, "median")
-            | {column: how for column, how in spread.items() if column in times}
-        )
-        .reset_index()
-    )
-    # what ran in one process and not in another counts as run
-    first = times.assign(bad=times["status"] != "ok").sort_values("bad", kind="stable").drop_duplicates(keys)
-    texts = first[
-        [*keys, "status", "reason", "kind", *(["attention_kernel"] if "attention_kernel" in times else [])]
-    ]
-    counted = ok.groupby(keys, observed=True)["run_id"].nunique().rename("runs").reset_index()
-    merged = texts.merge(numbers, on=keys, how="left").merge(counted, on=keys, how="left")
-    order = {name: index for index, name in enumerate([*RUNGS, *BESIDE])}
-    return merged.assign(order=merged["rung"].map(order).fillna(len(order))).sort_values(
-        [*SHAPE, "order"], kind="stable", ignore_index=True
-    )
