@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from stepscope.config import configure
-from stepscope.studies.nsys import measure as profiles
-from stepscope.traces import nsys_program as nsys
 from stepscope.runs.store import Store
+from stepscope.studies.nsys import measure as profiles
 from stepscope.studies.nsys.tables import load
+from stepscope.traces import nsys_program as nsys
 from stepscope.traces import watched
 from stepscope.traces.attention_kernels import implementation
 from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, activity_totals, load_trace

@@ -43,8 +43,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
 
 
 def _walls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Walls of before had the annotated steps only, as ``before`` and ``within`` the capture, and no phases: the
-    first is taken for warm-up, of the others only the capture was to come."""
+    """Walls of before had annotated steps only, ``before`` and ``within`` the capture, and no phases: the
+    first is taken for warm-up."""
     if "wall_ms" not in rows:
         return rows
     old = rows["wall_ms"].notna()
@@ -61,8 +61,8 @@ def _walls(rows: pd.DataFrame) -> pd.DataFrame:
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
-    ``operations_low`` has the operations of those in other precisions; ``operations_fused`` and
-    ``clocks_fused``, in any precision, of those with torch's fused attention or compiled.
+    ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any precision,
+    of those with torch's fused attention (``attention_implementation``) or compiled.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
@@ -74,4 +74,4 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     low = [record for record in eager if record.config["precision"] != "fp32"]
     return {name: all_runs(store, fp32, table) for name, table in TABLES.items()} | {
         "operations_low": all_runs(store, low, TABLES["operations"]),
-        **{f"{name}_fused": all_runs(store, fused, TABLES[name]) for name in ("operations", "clocks")}}
+        "operations_fused": all_runs(store, fused, TABLES["operations"])}
