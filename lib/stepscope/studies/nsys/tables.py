@@ -30,9 +30,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
     if table == TABLES["walls"]:
         rows = _walls(rows)
     runs = runs_frame(records)
-    if "attention_implementation" in runs:
-        runs = runs.assign(attention_implementation=runs["attention_implementation"].fillna("written out"))
-    rows = rows.merge(runs[[*OF_RUN, *({"attention_implementation"} & set(runs))]], on="run_id")
+    known = {"attention_implementation"} & set(runs)  # not of records of before
+    rows = rows.merge(runs[[*OF_RUN, *known]], on="run_id")
     clocks = load_table(store, records, TABLES["clocks"])
     if not clocks.empty:
         steps = clocks[clocks["step"] >= 0].groupby(["run_id", "mode"])["step"].nunique().rename("steps")
@@ -62,7 +61,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
     ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any precision,
-    of those with torch's fused attention (``attention_implementation``) or compiled.
+    of those with torch's fused attention (see its ``attention_implementation``) or compiled.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
