@@ -23,7 +23,7 @@ QUEUE = ["deepest", "queued_gaps", "queued_gap_ns"]  # what phase_clocks has of 
 
 
 def launch_queue(operations: pd.DataFrame) -> pd.DataFrame:
-    """How deep the queue was at each operation's launch, and the gap before those that had long been launched.
+    """How deep the queue was at each operation's launch, and the gap before what had long been launched.
 
     Args:
         operations: of one process and device, with start_ns, duration_ns, launch_ns (NA: not in the capture)
@@ -142,5 +142,6 @@ def beside_captures(plain: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame
     if captured.empty:
         return who_waits(plain.assign(**dict.fromkeys(told, np.nan)))
     captured = captured.astype({"size": str}).drop_duplicates(CONFIGURATION, keep="last")
-    rows = plain.astype({"size": str}).merge(captured[[*CONFIGURATION, *told]], on=CONFIGURATION, how="left")
+    captured = captured[[*CONFIGURATION, *told]]
+    rows = plain[CONFIGURATION].astype({"size": str}).merge(captured, on=CONFIGURATION, how="left")
     return who_waits(plain.assign(**{column: rows[column].to_numpy() for column in told}))

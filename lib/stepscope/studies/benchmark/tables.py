@@ -9,7 +9,7 @@ from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.config import Config
 
-# What a run's summary has (see summarize and with_rates), so that the table has it also where no run was done.
+# What a run's summary has (see with_rates), so that the table has it also where no run was done.
 SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
            "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
 

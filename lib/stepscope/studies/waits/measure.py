@@ -9,9 +9,9 @@ import pandas as pd
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.studies.waits.config import Config
 from stepscope.step.timing import CudaEvents, measure
 from stepscope.step.training_step import Step, build_step
+from stepscope.studies.waits.config import Config
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import OUTSIDE, activity_totals, load_trace
 from stepscope.traces.torch_profiler import convert
