@@ -135,7 +135,8 @@ def main(tool: str, folder: Path, asker: int) -> None:
     (folder / PID).write_text(str(os.getpid()))
     if tool == "torch":
         use_profiler_ranges()
-    from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
+    else:
+        from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
     for values in asked(folder, asker):
         config = StepConfig(**values)
         try:

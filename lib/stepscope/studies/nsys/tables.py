@@ -62,9 +62,9 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
     ``operations_low`` has the operations of those in other precisions. Of the eager ones in every precision,
-    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``) and ``casts`` the time
-    of each phase's casts. ``operations_fused``, in any precision, is of those with torch's fused attention (see
-    its ``attention_implementation``) or compiled.
+    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``) and ``casts`` the
+    time of each phase's casts. ``operations_fused``, in any precision, is of those with torch's fused
+    attention (see its ``attention_implementation``) or compiled.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
@@ -79,7 +79,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     clocks, timeline, operations = (pd.concat([tables[name], lows[name]], ignore_index=True)
                                     for name in ("clocks", "timeline", "operations"))
     return tables | {"operations_low": lows["operations"], "phases": phases(clocks, timeline),
-                     "casts": casts(operations), "operations_fused": all_runs(store, fused, TABLES["operations"])}
+                     "casts": casts(operations),
+                     "operations_fused": all_runs(store, fused, TABLES["operations"])}
 
 
 def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
