@@ -327,6 +327,24 @@ def test_annotated_parts_open_ranges_in_the_models_nesting(kind, parts):
     assert torch.equal(annotated_logits, model(tokens))
 
 
+def test_a_compiled_block_is_one_region_backward_included():
+    model, tokens, targets = wide_model()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model.loss(model(tokens), targets).backward()  # compiled without a range in it
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    with recording(Recorder()) as recorder, annotate.annotated(model) as annotation:
+        loss = model.loss(model(tokens), targets)
+        forward, recorder.tree[:] = list(recorder.tree), []
+        annotation.link_backward()
+        loss.backward()
+    compiled = ["compiled block"] * len(model.blocks)
+    assert forward == leaf("embedding", *compiled, "norm", "head", "cross_entropy")
+    ran = list(dict.fromkeys(name for name, _ in recorder.tree))
+    assert ran == ["cross_entropy", "head", "norm", "compiled block", "embedding"]
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+
+
 def methods_of(model):
     """Every region's method as a call would find it, and whether the class's own or a stand-in."""
     return {(path, name): getattr(module, name) for path,

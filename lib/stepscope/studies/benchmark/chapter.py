@@ -25,6 +25,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
 TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
 SPREAD = "processes.spread"
+CAPTURED = "nsys.phases"  # what tells who waits for whom
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
@@ -33,7 +34,8 @@ CHAPTER = Chapter(
                  printed={"walls": printed.walls, "phases": printed.phases},
                  pictures=("benchmark_phases",)),
         Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
-        Question("launch-bound", facts.launch_bound, (TIMES,), printed={"launches": printed.launches},
+        Question("launch-bound", facts.launch_bound, (TIMES,), (CAPTURED,),
+                 printed={"launches": printed.launches},
                  pictures=("benchmark_scaling",)),
         Question("device-state", facts_device.device_state, (TIMES,), printed={"states": printed.states}),
         Question("utilisation", facts.utilisation, (TIMES, CEILINGS), printed={"rates": printed.rates},
@@ -47,9 +49,9 @@ CHAPTER = Chapter(
                  printed={"doubted": printed.doubted}),
     ),
     pictures=(
-        Picture("benchmark_phases", figures.phases, (TIMES,)),
-        Picture("benchmark_scaling", figures.scaling, (TIMES,)),
-        Picture("benchmark_utilisation", figures.utilisation, (TIMES,)),
+        Picture("benchmark_phases", figures.phases, (TIMES,), (CAPTURED,)),
+        Picture("benchmark_scaling", figures.scaling, (TIMES,), (CAPTURED,)),
+        Picture("benchmark_utilisation", figures.utilisation, (TIMES,), (CAPTURED,)),
         Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
         Picture("benchmark_published", figures.published, (TIMES, PUBLISHED)),
     ),
