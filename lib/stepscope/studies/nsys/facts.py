@@ -26,7 +26,7 @@ def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(_runs(clocks), on="run_id")
-    captured = walls[walls["capture"] == "within"].groupby(["run_id", "mode"])["wall_ms"].median()
+    captured = pick(walls, capture="captured", phase=WHOLE).groupby(["run_id", "mode"])["time_ms"].median()
     table = table.merge(captured.rename("profiled_ms"), on=["run_id", "mode"])
     keys = [*PROFILE, "mode"]
     benchmark = matrix(times)
