@@ -8,6 +8,9 @@ from stepscope.studies.mixed_precision.comparison import LOW, SAME
 from stepscope.traces.families import MATMUL
 
 CASTS = "copy and cast"  # a family, as MATMUL is
+# Of that family's kernels, those that change the type: copies from fp32 to a low type have a name of their own,
+# all others of PyTorch load or store "with cast" (aten/src/ATen/native/cuda/Copy.cu, Loops.cuh).
+CAST = r"float16\w*_copy_kernel_cuda|LoadWithCast|StoreWithCast|gpu_kernel_impl<\S*direct_copy_kernel_cuda"
 KINDS = ("low", "fp32", "both", "cast")  # of an operation, by the types it touches
 # What a step's device time goes into, of operations by phase, region and family: the first that fits.
 PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
@@ -21,13 +24,15 @@ PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
 LITTLE = 0.01  # of a step: a part that takes less at every size is not named
 
 
-def casts(census: pd.DataFrame, cost: pd.DataFrame) -> dict | None:
-    """Types of the step's operations (``census``) and the time of its casts (``cost``), None for what was
-    not measured."""
-    if census.empty and cost.empty:
+def casts(census: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
+    """Types of the step's operations (``census``) and the time of its casts in the captures of low precision
+    (``cost``), each None where it was not measured."""
+    cost = _cost(operations_low)
+    if census.empty and cost is None:
         return None
-    return {"census": _census(census) if len(census) else None, "cost": _cost(cost) if len(cost) else None,
-            "runs": sorted({run for table in (census, cost) if len(table) for run in runs_of(table)})}
+    runs = set(runs_of(census)) if len(census) else set()
+    return {"census": _census(census) if len(census) else None, "cost": cost,
+            "runs": sorted(runs | set(cost["runs"] if cost else []))}
 
 
 def _census(census: pd.DataFrame) -> dict:
@@ -66,16 +71,29 @@ def kind_of(operation: str, reads: str, writes: str) -> str:
     return "both" if low and wide else "low" if low else "fp32"
 
 
-def _cost(cost: pd.DataFrame) -> dict:
-    """Casts' share of a full step's operations and their ms, by precision; ``worst`` is the size and type
-    of the most."""
-    cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
-    worst = cost.loc[cost["share"].idxmax()]
-    return {"on_gpu": "cuda" in set(cost["device"]), "shares": cost["share"],
-            "by_precision": [{"precision": precision, "shares": rows["share"], "casts_ms": rows["casts_ms"]}
-                             for precision, rows in cost.groupby("precision", sort=False)],
-            "worst": {"size": worst["size"], "precision": worst["precision"]},
-            "contexts": sorted(cost["context_length"].unique()), "table": cost}
+def _cost(operations_low: pd.DataFrame) -> dict | None:
+    """Casts in full steps of captures in low precision, by size and context: their number a step, ms, and
+    share of all operations' time. ``falls``: the share is smaller with every size; None where no kernel
+    changes a type (or only a CPU's operators were recorded, whose names do not tell)."""
+    steps = pick(operations_low, mode="step") if len(operations_low) else operations_low
+    if steps.empty:
+        return None
+    keys = ["size", "context_length", "precision"]
+    changes = (steps["family"] == CASTS) & steps["name"].str.contains(CAST)
+    steps = steps.assign(ms=steps["total_ns"] / steps["steps"] / 1e6, casts=steps["count"] / steps["steps"])
+    whole = steps.groupby(keys, observed=True)["ms"].sum().rename("step_ms")
+    cast = steps[changes].groupby(keys, observed=True)[["casts", "ms"]].sum()
+    table = cast.rename(columns={"ms": "casts_ms"}).join(whole).reset_index()
+    if table.empty:
+        return None
+    table = table.assign(share=table["casts_ms"] / table["step_ms"], context=table["context_length"])
+    first, last = table.iloc[0], table.iloc[-1]
+    return {"shares": table["share"], "ms": table["casts_ms"], "precision": first["precision"],
+            "contexts": sorted(table["context_length"].unique()), "several": len(table) > 1,
+            "first": {"size": first["size"], "share": first["share"]},
+            "last": {"size": last["size"], "share": last["share"]},
+            "falls": len(table) > 1 and table["share"].is_monotonic_decreasing,
+            "table": table, "runs": runs_of(steps[changes])}
 
 
 def parts(operations: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from stepscope.studies.mixed_precision.facts_speed import same_as_benchmark
 AHEAD = 0.1  # of a phase's time: a host less far ahead when the phase begins has been caught up with
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
 SCALER, LAUNCHES = "the gradient scaler's work", "limited by the host's launches"
+SCALER_TOO = "the gradient scaler's work, and what makes bf16's longer, too"
 CAUGHT_UP = "the GPU had caught up and waits for the phase's first launches"
 LOSS_CAST, UNTOLD = "the loss's cast to fp32", "not told apart by these clocks"
 GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
@@ -80,12 +81,15 @@ def with_cause(speedups: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     ahead = done.assign(phase=done["phase"].map(following), ahead_ms=done["trailing_ms"])
     ahead = ahead.dropna(subset=["phase"])[[*keys, "ahead_ms"]]
     rows = speedups.merge(done[[*keys, "launch_bound_share"]], on=keys).merge(ahead, on=keys, how="left")
+    slow = pick(speedups, precision="bf16", change="slower").set_index(["run_id", "mode", "phase"]).index
+    bf16_too = pd.MultiIndex.from_frame(rows[["run_id", "mode", "phase"]]).isin(slow)
+    rows = rows.assign(bf16_too=bf16_too)
     return rows.assign(cause=[_cause(row) for row in rows.itertuples()])
 
 
 def _cause(row) -> str:
     if row.phase == "optimizer" and row.precision == "fp16":
-        return SCALER
+        return SCALER_TOO if row.bf16_too else SCALER
     if row.launch_bound_share >= 0.5:
         return LAUNCHES
     if row.ahead_ms < row.median_ms - row.fp32_ms:

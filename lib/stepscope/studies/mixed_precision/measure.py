@@ -8,12 +8,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, require_device
 from stepscope.step.timing import measure
 from stepscope.step.training_step import Step, build_step
-from stepscope.studies.mixed_precision.comparison import BASE, LOW
+from stepscope.studies.mixed_precision.comparison import BASE
 from stepscope.studies.mixed_precision.config import Config
 
 
@@ -115,42 +114,3 @@ def _forward_backward(step: Step) -> float:
         loss = step.model.loss(step.model(step.tokens), step.targets)
     step.scaler.scale(loss).backward()
     return float(loss.detach())
-
-
-def casts(config: Config) -> pd.DataFrame:
-    """What changing types costs: one full step of each autocast precision under torch.profiler, after two
-    without.
-
-    Returns columns precision, casts (calls of ``aten::_to_copy``), casts_ms (their operations on the device;
-    on a CPU their own time), step_ms (all operations'). A precision that does not fit or that the device
-    lacks is left out.
-    """
-    rows = []
-    for precision in LOW:
-        _empty_cache(config.device)
-        try:
-            rows.append({"precision": precision} | _casts_of(config.step(precision=precision, mode="step")))
-        except (ConfigError, torch.OutOfMemoryError):
-            continue
-    _empty_cache(config.device)
-    return pd.DataFrame(rows, columns=["precision", "casts", "casts_ms", "step_ms"])
-
-
-def _casts_of(config: StepConfig) -> dict[str, float]:
-    """``casts``, ``casts_ms`` and ``step_ms`` of one precision."""
-    require_device(config)
-    step, on_gpu = build_step(config), config.device == "cuda"
-    for _ in range(2):
-        step.clear_gradients()
-        step()
-    step.clear_gradients()
-    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as profiler:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    total, alone = (prefix + ("device" if on_gpu else "cpu") + "_time_total" for prefix in ("", "self_"))
-    events = [event for event in profiler.key_averages() if event.key.startswith("aten::")]
-    casts = [event for event in events if event.key == "aten::_to_copy"]
-    return {"casts": sum(event.count for event in casts),
-            "casts_ms": sum(getattr(event, total) for event in casts) / 1e3,
-            "step_ms": sum(getattr(event, alone) for event in events) / 1e3}

@@ -47,6 +47,18 @@ def _error(row) -> str:
     return f"{error} {'↑' if row.overflows else ''}{'↓' if row.vanishes else ''}".strip()
 
 
+def reductions(facts: dict) -> pd.DataFrame | None:
+    """Norm, quantity, type and way of summing down, inputs by width across: median relative error."""
+    if facts["reduction"] is None:
+        return None
+    rows = facts["reduction"]["table"].sort_values(["width", "input"], kind="stable")
+    rows = rows.assign(cell=rows["error"].map(tiny),
+                       column=rows["input"].str.split(" ").str[0] + ", " + rows["width"].astype(str))
+    keys = ["norm", "quantity", "dtype", "way"]
+    wide = rows.pivot(index=keys, columns="column", values="cell")[rows["column"].unique()]
+    return wide.reset_index().fillna("–")
+
+
 def _factor(row) -> str:
     """A speed-up with its interval; "none" where there is no change."""
     if row.change == "none":
@@ -102,7 +114,8 @@ def cast_times(facts: dict) -> pd.DataFrame | None:
     if facts["cost"] is None:
         return None
     cost = facts["cost"]["table"]
-    return pd.DataFrame({"size": cost["size"], "autocast": cost["precision"], "casts": cost["casts"],
+    return pd.DataFrame({"size": cost["size"], "context": cost["context_length"],
+                         "autocast": cost["precision"], "casts": cost["casts"].map("{:,.0f}".format),
                          "casts (ms)": cost["casts_ms"].map(number), "all (ms)": cost["step_ms"].map(number),
                          "share": [percent(share, 1) for share in cost["share"]]})
 
