@@ -3,7 +3,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stepscope.step.summary import flags, median_interval, summarize, trailing_ms
+from stepscope.step.summary import (
+    flags,
+    median_interval,
+    ratio_between_processes,
+    ratio_interval,
+    ratio_of_two_processes,
+    spread_of_processes,
+    summarize,
+    trailing_ms,
+    unlike_clocks,
+)
 from stepscope.step.timing import SAMPLE_COLUMNS
 
 
@@ -135,3 +145,56 @@ def test_trailing_does_not_mix_runs():
     one = samples_of([8.0], "forward").assign(run_id="a")
     both = pd.concat([one, one.assign(run_id="b")], ignore_index=True)
     assert trailing_ms(both).tolist() == [6, 6]
+
+
+# Clocks, and between processes
+
+def test_clocks_are_of_timed_steps():
+    samples = samples_of([5.0] * 5, warmup=1).assign(sm_clock_mhz=[100.0, 1980, 1400, 1980, 1980])
+    row = summarize(samples, ["phase"]).iloc[0]
+    assert (row["sm_clock_mhz"], row["sm_clock_least_mhz"]) == (1980, 1400)
+    assert np.isnan(summarize(samples_of([5.0] * 5), ["phase"])["sm_clock_mhz"].iloc[0])
+
+
+def test_clocks_are_unlike_beyond_two_of_the_drivers_steps_and_unknown_ones_are_not():
+    assert unlike_clocks(1702.0, 1980.0) and unlike_clocks(1980.0, 1935.0)
+    assert not unlike_clocks(1980.0, 1965.0) and not unlike_clocks(np.nan, 1980.0)
+    columns = pd.Series([1980.0, 1900.0]), pd.Series([1980.0, 1980.0])
+    assert unlike_clocks(*columns).tolist() == [False, True]
+
+
+def processes(n, between, within=0.002, near=100.0, seed=0):
+    """Ten steps of each of so many processes, whose own levels differ by so much."""
+    rng = np.random.default_rng(seed)
+    return [near * np.exp(between * rng.standard_normal() + within * rng.standard_normal(10))
+            for _ in range(n)]
+
+
+def test_spread_within_and_between_processes_are_told_apart():
+    found = spread_of_processes(processes(50, between=0.05))
+    assert found["processes"] == 50 and found["median_ms"] == pytest.approx(100, rel=0.03)
+    assert found["within_share"] < 0.003 and found["between_share"] == pytest.approx(0.05, rel=0.3)
+    assert found["range_share"] > 2 * found["between_share"]
+    alone = spread_of_processes(processes(1, between=0.05))
+    assert np.isnan(alone["between_share"]) and alone["within_share"] > 0
+
+
+def test_an_interval_between_processes_covers_about_as_often_as_it_says_and_one_within_does_not():
+    covers = {"between": 0, "within": 0}
+    for seed in range(100):
+        above, below = processes(8, 0.03, seed=seed), processes(8, 0.03, near=50.0, seed=1000 + seed)
+        _, low, high = ratio_between_processes(above, below)
+        covers["between"] += low <= 2 <= high
+        low, high = ratio_interval(above[0], below[0])
+        covers["within"] += low <= 2 <= high
+    assert covers["between"] >= 85 and covers["within"] <= 30
+
+
+def test_with_one_process_a_side_the_spread_is_borrowed_or_there_is_no_interval():
+    ratio, low, high = ratio_between_processes(processes(1, 0.03), processes(3, 0.03))
+    assert ratio > 0 and np.isnan([low, high]).all()
+    ratio, low, high = ratio_of_two_processes((200.0, 199.0, 201.0), (100.0, 99.5, 100.5), 0.0)
+    assert ratio == 2 and high / 2 - 1 == pytest.approx(0.005 * 2**0.5, rel=0.01)
+    ratio, low, high = ratio_of_two_processes((200.0, 200.0, 200.0), (100.0, 100.0, 100.0), 0.03)
+    assert high / low == pytest.approx(np.exp(2 * 1.96 * 0.03 * 2**0.5), rel=1e-3)
+    assert np.isnan(ratio_of_two_processes((200.0, 199.0, 201.0), (100.0, 99.5, 100.5), np.nan)[1])

@@ -58,7 +58,7 @@ def _driver() -> str | None:
 
 
 @functools.cache
-def _nvml_device():
+def nvml_device():
     """NVML's handle of torch's first device, found by its UUID since CUDA_VISIBLE_DEVICES may renumber."""
     import torch
     pynvml.nvmlInit()
@@ -68,7 +68,7 @@ def _nvml_device():
 def sm_clock_mhz() -> float | None:
     """The GPU's SM clock now, None where NVML does not say."""
     with suppress(pynvml.NVMLError):
-        return float(pynvml.nvmlDeviceGetClockInfo(_nvml_device(), pynvml.NVML_CLOCK_SM))
+        return float(pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
     return None
 
 
@@ -92,7 +92,7 @@ def gpu_state(device: str) -> dict:
     state, unread = {}, {}
     for name, read in readings.items():
         try:
-            state[name] = read(_nvml_device())
+            state[name] = read(nvml_device())
         except pynvml.NVMLError as error:
             state[name], unread[name] = None, str(error)
     return state | ({"unread": unread} if unread else {})

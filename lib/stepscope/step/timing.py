@@ -7,6 +7,7 @@ waits
 * enqueue time: how long the host took to hand the phase to the GPU.
 """
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from timeit import default_timer
 
@@ -89,25 +90,41 @@ class PhaseClock:
         return [*zip(self.names, times_ms, enqueue_ms), (WHOLE, wall_ms, sum(enqueue_ms))]
 
 
-def measure(step: Step, read_sm_clock: Callable[[], float | None] = lambda: None) -> pd.DataFrame:
+def measure(step: Step, read_sm_clock: Callable[[], float | None] = lambda: None,
+            watch: AbstractContextManager | None = None) -> pd.DataFrame:
     """Run the configuration's warm-up and timed steps; one row for each phase of each step, in
     :data:`SAMPLE_COLUMNS`.
 
     The whole step's ``time_ms`` is host wall time, a phase's is GPU time (on a CPU: host time, as nothing is
     asynchronous there). Gradients are cleared between steps, outside the clocks. ``read_sm_clock`` is called
-    after each step, also outside.
+    after each step, also outside. ``watch`` is entered before the first timed step and left after the last.
 
     Raises:
         torch.OutOfMemoryError: names the step in which it happened.
     """
     config = step.config
     clock, rows = PhaseClock(config.device), []
-    for index in range(config.warmup_steps + config.timed_steps):
-        with out_of_memory_names(f"running step {index}"):
-            step.clear_gradients()
-            clock.start()
-            step(clock)
-            clocked = clock.stop()
-        timed, sm_clock_mhz = index >= config.warmup_steps, read_sm_clock()
-        rows += [(index, timed, *row, sm_clock_mhz) for row in clocked]
+    with ExitStack() as timed_steps:
+        for index in range(config.warmup_steps + config.timed_steps):
+            if index == config.warmup_steps and watch:
+                timed_steps.enter_context(watch)
+            with out_of_memory_names(f"running step {index}"):
+                step.clear_gradients()
+                clock.start()
+                step(clock)
+                clocked = clock.stop()
+            timed, sm_clock_mhz = index >= config.warmup_steps, read_sm_clock()
+            rows += [(index, timed, *row, sm_clock_mhz) for row in clocked]
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS).astype({"sm_clock_mhz": "float64"})
+
+
+def keep_up(step: Step, seconds: float) -> int:
+    """Run the step again and again, each waited for, until ``seconds`` have passed; how many there were."""
+    steps, started = 0, default_timer()
+    while steps == 0 or default_timer() - started < seconds:
+        step.clear_gradients()
+        step()
+        if step.config.device == "cuda":
+            torch.cuda.synchronize()
+        steps += 1
+    return steps
