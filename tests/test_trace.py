@@ -144,8 +144,10 @@ def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
         total["operations_ns"].to_dict()
         == operations.groupby("phase", observed=True)["duration_ns"].sum().to_dict()
     )
-    pd.testing.assert_frame_equal(total.drop(columns="busy_share"),
-                                  clocks.drop(columns="busy_share").groupby("phase", observed=True).sum())
+    no_sums = ["busy_share", "deepest"]
+    steps = clocks.groupby("phase", observed=True)
+    pd.testing.assert_frame_equal(total.drop(columns=no_sums), steps.sum().drop(columns=no_sums))
+    assert (total["deepest"] == steps["deepest"].max()).all()
     assert (total["busy_ns"] == total["operations_ns"]).all()  # one stream: nothing overlaps
 
 
@@ -332,7 +334,7 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     assert clocks.loc["forward"].to_dict() == {
         "ranges": 1, "host_ns": 30, "projected_ns": 60, "operations_ns": 63, "busy_ns": 50,
         "busy_share": 50 / 60, "gap_ns": 10,
-        "gaps": 1, "operations": 4}
+        "gaps": 1, "operations": 4, "deepest": 4, "queued_gaps": 0, "queued_gap_ns": 0}
     assert clocks.loc["backward", ["ranges", "host_ns", "projected_ns", "busy_ns",
                                    "operations"]].tolist() == [1, 40, 0, 0, 0]
     assert clocks.loc["outside", ["operations_ns", "busy_ns", "operations"]].tolist() == [35, 30, 3]

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.traces.export import OUTSIDE, ConservationError
+from stepscope.traces.waits import QUEUE, by_phase, launch_queue
 
 
 def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
@@ -50,9 +51,11 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
         by, ranges (how many were summed), host_ns (between push and pop), projected_ns (from the start of the
         first operation launched in the range to the end of the last), operations_ns (sum of their times),
         busy_ns (time in which at least one of them ran), busy_share (busy_ns / projected_ns), gap_ns and gaps
-        (time and number of the pauses between them), operations (their number). Of what was launched outside
-        the phases, only the operations,
-        their time and busy_ns are defined, the others are NaN: in between, the phases themselves run.
+        (time and number of the pauses between them), operations (their number), deepest (launches pending at
+        most when one of the phase was made), queued_gaps and queued_gap_ns (number and time of the pauses
+        before operations that had long been launched, see ``waits.launch_queue``). Of what was launched
+        outside the phases, only the operations, their time, busy_ns and the queue are defined, the others are
+        NaN: in between, the phases themselves run.
 
     Raises:
         ConservationError: the operations are of several processes or devices.
@@ -74,6 +77,9 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
         "gap_ns": runs["idle"].sum(), "gaps": runs["pause"].sum(), "operations": runs.size(),
     })
     clocks["busy_ns"] = clocks["projected_ns"] - clocks["gap_ns"]
+    made = operations.assign(launcher=launcher, launch_ns=operations["launch_start_ns"],
+                             call=_calls(operations["correlation_id"]))
+    clocks = clocks.join(by_phase(made, launch_queue(made), ["launcher"]))
     phases = ranges.loc[(ranges["role"] == "phase") & ranges["process"].isin(operations["process"])]
     clocks = clocks.reindex(clocks.index.union(phases.index), fill_value=0).astype(float)
     outside = clocks.index < 0
@@ -83,8 +89,15 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame,
     clocks["step"] = np.where(outside, -2 - clocks.index, phases["step"].reindex(clocks.index, fill_value=-1))
     names = phases["name"].astype("str").reindex(clocks.index, fill_value=OUTSIDE)
     clocks["phase"] = pd.Categorical(names, categories=operations["phase"].cat.categories)
-    table = clocks.groupby(list(by), observed=True).sum(min_count=1).reset_index()
+    rows = clocks.groupby(list(by), observed=True)
+    table = rows.sum(min_count=1).assign(deepest=rows["deepest"].max()).reset_index()
     table["busy_share"] = table["busy_ns"] / table["projected_ns"]
-    return table.astype({"operations": int})[[*by, "ranges", "host_ns", "projected_ns", "operations_ns",
-                                              "busy_ns",
-                                              "busy_share", "gap_ns", "gaps", "operations"]]
+    counts = dict.fromkeys(["operations", "deepest", "queued_gaps"], int)
+    return table.astype(counts)[[*by, "ranges", "host_ns", "projected_ns", "operations_ns", "busy_ns",
+                                 "busy_share", "gap_ns", "gaps", "operations", *QUEUE]]
+
+
+def _calls(correlation_id: pd.Series) -> np.ndarray:
+    """Which launch an operation is of; one that is in no call (-1) is alone."""
+    alone = -2 - np.arange(len(correlation_id))
+    return np.where(correlation_id >= 0, correlation_id, alone)

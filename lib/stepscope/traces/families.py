@@ -108,6 +108,12 @@ RULES = [
      "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
 ]
 _PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
+# Softmax as the model is written is five operations of other families, so no kernel's name tells it: its
+# region does. The family "softmax" is then the loss's, where it is torch's own.
+ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
+# A copy that changes the type: torch's kernels for a low type, and its general copy where loads and stores
+# cast.
+CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^aten::_to_copy$"
 # A kernel that applies a function to each element is named after its loop; the function, a template
 # argument, may say that it copies. It may not say that it reduces: it could not.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
@@ -169,3 +175,24 @@ def families(names: Iterable[str]) -> pd.Categorical:
     codes, unique = pd.factorize(pd.Series(list(names), dtype="str"))
     return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes],
                                      FAMILIES)
+
+
+def parts(operations: pd.DataFrame) -> pd.Series:
+    """What operations are shown as: their family, but for softmax, which is told by whose it is.
+
+    Args:
+        operations: with family and region.
+
+    Returns:
+        the family; ATTENTION_SOFTMAX for all of the region attention.softmax, whatever its kernels;
+        LOSS_SOFTMAX for the softmax of the region cross_entropy.
+    """
+    family, region = operations["family"].astype(str), operations["region"].astype(str)
+    family = family.mask((family == "softmax") & (region == "cross_entropy"), LOSS_SOFTMAX)
+    return family.mask(region == "attention.softmax", ATTENTION_SOFTMAX)
+
+
+def is_cast(names: pd.Series) -> pd.Series:
+    """Whether operations with these names copy numbers into another type."""
+    codes, unique = pd.factorize(names)
+    return pd.Series(pd.Series(unique, dtype="str").str.contains(CAST).to_numpy()[codes], index=names.index)

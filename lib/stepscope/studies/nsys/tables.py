@@ -9,7 +9,8 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import by_size, load_table, runs_frame
-from stepscope.traces.families import families
+from stepscope.traces.families import families, is_cast
+from stepscope.traces.waits import captured_phases
 
 TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions",
           "timeline": "timeline.parquet", "walls": "walls", "statuses": "statuses"}
@@ -32,8 +33,35 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles in fp32; ``operations_low`` has the operations of those in other
-    precisions."""
+    precisions. Of profiles in every precision, ``phases`` has what their captures say of each phase (see
+    ``waits.captured_phases``) and ``casts`` the time of each phase's casts."""
     fp32 = [record for record in records if record.config["precision"] == "fp32"]
     low = [record for record in records if record.config["precision"] != "fp32"]
-    return {name: all_runs(store, fp32, table) for name, table in TABLES.items()} | {
-        "operations_low": all_runs(store, low, TABLES["operations"])}
+    tables = {name: all_runs(store, fp32, table) for name, table in TABLES.items()}
+    lows = {name: all_runs(store, low, TABLES[name]) for name in ("operations", "clocks", "timeline")}
+    clocks, timeline, operations = (pd.concat([tables[name], lows[name]], ignore_index=True)
+                                    for name in ("clocks", "timeline", "operations"))
+    return tables | {"operations_low": lows["operations"], "phases": phases(clocks, timeline),
+                     "casts": casts(operations)}
+
+
+def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
+    """A row a run, mode and phase: what was captured of it."""
+    if clocks.empty:
+        return clocks
+    runs = clocks[[*OF_RUN[:-3], "device", "study"]].drop_duplicates("run_id")
+    return by_size(captured_phases(clocks, timeline).merge(runs, on="run_id"))
+
+
+def casts(operations: pd.DataFrame) -> pd.DataFrame:
+    """A row a run, mode and phase of a low precision: casts and their ms a step, the ms of all operations."""
+    rows = operations[operations["precision"].isin(["bf16", "fp16"])] if len(operations) else operations
+    if rows.empty:
+        return pd.DataFrame()
+    keys = ["study", "run_id", "size", "context_length", "precision", "mode", "phase"]
+    cast = is_cast(rows["name"])
+    rows = rows.assign(operations_ms=rows["total_ns"] / rows["steps"] / 1e6)
+    rows = rows.assign(casts=(rows["count"] / rows["steps"]).where(cast, 0),
+                       casts_ms=rows["operations_ms"].where(cast, 0))
+    sums = rows.groupby(keys, observed=True)[["casts", "casts_ms", "operations_ms"]].sum().reset_index()
+    return by_size(sums.assign(size=sums["size"].astype(str)))
