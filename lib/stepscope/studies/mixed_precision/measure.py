@@ -2,7 +2,6 @@
 process."""
 import dataclasses
 import gc
-from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -10,20 +9,21 @@ import torch
 from torch import Tensor
 
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, require_device
-from stepscope.step.timing import measure
+from stepscope.runs.device_watch import measure_watched
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.mixed_precision.comparison import BASE
 from stepscope.studies.mixed_precision.config import Config
 
 
-def measure_all(config: Config,
-                read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Each precision in each mode: samples as ``timing.measure`` gives them, and how each cell ended.
 
     Returns:
         samples: with columns ``precision`` and ``mode`` before those of ``timing.SAMPLE_COLUMNS``.
-        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU). What does
-            not fit, or what the device lacks, costs its cell; it is never replaced by another precision.
+        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU); and on a
+            GPU, over the timed steps, watched_s, throttled_power_cap_us and the driver's other counters (see
+            ``device_watch.DeviceWatch``). What does not fit, or what the device lacks, costs its cell; it is
+            never replaced by another precision.
 
     Raises:
         torch.OutOfMemoryError: no cell fits.
@@ -35,8 +35,9 @@ def measure_all(config: Config,
                     "peak_allocated_mib": np.nan}
             step = config.step(precision=precision, mode=mode)
             try:
-                rows, cell["peak_allocated_mib"] = _cell(step, read_sm_clock)
+                rows, found = _cell(step)
                 samples.append(rows.assign(precision=precision, mode=mode))
+                cell |= found
             except ConfigError as error:
                 cell |= {"status": "skipped", "cause": str(error)}
             except torch.OutOfMemoryError as error:
@@ -49,11 +50,14 @@ def measure_all(config: Config,
     return stacked[columns + [c for c in stacked if c not in columns]], pd.DataFrame(cells)
 
 
-def _cell(config: StepConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, float]:
+def _cell(config: StepConfig) -> tuple[pd.DataFrame, dict]:
     require_device(config)
     _empty_cache(config.device)
-    samples = measure(build_step(config), read_sm_clock)
-    return samples, torch.cuda.max_memory_allocated() / 2**20 if config.device == "cuda" else np.nan
+    samples, state = measure_watched(build_step(config), keep_up_s=0)
+    if config.device == "cpu":
+        return samples, {}
+    watched = {name.removeprefix("timed_"): value for name, value in state.items() if "sm_clock" not in name}
+    return samples, {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} | watched
 
 
 def _empty_cache(device: str) -> None:
