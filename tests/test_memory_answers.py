@@ -91,6 +91,16 @@ def test_the_timeline_is_of_the_largest_usual_context_and_its_first_step_lacks_t
     assert found["top_gib"] == pytest.approx(max(found["peaks_gib"].values()))
     assert found["first_forward_lower_gib"] >= found["state_gib"] > 0  # rounding comes on top
     assert 0 < found["forward"]["parameters_share"] < 1
+    assert 0 < found["top_asked_gib"] < found["top_gib"] and found["snapshot"] is None
+
+
+def test_where_a_snapshot_is(tables):
+    runs = tables["runs"]
+    one = runs.loc[runs["status"] == "ok", "run_id"].iloc[0]
+    kept = {"keep_snapshot": runs["run_id"] == one}
+    assert of(tables, "memory-timeline", **kept)["snapshot"]["file"] == f"memory/{one}/snapshot.pickle"
+    assert f"memory/{one}/snapshot.pickle" in said(tables, "memory-timeline", **kept).text
+    assert f"memory/{one}" in of(tables, "memory-timeline", **kept)["runs"]
 
 
 def test_phases_of_equal_height_are_not_told_apart_and_the_words_follow(tables):
@@ -211,6 +221,19 @@ def test_a_block_against_its_gradients(tables):
     assert not less["saves_more"]
     assert said(tables | {"saved": saved}, "memory-block").text != said(
         tables | {"saved": saved}, "memory-block", block_gradient_bytes=10_000).text
+
+
+def test_a_blocks_input_is_shown_however_small_it_is(tables):
+    run = facts.reference(tables["runs"])
+    saved = pd.DataFrame({"run_id": run["run_id"], "line": [f"a.py:{n}" for n in range(7)], "source": "x",
+                          "region": "ffn", "tensor": "activation", "bytes": range(700, 0, -100)})
+    saved.loc[6, "tensor"] = facts.INPUT
+    found = of(tables | {"saved": saved}, "memory-block")
+    assert len(found["five"]) == 5 and found["input"]["share"].item() == pytest.approx(100 / 2800)
+    shown = printed.five(found)
+    assert shown["saved"].tolist() == ["activation"] * 5 + [facts.INPUT]
+    saved.loc[6, "bytes"] = 800  # among the five: once
+    assert len(printed.five(of(tables | {"saved": saved}, "memory-block"))) == 5
 
 
 def settings(tables, **columns):

@@ -100,12 +100,12 @@ def largest(facts: dict) -> pd.DataFrame:
 
 
 def five(facts: dict) -> pd.DataFrame:
-    """A row each of the largest contributors to what a block saves."""
-    rows = facts["five"]
-    return pd.DataFrame({"region": rows["region"], "tensor": rows["tensor"],
-                         "source": "`" + rows["source"] + "`", "line": rows["line"],
+    """A row each of the largest contributors to what a block saves, and one of the block's own input."""
+    rows = pd.concat([facts["five"], facts["input"]]).drop_duplicates(["line", "tensor"])
+    return pd.DataFrame({"region": rows["region"], "saved": rows["names"],
                          "tensors": rows["tensors"].astype(str),
-                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent)})
+                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent),
+                         "line": rows["line"]})
 
 
 def by_run(facts: dict) -> pd.DataFrame | None:

@@ -2,15 +2,12 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
-from stepscope.say.selections import pick
+from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, SAME
+from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
 from stepscope.traces.families import MATMUL
 
 CASTS = "copy and cast"  # a family, as MATMUL is
-# Of that family's kernels, those that change the type: copies from fp32 to a low type have a name of their own,
-# all others of PyTorch load or store "with cast" (aten/src/ATen/native/cuda/Copy.cu, Loops.cuh).
-CAST = r"float16\w*_copy_kernel_cuda|LoadWithCast|StoreWithCast|gpu_kernel_impl<\S*direct_copy_kernel_cuda"
 KINDS = ("low", "fp32", "both", "cast")  # of an operation, by the types it touches
 # What a step's device time goes into, of operations by phase, region and family: the first that fits.
 PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
@@ -24,10 +21,10 @@ PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
 LITTLE = 0.01  # of a step: a part that takes less at every size is not named
 
 
-def casts(census: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
+def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """Types of the step's operations (``census``) and the time of its casts in the captures of low precision
     (``cost``), each None where it was not measured."""
-    cost = _cost(operations_low)
+    cost = _cost(captured)
     if census.empty and cost is None:
         return None
     runs = set(runs_of(census)) if len(census) else set()
@@ -71,29 +68,22 @@ def kind_of(operation: str, reads: str, writes: str) -> str:
     return "both" if low and wide else "low" if low else "fp32"
 
 
-def _cost(operations_low: pd.DataFrame) -> dict | None:
-    """Casts in full steps of captures in low precision, by size and context: their number a step, ms, and
-    share of all operations' time. ``falls``: the share is smaller with every size; None where no kernel
-    changes a type (or only a CPU's operators were recorded, whose names do not tell)."""
-    steps = pick(operations_low, mode="step") if len(operations_low) else operations_low
+def _cost(captured: pd.DataFrame) -> dict | None:
+    """Casts in captured full steps at the reference context: their number a step, ms, and share of all
+    operations' time, by size. ``falls``: the share is smaller with every size; None without captures."""
+    steps = pick(captured, mode="step") if len(captured) else captured
     if steps.empty:
         return None
-    keys = ["size", "context_length", "precision"]
-    changes = (steps["family"] == CASTS) & steps["name"].str.contains(CAST)
-    steps = steps.assign(ms=steps["total_ns"] / steps["steps"] / 1e6, casts=steps["count"] / steps["steps"])
-    whole = steps.groupby(keys, observed=True)["ms"].sum().rename("step_ms")
-    cast = steps[changes].groupby(keys, observed=True)[["casts", "ms"]].sum()
-    table = cast.rename(columns={"ms": "casts_ms"}).join(whole).reset_index()
-    if table.empty:
-        return None
-    table = table.assign(share=table["casts_ms"] / table["step_ms"], context=table["context_length"])
-    first, last = table.iloc[0], table.iloc[-1]
-    return {"shares": table["share"], "ms": table["casts_ms"], "precision": first["precision"],
-            "contexts": sorted(table["context_length"].unique()), "several": len(table) > 1,
-            "first": {"size": first["size"], "share": first["share"]},
-            "last": {"size": last["size"], "share": last["share"]},
+    _, context = reference(steps)
+    precision = steps["precision"].iloc[0]
+    steps = pick(steps, context_length=context, precision=precision)
+    table = steps.groupby("size", observed=True)[["casts", "casts_ms", "operations_ms"]].sum().reset_index()
+    table["share"] = table["casts_ms"] / table["operations_ms"]
+    sizes = [{"size": row.size, "share": row.share} for row in table.itertuples(index=False)]
+    return {"shares": table["share"], "ms": table["casts_ms"], "precision": precision, "context": context,
+            "several": len(table) > 1, "first": sizes[0], "last": sizes[-1],
             "falls": len(table) > 1 and table["share"].is_monotonic_decreasing,
-            "table": table, "runs": runs_of(steps[changes])}
+            "table": table, "runs": runs_of(steps)}
 
 
 def parts(operations: pd.DataFrame) -> pd.DataFrame:
@@ -110,10 +100,12 @@ def parts(operations: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=list(PARTS), fill_value=0.0).reset_index()
 
 
-def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame) -> dict | None:
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame,
+         captured: pd.DataFrame) -> dict | None:
     """What of a full step in low precision faster matrix products would leave, by part and size.
 
-    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. ``limit`` is
+    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32, ``captured`` their
+    phases (``nsys.phases``). Of several contexts in low precision, the reference one. ``limit`` is
     Amdahl's: how many times as fast the step's operations were if products cost nothing. ``rest`` are the
     parts' shares, the most first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
     """
@@ -121,6 +113,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     low = low[low["precision"].isin(LOW)] if len(low) else low
     if low.empty:
         return None
+    low = pick(low, context_length=reference(low)[1]).reset_index(drop=True)
     names = list(PARTS)
     total = low[names].sum(axis=1)
     products = low["matrix products"] / total
@@ -135,7 +128,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
-            "host": _launch_bound(times, low["precision"].iloc[0], low["context_length"]),
+            "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
             "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
 
 
@@ -150,12 +143,13 @@ def _gains(both: pd.DataFrame) -> dict:
             "no_faster": [name for name in names[1:] if (gains[name] < 1 + SAME).all()]}
 
 
-def _launch_bound(times: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in launch-bound phases, where it is not 0;
-    None where no clock tells."""
-    steps = pick(times, status="ok", phase=WHOLE, mode="step", precision=precision) if len(times) else times
-    if "launch_bound_share" not in steps:
+def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
+    """Full steps of these contexts with the share of their time in phases in which the GPU waits for launches,
+    where it is not 0; None where nothing tells."""
+    if times.empty or captured.empty:
         return None
-    steps = steps[steps["context_length"].isin(contexts) & (steps["launch_bound_share"] > 0)]
-    return {"bound": [{"size": size, "share": share}
-                      for size, share in zip(steps["size"], steps["launch_bound_share"])]}
+    steps = pick(with_waits(times, captured), status="ok", phase=WHOLE, mode="step", precision=precision)
+    steps = steps[steps["context_length"].isin(contexts) & steps["waiting_share"].notna()]
+    waiting = steps[steps["waiting_share"] > 0]
+    return {"waiting": [{"size": size, "share": share}
+                        for size, share in zip(waiting["size"], waiting["waiting_share"])]} if len(steps) else None
