@@ -23,11 +23,17 @@ LITTLE = 0.01  # of a step: a part that takes less at every size is not named
 
 def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """Types of the step's operations (``census``) and the time of its casts in the captures of low precision
-    (``cost``), each None where it was not measured."""
+    (``cost``), each None where it was not measured. ``as_counted``: the captures have as many casts as the
+    census, where it is of the same size and context."""
     cost = _cost(captured)
     if census.empty and cost is None:
         return None
     runs = set(runs_of(census)) if len(census) else set()
+    if cost and len(census):
+        table = cost["table"].astype({"size": str}).set_index("size")["casts"]
+        counted = pick(census, operation="_to_copy", autocast=cost["precision"], context_length=cost["context"])
+        counts = counted.groupby(counted["size"].astype(str))["count"].sum()
+        cost["as_counted"] = len(counts) > 0 and bool((table.reindex(counts.index) == counts).all())
     return {"census": _census(census) if len(census) else None, "cost": cost,
             "runs": sorted(runs | set(cost["runs"] if cost else []))}
 
@@ -83,7 +89,7 @@ def _cost(captured: pd.DataFrame) -> dict | None:
     return {"shares": table["share"], "ms": table["casts_ms"], "precision": precision, "context": context,
             "several": len(table) > 1, "first": sizes[0], "last": sizes[-1],
             "falls": len(table) > 1 and table["share"].is_monotonic_decreasing,
-            "table": table, "runs": runs_of(steps)}
+            "as_counted": False, "table": table, "runs": runs_of(steps)}
 
 
 def parts(operations: pd.DataFrame) -> pd.DataFrame:

@@ -32,6 +32,7 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
     rows = with_cause(speedups, times, captured)
     worse = rows[rows["change"] == "slower"]
     whole = worse[worse["phase"] == WHOLE]
+    on_gpu = "cuda" in set(times["device"])
     decided = whole[whole["cause"] != UNTOLD]
     table = _by_cause(worse)
     cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
@@ -65,9 +66,9 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
             for cause, group in table.groupby("cause", sort=False)
         ],
         "optimizer_kernels": _same_kernels(operations, operations_low),
-        "scaler_extra": _scaler(rows),
+        "scaler_extra": _scaler(rows) if on_gpu else None,
         "more_operations": _more_operations(operations, operations_low),
-        "on_gpu": "cuda" in set(times["device"]),
+        "on_gpu": on_gpu,
         "table": table,
         "runs": runs_of(rows if worse.empty else worse),
     }
