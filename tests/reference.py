@@ -37,9 +37,14 @@ def changed(table, where, **columns):
 
 
 def answered(study, key, **replaced):
-    """The answer to one question, with some of the study's tables replaced."""
+    """The answer to one question, with some of the study's tables replaced; other studies' are as committed."""
     from stepscope.say.chapter import answer
 
     chapter = next(chapter for chapter in chapters() if chapter.study == study)
-    given = {f"{study}.{name}": table for name, table in (tables(study) | replaced).items()}
-    return answer(chapter, next(question for question in chapter.questions if question.key == key), given)
+    given = {name if "." in name else f"{study}.{name}": table
+             for name, table in (tables(study) | replaced).items()}
+    question = next(question for question in chapter.questions if question.key == key)
+    for name in {*question.needs, *question.uses} - set(given):
+        other, table = name.split(".")
+        given[name] = tables(other)[table]
+    return answer(chapter, question, given)

@@ -12,6 +12,11 @@ def times():
 
 
 @pytest.fixture(scope="module")
+def captured():
+    return tables("nsys")["phases"]
+
+
+@pytest.fixture(scope="module")
 def ceilings():
     return tables("benchmark")["ceilings"]
 
@@ -68,15 +73,40 @@ def test_unsteady_runs_are_counted(times):
     assert facts.how_variable(times.assign(std_ms=0.0))["worst_share"] == 0
 
 
-def test_launch_bound_is_decided_by_the_data(times):
-    found = facts.launch_bound(times)
-    assert 0 < found["bound_passes"] < found["total"] and found["shapes"] == len(found["bound"])
-    none = facts.launch_bound(times.assign(launch_bound_share=0.0))
-    assert none["bound"] == [] and none["bound_passes"] == 0
-    assert not facts.launch_bound(times.drop(columns="launch_bound_share"))["arises"]
-    texts = {answered("benchmark", "launch-bound", times=table).text for table in
-             (times, times.assign(launch_bound_share=0.0), times.drop(columns="launch_bound_share"))}
-    assert len(texts) == 3
+def test_who_waits_is_decided_by_the_plain_time_beside_the_capture(times, captured):
+    found = facts.launch_bound(times, captured)
+    assert found["decided"] == found["phases"] == 120 and found["undecided"] == 0
+    assert found["waiting"] + found["full"] + found["neither"] == 120 and found["waiting"]
+    slow = changed(times, lambda t: t["phase"] == "forward", median_ms=lambda t: t["median_ms"] * 2)
+    more = facts.launch_bound(slow, captured)
+    assert more["waiting"] > found["waiting"] and more["most"]["waited_share"] > 0.4
+    deep = facts.launch_bound(slow, captured.assign(deepest=1022.0))
+    assert deep["full"] == 120 and deep["most"] is None and deep["shapes"] == []
+    nothing = facts.launch_bound(times, captured[:0])
+    assert nothing["decided"] == 0 and nothing["undecided"] == 120
+    assert not facts.launch_bound(times.assign(device="cpu"), captured)["arises"]
+    texts = {answered("benchmark", "launch-bound", times=own, **{"nsys.phases": capture}).text
+             for own, capture in ((times, captured), (slow, captured), (times, captured[:0]),
+                                  (times.assign(device="cpu"), captured))}
+    assert len(texts) == 4
+
+
+def test_a_capture_of_other_work_decides_nothing(times, captured):
+    sdpa = facts.launch_bound(times, captured.assign(attention="sdpa"))
+    assert sdpa["decided"] == 0
+    forward = facts.launch_bound(times, captured[captured["mode"] == "forward"])
+    assert (forward["decided"], forward["undecided"]) == (20, 100)
+    assert printed.launches(forward)["backward"].eq("not decided").all()
+
+
+def test_a_whole_steps_share_is_its_phases_together(times, captured):
+    rows = facts.with_waits(facts.matrix(times), captured)
+    for _, own in rows[rows["mode"] == "step"].groupby("run_id"):
+        phases = own[own["phase"] != "step"]
+        share = own.loc[own["phase"] == "step", "waited_share"].item()
+        assert share == pytest.approx(phases["waited_ms"].sum() / phases["median_ms"].sum())
+    none = facts.with_waits(facts.matrix(times), captured[captured["phase"] != "forward"])
+    assert none.loc[none["phase"] == "step", "waited_share"].isna().all()
 
 
 def test_a_flat_shape_is_one_whose_time_hardly_grows(times):
@@ -134,7 +164,7 @@ def test_no_rows_are_no_facts(times, ceilings):
     assert (
         facts.how_long(other) is None
         and facts.how_variable(other) is None
-        and facts.launch_bound(other) is None
+        and facts.launch_bound(other, pd.DataFrame()) is None
     )
     assert facts.utilisation(other, ceilings) is None
     assert "Not answered here" in answered("benchmark", "how-long", times=pd.DataFrame()).text

@@ -22,7 +22,7 @@ from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
-from stepscope.step.rates import LAUNCH_BOUND
+from stepscope.traces.waits import FULL_QUEUE, WAITED
 
 
 class OutputError(StepscopeError, OSError):
@@ -82,8 +82,8 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     templates.keep_trailing_newline = True
     templates.filters |= {"table": markdown_table, "markdown": Markup}
     return templates.get_template("writeup.md.j2").render(
-        data=data, sections=parts, machine=machine(data), sizes=sizes(data), launch_bound=LAUNCH_BOUND,
-        measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link,
+        data=data, sections=parts, machine=machine(data), sizes=sizes(data), waited=WAITED,
+        full_queue=FULL_QUEUE, measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link,
         figures_link=figures_link,
         tables={f"{record.study}/{record.run_id}": kept_files(record) for record in data.records})
 

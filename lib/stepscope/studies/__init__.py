@@ -1,3 +1,4 @@
 """The studies, in the report's order: each a folder here. This list is all that names them."""
 
-STUDIES = ("benchmark", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile", "neighbours")
+STUDIES = ("benchmark", "warmup", "nsys", "waits", "mixed_precision", "memory", "attention", "compile",
+           "neighbours")

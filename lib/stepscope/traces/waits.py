@@ -16,11 +16,14 @@ MARK_MS = 0.01           # and more than this, since the events at its ends are 
 LONG_BEFORE_NS = 20_000  # a launch this long before its predecessor ended was not late: it takes 5 to 10 us
 ENOUGH = 20              # gaps that make a mean
 
+# What has to be the same for a capture to be of the same work.
+CONFIGURATION = ["size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
+                 "optimizer", "mode", "phase"]
 QUEUE = ["deepest", "queued_gaps", "queued_gap_ns"]  # what phase_clocks has of a phase for this
 
 
 def launch_queue(operations: pd.DataFrame) -> pd.DataFrame:
-    """How deep the queue was at each operation's launch, and the gap before those that had long been launched.
+    """How deep the queue was at each operation's launch, and the gap before what had long been launched.
 
     Args:
         operations: of one process and device, with start_ns, duration_ns, launch_ns (NA: not in the capture)
@@ -121,3 +124,24 @@ def who_waits(phases: pd.DataFrame) -> pd.DataFrame:
     return phases.assign(back_to_back_ms=back_to_back, waits=verdict,
                          busy_share=phases["operations_ms"] / phases["plain_ms"],
                          waited_ms=more.where(verdict == GPU, 0.0).where(verdict != UNDECIDED))
+
+
+def beside_captures(plain: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """Who waits in phases that were timed without a profiler, where captures of the same work tell.
+
+    Args:
+        plain: a row a phase: CONFIGURATION and plain_ms.
+        captured: CONFIGURATION and captured_phases' columns, of any runs; where several are of the same work,
+            the last one counts.
+
+    Returns:
+        plain, in its order and with its index, with who_waits' columns; UNDECIDED where no capture is of the
+        same work.
+    """
+    told = ["operations_ms", "operations", "gap_us", "deepest"]
+    if captured.empty:
+        return who_waits(plain.assign(**dict.fromkeys(told, np.nan)))
+    captured = captured.astype({"size": str}).drop_duplicates(CONFIGURATION, keep="last")
+    captured = captured[[*CONFIGURATION, *told]]
+    rows = plain[CONFIGURATION].astype({"size": str}).merge(captured, on=CONFIGURATION, how="left")
+    return who_waits(plain.assign(**{column: rows[column].to_numpy() for column in told}))

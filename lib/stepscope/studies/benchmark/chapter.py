@@ -20,6 +20,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
 
 TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
+CAPTURED = "nsys.phases"  # what tells who waits for whom
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
@@ -28,7 +29,8 @@ CHAPTER = Chapter(
                  printed={"walls": printed.walls, "phases": printed.phases},
                  pictures=("benchmark_phases",)),
         Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
-        Question("launch-bound", facts.launch_bound, (TIMES,), printed={"launches": printed.launches},
+        Question("launch-bound", facts.launch_bound, (TIMES,), (CAPTURED,),
+                 printed={"launches": printed.launches},
                  pictures=("benchmark_scaling",)),
         Question("utilisation", facts.utilisation, (TIMES, CEILINGS), printed={"rates": printed.rates},
                  pictures=("benchmark_utilisation",)),
@@ -41,9 +43,9 @@ CHAPTER = Chapter(
                  printed={"doubted": printed.doubted}),
     ),
     pictures=(
-        Picture("benchmark_phases", figures.phases, (TIMES,)),
-        Picture("benchmark_scaling", figures.scaling, (TIMES,)),
-        Picture("benchmark_utilisation", figures.utilisation, (TIMES,)),
+        Picture("benchmark_phases", figures.phases, (TIMES,), (CAPTURED,)),
+        Picture("benchmark_scaling", figures.scaling, (TIMES,), (CAPTURED,)),
+        Picture("benchmark_utilisation", figures.utilisation, (TIMES,), (CAPTURED,)),
         Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
         Picture("benchmark_published", figures.published, (TIMES, PUBLISHED)),
     ),

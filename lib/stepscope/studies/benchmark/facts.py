@@ -6,6 +6,7 @@ from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, apart, runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
+from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, WAITED, beside_captures
 
 SHAPE = ["size", "context_length"]
 STEADY = 0.01  # a standard deviation under this share of the mean
@@ -57,26 +58,45 @@ def how_variable(times: pd.DataFrame) -> dict | None:
             "runs": runs_of(flagged if len(flagged) else walls)}
 
 
-def launch_bound(times: pd.DataFrame) -> dict | None:
-    """Which forward passes wait for the host's launches; and shapes whose time hardly grows with a doubled
-    context.
+def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
+    """In which phases the GPU waits for launches, in which the host waits on a full queue, and in which
+    neither does; and shapes whose time hardly grows with a doubled context.
+
+    ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
+    are their sizes and contexts; ``undecided`` phases have no capture of the same work, and without
+    ``decided`` ones nothing is said.
     """
     times = matrix(times)
     if times.empty:
         return None
-    facts = {"arises": "launch_bound_share" in times, "runs": runs_of(times), "bound_passes": None,
-             "passes": None}
+    facts = {"arises": "cuda" in set(times["device"]), "runs": runs_of(times), "rows": None, "decided": 0}
     if not facts["arises"]:
         return facts
-    passes = times[(times["phase"] == "forward") & times["launch_bound_share"].notna()]
-    if passes.empty:
+    rows = with_waits(times, captured)
+    rows = rows[(rows["phase"] != WHOLE) & (rows["phase"] != "loss") & (rows["status"] == "ok")]
+    if rows.empty:
         return None
-    bound = passes[passes["launch_bound_share"] == 1]
-    shapes = list(dict.fromkeys((row["size"], row["context_length"]) for _, row in bound.iterrows()))
-    return facts | {"bound": [{"size": size, "context": context} for size, context in shapes],
-                    "shapes": len(shapes),
-                    "bound_passes": len(bound), "total": len(passes), "flat": flat_shapes(times),
-                    "passes": passes[passes["mode"] == "forward"], "runs": runs_of(passes)}
+    counts, waits = rows["waits"].value_counts(), rows[rows["waits"] == GPU]
+    shapes = list(dict.fromkeys((row["size"], row["context_length"]) for _, row in waits.iterrows()))
+    return facts | {
+        "rows": rows, "phases": len(rows), "decided": len(rows) - int(counts.get(UNDECIDED, 0)),
+        "waiting": len(waits), "full": int(counts.get(HOST, 0)), "neither": int(counts.get(NEITHER, 0)),
+        "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED,
+        "most": waits.loc[waits["waited_share"].idxmax()].to_dict() if len(waits) else None,
+        "shapes": [{"size": size, "context": context} for size, context in shapes],
+        "flat": flat_shapes(times), "runs": runs_of(rows)}
+
+
+def with_waits(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """Phases' rows with who waits (see ``waits.who_waits``), and ``waited_share``: the share of a phase's GPU
+    time, or of a whole step's phases', in which the GPU waits for launches; NaN where no capture tells."""
+    rows = beside_captures(times.assign(plain_ms=times["median_ms"].where(times["phase"] != WHOLE)), captured)
+    run = [column for column in ("study", "run_id") if column in rows]
+    told = rows.groupby(run)[["waited_ms", "plain_ms"]].transform(lambda values: values.sum(skipna=True))
+    decided = (rows["waited_ms"].notna() | (rows["phase"] == WHOLE)).groupby([rows[key] for key in run])
+    whole = (told["waited_ms"] / told["plain_ms"]).where(decided.transform("all"))
+    share = (rows["waited_ms"] / rows["plain_ms"]).where(rows["phase"] != WHOLE, whole)
+    return rows.assign(waited_share=share)
 
 
 def flat_shapes(times: pd.DataFrame) -> list[dict]:

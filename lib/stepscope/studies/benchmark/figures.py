@@ -11,15 +11,18 @@ from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
+from stepscope.studies.benchmark.facts import with_waits
 from stepscope.studies.benchmark.facts_published import compared
+from stepscope.traces.waits import GPU, WAITED
 
 
-def phases(times: pd.DataFrame, where: str) -> Figure | None:
+def phases(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
     """Full step: stacked phases by context, a panel a size; whiskers are the wall time's 95% interval."""
     rows = matrix(times)
     rows = pick(rows, mode="step", status="ok") if len(rows) else rows
     if rows.empty:
         return None
+    rows = with_waits(rows, captured)
     use_style()
     sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
     figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
@@ -32,10 +35,9 @@ def phases(times: pd.DataFrame, where: str) -> Figure | None:
             values = of_phase["median_ms"].fillna(0).to_numpy()
             bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white",
                             linewidth=0.5)
-            if "launch_bound_share" in group:
-                for bar, share in zip(bars, of_phase["launch_bound_share"]):
-                    if share == 1:
-                        bar.set_hatch("////")
+            for bar, waits in zip(bars, of_phase["waits"]):
+                if waits == GPU:
+                    bar.set_hatch("////")
             bottom += values
         whole = pick(group, phase=WHOLE).set_index("context_length").reindex(contexts)
         axis.errorbar(range(len(contexts)), whole["median_ms"], fmt="none", ecolor="black",
@@ -46,17 +48,16 @@ def phases(times: pd.DataFrame, where: str) -> Figure | None:
         axis.grid(axis="x", visible=False)
     axes[0, 0].set_ylabel("time of a step (ms)")
     handles = [Patch(color=color, label=phase) for phase, color in PHASE_COLORS.items()]
-    if "launch_bound_share" in rows and (rows["launch_bound_share"] == 1).any():
-        handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="launch-bound"))
+    if (rows["waits"] == GPU).any():
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label=GPU))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.suptitle(f"A full training step by phase ({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
-def utilisation(times: pd.DataFrame, where: str) -> Figure | None:
+def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
     """Share of the measured ceiling over context, a panel a mode, a line a size."""
-    rows = matrix(times)
-    rows = pick(rows, phase=WHOLE, status="ok") if len(rows) else rows
+    rows = whole_steps(times, captured)
     if rows.empty or rows["utilisation"].isna().all():
         return None
     use_style()
@@ -71,10 +72,10 @@ def utilisation(times: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
-def scaling(times: pd.DataFrame, where: str) -> Figure | None:
+def scaling(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
     """Forward time over context, both axes logarithmic; a dashed line is proportional growth."""
-    rows = matrix(times)
-    rows = pick(rows, phase=WHOLE, mode="forward", status="ok") if len(rows) else rows
+    rows = whole_steps(times, captured)
+    rows = pick(rows, mode="forward") if len(rows) else rows
     if rows.empty:
         return None
     use_style()
@@ -93,15 +94,20 @@ def scaling(times: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
+def whole_steps(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """The whole steps that were timed, with the share of each in which the GPU waits for launches."""
+    rows = matrix(times)
+    rows = pick(rows, status="ok") if len(rows) else rows
+    return pick(with_waits(rows, captured), phase=WHOLE) if len(rows) else rows
+
+
 def _lines(axis, rows: pd.DataFrame, column: str) -> None:
-    """A line a size over context; hollow markers are launch-bound, whiskers the 95% interval (or what it
-    makes of a rate).
+    """A line a size over context; hollow where the GPU waits for launches, whiskers the 95% interval (or what
+    it makes of a rate).
     """
     for index, (size, group) in enumerate(rows.groupby("size", observed=True)):
         color, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
-        bound = pd.Series(False, index=group.index)
-        if "launch_bound_share" in group:
-            bound = group["launch_bound_share"] >= 0.5
+        bound = group["waited_share"] > WAITED
         low, high = ((group["ci_low_ms"], group["ci_high_ms"]) if column == "median_ms" else
                      (group[column] * group["median_ms"] / group["ci_high_ms"],
                       group[column] * group["median_ms"] / group["ci_low_ms"]))
@@ -121,8 +127,8 @@ def _lines(axis, rows: pd.DataFrame, column: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(rows["context_length"].unique()))
     axis.xaxis.set_major_formatter(ScalarFormatter())
-    if "launch_bound_share" in rows and (rows["launch_bound_share"] >= 0.5).any():
-        axis.plot([], [], "ko", markerfacecolor="white", label="launch-bound")
+    if (rows["waited_share"] > WAITED).any():
+        axis.plot([], [], "ko", markerfacecolor="white", label=GPU)
 
 
 def optimizer(times: pd.DataFrame, where: str) -> Figure | None:

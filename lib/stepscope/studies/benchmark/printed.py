@@ -5,6 +5,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.say.formats import MODE_WORDS, interval_cells, number, percent, plus_minus
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
+from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED
 
 CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems",
                "kernels": "sum of kernels"}
@@ -50,16 +51,21 @@ def unsteady(facts: dict) -> pd.DataFrame | None:
 
 
 def launches(facts: dict) -> pd.DataFrame | None:
-    """Forward alone: GPU time, enqueue time, and by how much the GPU ends later."""
-    passes = facts["passes"]
-    if passes is None:
+    """Sizes and contexts down, the phases of forward alone and of the full step across: who waits, and how
+    busy the GPU is."""
+    rows = facts["rows"]
+    if rows is None:
         return None
-    table = passes.assign(gpu=passes["median_ms"].map(number), host=passes["enqueue_ms"].map(number),
-                          lag=passes["trailing_ms"].map(number),
-                          bound=passes["launch_bound_share"].map({1.0: "launches", 0.0: "GPU"}))
-    return table[["size", "context_length", "gpu", "host", "lag", "bound"]].rename(columns={
-        "context_length": "context", "gpu": "GPU time", "host": "enqueue time", "lag": "GPU ends after host",
-        "bound": "limited by"})
+    rows = rows[rows["mode"].isin(["forward", "step"])]
+    words = {GPU: "GPU waits", HOST: "queue full", NEITHER: "neither", UNDECIDED: "not decided"}
+    cells = [f"{words[row.waits]}, {percent(row.busy_share)}" if row.busy_share == row.busy_share
+             else words[row.waits] for row in rows.itertuples()]
+    columns = ("forward alone" if mode == "forward" else phase
+               for mode, phase in zip(rows["mode"], rows["phase"], strict=True))
+    table = rows.assign(cell=cells, column=list(columns)).pivot(
+        index=["size", "context_length"], columns="column", values="cell")
+    order = [column for column in ("forward alone", *PHASE_NAMES) if column in table]
+    return table[order].rename_axis(["size", "context"]).fillna("–").reset_index()
 
 
 def rates(facts: dict) -> pd.DataFrame:

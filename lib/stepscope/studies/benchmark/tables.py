@@ -4,11 +4,12 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
-from stepscope.step.rates import run_times
+from stepscope.step.rates import with_rates
+from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.config import Config
 
-# What a run's summary has (see run_times), so that the table has it also where no run was done.
+# What a run's summary has (see with_rates), so that the table has it also where no run was done.
 SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
            "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
 
@@ -28,10 +29,10 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
         if record.status == "ok":
             config = Config(**record.config)
             rows, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
-            frames.append(run_times(rows, ceiling, config).assign(run_id=record.run_id))
+            times = with_rates(summarize(rows, ["phase"]), config, ceiling)
+            frames.append(times.assign(run_id=record.run_id))
         else:
             frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
     times = pd.concat(frames, ignore_index=True)
-    columns = SUMMARY + ["launch_bound_share"] * ("cuda" in set(runs["device"]))
-    times = times.reindex(columns=dict.fromkeys([*times, *columns]))
+    times = times.reindex(columns=dict.fromkeys([*times, *SUMMARY]))
     return runs.merge(times, on="run_id", validate="one_to_many")

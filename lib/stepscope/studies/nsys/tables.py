@@ -15,7 +15,7 @@ from stepscope.traces.waits import captured_phases
 TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions",
           "timeline": "timeline.parquet", "walls": "walls", "statuses": "statuses"}
 OF_RUN = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads",
-          "vocab_size", "precision", "timed_steps", "device", "tool"]
+          "vocab_size", "precision", "timed_steps", "attention", "compile", "optimizer", "device", "tool"]
 
 
 def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
@@ -49,7 +49,8 @@ def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
     """A row a run, mode and phase: what was captured of it."""
     if clocks.empty:
         return clocks
-    runs = clocks[[*OF_RUN[:-3], "device", "study"]].drop_duplicates("run_id")
+    of_run = [column for column in (*OF_RUN, "study") if column in clocks]
+    runs = clocks[of_run].drop_duplicates("run_id")
     return by_size(captured_phases(clocks, timeline).merge(runs, on="run_id"))
 
 

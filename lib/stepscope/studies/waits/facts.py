@@ -1,0 +1,63 @@
+"""What the study of waiting says: does the verdict follow what was done to the step?"""
+import pandas as pd
+
+from stepscope.say.formats import runs_of
+from stepscope.traces.waits import GPU
+
+SURELY = 1.1  # times what it has to exceed
+
+
+def verdicts(phases: pd.DataFrame) -> dict | None:
+    """Every arm's verdict, and those that what was done settles.
+
+    Settled is a phase whose added delay alone takes longer than its operations back to back: the GPU has to
+    wait, which ``waits`` of ``must_wait`` verdicts say. And one whose added load alone takes longer than the
+    whole phase took as it was, launches included: it cannot wait for them, which ``busy`` of ``cannot_wait``
+    say. ``wrong`` has the others of these; ``as_it_is`` the phases nothing was done to. ``slopes`` is, where
+    the GPU had to wait in two arms, by how much the phase got longer for each ms of delay that was added.
+    """
+    rows = settled(phases[phases["phase"] != "loss"])
+    if rows.empty:
+        return None
+    facts = {"arises": "cuda" in set(rows["device"]), "runs": runs_of(rows.assign(study="waits")),
+             "rows": rows}
+    if not facts["arises"]:
+        return facts
+    right = (rows["waits"] == GPU) == rows["must_wait"]
+    must, cannot = rows["must_wait"], rows["cannot_wait"]
+    as_it_is = rows[rows["host_delay_us"].isna() & (rows["gpu_load_us"] == 0)]
+    named = [{"size": row.size_, "context": row.context_length, "phase": row.phase, "waits": row.waits}
+             for row in as_it_is.rename(columns={"size": "size_"}).itertuples()]
+    slopes = pd.Series([slope for _, rows_of in rows[must].groupby(["run_id", "phase"], observed=True)
+                        for slope in [slope_of(rows_of)] if slope is not None], dtype=float)
+    return facts | {"must_wait": int(must.sum()), "waits": int((must & right).sum()),
+                    "cannot_wait": int(cannot.sum()), "busy": int((cannot & right).sum()),
+                    "wrong": rows[(must | cannot) & ~right], "right": bool(right[must | cannot].all()),
+                    "settled": int((must | cannot).sum()), "as_it_is": named,
+                    "slopes": slopes if len(slopes) else None}
+
+
+def settled(phases: pd.DataFrame) -> pd.DataFrame:
+    """Phases with ``must_wait`` and ``cannot_wait``, from what was added alone."""
+    as_it_is = phases[phases["host_delay_us"].isna() & (phases["gpu_load_us"] == 0)]
+    untouched = as_it_is[["run_id", "phase", "plain_ms"]].rename(columns={"plain_ms": "untouched_ms"})
+    rows = phases.merge(untouched, on=["run_id", "phase"], how="left")
+    return rows.assign(must_wait=rows["added_host_ms"] > SURELY * rows["back_to_back_ms"],
+                       cannot_wait=rows["added_gpu_ms"] > SURELY * rows["untouched_ms"])
+
+
+def slope_of(rows: pd.DataFrame) -> float | None:
+    """ms of the phase for each ms of delay, from the least to the largest; None of one arm."""
+    low, high = rows.loc[rows["added_host_ms"].idxmin()], rows.loc[rows["added_host_ms"].idxmax()]
+    more = high["added_host_ms"] - low["added_host_ms"]
+    return (high["plain_ms"] - low["plain_ms"]) / more if more else None
+
+
+def reading(phases: pd.DataFrame) -> str:
+    """What one run says, in a sentence of markdown."""
+    found = verdicts(phases)
+    if not found or not found["arises"]:
+        return "A CPU's host does the work itself: there is nothing to wait for."
+    return (f"What was done settles {found['settled']} verdicts: of {found['must_wait']} phases that have to"
+            f" wait {found['waits']} are found to, and of {found['cannot_wait']} that cannot"
+            f" {found['busy']} are found not to.")
