@@ -151,7 +151,7 @@ def _reduction(table: pd.DataFrame) -> dict:
             "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],
-            "table": rows[rows["dtype"].isin(LOW) & rows["quantity"].isin(["mean square", "mean", "variance"])]}
+            "table": rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "output")]}
 
 
 def _of_type(rows: pd.DataFrame) -> dict:

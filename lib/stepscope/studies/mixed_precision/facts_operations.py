@@ -31,7 +31,8 @@ def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     runs = set(runs_of(census)) if len(census) else set()
     if cost and len(census):
         table = cost["table"].astype({"size": str}).set_index("size")["casts"]
-        counted = pick(census, operation="_to_copy", autocast=cost["precision"], context_length=cost["context"])
+        counted = pick(census, operation="_to_copy", autocast=cost["precision"],
+                       context_length=cost["context"])
         counts = counted.groupby(counted["size"].astype(str))["count"].sum()
         cost["as_counted"] = len(counts) > 0 and bool((table.reindex(counts.index) == counts).all())
     return {"census": _census(census) if len(census) else None, "cost": cost,
@@ -149,13 +150,16 @@ def _gains(both: pd.DataFrame) -> dict:
             "no_faster": [name for name in names[1:] if (gains[name] < 1 + SAME).all()]}
 
 
-def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in phases in which the GPU waits for launches,
-    where it is not 0; None where nothing tells."""
+def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str,
+             contexts: pd.Series) -> dict | None:
+    """Full steps of these contexts with the share of their time in phases in which the GPU waits for
+    launches, where it is not 0; None where nothing tells."""
     if times.empty or captured.empty:
         return None
     steps = pick(with_waits(times, captured), status="ok", phase=WHOLE, mode="step", precision=precision)
     steps = steps[steps["context_length"].isin(contexts) & steps["waiting_share"].notna()]
+    if steps.empty:
+        return None
     waiting = steps[steps["waiting_share"] > 0]
     return {"waiting": [{"size": size, "share": share}
-                        for size, share in zip(waiting["size"], waiting["waiting_share"])]} if len(steps) else None
+                        for size, share in zip(waiting["size"], waiting["waiting_share"])]}

@@ -16,10 +16,11 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, 
     all.
 
     ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in
-    fp32, ``operations_low`` in the others, ``captured`` the phases of both (``nsys.phases``). ``trend`` says
-    why it changes with the size (:func:`_trend`); ``unlike`` what was compared at unlike clocks. ``by_precision`` has the full step of the smallest and largest size; ``phases`` those of the largest
-    size's step in ``phase_precision``. ``step`` has the least and the most of bf16's full step; ``again`` how
-    far fp32 is from the benchmark's; ``missing`` what was not measured.
+    fp32, ``operations_low`` in the others, ``captured`` the phases of both (``nsys.phases``).
+    ``by_precision`` has the full step of the smallest and largest size, ``trend`` why it changes with the
+    size (:func:`_trend`); ``phases`` those of the largest size's step in ``phase_precision``. ``step`` has
+    the least and the most of bf16's full step; ``again`` how far fp32 is from the benchmark's; ``unlike``
+    what was compared at unlike clocks; ``missing`` what was not measured.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")

@@ -20,8 +20,9 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     not measured has one row, phase ``step``) and ``speedups`` are computed from the samples."""
     done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
     # Of runs that differ in a field that there is no longer, the latest.
-    latest = {configure(**record.config).run_id: record for record in sorted(done, key=lambda r: r.started_at)}
-    done = [record for record in done if record in latest.values()]
+    in_order = sorted(done, key=lambda record: record.started_at)
+    latest = {configure(**record.config).run_id: record.run_id for record in in_order}
+    done = [record for record in done if record.run_id in set(latest.values())]
     tables = {name: load_table(store, done, name) for name in TABLES}
     tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame()}
     if not done:
