@@ -187,7 +187,7 @@ def test_the_accounting_says_how_far_off_it_is(tables):
 
 
 def test_categories_are_predicted(tables):
-    table = facts_accounting.by_category(tables["runs"], tables["levels"], tables["predicted"])["table"]
+    table = of(tables, "memory-accounting")["by_category"]["table"]
     for precision in ("fp32", "bf16"):
         told = table[precision].drop(["cuBLAS workspace", "allocator rounding"])
         # On a CPU each parameter's number of steps counts as optimizer state, 4 bytes.
@@ -234,6 +234,21 @@ def test_a_blocks_input_is_shown_however_small_it_is(tables):
     assert shown["saved"].tolist() == ["activation"] * 5 + [facts.INPUT]
     saved.loc[6, "bytes"] = 800  # among the five: once
     assert len(printed.five(of(tables | {"saved": saved}, "memory-block"))) == 5
+
+
+def test_a_prediction_that_was_corrected_after_measuring_says_so(tables):
+    run = facts.reference(tables["runs"], "step", "bf16")
+    assert of(tables, "memory-accounting")["by_category"]["corrected"] == []
+    cell = (tables["predicted"]["run_id"] == run["run_id"]) & (tables["predicted"]["category"] == "activations")
+    before = tables["predicted"]["bytes"].where(~cell, 3 * MIB)
+    changed = tables | {"foretold": tables["predicted"].assign(bytes=before)}
+    found = of(changed, "memory-accounting")
+    assert found["by_category"]["corrected"] == [
+        {"precision": "bf16", "category": "activations", "before_mib": 3.0}]
+    shown = printed.by_category(found).set_index("category")
+    assert "corrected" in shown.loc["activations", "bf16, predicted"]
+    others = shown.drop(columns="bf16, predicted")
+    assert not others.apply(lambda column: column.str.contains("corrected")).any(axis=None)
 
 
 def settings(tables, **columns):

@@ -19,7 +19,7 @@ CHAPTER = Chapter(
         Question("memory-peaks", facts.peaks, (RUNS,), (LEVELS,),
                  printed={"by_context": printed.by_context, "when": printed.when},
                  pictures=("memory_peaks",)),
-        Question("memory-accounting", facts_accounting.accounting, (RUNS,), (LEVELS, "memory.predicted"),
+        Question("memory-accounting", facts_accounting.accounting, (RUNS,), (LEVELS, "memory.predicted", "memory.foretold"),
                  printed={"checked": printed.checked, "by_category": printed.by_category,
                           "fits": printed.fits}),
         Question("memory-residual", facts.residual, (RUNS,), printed={"by_context": printed.residual}),

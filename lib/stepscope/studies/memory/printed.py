@@ -73,6 +73,9 @@ def by_category(facts: dict) -> pd.DataFrame | None:
     if facts["by_category"] is None:
         return None
     table = facts["by_category"]["table"].map(fixed, decimals=3)
+    for cell in facts["by_category"]["corrected"]:
+        before = f" (corrected after measuring; before: {fixed(cell['before_mib'], 3)})"
+        table.loc[cell["category"], (cell["precision"], "predicted")] += before
     table.columns = [", ".join(names) for names in table]
     return table.rename_axis("category").reset_index()
 
