@@ -13,7 +13,7 @@ from stepscope.config import PHASE_NAMES, configure
 from stepscope.say.chapter import answer, given
 from stepscope.step.accounting import MIB, WORKSPACE, on_gpu, peak
 from stepscope.step.training_step import Step
-from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed, timeline_page
+from stepscope.studies.memory import facts, facts_options, figures, printed, timeline_page
 from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.chapter import CHAPTER
 from stepscope.studies.memory.tables import RECORDED, predicted
