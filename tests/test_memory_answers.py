@@ -53,7 +53,7 @@ def _keep(parts, config, tables, results, status):
     at = {"run_id": config.run_id, "study": "memory", "device": "cuda"}
     own = config.model_copy(update={"device": "cpu"})
     parts["runs"].append(pd.DataFrame([config.model_dump() | at | results | {
-        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
+        "status": status, "predicted_peak_mib": peak(own).allocated / MIB, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
         "parameters_bytes": 1000,
         "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000,
         "block_copies_bytes": 0, "block_gradient_bytes": 1000}]))
@@ -239,6 +239,8 @@ def test_a_blocks_input_is_shown_however_small_it_is(tables):
 def test_a_prediction_that_was_corrected_after_measuring_says_so(tables):
     run = facts.reference(tables["runs"], "step", "bf16")
     assert of(tables, "memory-accounting")["by_category"]["corrected"] == []
+    assert of(tables, "memory-accounting")["checked"]["corrected"] == 0
+    assert of(tables, "memory-accounting", predicted_peak_mib=1.0)["checked"]["corrected"] == 8
     cell = (tables["predicted"]["run_id"] == run["run_id"]) & (tables["predicted"]["category"] == "activations")
     before = tables["predicted"]["bytes"].where(~cell, 3 * MIB)
     changed = tables | {"foretold": tables["predicted"].assign(bytes=before)}

@@ -1,4 +1,5 @@
 """The closed formulas of memory against what was measured, and what they say will fit."""
+import numpy as np
 import pandas as pd
 
 from stepscope.say.formats import runs_of
@@ -32,7 +33,8 @@ def accounting(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame
 
 def checked(ok: pd.DataFrame) -> dict:
     """Predicted peaks against measured ones: the prediction that is furthest off, and how many are right, of
-    what is allocated (``within``) and of what is asked for (``exact``). ``table`` has a row a run."""
+    what is allocated (``within``) and of what is asked for (``exact``). ``corrected`` predictions were others
+    when their run was made. ``table`` has a row a run."""
     peaks = [peak(config_of(run)) for _, run in ok.iterrows()]
     allocated_mib, asked_mib = ok["steady_peak_allocated_mib"], ok["steady_peak_requested_mib"]
     table = ok.assign(off_share=ok["predicted_mib"] / allocated_mib - 1,
@@ -40,9 +42,11 @@ def checked(ok: pd.DataFrame) -> dict:
                       rounding_mib=allocated_mib - asked_mib,
                       predicted_rounding_mib=[one.categories[ROUNDING] / MIB for one in peaks])
     furthest = table.loc[table["off_share"].abs().idxmax()]
+    foretold_mib = table.get("predicted_peak_mib", table["predicted_mib"])
     return {"peaks": len(table), "within_share": WITHIN,
             "within": int((table["off_share"].abs() < WITHIN).sum()),
             "exact": int((table["asked_off_bytes"].abs() < EXACT_BYTES).sum()),
+            "corrected": int((~np.isclose(foretold_mib, table["predicted_mib"])).sum()),
             "furthest": shape_of(furthest), "furthest_share": furthest["off_share"],
             "rounding_mib": table["rounding_mib"], "table": table}
 
