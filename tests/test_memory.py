@@ -1,6 +1,7 @@
 """Memory: formulas against what storages live, snapshots that would run code, allocations that have to add
 up."""
 import pickle
+import pickletools
 from pathlib import Path
 
 import pandas as pd
@@ -41,6 +42,10 @@ def test_a_block_saves_what_the_formula_says(shape):
                      "block_gradient_bytes": accounting.value(accounting.BLOCK_GRADIENTS, config)}
     five = facts.largest_saved(table)
     assert five["share"].is_monotonic_decreasing and len(five) == 5
+    everything = facts.largest_saved(table, 100)
+    assert "activation" not in set(everything["names"])  # all have names in the model's terms
+    its_input, = everything.loc[everything["tensor"] == facts.INPUT, "bytes"]
+    assert its_input == 4 * config.batch_size * config.context_length * config.d_model
     assert facts.largest_saved(table, 100)["share"].sum() == pytest.approx(1)
 
 
@@ -48,8 +53,9 @@ def test_a_block_saves_what_the_formula_says(shape):
 def test_a_block_saves_what_the_formula_says_under_cudas_autocast(shape, monkeypatch):
     monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
     config = config_of(shape, mode="forward_backward", precision="bf16")
-    _, found = saved.block_saved(build_step(config))
+    table, found = saved.block_saved(build_step(config))
     formulas = accounting.FORMULAS["bf16"]
+    assert "activation" not in set(facts.largest_saved(table, 100)["names"])
     assert found["block_copies_bytes"] == accounting.value(formulas.copies, config)
     saved_bytes, copies = (accounting.value(formula, config) for formula in (formulas.saved, formulas.copies))
     assert found["block_saved_bytes"] == saved_bytes + copies
@@ -139,6 +145,39 @@ def test_out_of_memory_is_told_as_it_is(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", full)
     with stand_in(monkeypatch), pytest.raises(torch.OutOfMemoryError, match="running step 0"):
         memory.record(config_of(SHAPES[0], mode="step"))
+
+
+# The instructions that torch/utils/viz/MemoryViz.js carries out.
+VIEWER = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE",
+          "DICT", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET",
+          "LONG_BINPUT", "MARK", "MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM", "SETITEMS",
+          "SHORT_BINUNICODE", "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+
+
+def test_a_kept_snapshot_says_the_same_without_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    storages = stand_in(monkeypatch)
+    stack = [{"filename": f"{place}/stepscope/step/model.py", "line": 24, "name": "forward"}
+             for place in ("/home/someone/lib", "/home/someone/site-packages")]
+    stack += [{"filename": "/tmp/ipykernel_1/2.py", "line": 1, "name": "<module>"}]
+    storages.dump_plain = storages.dump
+
+    def dump(path):
+        for entry in storages.trace:
+            entry |= {"frames": [dict(frame) for frame in stack], "addr": entry["addr"] + 2**46,
+                      "time_us": 1.75e15, "stream": 0, "user_metadata": "/home/someone"}
+        storages.dump_plain(path)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    with storages:
+        memory.record(config_of(SHAPES[0], mode="forward", keep_snapshot=True))
+    content = memory.SNAPSHOT.read_bytes()
+    kept = snapshot.load_snapshot(memory.SNAPSHOT)
+    assert {opcode.name for opcode, *_ in pickletools.genops(content)} <= VIEWER
+    assert b"someone" not in content and b"ipykernel" not in content
+    frames = [{"filename": "stepscope/step/model.py", "line": 24, "name": "forward"}] * 2
+    for entry, original in zip(kept["device_traces"][0], storages.trace, strict=True):
+        assert entry == original | {"frames": frames, "user_metadata": ""}
+    assert len({id(entry["frames"]) for entry in kept["device_traces"][0]}) == 1
 
 
 class Hostile:

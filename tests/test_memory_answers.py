@@ -13,7 +13,7 @@ from stepscope.config import PHASE_NAMES, configure
 from stepscope.say.chapter import answer, given
 from stepscope.step.accounting import MIB, WORKSPACE, on_gpu, peak
 from stepscope.step.training_step import Step
-from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed, timeline_page
+from stepscope.studies.memory import facts, facts_options, figures, printed, timeline_page
 from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.chapter import CHAPTER
 from stepscope.studies.memory.tables import RECORDED, predicted
@@ -53,7 +53,7 @@ def _keep(parts, config, tables, results, status):
     at = {"run_id": config.run_id, "study": "memory", "device": "cuda"}
     own = config.model_copy(update={"device": "cpu"})
     parts["runs"].append(pd.DataFrame([config.model_dump() | at | results | {
-        "status": status, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
+        "status": status, "predicted_peak_mib": peak(own).allocated / MIB, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
         "parameters_bytes": 1000,
         "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000,
         "block_copies_bytes": 0, "block_gradient_bytes": 1000}]))
@@ -91,6 +91,16 @@ def test_the_timeline_is_of_the_largest_usual_context_and_its_first_step_lacks_t
     assert found["top_gib"] == pytest.approx(max(found["peaks_gib"].values()))
     assert found["first_forward_lower_gib"] >= found["state_gib"] > 0  # rounding comes on top
     assert 0 < found["forward"]["parameters_share"] < 1
+    assert 0 < found["top_asked_gib"] < found["top_gib"] and found["snapshot"] is None
+
+
+def test_where_a_snapshot_is(tables):
+    runs = tables["runs"]
+    one = runs.loc[runs["status"] == "ok", "run_id"].iloc[0]
+    kept = {"keep_snapshot": runs["run_id"] == one}
+    assert of(tables, "memory-timeline", **kept)["snapshot"]["file"] == f"memory/{one}/snapshot.pickle"
+    assert f"memory/{one}/snapshot.pickle" in said(tables, "memory-timeline", **kept).text
+    assert f"memory/{one}" in of(tables, "memory-timeline", **kept)["runs"]
 
 
 def test_phases_of_equal_height_are_not_told_apart_and_the_words_follow(tables):
@@ -177,7 +187,7 @@ def test_the_accounting_says_how_far_off_it_is(tables):
 
 
 def test_categories_are_predicted(tables):
-    table = facts_accounting.by_category(tables["runs"], tables["levels"], tables["predicted"])["table"]
+    table = of(tables, "memory-accounting")["by_category"]["table"]
     for precision in ("fp32", "bf16"):
         told = table[precision].drop(["cuBLAS workspace", "allocator rounding"])
         # On a CPU each parameter's number of steps counts as optimizer state, 4 bytes.
@@ -211,6 +221,36 @@ def test_a_block_against_its_gradients(tables):
     assert not less["saves_more"]
     assert said(tables | {"saved": saved}, "memory-block").text != said(
         tables | {"saved": saved}, "memory-block", block_gradient_bytes=10_000).text
+
+
+def test_a_blocks_input_is_shown_however_small_it_is(tables):
+    run = facts.reference(tables["runs"])
+    saved = pd.DataFrame({"run_id": run["run_id"], "line": [f"a.py:{n}" for n in range(7)], "source": "x",
+                          "region": "ffn", "tensor": "activation", "bytes": range(700, 0, -100)})
+    saved.loc[6, "tensor"] = facts.INPUT
+    found = of(tables | {"saved": saved}, "memory-block")
+    assert len(found["five"]) == 5 and found["input"]["share"].item() == pytest.approx(100 / 2800)
+    shown = printed.five(found)
+    assert shown["saved"].tolist() == ["activation"] * 5 + [facts.INPUT]
+    saved.loc[6, "bytes"] = 800  # among the five: once
+    assert len(printed.five(of(tables | {"saved": saved}, "memory-block"))) == 5
+
+
+def test_a_prediction_that_was_corrected_after_measuring_says_so(tables):
+    run = facts.reference(tables["runs"], "step", "bf16")
+    assert of(tables, "memory-accounting")["by_category"]["corrected"] == []
+    assert of(tables, "memory-accounting")["checked"]["corrected"] == 0
+    assert of(tables, "memory-accounting", predicted_peak_mib=1.0)["checked"]["corrected"] == 8
+    cell = (tables["predicted"]["run_id"] == run["run_id"]) & (tables["predicted"]["category"] == "activations")
+    before = tables["predicted"]["bytes"].where(~cell, 3 * MIB)
+    changed = tables | {"foretold": tables["predicted"].assign(bytes=before)}
+    found = of(changed, "memory-accounting")
+    assert found["by_category"]["corrected"] == [
+        {"precision": "bf16", "category": "activations", "before_mib": 3.0}]
+    shown = printed.by_category(found).set_index("category")
+    assert "corrected" in shown.loc["activations", "bf16, predicted"]
+    others = shown.drop(columns="bf16, predicted")
+    assert not others.apply(lambda column: column.str.contains("corrected")).any(axis=None)
 
 
 def settings(tables, **columns):

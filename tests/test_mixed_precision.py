@@ -26,6 +26,7 @@ from stepscope.studies.mixed_precision import (
 )
 from stepscope.studies.mixed_precision import measure as mixed_precision
 from stepscope.studies.mixed_precision.chapter import CHAPTER
+from stepscope.traces import waits
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = {question.key: question for question in CHAPTER.questions}
@@ -106,18 +107,65 @@ def test_a_norm_in_fp16_overflows_and_in_bf16_only_rounds():
     assert bf16["nonfinite"].max() == 0 and bf16["relative_error"].max() < 2**-7
 
 
+@pytest.fixture(scope="module")
+def reductions(config):
+    """Of normal numbers 64 and 1024 wide, and of the residual stream of the tiny model."""
+    inputs = {name: x for name, x in numerics.norm_inputs(config).items() if "stream" in name}
+    torch.manual_seed(1)
+    for width in (64, 1024):
+        inputs[f"normal {width}"] = torch.randn(numerics.SUMMED, width, dtype=torch.float64)
+    return numerics.reduction_errors("cpu", inputs).assign(device="cpu", study="mixed_precision", run_id="here")
+
+
+def test_sums_by_halves_and_one_after_another():
+    x = torch.arange(1, 8, dtype=torch.float64).repeat(2, 1)
+    for add in (numerics.sequential_sum, numerics.pairwise_sum):
+        assert add(x).tolist() == [28, 28] and add(x[:, :1]).tolist() == [1, 1]
+    ones = torch.ones(1, 1024, dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
+    assert numerics.sequential_sum(ones).item() == 256 and numerics.pairwise_sum(ones).item() == 1024
+
+
+def test_a_running_sum_in_the_type_loses_what_torchs_keeps(reductions):
+    square = reductions.query("quantity == 'mean square' and input == 'normal 1024'")
+    error = square.set_index(["dtype", "way"])["error"]
+    for dtype in ("bf16", "fp16"):
+        once = torch.finfo(numerics.DTYPES[dtype]).eps / 2
+        assert error[dtype, "torch"] <= once and error[dtype, "pairwise"] <= 2 * once
+        assert error[dtype, "sequential"] > 10 * once
+    assert error["bf16", "sequential"] > 0.1 and error["fp32", "sequential"] < 1e-5
+    fused = reductions.query("way == 'fused'")
+    assert set(fused["quantity"]) == {"output"} and set(fused["norm"]) == set(numerics.NORMS)
+    assert reductions["input"].str.startswith("stream").any()
+
+
+def test_what_is_said_of_a_norms_sum_follows_the_data(tables, reductions):
+    found = facts(tables, "mixed-norms", reductions=reductions)["reduction"]
+    assert found["torch_rounds_once"] and found["fused_rounds_once"] and found["grows"]
+    assert found["off_bf16"] == found["types"][-1]["at_width"] > 0.1
+    assert facts(tables, "mixed-norms", reductions=pd.DataFrame())["reduction"] is None
+    torch_too = reductions.assign(error=np.where(reductions["way"] == "torch", 0.1, reductions["error"]))
+    in_type = reductions.assign(rounded=0.5)
+    level = reductions.assign(error=0.1)
+    assert not facts(tables, "mixed-norms", reductions=torch_too)["reduction"]["torch_rounds_once"]
+    assert not facts(tables, "mixed-norms", reductions=in_type)["reduction"]["fused_rounds_once"]
+    changes = (reductions, torch_too, in_type, level, pd.DataFrame())
+    told = [said(tables, "mixed-norms", reductions=table) for table in changes]
+    assert len({answer.text for answer in told}) == len(changes)
+    assert [len(answer.tables) for answer in told] == [2, 2, 2, 2, 1]
+
+
 def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     seen = {}
 
-    def measure(step, read):
+    def measure(step, keep_up_s):
         seen[step.config.precision, step.config.mode] = (step.autocast(), step.scaler.is_enabled(),
                                                          torch.get_float32_matmul_precision())
         if (step.config.precision, step.config.mode) == ("bf16", "step"):
             raise torch.OutOfMemoryError("while running step 0: no memory")
-        return real(step, read)
-    real = mixed_precision.measure
-    monkeypatch.setattr(mixed_precision, "measure", measure)
-    samples, cells = mixed_precision.measure_all(config, lambda: None)
+        return real(step, keep_up_s)
+    real = mixed_precision.measure_watched
+    monkeypatch.setattr(mixed_precision, "measure_watched", measure)
+    samples, cells = mixed_precision.measure_all(config)
     status = cells.set_index(["precision", "mode"])["status"]
     assert len(cells) == 12 and (status["tf32"] == "skipped").all()
     assert cells.loc[cells["precision"] == "tf32", "cause"].str.contains("no TF32").all()
@@ -134,7 +182,7 @@ def test_nothing_at_all_fits(config, monkeypatch):
         raise torch.OutOfMemoryError("while building the model: no memory. More words")
     monkeypatch.setattr(mixed_precision, "build_step", build)
     with pytest.raises(torch.OutOfMemoryError, match="while building the model: no memory"):
-        mixed_precision.measure_all(config, lambda: None)
+        mixed_precision.measure_all(config)
 
 
 def test_a_gpu_that_is_too_old_says_so(config, monkeypatch):
@@ -158,7 +206,7 @@ def test_gradients_are_compared_on_the_same_weights(config):
 def samples_of(**times):
     return pd.DataFrame([(precision, "step", True, "step", ms)
                          for precision, group in times.items() for ms in group],
-                        columns=["precision", "mode", "timed", "phase", "time_ms"])
+                        columns=["precision", "mode", "timed", "phase", "time_ms"]).assign(sm_clock_mhz=1980.0)
 
 
 @pytest.mark.parametrize(("times", "change"), [
@@ -169,6 +217,17 @@ def test_a_change_is_a_ratio_told_apart_from_one(times, change):
     row = comparison.speedups(samples_of(fp32=[10.0, 10.01, 9.99, 10.0], bf16=times)).iloc[0]
     assert row.change == change and row.speedup == pytest.approx(10 / np.median(times), rel=1e-3)
     assert row.speedup_low <= row.speedup <= row.speedup_high
+
+
+def test_ratios_of_times_at_unlike_clocks_are_marked():
+    samples = samples_of(fp32=[10.0] * 4, bf16=[5.0] * 4, tf32=[5.0] * 4)
+    samples.loc[samples["precision"] == "tf32", "sm_clock_mhz"] = 1500.0
+    ratios = comparison.speedups(samples).set_index("precision")
+    assert ratios["unlike_clocks"].to_dict() == {"bf16": False, "tf32": True}
+    assert ratios["sm_clock_mhz"].to_dict() == {"bf16": 1980, "tf32": 1500}
+    assert "1500 MHz beside 1980" in comparison.reading(ratios.reset_index())
+    unread = comparison.speedups(samples.assign(sm_clock_mhz=np.nan))
+    assert not unread["unlike_clocks"].any() and "MHz" not in comparison.reading(unread)
 
 
 def test_the_interval_of_a_ratio():
@@ -187,7 +246,7 @@ def test_operations_by_the_types_they_touch():
 
 
 def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep):
-    fields = TINY | {"count_casts": True, "experiments": True}
+    fields = TINY | {"experiments": True}
     end = run_sweep([write_sweep({"study": "mixed_precision", "fixed": fields})], store)
     assert not end.failed and end.counts["ok"] == 1
     data = load_data(store)
@@ -282,22 +341,91 @@ def test_how_far_fp32_is_from_another_process(tables):
     assert facts(tables | {"benchmark.times": pd.DataFrame()}, "mixed-slower")["noise"] is None
 
 
-def test_why_low_precision_is_slower_is_told_by_the_clocks(tables):
-    found, times = facts(tables, "mixed-slower"), tables["mixed_precision.times"]
-    assert found["host_sets_the_time"] and found["phases"] + found["whole"] == found["table"]["cells"].sum()
+def test_times_at_unlike_clocks_are_told(tables):
+    found, speedups = facts(tables, "mixed-speed")["unlike"], tables["mixed_precision.speedups"]
+    assert found["pairs"] == sum(own["cells"] for own in found["by_precision"]) and found["capped"] is None
+    alike = facts(tables, "mixed-speed", speedups=speedups.assign(unlike_clocks=False))["unlike"]
+    assert alike["pairs"] == 0 and alike["of"] == found["of"]
+    times = tables["mixed_precision.times"]
+    for held, capped in ((5.0, True), (0.0, False)):
+        changed = facts(tables, "mixed-speed", times=times.assign(throttled_power_cap_us=held))
+        assert changed["unlike"]["capped"] is (capped if found["pairs"] else None)
+    marked = printed.speedups(facts(tables, "mixed-speed", speedups=speedups.assign(
+        unlike_clocks=True, change="faster")), "step")
+    assert marked["bf16"].str.contains("MHz").all() and "fp32 (MHz)" in marked
+
+
+def test_the_trend_with_size_is_made_of_shares_and_gains(tables):
+    found, low = facts(tables, "mixed-speed")["trend"], tables["nsys.operations_low"]
+    whole = [table[table["mode"] == "step"].groupby("size", observed=True)[["total_ns", "steps"]]
+             for table in (tables["nsys.operations"].query("context_length == 512"), low)]
+    fp32, bf16 = (groups.apply(lambda rows: (rows["total_ns"] / rows["steps"]).sum()) for groups in whole)
+    ratios = (fp32 / bf16).dropna()
+    assert found["table"]["expected"].tolist() == pytest.approx(ratios.tolist())
+    assert found["share_rises"] and found["products_rise"] and found["expected_rises"]
+    same = tables["nsys.operations"].query("context_length == 512").assign(precision="bf16")
+    level = facts(tables | {"nsys.operations_low": same}, "mixed-speed")["trend"]
+    assert level["table"][["products", "others", "expected"]].to_numpy() == pytest.approx(1)
+    assert facts(tables | {"nsys.operations_low": pd.DataFrame()}, "mixed-speed")["trend"] is None
+    texts = {said(tables | {"nsys.operations_low": table}, "mixed-speed").text
+             for table in (low, same, pd.DataFrame())}
+    assert len(texts) == 3
+
+
+def captures_of(times, **changed):
+    """Phases as captures have them: operations back to back take as long as the plain phases here."""
+    phases = times[(times["phase"] != "step") & (times["status"] == "ok")]
+    keys = ["size", "context_length", "precision", "mode", "phase", "run_id"]
+    return phases[keys].assign(**{"operations_ms": phases["median_ms"], "operations": 100.0, "gap_us": 0.0,
+                                  "deepest": 10.0} | changed)
+
+
+def test_who_waits_is_told_by_captures_of_the_same_cell(tables):
+    times = tables["mixed_precision.times"]
+    never = comparison.with_waits(times, captures_of(times))
+    assert set(never.loc[never["phase"] != "step", "waits"]) == {waits.NEITHER}
+    assert (never.loc[never["phase"] == "step", "waiting_share"] == 0).all() and len(never) == len(times)
+    always = comparison.with_waits(times, captures_of(times, operations_ms=0.0))
+    long = (always["phase"] != "step") & (always["median_ms"] > 1)
+    assert set(always.loc[long, "waits"]) == {waits.GPU}
+    assert always.loc[always["phase"] == "step", "waiting_share"].min() > 0.9
+    unknown = comparison.with_waits(times, pd.DataFrame())
+    assert unknown["waiting_share"].isna().all() and set(unknown["waits"]) == {waits.UNDECIDED}
+
+
+def test_why_low_precision_is_slower_is_told_by_captures(tables):
+    times = tables["mixed_precision.times"]
+    waiting, busy = (tables | {"nsys.phases": captures_of(times, **changed)}
+                     for changed in ({"operations_ms": 0.0}, {}))
+    found = facts(waiting, "mixed-slower")
+    assert found["host_sets_the_time"] and found["decided"] == found["whole"] > 0
+    assert found["phases"] + found["whole"] == found["table"]["cells"].sum()
     told = sum(phase["cells"] for own in found["by_cause"] for phase in own["phases"])
     assert told == found["table"]["cells"].sum()
-    busy = times.assign(launch_bound_share=0.0, trailing_ms=1e6)
-    changed = facts(tables, "mixed-slower", times=busy)
-    assert not changed["host_sets_the_time"] and changed["optimizer"] is None
-    assert not {own["cause"] for own in changed["by_cause"]} & {facts_slower.LAUNCHES, facts_slower.CAUGHT_UP}
-    on_cpu = facts(tables, "mixed-slower", times=times.drop(columns="launch_bound_share"))
+    changed = facts(busy, "mixed-slower")
+    assert not changed["host_sets_the_time"]
+    assert not {own["cause"] for own in changed["by_cause"]} & {facts_slower.LAUNCHES, facts_slower.UNTOLD}
+    none = facts(tables | {"nsys.phases": pd.DataFrame()}, "mixed-slower")
+    assert not none["host_sets_the_time"] and none["decided"] == 0
+    on_cpu = facts(tables, "mixed-slower", times=times.assign(device="cpu"))
     assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_slower.PROCESSOR]
     never = tables["mixed_precision.speedups"].assign(change="faster")
     assert facts(tables, "mixed-slower", speedups=never)["nowhere"] and not found["nowhere"]
-    changes = ({}, {"times": busy}, {"speedups": never})
-    texts = {said(tables, "mixed-slower", **change).text for change in changes}
+    texts = {said(waiting, "mixed-slower").text, said(busy, "mixed-slower").text,
+             said(tables, "mixed-slower", speedups=never).text}
     assert len(texts) == 3 and not said(tables, "mixed-slower", speedups=never).tables
+    assert said(waiting, "mixed-slower").finding and not said(busy, "mixed-slower").finding
+
+
+def test_the_scaler_is_the_cause_only_where_bf16_is_not_longer_too(tables):
+    speedups, times = tables["mixed_precision.speedups"], tables["mixed_precision.times"]
+    optimizer = speedups["phase"] == "optimizer"
+    for change, cause in (("slower", facts_slower.SCALER_TOO), ("none", facts_slower.SCALER)):
+        changed = speedups.assign(change=speedups["change"].mask(optimizer & (speedups["precision"] == "bf16"),
+                                                                 change))
+        rows = facts_slower.with_cause(changed, times, tables["nsys.phases"])
+        fp16 = rows[(rows["phase"] == "optimizer") & (rows["precision"] == "fp16")]
+        assert len(fp16) and set(fp16["cause"]) == {cause}
 
 
 def test_casts_are_counted_by_what_they_touch(tables):
@@ -311,6 +439,18 @@ def test_casts_are_counted_by_what_they_touch(tables):
     half = facts(tables, "mixed-casts", census=pd.DataFrame())
     assert half["census"] is None and half["cost"]["shares"].equals(found["cost"]["shares"])
     assert len(said(tables, "mixed-casts", census=pd.DataFrame()).tables) == 1
+
+
+def test_the_time_of_casts_is_the_captures(tables):
+    cost, casts = facts(tables, "mixed-casts")["cost"], tables["nsys.casts"]
+    assert cost["falls"] and cost["as_counted"] and cost["first"]["share"] > cost["last"]["share"]
+    rising = casts.assign(casts_ms=casts["operations_ms"] * casts["size"].cat.codes / 100, casts=1)
+    changed = facts(tables | {"nsys.casts": rising}, "mixed-casts")["cost"]
+    assert not changed["falls"] and not changed["as_counted"]
+    assert facts(tables | {"nsys.casts": pd.DataFrame()}, "mixed-casts")["cost"] is None
+    texts = {said(tables | {"nsys.casts": table}, "mixed-casts").finding
+             for table in (casts, rising, pd.DataFrame())}
+    assert len(texts) == 3
 
 
 def test_the_parts_of_a_step_hold_all_its_operations(tables):
@@ -347,6 +487,11 @@ def test_memory_says_what_the_allocator_counted(tables):
     assert said(tables, "mixed-memory").finding != said(tables, "mixed-memory", times=halved).finding
     uncounted = said(tables, "mixed-memory", times=times.assign(peak_allocated_mib=np.nan))
     assert uncounted.runs and not (uncounted.finding or uncounted.tables or uncounted.figures)
+
+
+def test_of_runs_alike_but_for_a_field_that_is_gone_the_latest_is_taken(config):
+    old = configure(**config.model_dump() | {"count_casts": True})
+    assert old == config and old.run_id == config.run_id
 
 
 def test_gradients_lost_without_a_scaler(tables):

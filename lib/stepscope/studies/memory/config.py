@@ -16,4 +16,4 @@ class Config(StepConfig):
     # Blocks per checkpoint, each measured in turn; 0: none are made.
     checkpoints: list[Annotated[int, Field(ge=0, le=10_000)]] = Field([], max_length=1000)
     expandable_segments: bool = False  # the allocator's option of that name
-    keep_snapshot: bool = False        # keep the pickle that PyTorch's memory viewer opens
+    keep_snapshot: bool = False        # keep a pickle for PyTorch's memory viewer, without paths

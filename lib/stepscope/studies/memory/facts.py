@@ -11,6 +11,7 @@ ABOUT_NONE = 0.005  # a change of a peak this small is not given as a lower boun
 FLAT = 0.03         # a peak that changes by less than this hardly moves
 USUAL = 512         # sentences speak of the largest context up to this one
 ROUNDING = "allocator rounding"
+INPUT = "the block's input"  # as saved.py calls it
 
 
 def histories(runs: pd.DataFrame) -> pd.DataFrame:
@@ -96,7 +97,8 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     steady one.
 
     ``forward`` is of forward alone, None where it was not recorded; ``phases`` has a row a phase of the
-    steady step.
+    steady step. What the allocator counts (``top_gib``) is more than was asked for (``top_asked_gib``), which
+    the pictures show. ``snapshot`` is a run whose file for PyTorch's viewer was kept, or None.
     """
     run = reference(runs)
     if run is None:
@@ -109,16 +111,26 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     by_height = heights.drop("loss", errors="ignore").sort_values()  # the loss' peak is backward's first
     top, first_top = (step.reset_index().loc[step["allocated_mib"].argmax()] for step in (last, first))
     ends = last_step(rows[rows["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
-    alone = reference(runs, "forward")
+    alone, snapshot = reference(runs, "forward"), with_snapshot(runs)
+    shown = pd.DataFrame([row for row in (run, alone, snapshot) if row is not None])
     return {"run": shape_of(run), "peaks_gib": (heights * MIB / GIB).to_dict(), "nearly_share": NEARLY,
             "told_apart": bool((by_height.diff().dropna() / by_height.iloc[-1] > NEARLY).all()),
             "top": place(top), "top_gib": top["allocated_mib"] * MIB / GIB,
+            "top_asked_gib": last["requested_mib"].max() * MIB / GIB,
             "first_top": place(first_top), "first_top_gib": first_top["allocated_mib"] * MIB / GIB,
             "state_gib": ends["forward", "optimizer state"] / GIB,
             "first_forward_lower_gib": (heights["forward"] - first["allocated_mib"]["forward"]) * MIB / GIB,
             "forward": None if alone is None else forward_alone(alone, levels),
             "phases": last.assign(first_mib=first["allocated_mib"]).reset_index(),
-            "runs": runs_of(pd.DataFrame([run] if alone is None else [run, alone]))}
+            "snapshot": None if snapshot is None else shape_of(snapshot) | {
+                "file": f"memory/{snapshot['run_id']}/snapshot.pickle"},
+            "runs": runs_of(shown)}
+
+
+def with_snapshot(runs: pd.DataFrame) -> pd.Series | None:
+    """The first run whose snapshot was kept; None where there is none."""
+    kept = runs[(runs["status"] == "ok") & (runs["device"] == "cuda") & runs["keep_snapshot"].astype(bool)]
+    return None if kept.empty else kept.iloc[0]
 
 
 def forward_alone(run: pd.Series, levels: pd.DataFrame) -> dict:
@@ -265,22 +277,48 @@ def largest(runs: pd.DataFrame, allocations: pd.DataFrame) -> dict | None:
 
 def largest_saved(saved: pd.DataFrame, number: int = 5) -> pd.DataFrame:
     """The largest contributors to what a block saves by line of the model: line, source, region, tensor,
-    tensors, bytes, share of all that is saved."""
+    tensors, bytes, share of all that is saved, names of the tensors in the model's terms."""
     by_line = saved.groupby(["line", "source", "region", "tensor"], sort=False).agg(
         tensors=("bytes", "size"), bytes=("bytes", "sum")).reset_index()
     by_line["share"] = by_line["bytes"] / by_line["bytes"].sum()
+    by_line["names"] = [names_of(row) for row in by_line.itertuples()]
     return by_line.sort_values("bytes", ascending=False, kind="stable", ignore_index=True).head(number)
+
+
+# What lines of the model save for backward, as the model calls it; by how the line begins.
+SAVED_NAMES = {
+    "return self.down_proj(gate": "gate, sigmoid(gate), gate · sigmoid(gate), up, and their product",
+    "exponentials =": "exponentials of the scores",
+    "return exponentials": "sums of the exponentials",
+    "return weights @ v": "attention's weights, and v",
+    "return q @ k": "q and k after RoPE",
+    "return self.o_proj": "the heads' outputs, side by side",
+    "return [project": "the first norm's output, of which q, k and v are made",
+    "gate =": "the second norm's output, of which gate and up are made",
+    "scale =": "the stream between attention and feed-forward, and both norms' roots",
+    "return (wide": "both norms' inputs times their roots",
+    "turned.append": "RoPE's tables",
+}
+
+
+def names_of(row) -> str:
+    """What a line's saved tensors are in the model's terms; their kind where that is not known."""
+    if row.tensor != "activation":
+        return row.tensor
+    return next((names for begins, names in SAVED_NAMES.items() if row.source.startswith(begins)), row.tensor)
 
 
 def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
     """What one block of the reference (else of the last run that measured it) keeps for its backward, against
-    the formula and against its gradients; ``five`` are the largest contributors, ``by_run`` compares contexts
-    and precisions, or is None."""
+    the formula and against its gradients; ``five`` are the largest contributors, ``input`` the block's
+    own input (no row where another block kept it), ``by_run`` compares contexts and precisions, or is None.
+    """
     measured = saved["run_id"].unique()
     chosen = reference(runs)
     run_id = chosen["run_id"] if chosen is not None and chosen["run_id"] in measured else measured[-1]
     run, rows = runs.set_index("run_id", drop=False).loc[run_id], saved[saved["run_id"] == run_id]
-    config, five = config_of(run), largest_saved(rows)
+    config, everything = config_of(run), largest_saved(rows, len(rows))
+    five, its_input = everything.head(5), everything[everything["tensor"] == INPUT]
     formulas = require_formulas(config)
     saved_bytes, gradient_bytes = int(run["block_saved_bytes"]), int(run["block_gradient_bytes"])
     by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
@@ -289,6 +327,7 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
     return {"run": shape_of(run), "saved_mib": saved_bytes / MIB, "tensors": len(rows),
             "formula_mib": (value(formulas.saved, config) + value(formulas.copies, config)) / MIB,
             "five": five.assign(mib=five["bytes"] / MIB), "five_share": five["share"].sum(),
+            "input": its_input.assign(mib=its_input["bytes"] / MIB),
             "gradients_mib": gradient_bytes / MIB, "gradients_formula": BLOCK_GRADIENTS,
             "saves_more": saved_bytes > gradient_bytes, "ratio": saved_bytes / gradient_bytes,
             "by_run": None if len(by_run) < 2 else pd.DataFrame({

@@ -1,4 +1,5 @@
 """The closed formulas of memory against what was measured, and what they say will fit."""
+import numpy as np
 import pandas as pd
 
 from stepscope.say.formats import runs_of
@@ -18,20 +19,22 @@ EXACT_BYTES = 1024    # and this close, what the program asks for is told exactl
 ASSUMED_MIB = 80 * 1024  # of memory, where no GPU was measured
 
 
-def accounting(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame) -> dict | None:
+def accounting(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame,
+               foretold: pd.DataFrame) -> dict | None:
     """What a block saves by formula; ``checked`` against the measured peaks and ``by_category``, each None
-    where nothing was measured; and what fits."""
+    where nothing was measured; and what fits. ``foretold`` is what was predicted when the runs were made."""
     recorded = histories(runs)
     ok = recorded[recorded["status"] == "ok"]
     return {"saved": {precision: formulas.saved for precision, formulas in FORMULAS.items()},
             "checked": checked(ok) if len(ok) else None,
-            "by_category": by_category(runs, levels, predicted) if len(ok) else None,
+            "by_category": by_category(runs, levels, predicted, foretold) if len(ok) else None,
             "fits": fits(runs), "runs": runs_of(recorded if len(recorded) else runs)}
 
 
 def checked(ok: pd.DataFrame) -> dict:
     """Predicted peaks against measured ones: the prediction that is furthest off, and how many are right, of
-    what is allocated (``within``) and of what is asked for (``exact``). ``table`` has a row a run."""
+    what is allocated (``within``) and of what is asked for (``exact``). ``corrected`` predictions were others
+    when their run was made. ``table`` has a row a run."""
     peaks = [peak(config_of(run)) for _, run in ok.iterrows()]
     allocated_mib, asked_mib = ok["steady_peak_allocated_mib"], ok["steady_peak_requested_mib"]
     table = ok.assign(off_share=ok["predicted_mib"] / allocated_mib - 1,
@@ -39,17 +42,21 @@ def checked(ok: pd.DataFrame) -> dict:
                       rounding_mib=allocated_mib - asked_mib,
                       predicted_rounding_mib=[one.categories[ROUNDING] / MIB for one in peaks])
     furthest = table.loc[table["off_share"].abs().idxmax()]
+    foretold_mib = table.get("predicted_peak_mib", table["predicted_mib"])
     return {"peaks": len(table), "within_share": WITHIN,
             "within": int((table["off_share"].abs() < WITHIN).sum()),
             "exact": int((table["asked_off_bytes"].abs() < EXACT_BYTES).sum()),
+            "corrected": int((~np.isclose(foretold_mib, table["predicted_mib"])).sum()),
             "furthest": shape_of(furthest), "furthest_share": furthest["off_share"],
             "rounding_mib": table["rounding_mib"], "table": table}
 
 
-def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame) -> dict | None:
+def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame,
+                foretold: pd.DataFrame) -> dict | None:
     """MiB by category, predicted and measured, after the loss of a steady full step, where activations are
-    complete; columns of ``table`` are (precision, ``predicted`` or ``measured``)."""
-    columns, run = {}, None
+    complete; columns of ``table`` are (precision, ``predicted`` or ``measured``). ``corrected`` are the
+    predictions that were others before it was measured: precision, category, ``before_mib``."""
+    columns, run, corrected = {}, None, []
     for precision in ("fp32", "bf16"):
         if (found := reference(runs, "step", precision)) is None:
             continue
@@ -59,7 +66,14 @@ def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFram
         formula = predicted[(predicted["run_id"] == run["run_id"]) & (predicted["moment"] == "after loss")]
         for name, table in (("predicted", formula), ("measured", rows)):
             columns[precision, name] = table.set_index("category")["bytes"].reindex(CATEGORIES) / MIB
-    return None if run is None else {"run": shape_of(run), "table": pd.DataFrame(columns).fillna(0.0)}
+        if len(foretold):
+            before = foretold[(foretold["run_id"] == run["run_id"]) & (foretold["moment"] == "after loss")]
+            other = before.merge(formula, on="category", suffixes=("", "_now"))
+            other = other[other["bytes"] != other["bytes_now"]]
+            corrected += [{"precision": precision, "category": row.category, "before_mib": row.bytes / MIB}
+                          for row in other.itertuples()]
+    return None if run is None else {"run": shape_of(run), "table": pd.DataFrame(columns).fillna(0.0),
+                                     "corrected": corrected}
 
 
 def fits(runs: pd.DataFrame) -> dict:

@@ -15,7 +15,7 @@ from stepscope.step.timing import SAMPLE_COLUMNS, measure
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.history import Owners, Regions, classified, levels, peaks
-from stepscope.studies.memory.snapshot import allocations, load_snapshot
+from stepscope.studies.memory.snapshot import allocations, load_snapshot, portable
 from stepscope.studies.memory.tables import ALLOCATIONS
 
 MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees",
@@ -106,7 +106,8 @@ def record(config: Config) -> tuple[Step, dict[str, pd.DataFrame], dict]:
     Returns the step, tables and scalars. ``allocations.parquet``: a row an allocation (see
     :func:`classified`). ``marks``: the allocator's own numbers at the end of each phase of each step, and its
     peaks within the phase. Scalars: peak MiB of the first and the last step, allocated, requested and
-    reserved. With ``keep_snapshot``, the pickle is in the working folder.
+    reserved. With ``keep_snapshot``, a snapshot without this machine's paths is in the working
+    folder.
 
     Raises:
         torch.OutOfMemoryError: names the step. StepscopeError: the history does not add up.
@@ -132,10 +133,12 @@ def record(config: Config) -> tuple[Step, dict[str, pd.DataFrame], dict]:
     torch._C._cuda_clearCublasWorkspaces()  # so that what is freed here is known to be one
     recorder.mark("workspaces cleared")
     with tempfile.TemporaryDirectory() as temporary:
-        place = SNAPSHOT if config.keep_snapshot else Path(temporary) / SNAPSHOT
-        torch.cuda.memory._dump_snapshot(str(place))
+        dumped = Path(temporary) / SNAPSHOT
+        torch.cuda.memory._dump_snapshot(str(dumped))
         torch.cuda.memory._record_memory_history(enabled=None)
-        snapshot = load_snapshot(place)
+        snapshot = load_snapshot(dumped)
+    if config.keep_snapshot:
+        SNAPSHOT.write_bytes(portable(snapshot))
     marks = pd.DataFrame(recorder.marks, columns=MARK_COLUMNS)
     history = allocations(snapshot, torch.cuda.current_device())
     table = classified(history, marks, recorder.regions, recorder.owners, config)

@@ -73,6 +73,9 @@ def by_category(facts: dict) -> pd.DataFrame | None:
     if facts["by_category"] is None:
         return None
     table = facts["by_category"]["table"].map(fixed, decimals=3)
+    for cell in facts["by_category"]["corrected"]:
+        before = f" (corrected after measuring; before: {fixed(cell['before_mib'], 3)})"
+        table.loc[cell["category"], (cell["precision"], "predicted")] += before
     table.columns = [", ".join(names) for names in table]
     return table.rename_axis("category").reset_index()
 
@@ -100,12 +103,12 @@ def largest(facts: dict) -> pd.DataFrame:
 
 
 def five(facts: dict) -> pd.DataFrame:
-    """A row each of the largest contributors to what a block saves."""
-    rows = facts["five"]
-    return pd.DataFrame({"region": rows["region"], "tensor": rows["tensor"],
-                         "source": "`" + rows["source"] + "`", "line": rows["line"],
+    """A row each of the largest contributors to what a block saves, and one of the block's own input."""
+    rows = pd.concat([facts["five"], facts["input"]]).drop_duplicates(["line", "tensor"])
+    return pd.DataFrame({"region": rows["region"], "saved": rows["names"],
                          "tensors": rows["tensors"].astype(str),
-                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent)})
+                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent),
+                         "line": rows["line"]})
 
 
 def by_run(facts: dict) -> pd.DataFrame | None:

@@ -4,6 +4,7 @@ A snapshot is a pickle, and a pickle can name any function to be called when it 
 writes hold plain data only, so the unpickler here refuses every name.
 """
 import pickle
+import pickletools
 import re
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,39 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
         raise SnapshotError(f"the snapshot's history of device {device} is not as expected"
                             f" ({type(error).__name__}: {error})") from None
     return pd.DataFrame(rows, columns=ALLOCATION_COLUMNS).astype({"freed_at": "Int64"})
+
+
+def portable(snapshot: dict) -> bytes:
+    """A snapshot for others, as a pickle that PyTorch's memory viewer reads.
+
+    Of each stack it has the frames of this package and of installed ones, their files named as
+    ``stepscope/...`` and ``torch/...``; no other text is an absolute path. Equal stacks are stored once.
+    """
+    known: dict[tuple, list | dict] = {}
+
+    def frame(one: dict) -> dict | None:
+        found = PLACE.search(one.get("filename", ""))
+        if not found:
+            return None
+        place = found[1] or found[2], one.get("line", 0), one.get("name", "")
+        if place not in known:
+            known[place] = dict(zip(("filename", "line", "name"), place))
+        return known[place]
+
+    def stack(frames: list[dict]) -> list[dict]:
+        kept = [one for each in frames if (one := frame(each)) is not None]
+        return known.setdefault(("stack", *map(id, kept)), kept)  # type: ignore[return-value]
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: stack(held) if key == "frames" and isinstance(held, list) else clean(held)
+                    for key, held in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(clean(one) for one in value)
+        return "" if isinstance(value, str) and value.startswith("/") else value
+
+    # torch/utils/viz/MemoryViz.js reads protocols 2 to 4.
+    return pickletools.optimize(pickle.dumps(clean(snapshot), protocol=4))
 
 
 def _place(frames: list[dict]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from stepscope.step.accounting import MIB, at_rest, instants, peak, require_form
 ALLOCATIONS = "allocations.parquet"  # as a record names it
 RECORDED = {"allocations": ALLOCATIONS}
 RECORDED |= {name: name for name in ("levels", "saved", "checkpoints", "samples")}
+RECORDED |= {"foretold": "predicted"}  # what the formulas said when the run was made
 
 
 def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
@@ -18,7 +19,7 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside
     its configuration and results ``predicted_mib`` (the accounting's peak of its configuration),
     ``parameters_bytes``, ``measured`` (``history`` or ``checkpointing``) and ``gpu_memory_mib``.
-    ``predicted`` is :func:`predicted` of each.
+    ``predicted`` is :func:`predicted` of each, ``foretold`` what it was when the run was made.
     """
     records = [record for record in records if record.study == "memory" and record.done]
     if not records:
@@ -30,7 +31,6 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
         measured=["checkpointing" if record.config.get("checkpoints") else "history" for record in records],
         gpu_memory_mib=[record.machine.get("gpu_memory_mib", float("nan")) for record in records])
     tables = {name: load_table(store, records, recorded) for name, recorded in RECORDED.items()}
-    # What a record says was predicted is what the formulas said then.
     tables["predicted"] = pd.concat([predicted(config).assign(run_id=record.run_id)
                                      for config, record in zip(configs, records)], ignore_index=True)
     if len(tables["checkpoints"]):

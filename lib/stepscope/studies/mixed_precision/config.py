@@ -1,5 +1,7 @@
 """What a run of the mixed-precision study has."""
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from stepscope.config import StepConfig
 
@@ -10,5 +12,12 @@ class Config(StepConfig):
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
-    count_casts: bool = False  # profile a step of fp16 and of bf16 for what changing types costs
     experiments: bool = False  # the small experiments on number formats, too
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_count_casts(cls, values: Any) -> Any:
+        """Records of before have that field; what it measured is in the captures, for every size."""
+        if not isinstance(values, dict):
+            return values
+        return {field: value for field, value in values.items() if field != "count_casts"}

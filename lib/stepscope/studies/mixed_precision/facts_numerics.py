@@ -1,5 +1,6 @@
 """What the experiments on number formats say: sums, the types that autocast chooses, and norms."""
 import pandas as pd
+import torch
 
 from stepscope.say.formats import EXACT, runs_of
 from stepscope.say.selections import pick
@@ -11,6 +12,8 @@ PUBLISHED_SUMS = {"fp32 into fp32": 10.0001, "fp16 into fp16": 9.9531, "fp16 int
                   "fp16 cast to fp32, into fp32": 10.0021}
 LOST = 0.01       # of a tensor's values: how many may overflow or become zero before it counts as lost
 NORM_OFF = 0.01   # relative error from which a norm's output counts as wrong
+AS_ROUNDED = 0.99  # of an output's elements: float64's result but for the last rounding
+SHOWN_WIDTH = 1024  # the width that a sentence names
 
 
 def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
@@ -81,8 +84,9 @@ def toy(rows: pd.DataFrame) -> dict:
             "table": wide, "runs": runs_of(rows)}
 
 
-def norms(table: pd.DataFrame) -> dict:
-    """What each norm loses in each low type, over the scale of its inputs, on the device that the run had.
+def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
+    """What each norm loses in each low type, over the scale of its inputs, on the device that the run had;
+    and ``reduction``, what its sums lose (:func:`_reduction`; None where that was not measured).
 
     ``types`` has for each type whether it ``loses_nothing``, the ``norms`` with their losses, and where the
     output is ``right``. ``off`` is the output's median relative error by type where all types give one.
@@ -115,7 +119,39 @@ def norms(table: pd.DataFrame) -> dict:
             "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
             "quantities": {norm: list(group["quantity"].unique())
                            for norm, group in inner.groupby("norm", sort=False)},
+            "reduction": _reduction(reductions) if len(reductions) else None,
             "runs": runs_of(table)}
+
+
+def _reduction(table: pd.DataFrame) -> dict:
+    """A norm's sums of squares (the mean square and the variance) by the way they are taken, on the device
+    that the run had.
+
+    ``types``: for each low type the median error over rows of a running sum kept in it, the least and the
+    most over widths and inputs (``kept``) and the mean square's of :data:`SHOWN_WIDTH` normal numbers
+    (``at_width``; None where those were not taken); ``pairwise`` and ``torch``, the most of either;
+    ``torch_rounds_once``: torch's is everywhere within one rounding of the type; ``grows``: the wider, the
+    worse, for normal numbers. ``fused``: the least share of a fused norm's outputs that are float64's result
+    rounded once, and whether that is as good as all. ``table`` has the rows to print.
+    """
+    rows = pick(table, device=table["device"].iloc[-1])
+    squares = rows[rows["quantity"].isin(["mean square", "variance"])]
+    normal = squares[squares["input"].str.startswith("normal")]
+    types = []
+    for dtype in LOW:
+        ways = {way: group["error"] for way, group in pick(squares, dtype=dtype).groupby("way")}
+        kept = pick(normal, dtype=dtype, way="sequential", quantity="mean square")
+        kept = kept.sort_values("width").set_index("width")["error"]
+        types.append({"dtype": dtype, "kept": ways["sequential"], "pairwise": ways["pairwise"].max(),
+                      "torch": ways["torch"].max(), "at_width": kept.get(SHOWN_WIDTH),
+                      "grows": len(kept) > 1 and kept.is_monotonic_increasing,
+                      "torch_rounds_once": ways["torch"].max() <= torch.finfo(DTYPES[dtype]).eps / 2})
+    fused = rows[(rows["way"] == "fused") & rows["dtype"].isin(LOW)]["rounded"].min()
+    return {"types": types, "width": SHOWN_WIDTH, "fused": fused, "fused_rounds_once": fused >= AS_ROUNDED,
+            "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
+            "grows": all(own["grows"] for own in types),
+            "off_bf16": types[LOW.index("bf16")]["at_width"],
+            "table": rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "output")]}
 
 
 def _of_type(rows: pd.DataFrame) -> dict:

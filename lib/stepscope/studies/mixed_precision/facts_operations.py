@@ -2,9 +2,9 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
-from stepscope.say.selections import pick
+from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, SAME
+from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
 from stepscope.traces.families import MATMUL
 
 CASTS = "copy and cast"  # a family, as MATMUL is
@@ -21,13 +21,22 @@ PARTS = {"matrix products": lambda o: o["family"] == MATMUL,
 LITTLE = 0.01  # of a step: a part that takes less at every size is not named
 
 
-def casts(census: pd.DataFrame, cost: pd.DataFrame) -> dict | None:
-    """Types of the step's operations (``census``) and the time of its casts (``cost``), None for what was
-    not measured."""
-    if census.empty and cost.empty:
+def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
+    """Types of the step's operations (``census``) and the time of its casts in the captures of low precision
+    (``cost``), each None where it was not measured. ``as_counted``: the captures have as many casts as the
+    census, where it is of the same size and context."""
+    cost = _cost(captured)
+    if census.empty and cost is None:
         return None
-    return {"census": _census(census) if len(census) else None, "cost": _cost(cost) if len(cost) else None,
-            "runs": sorted({run for table in (census, cost) if len(table) for run in runs_of(table)})}
+    runs = set(runs_of(census)) if len(census) else set()
+    if cost and len(census):
+        table = cost["table"].astype({"size": str}).set_index("size")["casts"]
+        counted = pick(census, operation="_to_copy", autocast=cost["precision"],
+                       context_length=cost["context"])
+        counts = counted.groupby(counted["size"].astype(str))["count"].sum()
+        cost["as_counted"] = len(counts) > 0 and bool((table.reindex(counts.index) == counts).all())
+    return {"census": _census(census) if len(census) else None, "cost": cost,
+            "runs": sorted(runs | set(cost["runs"] if cost else []))}
 
 
 def _census(census: pd.DataFrame) -> dict:
@@ -66,16 +75,22 @@ def kind_of(operation: str, reads: str, writes: str) -> str:
     return "both" if low and wide else "low" if low else "fp32"
 
 
-def _cost(cost: pd.DataFrame) -> dict:
-    """Casts' share of a full step's operations and their ms, by precision; ``worst`` is the size and type
-    of the most."""
-    cost = cost.assign(share=cost["casts_ms"] / cost["step_ms"])
-    worst = cost.loc[cost["share"].idxmax()]
-    return {"on_gpu": "cuda" in set(cost["device"]), "shares": cost["share"],
-            "by_precision": [{"precision": precision, "shares": rows["share"], "casts_ms": rows["casts_ms"]}
-                             for precision, rows in cost.groupby("precision", sort=False)],
-            "worst": {"size": worst["size"], "precision": worst["precision"]},
-            "contexts": sorted(cost["context_length"].unique()), "table": cost}
+def _cost(captured: pd.DataFrame) -> dict | None:
+    """Casts in captured full steps at the reference context: their number a step, ms, and share of all
+    operations' time, by size. ``falls``: the share is smaller with every size; None without captures."""
+    steps = pick(captured, mode="step") if len(captured) else captured
+    if steps.empty:
+        return None
+    _, context = reference(steps)
+    precision = steps["precision"].iloc[0]
+    steps = pick(steps, context_length=context, precision=precision)
+    table = steps.groupby("size", observed=True)[["casts", "casts_ms", "operations_ms"]].sum().reset_index()
+    table["share"] = table["casts_ms"] / table["operations_ms"]
+    sizes = [{"size": row.size, "share": row.share} for row in table.itertuples(index=False)]
+    return {"shares": table["share"], "ms": table["casts_ms"], "precision": precision, "context": context,
+            "several": len(table) > 1, "first": sizes[0], "last": sizes[-1],
+            "falls": len(table) > 1 and table["share"].is_monotonic_decreasing,
+            "as_counted": False, "table": table, "runs": runs_of(steps)}
 
 
 def parts(operations: pd.DataFrame) -> pd.DataFrame:
@@ -92,10 +107,12 @@ def parts(operations: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=list(PARTS), fill_value=0.0).reset_index()
 
 
-def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame) -> dict | None:
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame,
+         captured: pd.DataFrame) -> dict | None:
     """What of a full step in low precision faster matrix products would leave, by part and size.
 
-    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. ``limit`` is
+    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32, ``captured`` their
+    phases (``nsys.phases``). Of several contexts in low precision, the reference one. ``limit`` is
     Amdahl's: how many times as fast the step's operations were if products cost nothing. ``rest`` are the
     parts' shares, the most first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
     """
@@ -103,6 +120,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     low = low[low["precision"].isin(LOW)] if len(low) else low
     if low.empty:
         return None
+    low = pick(low, context_length=reference(low)[1]).reset_index(drop=True)
     names = list(PARTS)
     total = low[names].sum(axis=1)
     products = low["matrix products"] / total
@@ -117,7 +135,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
-            "host": _launch_bound(times, low["precision"].iloc[0], low["context_length"]),
+            "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
             "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
 
 
@@ -132,12 +150,16 @@ def _gains(both: pd.DataFrame) -> dict:
             "no_faster": [name for name in names[1:] if (gains[name] < 1 + SAME).all()]}
 
 
-def _launch_bound(times: pd.DataFrame, precision: str, contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in launch-bound phases, where it is not 0;
-    None where no clock tells."""
-    steps = pick(times, status="ok", phase=WHOLE, mode="step", precision=precision) if len(times) else times
-    if "launch_bound_share" not in steps:
+def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str,
+             contexts: pd.Series) -> dict | None:
+    """Full steps of these contexts with the share of their time in phases in which the GPU waits for
+    launches, where it is not 0; None where nothing tells."""
+    if times.empty or captured.empty:
         return None
-    steps = steps[steps["context_length"].isin(contexts) & (steps["launch_bound_share"] > 0)]
-    return {"bound": [{"size": size, "share": share}
-                      for size, share in zip(steps["size"], steps["launch_bound_share"])]}
+    steps = pick(with_waits(times, captured), status="ok", phase=WHOLE, mode="step", precision=precision)
+    steps = steps[steps["context_length"].isin(contexts) & steps["waiting_share"].notna()]
+    if steps.empty:
+        return None
+    waiting = steps[steps["waiting_share"] > 0]
+    return {"waiting": [{"size": size, "share": share}
+                        for size, share in zip(waiting["size"], waiting["waiting_share"])]}

@@ -1,36 +1,39 @@
 """Where lower precision is slower than fp32, and why."""
-from itertools import pairwise
-
 import pandas as pd
 
-from stepscope.config import PHASE_NAMES
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, SAME
+from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
 from stepscope.studies.mixed_precision.facts_operations import parts
 from stepscope.studies.mixed_precision.facts_speed import same_as_benchmark
+from stepscope.traces.waits import GPU as WAITING
+from stepscope.traces.waits import UNDECIDED
 
-AHEAD = 0.1  # of a phase's time: a host less far ahead when the phase begins has been caught up with
+MOSTLY = 0.5  # of a pass's time: in phases in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
-SCALER, LAUNCHES = "the gradient scaler's work", "limited by the host's launches"
-CAUGHT_UP = "the GPU had caught up and waits for the phase's first launches"
-LOSS_CAST, UNTOLD = "the loss's cast to fp32", "not told apart by these clocks"
-GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
+LAUNCHES, UNTOLD = "the GPU waits for launches", "not decided: no capture of it"
+SCALER = "the gradient scaler's work"
+SCALER_TOO = "the gradient scaler's work, and what makes bf16's longer, too"
+LOSS_CAST, GPU, PROCESSOR = "the loss's cast to fp32", "the GPU's own work", "the processor's own work"
 
 
 def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, operations: pd.DataFrame,
-           operations_low: pd.DataFrame) -> dict:
+           operations_low: pd.DataFrame, captured: pd.DataFrame) -> dict:
     """Which phases, passes and steps take longer than in fp32, and why.
 
     ``benchmark`` is that study's times; ``operations`` are the profiles' in fp32 and ``operations_low`` in
-    the others. ``noise`` is how far fp32's launch-bound cells differ from one process to another (None where
-    that is unknown) and how many are slower by more. ``by_cause`` has lists of phases, ``table`` a row for
-    each cause, phase and precision.
+    the others, ``captured`` the phases of both (``nsys.phases``). ``decided`` of the slower ``whole`` passes
+    were captured, and ``host_sets_the_time`` where the GPU waits for launches in each of them. ``noise`` is
+    how far fp32's cells in which it waits differ from one process to another (None where that is unknown) and
+    how many are slower by more. ``by_cause`` has lists of phases, ``table`` a row for each cause, phase and
+    precision.
     """
-    rows = with_cause(speedups, times)
+    rows = with_cause(speedups, times, captured)
     worse = rows[rows["change"] == "slower"]
     whole = worse[worse["phase"] == WHOLE]
+    on_gpu = "cuda" in set(times["device"])
+    decided = whole[whole["cause"] != UNTOLD]
     table = _by_cause(worse)
     cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
         lambda p: "/".join(dict.fromkeys(p)))
@@ -46,8 +49,9 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
             {"size": size, "context": context, "precisions": precisions}
             for (size, context), precisions in cells.items()
         ],
-        "host_sets_the_time": bool(len(whole)) and bool((whole["cause"] == LAUNCHES).all()),
-        "noise": _noise(whole, same_as_benchmark(times, benchmark)),
+        "decided": len(decided),
+        "host_sets_the_time": bool(len(decided)) and bool((decided["cause"] == LAUNCHES).all()),
+        "noise": _noise(whole, same_as_benchmark(times, benchmark, captured)),
         "by_cause": [
             {
                 "cause": cause,
@@ -61,38 +65,35 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
             }
             for cause, group in table.groupby("cause", sort=False)
         ],
-        "optimizer": _optimizer(rows, operations, operations_low),
-        "scaler_extra": _scaler(rows),
+        "optimizer_kernels": _same_kernels(operations, operations_low),
+        "scaler_extra": _scaler(rows) if on_gpu else None,
         "more_operations": _more_operations(operations, operations_low),
-        "on_gpu": "cuda" in set(times["device"]),
+        "on_gpu": on_gpu,
         "table": table,
         "runs": runs_of(rows if worse.empty else worse),
     }
 
 
-def with_cause(speedups: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """``speedups`` with ``cause``: why that phase or step would be slower than in fp32, by its clocks."""
-    done, keys = pick(times, status="ok"), ["run_id", "precision", "mode", "phase"]
-    if "launch_bound_share" not in done:
+def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """``speedups`` with ``cause``: why that phase or step would be slower than in fp32."""
+    if "cuda" not in set(times["device"]):
         return speedups.assign(cause=PROCESSOR)
-    # How far the host is ahead of the GPU when a phase begins: at the end of the one before.
-    following = dict(pairwise(PHASE_NAMES))
-    ahead = done.assign(phase=done["phase"].map(following), ahead_ms=done["trailing_ms"])
-    ahead = ahead.dropna(subset=["phase"])[[*keys, "ahead_ms"]]
-    rows = speedups.merge(done[[*keys, "launch_bound_share"]], on=keys).merge(ahead, on=keys, how="left")
+    keys = ["run_id", "precision", "mode", "phase"]
+    told = with_waits(pick(times, status="ok"), captured)[[*keys, "waits", "waiting_share"]]
+    slow = pick(speedups, precision="bf16", change="slower").set_index(["run_id", "mode", "phase"]).index
+    rows = speedups.merge(told, on=keys)
+    rows["bf16_too"] = pd.MultiIndex.from_frame(rows[["run_id", "mode", "phase"]]).isin(slow)
     return rows.assign(cause=[_cause(row) for row in rows.itertuples()])
 
 
 def _cause(row) -> str:
     if row.phase == "optimizer" and row.precision == "fp16":
-        return SCALER
-    if row.launch_bound_share >= 0.5:
+        return SCALER_TOO if row.bf16_too else SCALER
+    if row.waits == WAITING or row.waiting_share >= MOSTLY:
         return LAUNCHES
-    if row.ahead_ms < row.median_ms - row.fp32_ms:
-        return CAUGHT_UP
-    if row.phase == "loss":
-        return LOSS_CAST if row.precision in LOW else UNTOLD
-    return GPU
+    if pd.isna(row.waiting_share) if row.phase == WHOLE else row.waits == UNDECIDED:
+        return UNTOLD
+    return LOSS_CAST if row.phase == "loss" and row.precision in LOW else GPU
 
 
 def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
@@ -111,21 +112,8 @@ def _noise(whole: pd.DataFrame, again: pd.DataFrame) -> dict | None:
     return {"off": off, "beyond": int((1 / whole["speedup"] - 1 > off).sum())}
 
 
-def _optimizer(rows: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
-    """Times fp32's of the optimizer phase in TF32 and bf16, where the host is ahead of the GPU as it
-    begins and where the GPU has ``caught_up``; None where there are not both. ``kernels`` is its kernels'
-    time over fp32's in the profiles, None where that is not the same."""
-    if "ahead_ms" not in rows:
-        return None
-    group = rows[(rows["phase"] == "optimizer") & (rows["precision"] != "fp16")]
-    idle = group["ahead_ms"] < AHEAD * group["median_ms"]
-    if idle.all() or not idle.any():
-        return None
-    return {"ahead": 1 / group.loc[~idle, "speedup"], "caught_up": 1 / group.loc[idle, "speedup"],
-            "kernels": _same_kernels(operations, operations_low)}
-
-
 def _same_kernels(operations: pd.DataFrame, operations_low: pd.DataFrame) -> pd.Series | None:
+    """The optimizer's kernels' time over fp32's in the profiles, None where that is not the same."""
     low, base = parts(operations_low), parts(operations)
     if low.empty or base.empty:
         return None
@@ -136,8 +124,6 @@ def _same_kernels(operations: pd.DataFrame, operations_low: pd.DataFrame) -> pd.
 
 def _scaler(rows: pd.DataFrame) -> pd.Series | None:
     """What fp16's optimizer phase takes more than bf16's of the same run, as a share."""
-    if "ahead_ms" not in rows:
-        return None
     group = pick(rows, phase="optimizer")
     both = pick(group, precision="fp16").merge(pick(group, precision="bf16")[["run_id", "median_ms"]],
                                              on="run_id", suffixes=("", "_bf16"))
@@ -149,8 +135,9 @@ def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame) -> 
     both."""
     if operations.empty or operations_low.empty:
         return None
-    times = (launches(operations_low) / launches(operations)).dropna()
-    return {"precision": operations_low["precision"].iloc[0], "times": times} if len(times) else None
+    precision = operations_low["precision"].iloc[0]
+    times = (launches(pick(operations_low, precision=precision)) / launches(operations)).dropna()
+    return {"precision": precision, "times": times} if len(times) else None
 
 
 def launches(operations: pd.DataFrame) -> pd.Series:

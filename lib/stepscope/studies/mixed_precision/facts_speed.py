@@ -6,19 +6,21 @@ from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, SAME
+from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
 from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 
 
-def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
-          operations: pd.DataFrame) -> dict:
+def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, operations: pd.DataFrame,
+          operations_low: pd.DataFrame, captured: pd.DataFrame) -> dict:
     """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over
     all.
 
     ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in
-    fp32. ``by_precision`` has the full step of the smallest and largest size; ``phases`` those of the largest
-    size's step in ``phase_precision``. ``step`` has the least and the most of bf16's full step; ``again`` how
-    far fp32 is from the benchmark's; ``missing`` what was not measured.
+    fp32, ``operations_low`` in the others, ``captured`` the phases of both (``nsys.phases``).
+    ``by_precision`` has the full step of the smallest and largest size, ``trend`` why it changes with the
+    size (:func:`_trend`); ``phases`` those of the largest size's step in ``phase_precision``. ``step`` has
+    the least and the most of bf16's full step; ``again`` how far fp32 is from the benchmark's; ``unlike``
+    what was compared at unlike clocks; ``missing`` what was not measured.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
@@ -33,7 +35,9 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
             **_phases_of_largest(pick(within, size=largest), precisions),
             "longer": _longer_context(steps, context, operations), "fp16_to_bf16": _fp16_to_bf16(steps),
             "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
-            "unchanged": changes.get("none", 0), "same": SAME, "again": _again(times, benchmark),
+            "unchanged": changes.get("none", 0), "same": SAME,
+            "again": _again(times, benchmark, captured), "unlike": _unlike(walls, times),
+            "trend": _trend(pick(steps, context_length=context), operations, operations_low),
             "missing": _missing(times), "step": _least_and_most(pick(steps, precision=chosen)),
             "walls": walls, "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
 
@@ -106,10 +110,61 @@ def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
     return pair["median_ms_fp16"] / pair["median_ms"] if len(pair) else None
 
 
-def _again(times: pd.DataFrame, benchmark: pd.DataFrame) -> list[dict]:
-    """How far fp32's medians are from the benchmark's, apart for cells with launch-bound phases and for
-    the others."""
-    again = same_as_benchmark(times, benchmark)
+def _trend(steps: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
+    """Why a full step's speed-up changes with the size, by captures in fp32 and in a low precision at one
+    context: the products' share of fp32's operations, how many times as fast they are, how many times the
+    rest, and what follows for all operations: 1 / (share / products + (1 - share) / rest), which is fp32's
+    time over the other's. Beside it the speed-up of the wall time (``measured``).
+
+    ``table`` has a row a size, ``first`` and ``last`` are the smallest and the largest; ``share_rises`` and
+    ``products_rise`` with every size. None without captures of two sizes.
+    """
+    low, base = parts(operations_low), parts(operations)
+    if low.empty or base.empty:
+        return None
+    precision = low["precision"].iloc[0]
+    both = pick(low, precision=precision).merge(base, on=["size", "context_length"], suffixes=("", "_fp32"))
+    wall = pick(steps, precision=precision)[["size", "context_length", "speedup", "unlike_clocks"]]
+    both = both.merge(wall, on=["size", "context_length"])
+    if len(both) < 2:
+        return None
+    rest = list(PARTS)[1:]
+    before = both[[f"{name}_fp32" for name in rest]].sum(axis=1)
+    share = both["matrix products_fp32"] / (both["matrix products_fp32"] + before)
+    products = both["matrix products_fp32"] / both["matrix products"]
+    others = before / both[rest].sum(axis=1)
+    expected = 1 / (share / products + (1 - share) / others)
+    table = by_size(both[["size", "context_length"]].assign(
+        share=share, products=products, others=others, expected=expected, measured=both["speedup"]))
+    off = (table["expected"] / table["measured"] - 1).abs()
+    ends = table[["size", "share", "products", "others", "expected", "measured"]].to_dict("records")
+    return {"precision": precision, "table": table, "first": ends[0], "last": ends[-1], "off": off.max(),
+            "share_rises": table["share"].is_monotonic_increasing,
+            "products_rise": table["products"].is_monotonic_increasing,
+            "expected_rises": table["expected"].is_monotonic_increasing}
+
+
+def _unlike(walls: pd.DataFrame, times: pd.DataFrame) -> dict:
+    """Whole passes and steps compared at unlike clocks: how many ``pairs`` of how many with known clocks, by
+    precision with sizes and clocks (``cells``), and whether the driver says that the power cap held them
+    back (None where it was not asked)."""
+    known = walls[walls["fp32_mhz"].notna() & walls["sm_clock_mhz"].notna()]
+    rows = known[known["unlike_clocks"]]
+    cells = [{"precision": precision, "sizes": list(dict.fromkeys(group["size"].astype(str))),
+              "cells": len(group), "mhz": group["sm_clock_mhz"], "fp32_mhz": group["fp32_mhz"]}
+             for precision, group in rows.groupby("precision", sort=False)]
+    capped = None
+    if len(rows) and "throttled_power_cap_us" in times:
+        keys = ["run_id", "precision", "mode"]
+        held = rows[keys].merge(times.drop_duplicates(keys), on=keys)["throttled_power_cap_us"]
+        capped = bool((held > 0).all()) if held.notna().all() else None
+    return {"pairs": len(rows), "of": len(known), "by_precision": cells, "capped": capped}
+
+
+def _again(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd.DataFrame) -> list[dict]:
+    """How far fp32's medians are from the benchmark's, apart for cells with phases in which the GPU waits for
+    launches (``bound``) and for the others."""
+    again = same_as_benchmark(times, benchmark, captured)
     if again.empty:
         return []
     return [{"bound": bound, "off": rows["off"].max(), "cells": len(rows)}
@@ -138,19 +193,19 @@ def _least_and_most(steps: pd.DataFrame) -> dict | None:
             "slower": int((steps["change"] == "slower").sum())}
 
 
-def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame) -> pd.DataFrame:
+def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
     """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of
-    wall time the larger is, less one) and ``bound`` (whether a phase of it is launch-bound here)."""
+    wall time the larger is, less one) and ``bound`` (whether the GPU waits for launches in a phase of it
+    here, by ``captured`` phases)."""
     other = matrix(benchmark)
     if other.empty:
         return other
     keys = ["size", "context_length", "mode"]
     here, there = (pick(table, phase=WHOLE, status="ok", precision=BASE).astype({"size": str})
-                   for table in (times, other))
+                   for table in (with_waits(times, captured), other))
     both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
-    bound = both["launch_bound_share"] > 0 if "launch_bound_share" in both else False
     medians = both[["median_ms", "median_ms_benchmark"]]
-    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=bound)
+    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=both["waiting_share"] > 0)
 
 
 def published_pairs(published: pd.DataFrame) -> pd.DataFrame:

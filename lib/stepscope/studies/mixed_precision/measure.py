@@ -2,29 +2,28 @@
 process."""
 import dataclasses
 import gc
-from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from stepscope.config import PHASES, PRECISIONS, ConfigError, StepConfig, require_device
-from stepscope.step.timing import measure
+from stepscope.runs.device_watch import measure_watched
 from stepscope.step.training_step import Step, build_step
-from stepscope.studies.mixed_precision.comparison import BASE, LOW
+from stepscope.studies.mixed_precision.comparison import BASE
 from stepscope.studies.mixed_precision.config import Config
 
 
-def measure_all(config: Config,
-                read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Each precision in each mode: samples as ``timing.measure`` gives them, and how each cell ended.
 
     Returns:
         samples: with columns ``precision`` and ``mode`` before those of ``timing.SAMPLE_COLUMNS``.
-        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU). What does
-            not fit, or what the device lacks, costs its cell; it is never replaced by another precision.
+        cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU); and on a
+            GPU, over the timed steps, watched_s, throttled_power_cap_us and the driver's other counters (see
+            ``device_watch.DeviceWatch``). What does not fit, or what the device lacks, costs its cell; it is
+            never replaced by another precision.
 
     Raises:
         torch.OutOfMemoryError: no cell fits.
@@ -36,8 +35,9 @@ def measure_all(config: Config,
                     "peak_allocated_mib": np.nan}
             step = config.step(precision=precision, mode=mode)
             try:
-                rows, cell["peak_allocated_mib"] = _cell(step, read_sm_clock)
+                rows, found = _cell(step)
                 samples.append(rows.assign(precision=precision, mode=mode))
+                cell |= found
             except ConfigError as error:
                 cell |= {"status": "skipped", "cause": str(error)}
             except torch.OutOfMemoryError as error:
@@ -50,11 +50,14 @@ def measure_all(config: Config,
     return stacked[columns + [c for c in stacked if c not in columns]], pd.DataFrame(cells)
 
 
-def _cell(config: StepConfig, read_sm_clock: Callable[[], float | None]) -> tuple[pd.DataFrame, float]:
+def _cell(config: StepConfig) -> tuple[pd.DataFrame, dict]:
     require_device(config)
     _empty_cache(config.device)
-    samples = measure(build_step(config), read_sm_clock)
-    return samples, torch.cuda.max_memory_allocated() / 2**20 if config.device == "cuda" else np.nan
+    samples, state = measure_watched(build_step(config), keep_up_s=0)
+    if config.device == "cpu":
+        return samples, {}
+    watched = {name.removeprefix("timed_"): value for name, value in state.items() if "sm_clock" not in name}
+    return samples, {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} | watched
 
 
 def _empty_cache(device: str) -> None:
@@ -115,42 +118,3 @@ def _forward_backward(step: Step) -> float:
         loss = step.model.loss(step.model(step.tokens), step.targets)
     step.scaler.scale(loss).backward()
     return float(loss.detach())
-
-
-def casts(config: Config) -> pd.DataFrame:
-    """What changing types costs: one full step of each autocast precision under torch.profiler, after two
-    without.
-
-    Returns columns precision, casts (calls of ``aten::_to_copy``), casts_ms (their operations on the device;
-    on a CPU their own time), step_ms (all operations'). A precision that does not fit or that the device
-    lacks is left out.
-    """
-    rows = []
-    for precision in LOW:
-        _empty_cache(config.device)
-        try:
-            rows.append({"precision": precision} | _casts_of(config.step(precision=precision, mode="step")))
-        except (ConfigError, torch.OutOfMemoryError):
-            continue
-    _empty_cache(config.device)
-    return pd.DataFrame(rows, columns=["precision", "casts", "casts_ms", "step_ms"])
-
-
-def _casts_of(config: StepConfig) -> dict[str, float]:
-    """``casts``, ``casts_ms`` and ``step_ms`` of one precision."""
-    require_device(config)
-    step, on_gpu = build_step(config), config.device == "cuda"
-    for _ in range(2):
-        step.clear_gradients()
-        step()
-    step.clear_gradients()
-    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as profiler:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    total, alone = (prefix + ("device" if on_gpu else "cpu") + "_time_total" for prefix in ("", "self_"))
-    events = [event for event in profiler.key_averages() if event.key.startswith("aten::")]
-    casts = [event for event in events if event.key == "aten::_to_copy"]
-    return {"casts": sum(event.count for event in casts),
-            "casts_ms": sum(getattr(event, total) for event in casts) / 1e3,
-            "step_ms": sum(getattr(event, alone) for event in events) / 1e3}

@@ -2,6 +2,7 @@
 bits."""
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -10,8 +11,10 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepscope.config import SIZES, Dimensions, StepConfig
 from stepscope.step.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.studies.mixed_precision.config import Config
 
@@ -20,6 +23,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SCALES = [10.0**exponent for exponent in range(-6, 6)]
 FEATURES, ROWS = 1024, 64
+FIVE = ("small", "medium", "large", "xl", "2.7B")  # sizes over whose widths a norm's sum is measured
+SUMMED = 12    # rows whose sums are looked at: few enough that PyTorch takes one thread for each step of them
+TRAINED = 10   # steps of two layers, before their residual stream is looked at
 
 
 # Sums
@@ -221,8 +227,9 @@ def census(config: Config) -> pd.DataFrame:
 # Norms
 
 def norm_errors(device: str) -> pd.DataFrame:
-    """Each quantity inside LayerNorm and RMSNorm, computed wholly in one type, against float64 on the same
-    inputs.
+    """Each quantity inside LayerNorm and RMSNorm against float64 on the same inputs, every operation's result
+    in one type. (Within one operation torch may be wider: its means accumulate in fp32, see
+    :func:`reduction_errors`.)
 
     Inputs are standard normal, times a scale from 1e-6 to 1e5; each type gets them rounded to it, and so does
     float64, so that the error is the computation's and not the input's.
@@ -279,15 +286,111 @@ def _rms_norm(x: Tensor) -> dict[str, Tensor]:
 NORMS = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
 
 
+def sequential_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension, one term after another, each partial sum in the type of ``x``."""
+    total = torch.zeros_like(x[..., 0])
+    for term in x.unbind(-1):
+        total = total + term
+    return total
+
+
+def pairwise_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension by adding halves, each partial sum in the type of ``x``."""
+    while (n := x.shape[-1]) > 1:
+        odd = x[..., n - n % 2:]  # the last term of an odd number waits for the next round
+        x = torch.cat((x[..., :n // 2] + x[..., n // 2:n - n % 2], odd), dim=-1)
+    return x[..., 0]
+
+
+WAYS = {"torch": lambda x: x.mean(-1, keepdim=True),
+        "pairwise": lambda x: (pairwise_sum(x) / x.shape[-1]).unsqueeze(-1),
+        "sequential": lambda x: (sequential_sum(x) / x.shape[-1]).unsqueeze(-1)}
+FUSED = {"LayerNorm": lambda x: functional.layer_norm(x, x.shape[-1:], eps=EPS),
+         "RMSNorm": lambda x: functional.rms_norm(x, x.shape[-1:], eps=EPS)}
+
+
+def reduction_errors(device: str, inputs: dict[str, Tensor]) -> pd.DataFrame:
+    """What a norm's own sums lose: torch's mean, and sums kept in the type, pairwise and one term after
+    another; and the fused norm's output beside the written-out one's.
+
+    Args:
+        inputs: float64, (rows, width), by name. Each type gets them rounded to it, and so does float64.
+
+    Returns columns input, width, norm, dtype, quantity (mean square, mean, variance, output), way (of
+    :data:`WAYS`, or ``fused``), error (relative, median over rows; of the mean in standard deviations;
+    of an output over its elements), worst (the largest), rounded (share that is float64's result rounded to
+    the type).
+    """
+    rows = []
+    for name, x in inputs.items():
+        for dtype_name, dtype in DTYPES.items():
+            given = x.to(dtype)
+            wide = given.double()
+            spread = wide.std(-1, correction=0, keepdim=True)
+            for norm in NORMS:
+                truth = _reduced(wide, norm, WAYS["torch"])
+                found = {way: _reduced(given.to(device), norm, mean) for way, mean in WAYS.items()}
+                found["fused"] = {"output": FUSED[norm](given.to(device))}
+                for way, quantities in found.items():
+                    for quantity, value in quantities.items():
+                        true, got = truth[quantity], value.double().cpu()
+                        errors = ((got - true) / (spread if quantity == "mean" else true)).abs()
+                        rounded = (value.cpu() == true.to(dtype)).double().mean().item()
+                        rows.append((name, x.shape[-1], norm, dtype_name, quantity, way,
+                                     errors.median().item(), errors.max().item(), rounded))
+    return pd.DataFrame(rows, columns=["input", "width", "norm", "dtype", "quantity", "way", "error", "worst",
+                                       "rounded"])
+
+
+def _reduced(x: Tensor, norm: str, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """A norm's reductions and its output, by one way of taking a mean."""
+    if norm == "RMSNorm":
+        square = mean(x.square())
+        return {"mean square": square, "output": x * (square + EPS).rsqrt()}
+    middle = mean(x)
+    variance = mean((x - middle).square())
+    return {"mean": middle, "variance": variance, "output": (x - middle) * (variance + EPS).rsqrt()}
+
+
+def norm_inputs(config: Config) -> dict[str, Tensor]:
+    """What norms are measured on, (:data:`SUMMED`, width) in float64 on the CPU: normal numbers of the widths
+    of :data:`FIVE`, and the residual stream before the final norm of two layers of these widths after
+    :data:`TRAINED` steps (on a CPU, of the run's own width)."""
+    torch.manual_seed(0)
+    found = {f"normal {size}": torch.randn(SUMMED, SIZES[size].d_model, dtype=torch.float64) for size in FIVE}
+    shapes = {size: SIZES[size] for size in FIVE}
+    if config.device == "cpu":
+        shapes = {config.size: Dimensions(config.d_model, config.d_ff, config.num_layers, config.num_heads)}
+    for size, shape in shapes.items():
+        found[f"stream {size}"] = _stream(config, shape._replace(num_layers=2))
+    return found
+
+
+def _stream(config: Config, shape: Dimensions) -> Tensor:
+    """The residual stream of a model of this shape, trained for a few steps on one batch."""
+    fields = config.model_dump(include={"vocab_size", "batch_size", "device", "seed"})
+    step = build_step(StepConfig(**fields, **shape._asdict(), context_length=ROWS, mode="step"))
+    for _ in range(TRAINED):
+        step.clear_gradients()
+        step()
+    kept: list[Tensor] = []
+    hook = step.model.final_norm.register_forward_pre_hook(lambda layer, given: kept.append(given[0]))
+    with torch.no_grad():
+        step.model(step.tokens)
+    hook.remove()
+    return kept[0][0, -SUMMED:].double().cpu()  # later tokens attend to more
+
+
 def all_devices(config: Config) -> dict[str, pd.DataFrame]:
-    """Every experiment's table: sums, running, steps, norms on the CPU and, where there is one, the GPU;
-    toy; census."""
-    devices = list(dict.fromkeys(["cpu", config.device]))
-    tables: dict[str, list[pd.DataFrame]] = {"sums": [], "running": [], "steps": [], "norms": [], "toy": []}
+    """Every experiment's table: sums, running, steps, norms and reductions on the CPU and, where there is
+    one, the GPU; toy; census."""
+    devices, inputs = list(dict.fromkeys(["cpu", config.device])), norm_inputs(config)
+    tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
     for device in devices:
         results, running = sums(device)
         for name, table in (("sums", results), ("running", running), ("steps", steps_between_numbers(device)),
-                            ("norms", norm_errors(device)), ("toy", toy_dtypes(device))):
+                            ("norms", norm_errors(device)), ("toy", toy_dtypes(device)),
+                            ("reductions", reduction_errors(device, inputs))):
             tables[name].append(table.assign(device=device))
     whole = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     return whole | {"census": census(config)}

@@ -47,11 +47,25 @@ def _error(row) -> str:
     return f"{error} {'↑' if row.overflows else ''}{'↓' if row.vanishes else ''}".strip()
 
 
+def reductions(facts: dict) -> pd.DataFrame | None:
+    """Norm, quantity, type and way of summing down, inputs by width across: median relative error."""
+    if facts["reduction"] is None:
+        return None
+    rows = facts["reduction"]["table"].sort_values(["width", "input"], kind="stable")
+    rows = rows.assign(cell=rows["error"].map(tiny),
+                       column=rows["input"].str.split(" ").str[0] + ", " + rows["width"].astype(str))
+    keys = ["norm", "quantity", "dtype", "way"]
+    wide = rows.pivot(index=keys, columns="column", values="cell")[rows["column"].unique()]
+    return wide.reset_index().fillna("–")
+
+
 def _factor(row) -> str:
-    """A speed-up with its interval; "none" where there is no change."""
+    """A speed-up with its interval, and its clock where that is unlike fp32's; "none" where there is no
+    change."""
     if row.change == "none":
         return "– none"
-    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]"
+    clock = f" ≠ {number(row.sm_clock_mhz, 4)} MHz" if row.unlike_clocks else ""
+    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]{clock}"
 
 
 def speedups(facts: dict, mode: str) -> pd.DataFrame | None:
@@ -64,6 +78,9 @@ def speedups(facts: dict, mode: str) -> pd.DataFrame | None:
     wide = wide.reindex(columns=facts["precisions"]).fillna("–")
     fp32_ms = rows.groupby(["size", "context_length"], observed=True)["fp32_ms"].first()
     wide.insert(0, "fp32 (ms)", fp32_ms.map(number))
+    if rows["fp32_mhz"].notna().any():
+        clocks_mhz = rows.groupby(["size", "context_length"], observed=True)["fp32_mhz"].first()
+        wide.insert(1, "fp32 (MHz)", [number(mhz, 4) for mhz in clocks_mhz])
     return wide.rename_axis(["size", "context"]).reset_index()
 
 
@@ -73,6 +90,18 @@ def phases(facts: dict) -> pd.DataFrame:
     wide = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
     wide = wide.pivot(index=["size", "precision"], columns="phase", values="cell")
     return wide[[phase for phase in PHASE_NAMES if phase in wide]].reset_index()
+
+
+def trend(facts: dict) -> pd.DataFrame | None:
+    """A row for each size: why its step gets faster as it does."""
+    if facts["trend"] is None:
+        return None
+    rows = facts["trend"]["table"]
+    return pd.DataFrame({"size": rows["size"], "products, of fp32's operations": rows["share"].map(percent),
+                         "products faster (times)": rows["products"].map(number),
+                         "all else (times)": rows["others"].map(number),
+                         "all operations (times)": rows["expected"].map(number),
+                         "wall time (times)": rows["measured"].map(number)})
 
 
 def causes(facts: dict) -> pd.DataFrame | None:
@@ -98,12 +127,13 @@ def operations(facts: dict) -> pd.DataFrame | None:
 
 
 def cast_times(facts: dict) -> pd.DataFrame | None:
-    """A row for each size and type that autocast casts to."""
+    """A row for each size."""
     if facts["cost"] is None:
         return None
     cost = facts["cost"]["table"]
-    return pd.DataFrame({"size": cost["size"], "autocast": cost["precision"], "casts": cost["casts"],
-                         "casts (ms)": cost["casts_ms"].map(number), "all (ms)": cost["step_ms"].map(number),
+    return pd.DataFrame({"size": cost["size"], "casts": cost["casts"].map("{:,.0f}".format),
+                         "casts (ms)": cost["casts_ms"].map(number),
+                         "all (ms)": cost["operations_ms"].map(number),
                          "share": [percent(share, 1) for share in cost["share"]]})
 
 

@@ -12,13 +12,17 @@ from stepscope.studies.mixed_precision.config import Config
 
 # Of a run, beside each row of its tables.
 RUN = ["size", "context_length", "batch_size", "timed_steps", "warmup_steps"]
-TABLES = ("cells", "health", "casts", "ceilings", "sums", "running", "steps", "norms", "toy", "census")
+TABLES = ("cells", "health", "ceilings", "sums", "running", "steps", "norms", "reductions", "toy", "census")
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The study's tables over all runs, by name; ``times`` (with status and peak memory; a cell that was
     not measured has one row, phase ``step``) and ``speedups`` are computed from the samples."""
     done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
+    # Of runs that differ in a field that there is no longer, the latest.
+    in_order = sorted(done, key=lambda record: record.started_at)
+    latest = {configure(**record.config).run_id: record.run_id for record in in_order}
+    done = [record for record in done if record.run_id in set(latest.values())]
     tables = {name: load_table(store, done, name) for name in TABLES}
     tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame()}
     if not done:
