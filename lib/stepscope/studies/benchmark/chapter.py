@@ -7,19 +7,17 @@ from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
-from stepscope.say.published import load_published
 from stepscope.studies.benchmark import facts, facts_published, figures, printed
 from stepscope.studies.benchmark.tables import all_times
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``times`` (a row a run and phase), ``ceilings`` and the ``published`` figures."""
+    """``times`` (a row a run and phase) and ``ceilings``."""
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
-    return {"times": all_times(store, records), "ceilings": load_table(store, done, "ceilings"),
-            "published": load_published()}
+    return {"times": all_times(store, records), "ceilings": load_table(store, done, "ceilings")}
 
 
-TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
+TIMES, CEILINGS = "benchmark.times", "benchmark.ceilings"
 
 CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
@@ -34,17 +32,12 @@ CHAPTER = Chapter(
                  pictures=("benchmark_utilisation",)),
         Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS,), printed={"adamw": printed.adamw},
                  pictures=("benchmark_optimizer",)),
-        Question("published", facts_published.beside, (PUBLISHED,), (TIMES,),
-                 printed={"published": printed.published},
-                 pictures=("benchmark_published",)),
-        Question("published-doubts", facts_published.cannot_be, (PUBLISHED,),
-                 printed={"doubted": printed.doubted}),
+        Question("published", facts_published.timings, (TIMES,), printed={"published": printed.published}),
     ),
     pictures=(
         Picture("benchmark_phases", figures.phases, (TIMES,)),
         Picture("benchmark_scaling", figures.scaling, (TIMES,)),
         Picture("benchmark_utilisation", figures.utilisation, (TIMES,)),
         Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
-        Picture("benchmark_published", figures.published, (TIMES, PUBLISHED)),
     ),
 )
