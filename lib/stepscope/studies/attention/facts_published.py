@@ -60,8 +60,8 @@ def of_ratios(ratios: pd.Series) -> dict:
 
 
 def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]:
-    """By pass: TF32's time over fp32's as printed (``theirs``) and here (``here``), at points that do not wait
-    for the host here; ``table`` has a row a point that both have. Empty without any."""
+    """By pass: TF32's time over fp32's as printed (``theirs``) and here (``here``), at points that do not
+    wait for the host here; ``table`` has a row a point that both have. Empty without any."""
     fp32, tf32 = (pick(compiled, precision=precision) for precision in ("fp32", "tf32"))
     here = fp32.merge(tf32, on=POINT, suffixes=("", "_tf32"))
     both = theirs.merge(here, on=POINT, suffixes=("", "_here"))

@@ -8,7 +8,7 @@ from stepscope.say.formats import MODE_WORDS, code, number, percent, plain, poin
 from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE
 
-WORDS = Path(__file__).parent / "words"
+REASONS = Path(__file__).parent / "words" / "reasons"
 CLAIM_FORMATS = {"change": points, "first_launches": plain, "first_share": partial(percent, decimals=1)}
 
 
@@ -112,8 +112,8 @@ def rules(facts: dict) -> pd.DataFrame:
 
 
 def claims(facts: dict) -> pd.DataFrame:
-    """A row for each claim; its reasons are blocks of ``words/nsys-claims.md``."""
-    words = Words(WORDS, "nsys-claims.md")
+    """A row for each claim; its reasons are blocks of ``words/reasons/claims.md``."""
+    words = Words(REASONS, "claims.md")
     rows = []
     for row in facts["claims"]:
         claim = row["claim"]
@@ -123,7 +123,8 @@ def claims(facts: dict) -> pd.DataFrame:
         unknown = "–" if row["place"] == "within" else "not known"
         rows.append({
             "report": row["report"], "question": f"({claim.question})", "as printed": claim.as_printed,
-            "here": to(said(row["low"]), said(row["high"])), "theirs is": row["place"],
+            "theirs": said(row["theirs"]), "here": to(said(row["low"]), said(row["high"])),
+            "theirs is": row["place"],
             "profiles here": "all" if claim.size is None else f"{claim.size}, {claim.context_length}",
             "why": why or unknown})
     return pd.DataFrame(rows)
