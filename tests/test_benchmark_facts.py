@@ -186,17 +186,22 @@ def test_utilisation_is_against_the_ceilings_of_the_runs(times, ceilings):
     assert 0 < found["worst"]["utilisation"] < found["best"]["utilisation"] < 1
 
 
-def test_published_figures_are_compared_with_this_machines(times):
-    published = tables("benchmark")["published"]
-    before = facts_published.beside(published, times)
-    slower = facts_published.beside(published, times.assign(median_ms=times["median_ms"] * 2))
-    for one, other in zip(before["common"], slower["common"], strict=True):
-        assert list(other["ratio"]) == pytest.approx(list(one["ratio"] / 2))
-    assert facts_published.beside(published, times[:0]) is None
-    elsewhere = facts_published.beside(published, times.assign(context_length=7))
-    assert elsewhere["common"] is None and printed.published(elsewhere) is None
-    found = facts_published.cannot_be(published)
-    assert 0 < found["doubts"] == sum(kind["count"] for kind in found["kinds"]) == len(found["table"])
+def test_published_times_are_set_beside_those_here(times):
+    before = facts_published.timings(times)
+    assert sum(before["places"].values()) == before["figures"] == len(before["table"]) > 20
+    assert before["reports"]["figures"].sum() == before["figures"] and before["most"]["spread"] > 1
+    slower = facts_published.timings(times.assign(median_ms=times["median_ms"] * 100))
+    assert slower["places"] == {"below": before["figures"], "within": 0, "above": 0}
+    stated = ~before["table"]["context_length"].isna()
+    assert list(slower["table"]["ratio"][stated]) == pytest.approx(list(before["table"]["ratio"][stated] / 100))
+    assert facts_published.timings(times[:0]) is None
+
+
+def test_times_of_other_sizes_say_nothing_of_what_others_published(times):
+    own = times.assign(size="custom")
+    assert facts_published.timings(own) is None
+    said = answered("benchmark", "published", times=own)
+    assert "Not answered here" in said.text and not said.tables
 
 
 def test_no_rows_are_no_facts(times, ceilings):

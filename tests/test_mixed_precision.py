@@ -13,14 +13,13 @@ from stepscope.report.load import chapters, load_data
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import run_sweep
 from stepscope.say.chapter import answer, given
-from stepscope.say.published import load_published
 from stepscope.step.summary import ratio_interval
 from stepscope.studies.mixed_precision import (
     comparison,
     facts_numerics,
     facts_operations,
+    facts_published,
     facts_slower,
-    facts_speed,
     numerics,
     printed,
 )
@@ -42,8 +41,7 @@ def tables():
     loaded = {f"{chapter.study}.{name}": table for chapter in chapters() if chapter.study in studies
               for name, table in chapter.load(store, records).items()}
     times = loaded["mixed_precision.times"]
-    return loaded | {"benchmark.published": load_published(),
-                     "benchmark.times": times.assign(attention="eager", compile=False, optimizer="foreach")}
+    return loaded | {"benchmark.times": times.assign(attention="eager", compile=False, optimizer="foreach")}
 
 
 def named(tables):
@@ -510,13 +508,15 @@ def test_gradients_lost_without_a_scaler(tables):
 
 
 def test_published_pairs_are_of_one_report_and_pass(tables):
-    pairs, found = facts_speed.published_pairs(load_published()), facts(tables, "mixed-published")
-    assert len(pairs) >= found["pairs"] == len(found["table"]) and (pairs["precision"] != "fp32").all()
+    pairs, found = facts_published.published_pairs(), facts(tables, "mixed-published")
+    assert len(pairs) >= found["pairs"] == len(found["table"]) == sum(found["places"].values())
+    assert (pairs["precision"] != "fp32").all()
+    assert pairs["theirs"].tolist() == pytest.approx((pairs["theirs_fp32_ms"] / pairs["theirs_ms"]).tolist())
     speedups = tables["mixed_precision.speedups"]
     fast = facts(tables, "mixed-published", speedups=speedups.assign(speedup=100.0))
-    assert fast["inside"] == 0 and fast["below"] == fast["pairs"] == found["pairs"]
+    assert fast["places"] == {"below": found["pairs"], "within": 0, "above": 0} and fast["slower_here"] == 0
     other = said(tables, "mixed-published", speedups=speedups.assign(size="d2 f1 l1 h1"))
-    assert not other.tables and other.text != said(tables, "mixed-published").text
+    assert not other.tables and "Not answered here" in other.text
 
 
 @pytest.mark.parametrize("key", QUESTIONS)

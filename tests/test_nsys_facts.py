@@ -12,7 +12,7 @@ from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, 
 from stepscope.traces.families import MATMUL
 
 PROFILES = 20  # five sizes at four contexts
-OF_CLAIMS = ("operations", "regions", "clocks", "walls")
+OF_CLAIMS = ("operations", "operations_low", "regions", "clocks")
 WORDS = Path(facts.__file__).parent / "words"
 
 
@@ -154,11 +154,13 @@ def test_a_profile_without_its_step_is_no_profile_of_nothing_but_zeros(operation
 def test_where_forward_could_not_be_captured_another_profile_is_spoken_of(tables, times, ceilings):
     clocks, operations = (without(tables[name], "forward") for name in ("clocks", "operations"))
     given = tables | {"operations": operations, "clocks": clocks}
-    claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)["claims"]
+    claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
+    assert "nan" not in printed.claims(claims).to_csv()
+    assert {row["claim"].measure for row in claims["claims"] if row["claim"].size == "small"} == {"scores_gflop"}
     found = [facts.forward_total(clocks, tables["walls"], times), facts.top_kernel(operations),
              facts.not_matmul(operations), facts.full_step(operations),
              facts_regions.softmax_against_matmul(operations, ceilings),
-             facts_regions.regions_against_ceilings(operations, ceilings), *claims]
+             facts_regions.regions_against_ceilings(operations, ceilings)]
     assert "small" not in {answer["size"] for answer in found}
 
 
@@ -197,41 +199,58 @@ def beside(tables, times):
     def beside(operations):
         given = tables | {"operations": operations}
         found = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
-        return {(claim["source"], claim["measure"]): claim for claim in found["claims"]}
+        return {(row["claim"].reason or row["claim"].as_printed): row for row in found["claims"]}
     return beside
 
 
 def test_claims_are_set_beside_what_was_measured(operations, beside):
     found = beside(operations)
-    clocks, launches = found["B", "two_clocks"], found["B", "launches"]
-    assert clocks["range_is_longer"] and clocks["timed_unprofiled"]
-    assert (clocks["size"], clocks["context"]) == ("small", 512)
-    assert not found["C", "two_clocks"]["range_is_longer"] and not found["C", "two_clocks"]["stated"]
-    assert launches["multiple"] and launches["same"]
-    assert launches["each"] * launches["passes"] == launches["launches"]
-    layers = found["D", "launches_of_layers"]
-    assert {fit["a_layer"] * fit["layers"] + 1 for fit in layers["fits"]} == {layers["launches"]}
-    products = found["B", "softmax_over_products"]
-    assert products["inside_share"] < products["products_share"] < 1
-    assert found["B", "scores_gflop"]["ratio"] > 10
+    assert found["longer_than_its_pass"]["why"]["longer"]
+    own, share = operations[small(operations)], found["rest_of_forward"]
+    forward = own[(own["mode"] == "forward") & (own["phase"] == "forward")]
+    products = forward.loc[forward["family"] == MATMUL, "total_ns"].sum() / forward["total_ns"].sum()
+    assert share["low"] == share["high"] == pytest.approx(products) and share["place"] == "below"
+    points = share["why"]
+    assert points["products_points"] == pytest.approx((share["theirs"] - products) * 100)
+    assert sum(points.values()) == pytest.approx(0, abs=0.5)  # its shares add up to 100.0%
+    launches = found["all_passes"]["why"]
+    assert launches["each"] * launches["passes"] == launches["launches"] and launches["same"]
+    heads = found["head_by_head"]["why"]
+    assert heads["whole"] and heads["here"] == 1
+    assert heads["a_head"] * heads["heads"] * heads["layers"] + 1 == heads["indexing"]
+    assert {fit["size"] for fit in facts_claims.layers(
+        found["the first kernel is ~50% of forward"]["claim"].model_copy(
+            update={"values": {"first": 217, "second": 36}}), [])["fits"]} == {"large"}
+    assert found["as_written"]["why"]["ratio"] > 10
+    assert found["all_products"]["why"]["inside"] < found["all_products"]["why"]["all"] < 1
     more = beside(changed(operations, lambda t: t["region"] == "ffn", count=lambda t: t["count"] * 40,
                           total_ns=lambda t: t["total_ns"] * 40))
-    assert not more["B", "launches"]["same"] and more["B", "launches"]["multiple"]
+    assert not more["all_passes"]["why"]["same"] and more["rest_of_forward"]["low"] > products
 
 
-def test_claims_cells_say_what_the_facts_say(operations, beside):
-    for found, agrees in ((beside(operations), True), (beside(faster_softmax(operations, 100)), False)):
-        assert found["C", "softmax_over_scores"]["agrees"] is agrees
-        table = printed.claims({"claims": list(found.values())})
-        assert any("says the opposite" in cell for cell in table["why"]) is not agrees
-    no_step = printed.claims({"claims": list(beside(without(operations, "step")).values())})
-    assert no_step.ne("").all(axis=None) and "nan" not in no_step.to_csv()
+def test_claims_are_counted_by_their_place(operations, tables, times):
+    def facts_of(operations):
+        return facts_claims.claims_beside(*((tables | {"operations": operations})[name] for name in OF_CLAIMS), times)
+    found = facts_of(operations)
+    assert sum(found["places"].values()) == len(found["claims"]) > 20
+    scores = [row["place"] for row in facts_of(faster_softmax(operations, 100))["claims"]
+              if row["claim"].as_printed == "softmax 316 µs, scores 146 µs"]
+    assert scores == ["above"]
+    assert facts_claims.claims_beside(operations.assign(size="custom"), operations[:0], tables["regions"],
+                                      tables["clocks"], times) is None
 
 
-def test_every_measure_has_its_words_and_every_words_their_measure():
-    blocks = set(Words(printed.CLAIMS, "claims.md").template.blocks)
-    assert blocks == {"report", "of", *(f"{measure}_{part}" for measure in facts_claims.MEASURES
-                                        for part in ("here", "why"))}
+def test_claims_without_all_tables_are_fewer_and_said_without_gaps(operations, tables, times):
+    nothing = pd.DataFrame()
+    bare = facts_claims.claims_beside(operations[operations["mode"] != "step"], nothing, nothing, nothing, nothing)
+    table = printed.claims(bare)
+    assert table.ne("").all(axis=None) and "nan" not in table.to_csv()
+    kept = {row["claim"].measure for row in bare["claims"]}
+    assert "share" in kept and not {"change", "device_over_wall"} & kept
+
+
+def test_every_reason_has_its_words_and_every_words_their_reason():
+    assert set(Words(printed.REASONS, "claims.md").template.blocks) == set(facts_claims.REASONS)
 
 
 def test_unaccounted_kernels_would_be_told(operations, tables):

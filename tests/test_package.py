@@ -11,6 +11,7 @@ import tomllib
 import urllib.request
 import venv
 import zipfile
+from email import message_from_bytes
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import stepscope
 from conftest import TINY
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +119,8 @@ def sources(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     for name in ("lib", "notebooks"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=JUNK)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
     toy = folder / "lib" / "stepscope" / "studies" / "toy"
     (toy / "words" / "deeper").mkdir(parents=True)
     for name in ("__init__.py", "sweep.yaml", "words/answer.md", "words/deeper/page.html.j2"):
@@ -153,6 +156,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources, wheel):
     assert any(name.startswith("stepscope/notebooks/") for name in files)
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
+
+
+def test_the_wheel_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
+    assert metadata["Version"] == stepscope.__version__ and metadata["License-Expression"] == "MIT"
+    assert metadata.get_payload().startswith("# stepscope")
+    versions = {kind.rpartition(" ")[2] for kind in metadata.get_all("Classifier") if "Python :: 3." in kind}
+    assert versions == {python.rpartition(".")[0] for python in PYTHONS}
 
 
 def test_the_installed_wheel_works_outside_a_checkout(installed, tmp_path):

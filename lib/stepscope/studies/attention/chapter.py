@@ -8,6 +8,7 @@ from stepscope.studies.attention import (
     facts_ends,
     facts_generations,
     facts_memory,
+    facts_published,
     facts_time,
     figures,
     printed,
@@ -37,6 +38,8 @@ CHAPTER = Chapter(
         Question("attention-saved", facts_memory.saved_for_backward, CELLS, printed={"saved": printed.saved}),
         Question("attention-end", facts_ends.where_it_ends, CELLS, ENDS,
                  printed={"ends": printed.ends, "account": printed.account}),
+        Question("attention-published", facts_published.grid, CELLS,
+                 printed={"ratios": printed.published_ratios, "tf32": printed.published_tf32}),
     ),
     pictures=(
         Picture("attention_time", figures.over_sequence, CELLS, ("attention.ends",)),

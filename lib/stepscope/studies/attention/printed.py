@@ -5,7 +5,7 @@ import textwrap
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.say.formats import number, percent, positions, span, to, with_error
+from stepscope.say.formats import number, percent, percent_change, positions, span, to, with_error
 from stepscope.say.selections import precisions
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import SMALL_SHARE
@@ -202,3 +202,25 @@ def account(facts: dict) -> pd.DataFrame | None:
     shown = [*zip(rows["tensor"], rows["shape"], rows["bytes"]), (whole, "", rows["bytes"].sum())]
     return pd.DataFrame([{"tensor": tensor, "shape": shape, "bytes": f"{size:,}", "GiB": number(size / 2**30)}
                          for tensor, shape, size in shown])
+
+
+def published_ratios(facts: dict) -> pd.DataFrame:
+    """d down, sequences across: forward's ratio, then backward's where it was printed."""
+    table = facts["table"]
+    return _grid(table.assign(cell=[
+        number(row.forward_ratio) + (f", {number(row.backward_ratio)}" if row.backward_ratio > 0 else "")
+        for row in table.itertuples()]))
+
+
+def published_tf32(facts: dict) -> pd.DataFrame | None:
+    """d down, sequences across: TF32's change of forward's time as printed, and here in brackets."""
+    if not facts["tf32"]:
+        return None
+    table = facts["tf32"][0]["table"]
+    return _grid(table.assign(cell=[f"{percent_change(row.theirs - 1)} ({percent_change(row.here - 1)})"
+                                    for row in table.itertuples()]))
+
+
+def _grid(table: pd.DataFrame) -> pd.DataFrame:
+    cells = table.pivot(index="d_model", columns="sequence", values="cell").fillna("–")
+    return cells.rename(columns=str).rename_axis(index="d", columns=None).reset_index()

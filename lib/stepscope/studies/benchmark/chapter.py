@@ -7,23 +7,21 @@ from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
 from stepscope.say.chapter import Chapter, Picture, Question
-from stepscope.say.published import load_published
 from stepscope.studies.benchmark import facts, facts_device, facts_published, figures, printed
 from stepscope.studies.benchmark.tables import all_times
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``times`` (a row a run and phase), ``samples`` (a row a run, step and phase), ``ceilings`` and the
-    ``published`` figures."""
+    """``times`` (a row a run and phase), ``samples`` (a row a run, step and phase) and ``ceilings``."""
     done = [record for record in records if record.study == "benchmark" and record.status == "ok"]
     samples = load_table(store, done, "samples")
     if len(samples):
         samples = samples.merge(runs_frame(done).drop(columns="study"), on="run_id")
     return {"times": all_times(store, records), "samples": samples,
-            "ceilings": load_table(store, done, "ceilings"), "published": load_published()}
+            "ceilings": load_table(store, done, "ceilings")}
 
 
-TIMES, CEILINGS, PUBLISHED = "benchmark.times", "benchmark.ceilings", "benchmark.published"
+TIMES, CEILINGS = "benchmark.times", "benchmark.ceilings"
 SPREAD = "processes.spread"
 CAPTURED = "nsys.phases"  # what tells who waits for whom
 
@@ -42,17 +40,12 @@ CHAPTER = Chapter(
                  pictures=("benchmark_utilisation",)),
         Question("optimizer", facts.optimizer, (TIMES,), (CEILINGS, SPREAD), printed={"adamw": printed.adamw},
                  pictures=("benchmark_optimizer",)),
-        Question("published", facts_published.beside, (PUBLISHED,), (TIMES,),
-                 printed={"published": printed.published},
-                 pictures=("benchmark_published",)),
-        Question("published-doubts", facts_published.cannot_be, (PUBLISHED,),
-                 printed={"doubted": printed.doubted}),
+        Question("published", facts_published.timings, (TIMES,), printed={"published": printed.published}),
     ),
     pictures=(
         Picture("benchmark_phases", figures.phases, (TIMES,), (CAPTURED,)),
         Picture("benchmark_scaling", figures.scaling, (TIMES,), (CAPTURED,)),
         Picture("benchmark_utilisation", figures.utilisation, (TIMES,), (CAPTURED,)),
         Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
-        Picture("benchmark_published", figures.published, (TIMES, PUBLISHED)),
     ),
 )

@@ -12,7 +12,6 @@ from stepscope.say.selections import matrix, pick
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.facts import with_waits
-from stepscope.studies.benchmark.facts_published import compared
 from stepscope.traces.waits import GPU, WAITED
 
 
@@ -155,34 +154,4 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
     axis.set(ylabel="optimizer phase (ms)", title=f"AdamW by implementation ({where})")
     axis.legend()
     axis.grid(axis="x", visible=False)
-    return figure
-
-
-def published(times: pd.DataFrame, figures: pd.DataFrame, where: str) -> Figure | None:
-    """Forward pass: a row a size and context, ours (with its interval) and the published figures as points.
-    """
-    both = compared(times, figures)
-    both = pick(both, phase="forward") if len(both) else both
-    if both.empty:
-        return None
-    use_style()
-    rows = both[["size", "context_length"]].drop_duplicates().reset_index(drop=True)
-    labels = [f"{row.size_}, {row.context_length}"
-              for row in rows.rename(columns={"size": "size_"}).itertuples()]
-    place = {(row.size_, row.context_length): y
-             for y, row in enumerate(rows.rename(columns={"size": "size_"}).itertuples())}
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 0.9 + 0.32 * len(rows)))
-    for index, (name, group) in enumerate(both.groupby("source_name", sort=True)):
-        axis.errorbar(group["mean_ms"], [place[key] for key in zip(group["size"], group["context_length"])],
-                      xerr=group["std_ms"].fillna(0),
-                      fmt=MARKERS[index + 1], color=PALETTE[index], label=name)
-    here = both.drop_duplicates(["size", "context_length"])
-    axis.plot(here["median_ms"], [place[key] for key in zip(here["size"], here["context_length"])], "ko",
-              markersize=9, label="here")
-    axis.set_yticks(range(len(labels)), labels)
-    axis.invert_yaxis()
-    axis.set(xscale="log", xlabel="forward pass (ms)",
-             title=f"Published forward times beside this machine's ({where})")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

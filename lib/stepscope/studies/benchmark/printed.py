@@ -5,12 +5,10 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES
 from stepscope.say.formats import MODE_WORDS, interval_cells, number, percent, plus_minus
+from stepscope.say.published import printed_by_report
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
 from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED
-
-CLOCK_WORDS = {"wall": "wall clock", "nvtx": "NVTX range", "nsys": "Nsight Systems",
-               "kernels": "sum of kernels"}
 
 
 def walls(facts: dict) -> pd.DataFrame:
@@ -110,20 +108,7 @@ def adamw(facts: dict) -> pd.DataFrame:
          "whole steps: foreach / fused"], axis=1)
 
 
-def published(facts: dict) -> pd.DataFrame | None:
-    """Published figures beside ours; None where there is none of a shape measured here."""
-    both = facts["table"]
-    if both is None:
-        return None
-    here = [plus_minus(row.mean_ms_here, row.std_ms_here) for row in both.itertuples()]
-    table = both.assign(here=here, pass_=both["phase"].replace(MODE_WORDS), times=both["ratio"].map(number),
-                        clock=both["clock"].fillna("not stated").replace(CLOCK_WORDS))
-    table = table[["size", "context_length", "pass_", "source_name", "clock", "as_printed", "here", "times"]]
-    return table.set_axis(["size", "context", "pass", "report", "its clock", "as printed", "here (ms)",
-                           "printed / here"], axis=1)
-
-
-def doubted(facts: dict) -> pd.DataFrame:
-    """Each doubt with the figure as printed."""
-    return facts["table"][["report", "figure", "doubt"]].set_axis(["report", "as printed", "what is wrong"],
-                                                                  axis=1)
+def published(facts: dict) -> pd.DataFrame:
+    """A row a report and clock."""
+    clocks = {"range": "profiler's range", "wall": "wall clock"}
+    return printed_by_report(facts["reports"].replace({"clock": clocks}), "time")

@@ -8,6 +8,7 @@ from stepscope.studies.mixed_precision import (
     facts_memory,
     facts_numerics,
     facts_operations,
+    facts_published,
     facts_slower,
     facts_speed,
     figures,
@@ -42,8 +43,7 @@ CHAPTER = Chapter(
                  printed={"peaks": printed.peaks}, pictures=("mixed_memory",)),
         Question("mixed-health", facts_memory.health, ("mixed_precision.health",),
                  printed={"health": printed.health}, pictures=("mixed_health",)),
-        Question("mixed-published", facts_speed.published,
-                 ("mixed_precision.speedups", "benchmark.published"),
+        Question("mixed-published", facts_published.published, ("mixed_precision.speedups",),
                  printed={"pairs": printed.pairs}),
     ),
     pictures=(

@@ -7,7 +7,7 @@ from stepscope.say.selections import pick
 from stepscope.studies.mixed_precision.comparison import LOW
 from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
 
-# The handout's four loops, and what another report (E of published.yaml) prints for each, to four decimals.
+# The handout's four loops, and what another report prints for each, to four decimals.
 PUBLISHED_SUMS = {"fp32 into fp32": 10.0001, "fp16 into fp16": 9.9531, "fp16 into fp32": 10.0021,
                   "fp16 cast to fp32, into fp32": 10.0021}
 LOST = 0.01       # of a tensor's values: how many may overflow or become zero before it counts as lost

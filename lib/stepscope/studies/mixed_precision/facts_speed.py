@@ -1,8 +1,7 @@
-"""How fast lower precision is: against fp32, and beside published figures."""
+"""How fast lower precision is, against fp32."""
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES, PRECISIONS
-from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
@@ -206,44 +205,3 @@ def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd
     both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
     medians = both[["median_ms", "median_ms_benchmark"]]
     return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=both["waiting_share"] > 0)
-
-
-def published_pairs(published: pd.DataFrame) -> pd.DataFrame:
-    """Printed times in lower precision with the fp32 time of the same report, size, context, pass and
-    clock: a row a pair; a context of -1 is not stated."""
-    keys = ["source", "size", "context_length", "phase", "clock"]
-    theirs = published.dropna(subset=["size", "phase", "precision"])
-    theirs = theirs[~theirs["estimated"] & (theirs["warmup_steps"].isna() | (theirs["warmup_steps"] > 0))]
-    known = theirs.assign(context_length=theirs["context_length"].fillna(-1),
-                          clock=theirs["clock"].fillna(""))
-    base = pick(known, precision=BASE)[[*keys, "mean_ms", "as_printed"]]
-    return known[known["precision"] != BASE].merge(base, on=keys, suffixes=("", "_fp32"))
-
-
-def published(speedups: pd.DataFrame, printed: pd.DataFrame) -> dict:
-    """Published pairs' speed-ups beside those here, of the same size, pass and (where it is stated) context.
-
-    ``inside`` are those between the least and the most measured here, ``below`` those less. ``table`` has a
-    row a pair with ``theirs``, and ``low`` and ``high`` here; None where no pair is of a size and pass
-    measured here.
-    """
-    backward = pick(speedups, mode="forward_backward", phase="backward").assign(mode="backward")
-    here_all = pd.concat([pick(speedups, phase=WHOLE), backward])
-    found, used = [], set()
-    for pair in published_pairs(printed).to_dict("records"):
-        here = pick(here_all, precision=pair["precision"], mode=pair["phase"])
-        here = here[(here["size"].astype(str) == pair["size"])
-                    & ((pair["context_length"] < 0) | (here["context_length"] == pair["context_length"]))]
-        if len(here):
-            used |= set(runs_of(here))
-            found.append(pair | {"context_length": int(pair["context_length"]),
-                                 "theirs": pair["mean_ms_fp32"] / pair["mean_ms"],
-                                 "low": here["speedup"].min(), "high": here["speedup"].max()})
-    if not found:
-        return {"pairs": 0, "table": None, "runs": []}
-    table = by_size(pd.DataFrame(found))
-    inside = (table["theirs"] >= table["low"] * (1 - SAME)) & (table["theirs"] <= table["high"] * (1 + SAME))
-    slow = table[table["theirs"] < 1]
-    return {"pairs": len(table), "theirs": table["theirs"], "inside": int(inside.sum()),
-            "below": int((table["theirs"] < table["low"]).sum()), "slow": len(slow),
-            "slow_sizes": list(dict.fromkeys(slow["size"].astype(str))), "table": table, "runs": sorted(used)}

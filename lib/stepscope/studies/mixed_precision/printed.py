@@ -5,7 +5,7 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES
 from stepscope.say.formats import MODE_WORDS, ms, number, percent, scientific, signed, span, tiny
-from stepscope.say.published import source_name
+from stepscope.say.published import printed_by_report
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW
 from stepscope.studies.mixed_precision.facts_operations import PARTS
@@ -171,16 +171,6 @@ def health(facts: dict) -> pd.DataFrame:
                         | {header: shown[column].map(tiny) for header, column in off.items()})
 
 
-def pairs(facts: dict) -> pd.DataFrame | None:
-    """A row for each published pair of times."""
-    table = facts["table"]
-    if table is None:
-        return None
-    return pd.DataFrame({"size": table["size"],
-                         "context": [str(c) if c > 0 else "not stated" for c in table["context_length"]],
-                         "pass": table["phase"].str.replace("_", " + "), "precision": table["precision"],
-                         "report": [source_name(row) for row in table.to_dict("records")],
-                         "as printed, fp32 and low": [f"{above} and {below}" for above, below in
-                                                      zip(table["as_printed_fp32"], table["as_printed"])],
-                         "their speed-up": table["theirs"].map(number),
-                         "here": [span(ends) for ends in zip(table["low"], table["high"])]})
+def pairs(facts: dict) -> pd.DataFrame:
+    """A row a report."""
+    return printed_by_report(facts["reports"], "speed-up")

@@ -27,7 +27,7 @@ CHAPTER = Chapter(
                  ("nsys.operations", "benchmark.ceilings"),
                  printed={"regions": printed.regions}, pictures=("nsys_roofline",)),
         Question("nsys-claims", facts_claims.claims_beside, ("nsys.operations",),
-                 ("nsys.regions", "nsys.clocks", "nsys.walls", "benchmark.times"),
+                 ("nsys.operations_low", "nsys.regions", "nsys.clocks", "benchmark.times"),
                  printed={"claims": printed.claims}),
         Question("nsys-conserved", facts.conserved, ("nsys.operations",), ("nsys.statuses",),
                  printed={"rules": printed.rules}),

@@ -1,155 +1,203 @@
-"""What other reports claim from their profiles, beside what these profiles say, and why the two differ."""
-from pathlib import Path
+"""What other reports claim from their profiles, beside the same quantity here, and why it is off."""
+import re
 from typing import NamedTuple
 
 import pandas as pd
 
 from stepscope.config import SIZES
 from stepscope.say.formats import runs_of
-from stepscope.say.published import load_published
-from stepscope.say.selections import pick, reference
+from stepscope.say.published import Claim, Of, counts, load_published, placed
+from stepscope.say.selections import matrix, pick
 from stepscope.step.flops import forward_flops
-from stepscope.studies.nsys.facts import clocks_beside, per_kernel
-from stepscope.studies.nsys.facts_regions import attention_parts, config_of, forward_of
+from stepscope.step.timing import WHOLE
+from stepscope.studies.nsys.facts_regions import config_of, forward_of
 from stepscope.traces.families import MATMUL
-from stepscope.yaml_files import load_yaml
 
-CLAIMS = Path(__file__).parent / "claims" / "claims.yaml"
 HANDOUT = ("small", "medium", "large", "xl", "2.7B")
 LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches of one kernel in a layer's forward
+FORWARD, PRODUCTS, ELEMENTWISE = Of(), Of(family=MATMUL), Of(kernel="elementwise_kernel")
 
 
-class Profiles(NamedTuple):
-    """What a claim is compared with: these tables, and of them the profile of one size and context."""
+class Profile(NamedTuple):
+    """The rows of one size and context in these tables; ``operations`` of every precision."""
 
-    operations: pd.DataFrame
-    regions: pd.DataFrame
-    clocks: pd.DataFrame  # clocks_beside's
     size: str
     context: int
-
-    def own(self, table: pd.DataFrame) -> pd.DataFrame:
-        """A table's rows of that profile."""
-        return pick(table, size=self.size, context_length=self.context)
-
-    def host_ns(self, region: str) -> int:
-        """Host time inside a region's ranges in forward alone."""
-        return pick(self.own(forward_of(self.regions)), region=region)["host_ns"].sum()
+    operations: pd.DataFrame
+    regions: pd.DataFrame
+    clocks: pd.DataFrame
+    times: pd.DataFrame
 
 
-def claims_beside(operations: pd.DataFrame, regions: pd.DataFrame, clocks: pd.DataFrame, walls: pd.DataFrame,
+def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataFrame, clocks: pd.DataFrame,
                   times: pd.DataFrame) -> dict | None:
-    """``claims``: each as it stands in the file, with the ``gpu`` it was made on (None where not stated), the
-    ``size`` and ``context`` of the profile beside it, whether the claim ``stated`` them, and its measure's
-    facts."""
-    forward = forward_of(operations)
-    if forward.empty:
+    """Every claim whose quantity was measured here: of the size and context that it states, else of all.
+
+    ``claims`` has, of each, ``report`` (its name), the ``claim``, ``theirs``, the least and the most here
+    (``low``, ``high``), their ``place`` and ``ratio`` (say.published.placed), and as ``why`` the facts of its
+    reason; ``places`` how many are in each place. None where there is no claim.
+    """
+    both = pd.concat([operations, low]) if len(low) else operations
+    tables = [table if table.empty else table.assign(size=table["size"].astype(str))
+              for table in (both, regions, clocks, matrix(times))]
+    keys = sorted(set(zip(tables[0]["size"], tables[0]["context_length"])))
+    measured = {(size, context): Profile(size, context, *(
+        table if table.empty else pick(table, size=size, context_length=context) for table in tables))
+        for size, context in keys if size in HANDOUT}
+    rows = []
+    for report in load_published():
+        for claim in report.claims:
+            profiles = [one for key, one in measured.items()
+                        if claim.size is None or key == (claim.size, claim.context_length)]
+            here = [value for one in profiles if (value := MEASURES[claim.measure](one, claim)) is not None]
+            if here:
+                why = REASONS[claim.reason](claim, profiles) if claim.reason else {}
+                rows.append({"report": report.name, "claim": claim, "theirs": claim.theirs, "low": min(here),
+                             "high": max(here), "why": why})
+    if not rows:
         return None
-    clocks = clocks_beside(clocks, walls, times)
-    gpus = load_published().drop_duplicates("source").set_index("source")["gpu"]
-    claims = []
-    for claim in load_yaml(CLAIMS):
-        size, context = claim["size"], claim["context_length"]
-        stated, gpu = size is not None, gpus.get(claim["source"], "not stated")
-        if not stated or pick(forward, size=size, context_length=context).empty:
-            size, context = reference(forward)
-        profiles = Profiles(operations, regions, clocks, size, context)
-        beside = MEASURES[claim["measure"]](claim["values"], profiles)
-        claims.append(claim | {"gpu": None if gpu == "not stated" else gpu, "size": size, "context": context,
-                               "stated": stated} | beside)
-    return {"claims": claims, "runs": runs_of(operations)}
+    table = placed(pd.DataFrame(rows))
+    return {"claims": table.to_dict("records"), "places": counts(table), "runs": runs_of(operations)}
 
 
-def two_clocks(values: dict, profiles: Profiles) -> dict:
-    """A range's time against the wall clock's: ``range_is_longer`` than a pass in which it lay.
-    ``timed_unprofiled``: whether this machine's pass was timed without a profiler, too."""
-    rows = pick(profiles.own(profiles.clocks), mode="forward").iloc[0]
-    ratio = values["range_ms"] / values["wall_ms"]
-    return {"timed_unprofiled": pd.notna(rows.unprofiled_ms), "projected_ms": rows.projected_ms,
-            "unprofiled_ms": rows.unprofiled_ms, "host_ms": rows.host_ms,
-            "range_ratio": ratio, "range_is_longer": ratio > 1, "profiler_cost_share": rows.slowdown - 1,
-            "printed_apart_share": 1 / ratio - 1,
-            "apart_share": abs(rows.projected_ms / rows.unprofiled_ms - 1)}
+# What is measured: a number of one profile, None where it has none
+
+def chosen(profile: Profile, of: Of) -> pd.DataFrame:
+    """The operations that ``of`` describes."""
+    rows = pick(profile.operations, mode=of.mode, precision=of.precision)
+    rows = rows if of.phase is None else rows[rows["phase"] == of.phase]
+    rows = rows if of.regions is None else rows[rows["region"].str.startswith(tuple(of.regions))]
+    rows = rows if of.family is None else rows[rows["family"] == of.family]
+    return rows if of.kernel is None else rows[rows["name"].str.contains(of.kernel, regex=False)]
 
 
-def launches(values: dict, profiles: Profiles) -> dict:
-    """The first kernel's launches: whether what is printed is a ``multiple`` of the passes that ran, and then
-    whether ``each`` pass has as many as here."""
-    top = profiles.own(per_kernel(profiles.operations, "forward", "forward")).iloc[0]
-    passes = values["timed_steps"] + values["warmup_steps"]
-    each = values["launches"] / passes
-    return values | {"launches_here": top.launches, "share": top.share, "passes": passes, "each": each,
-                     "multiple": each == int(each), "same": bool(each == top.launches)}
+def time_ratio(profile: Profile, of: Of, to: Of = FORWARD) -> float | None:
+    """The device's time in some operations over that in others; None where there are none of these."""
+    whole = chosen(profile, to)["total_ns"].sum()
+    return chosen(profile, of)["total_ns"].sum() / whole if whole else None
 
 
-def launches_of_layers(values: dict, profiles: Profiles) -> dict:
-    """The sizes whose layers the printed launches fit, the head's one taken off (``fits``), and the profiles
-    with ``same`` launches here."""
+def share(profile: Profile, claim: Claim) -> float | None:
+    """Of the time in what ``to`` describes (without it, in the whole mode and phase) that in ``of``."""
+    return time_ratio(profile, claim.of, claim.to or claim.of.whole)
+
+
+def change(profile: Profile, claim: Claim) -> float | None:
+    """Percentage points by which the products' share of the full step differs from that of forward alone."""
+    forward = time_ratio(profile, PRODUCTS)
+    step = Of(mode="step", phase=None)
+    of_step = time_ratio(profile, step.model_copy(update={"family": MATMUL}), step)
+    return None if forward is None or of_step is None else (of_step - forward) * 100
+
+
+def kernels(profile: Profile) -> pd.DataFrame:
+    """Forward's kernels, the one with the most time first: share of the time, launches a pass."""
+    rows = chosen(profile, FORWARD)
+    table = rows.groupby("name")[["total_ns", "count"]].sum().sort_values("total_ns", ascending=False)
+    return pd.DataFrame({"share": table["total_ns"] / table["total_ns"].sum(),
+                         "launches": table["count"] / rows["steps"].max()})
+
+
+def first_share(profile: Profile, claim: Claim) -> float | None:
+    return next(iter(kernels(profile)["share"]), None)
+
+
+def first_launches(profile: Profile, claim: Claim) -> float | None:
+    return next(iter(kernels(profile)["launches"]), None)
+
+
+def device_over_wall(profile: Profile, claim: Claim) -> float | None:
+    """Forward on the device, from its first operation to its last one's end in the profile, over the pass's
+    wall time without a profiler (medians)."""
+    if profile.clocks.empty or profile.times.empty:
+        return None
+    device_ns = pick(profile.clocks, mode="forward", phase="forward")["projected_ns"].median()
+    ratio = device_ns / 1e6 / pick(profile.times, mode="forward", phase=WHOLE)["median_ms"].median()
+    return None if pd.isna(ratio) else ratio
+
+
+def scores_gflop(profile: Profile, claim: Claim) -> float:
+    """GFLOP of one layer's scores."""
+    config = config_of(profile.operations, profile.size, profile.context)
+    return forward_flops(config)["attention.scores"] / config.num_layers / 1e9
+
+
+MEASURES = {measure.__name__: measure for measure in (share, change, first_share, first_launches,
+                                                      device_over_wall, scores_gflop)}
+
+
+# Why a claim is off: from the numbers printed, and from the profiles of its size and context
+
+def layers(claim: Claim, profiles: list[Profile]) -> dict:
+    """The sizes to whose layers the launches printed fit, with or without the head's one more (``fits``)."""
     fits = []
     for size in HANDOUT:
-        a_layer, over = divmod(values["launches"] - 1, SIZES[size].num_layers)
-        if over == 0 and a_layer <= LINEAR_A_LAYER:
-            fits.append({"size": size, "layers": SIZES[size].num_layers, "a_layer": a_layer})
-    tops = per_kernel(profiles.operations, "forward", "forward").drop_duplicates("run_id")
-    same = tops[tops["launches"] == values["launches"]]
-    return values | {"launches_here": profiles.own(tops).iloc[0].launches, "fits": fits, "same": [
-        {"size": row.size, "context": row.context_length} for row in same.itertuples(index=False)]}
+        each = [divmod(launches, SIZES[size].num_layers) for launches in claim.values.values()]
+        if all(0 < a_layer <= LINEAR_A_LAYER and over in (0, 1) for a_layer, over in each):
+            fits.append({"size": size, "layers": SIZES[size].num_layers, "a_layer": int(each[0][0])})
+    return {"fits": fits}
 
 
-def matmul_share(values: dict, profiles: Profiles) -> dict:
-    """The matrix products' share of forward and of the step: its change and its level, printed and here.
-    Where no full step was captured, ``step_share`` is None and there is no change."""
-    shares = {}
-    for mode, rows in profiles.own(profiles.operations).groupby("mode"):
-        time = rows.groupby("family")["total_ns"].sum()
-        shares[mode] = time.get(MATMUL, 0) / time.sum()
-    forward, step = shares["forward"], shares.get("step")
-    found = {"forward_share": forward, "step_share": step,
-             "level_points": (values["forward"] - forward) * 100}
-    return found if step is None else found | {
-        "same_sign": (values["step"] < values["forward"]) == bool(step < forward),
-        "printed_change_points": (values["step"] - values["forward"]) * 100,
-        "change_points": (step - forward) * 100}
+def longer_than_its_pass(claim: Claim, profiles: list[Profile]) -> dict:
+    """Whether a range outlasts the synchronised wall time of the pass that it is said to lie in."""
+    return {"longer": claim.theirs > 1}
 
 
-def scores_gflop(values: dict, profiles: Profiles) -> dict:
-    """The scores' FLOPs, in a layer and in all."""
-    config = config_of(profiles.operations, profiles.size, profiles.context)
-    layer = forward_flops(config)["attention.scores"] / config.num_layers / 1e9
-    return {"layer_gflop": layer, "all_gflop": layer * config.num_layers, "ratio": values["gflop"] / layer}
+def all_passes(claim: Claim, profiles: list[Profile]) -> dict:
+    """Launches for each of all passes that ran, warm-up included, and whether there are as many here."""
+    launches, passes = claim.values["launches"], claim.values["passes"]
+    return {"launches": launches, "passes": passes, "each": launches / passes,
+            "same": all(first_launches(one, claim) == launches / passes for one in profiles)}
 
 
-def softmax_over_products(values: dict, profiles: Profiles) -> dict:
-    """Softmax's time against its two products', and what share of forward those and all products take."""
-    parts = attention_parts(profiles.operations).loc[(profiles.size, profiles.context)]
-    rows = profiles.own(forward_of(profiles.operations))
-    products = pick(rows, family=MATMUL).groupby("region")["total_ns"].sum()
-    inside = products.reindex(["attention.scores", "attention.value"]).sum()
-    return {"softmax_ms": parts.softmax_ms, "products_ms": parts.products_ms, "time_ratio": parts.time_ratio,
-            "printed_share": values["products_share"], "inside_share": inside / rows["total_ns"].sum(),
-            "products_share": products.sum() / rows["total_ns"].sum()}
+def diluted(claim: Claim, profiles: list[Profile]) -> dict:
+    """The shares of the first two kernels here over those printed."""
+    return {"ratios": list(kernels(profiles[0])["share"].head(2) / list(claim.values.values()))}
 
 
-def softmax_over_scores(values: dict, profiles: Profiles) -> dict:
-    """Softmax's time against the scores' product's: on the device, printed, and by host ranges."""
-    rows = profiles.own(forward_of(profiles.operations))
-    scores = pick(rows, region="attention.scores", family=MATMUL)["total_ns"].sum()
-    ratio = pick(rows, region="attention.softmax")["total_ns"].sum() / scores
-    printed = values["softmax_us"] / values["scores_us"]
-    return {"ratio": ratio, "printed_ratio": printed, "agrees": bool(ratio > 1) == (printed > 1),
-            "host_ratio": profiles.host_ns("attention.softmax") / profiles.host_ns("attention.scores")}
+def head_by_head(claim: Claim, profiles: list[Profile]) -> dict:
+    """Indexing kernels a pass, printed and here; of those printed, less the embedding's, how many for each
+    head of each layer (``whole``: a whole number)."""
+    launches, shape = kernels(profiles[0])["launches"], SIZES[profiles[0].size]
+    indexing = claim.values["launches"] / claim.values["passes"]
+    a_head = (indexing - 1) / shape.num_layers / shape.num_heads
+    return {"indexing": indexing, "a_head": a_head, "whole": a_head == int(a_head), "heads": shape.num_heads,
+            "here": launches[launches.index.str.contains("gather|index", flags=re.IGNORECASE)].sum(),
+            "layers": shape.num_layers}
 
 
-def range_shares(values: dict, profiles: Profiles) -> dict:
-    """Softmax's share of attention's time: on the device, by host ranges, and as printed."""
-    rows = profiles.own(forward_of(profiles.operations))
-    attention = rows[rows["region"].str.startswith("attention")]
-    softmax = pick(attention, region="attention.softmax")["total_ns"].sum()
-    return {"device_share": softmax / attention["total_ns"].sum(),
-            "host_share": profiles.host_ns("attention.softmax") / profiles.host_ns("attention"),
-            "printed_share": values["softmax_ms"] / values["attention_ms"]}
+def rest_of_forward(claim: Claim, profiles: list[Profile]) -> dict:
+    """Points between the products' share printed and here, and where they are instead: in elementwise
+    kernels (indexing included), and in what the report calls other."""
+    products, elementwise = (time_ratio(profiles[0], of) for of in (PRODUCTS, ELEMENTWISE))
+    return {"products_points": (claim.theirs - products) * 100,
+            "elementwise_points": (claim.values["elementwise"] - elementwise) * 100,
+            "other_points": (claim.values["other"] - (1 - products - elementwise)) * 100}
 
 
-MEASURES = {measure.__name__: measure for measure in (
-    two_clocks, launches, launches_of_layers, matmul_share, scores_gflop, softmax_over_products,
-    softmax_over_scores, range_shares)}
+def all_products(claim: Claim, profiles: list[Profile]) -> dict:
+    """Attention's two products as a share of forward here, and all of forward's products."""
+    return {"printed": claim.values["share"], "inside": time_ratio(profiles[0], claim.to),
+            "all": time_ratio(profiles[0], PRODUCTS)}
+
+
+def as_written(claim: Claim, profiles: list[Profile]) -> dict:
+    """The product as the claim writes it out."""
+    gflop = scores_gflop(profiles[0], claim)
+    return {"gflop": gflop, "ratio": claim.theirs / gflop}
+
+
+def host_ranges(claim: Claim, profiles: list[Profile]) -> dict:
+    """The same ratio by the host's ranges, which end when the launches are made: the least and the most over
+    the profiles; None without ranges."""
+    found = []
+    for ranges in (forward_of(one.regions) for one in profiles if len(one.regions)):
+        part, whole = (ranges.loc[ranges["region"].isin(of.regions), "host_ns"].sum()
+                       for of in (claim.of, claim.to))
+        found.append(part / whole)
+    return {"low": min(found, default=None), "high": max(found, default=None)}
+
+
+REASONS = {reason.__name__: reason for reason in (layers, longer_than_its_pass, all_passes, diluted,
+                                                  head_by_head, rest_of_forward, all_products, as_written,
+                                                  host_ranges)}

@@ -1,13 +1,15 @@
 """The profiling study's tables as they are printed."""
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, code, number, percent, plain
+from stepscope.say.formats import MODE_WORDS, code, number, percent, plain, points, to
 from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE
 
-CLAIMS = Path(__file__).parent / "claims" / "words"
+REASONS = Path(__file__).parent / "words" / "reasons"
+CLAIM_FORMATS = {"change": points, "first_launches": plain, "first_share": partial(percent, decimals=1)}
 
 
 def by_profile(table: pd.DataFrame) -> pd.DataFrame:
@@ -110,11 +112,19 @@ def rules(facts: dict) -> pd.DataFrame:
 
 
 def claims(facts: dict) -> pd.DataFrame:
-    """A row for each claim; its cells are sentences (``claims/words/claims.md``)."""
-    words = Words(CLAIMS, "claims.md")
-    return pd.DataFrame([{
-        "question": f"({claim['question']})", "report": words.block("report", claim),
-        "as printed": claim["as_printed"],
-        "here": f"{words.block(claim['measure'] + '_here', claim)} {words.block('of', claim)}",
-        "why": words.block(f"{claim['measure']}_why", claim),
-    } for claim in facts["claims"]])
+    """A row for each claim; its reasons are blocks of ``words/reasons/claims.md``."""
+    words = Words(REASONS, "claims.md")
+    rows = []
+    for row in facts["claims"]:
+        claim = row["claim"]
+        a_share = claim.measure == "share" and claim.to is None
+        said = CLAIM_FORMATS.get("first_share" if a_share else claim.measure, number)
+        why = words.block(claim.reason, row["why"]) if claim.reason else ""
+        unknown = "–" if row["place"] == "within" else "not known"
+        rows.append({
+            "report": row["report"], "question": f"({claim.question})", "as printed": claim.as_printed,
+            "theirs": said(row["theirs"]), "here": to(said(row["low"]), said(row["high"])),
+            "theirs is": row["place"],
+            "profiles here": "all" if claim.size is None else f"{claim.size}, {claim.context_length}",
+            "why": why or unknown})
+    return pd.DataFrame(rows)
