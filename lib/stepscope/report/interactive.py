@@ -24,6 +24,7 @@ from stepscope.step import accounting
 TEMPLATES = Path(__file__).parent / "templates"
 # Of a GPU that no record names, to begin with; any other can be typed in.
 USUAL_GPU = ("a GPU with 80 GB", 80.0)
+START = "2.7B"
 # What a letter of the formulas is the product of (see accounting.terms); ``head_dim`` is d_model / num_heads.
 LETTERS = {
     "X": ("batch_size", "context_length", "d_model"),
@@ -39,7 +40,7 @@ LETTERS = {
     "t": ("context_length", "head_dim"),
     "": (),
 }
-MODE_NAMES = {"forward": "forward only", "forward_backward": "forward and backward", "step": "full step, AdamW"}
+MODE_NAMES = {"forward": "forward only", "forward_backward": "forward and backward", "step": "full step"}
 # The types of a rung's products, from the widest; of those not named here they are bf16.
 PRODUCTS = ("fp32", "tf32", "bf16", "fp8")
 
@@ -92,10 +93,10 @@ def calculator(records: Iterable[Record]) -> Piece:
     gpus = {record.machine["device_name"]: round(record.machine["gpu_memory_mib"] / 1024, 2)
             for record in records if record.machine.get("gpu_memory_mib")}
     gpu = max(gpus.items(), key=lambda one: one[1], default=USUAL_GPU)
-    html = _html("calculator.html.j2", named=[(name, name) for name in SIZES], start="small", shape=SIZES["small"],
+    html = _html("calculator.html.j2", named=[(name, name) for name in SIZES], start=START, shape=SIZES[START],
                  modes=[(mode, MODE_NAMES[mode]) for mode in PHASES],
                  precisions=[(name, name) for name in PRECISIONS], gpu=gpu)
-    return Piece("does-it-fit", html, calculator_data(), "calculator.js")
+    return Piece("calculator", html, calculator_data(), "calculator.js")
 
 
 def calculator_data() -> dict:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+import struct
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from stepscope.report.interactive import Piece, json_in_html
+from stepscope.say.style import DPI
 
 PICTURE_TYPES = {
     ".png": "image/png",
@@ -114,7 +116,7 @@ def _name_headings(soup: BeautifulSoup) -> list[dict]:
     Where a name of its own (``<a id>``) stands before a heading, that is what it links to: questions are
     reworded, their names stay.
     """
-    contents, taken = [], {tag["id"] for tag in soup.find_all("a", id=True)}
+    contents, taken = [], {tag["id"] for tag in soup.find_all(id=True)}
     for heading in soup.find_all(re.compile("^h[1-6]$")):
         text = " ".join(heading.get_text().split())
         slug = anchor = github_slug(text)
@@ -160,12 +162,23 @@ def _embed_pictures(soup: BeautifulSoup, base_folder: Path) -> None:
             continue
         places[source] = f"figure-{github_slug(Path(source[:200]).stem) or len(places)}"
         paragraph.name, paragraph["id"] = "figure", places[source]
+        if width := _natural_width(img["src"]):
+            img["style"] = f"--width: {width}px"
         box = {"class": "picture", "tabindex": "0", "role": "group", "aria-label": "Picture"}
         img.wrap(soup.new_tag("div", attrs=box))
         if words:
             caption = soup.new_tag("figcaption")
             caption.string = words
             paragraph.append(caption)
+
+
+def _natural_width(uri: str) -> int | None:
+    """How wide a picture would be on paper, in CSS pixels: an SVG's own width, or a PNG's at our DPI."""
+    if uri.startswith("data:image/png"):
+        start = base64.b64decode(uri.split(",")[1][:32])  # of a PNG, which has its size
+        return round(struct.unpack(">I", start[16:20])[0] * 96 / DPI)
+    found = re.search(r"width='([\d.]+)pt'", unquote(uri[:1000]))
+    return round(float(found[1]) * 96 / 72) if found else None
 
 
 def _data_uri(source: str, base_folder: Path) -> str:
@@ -243,7 +256,8 @@ def _fold(soup: BeautifulSoup, box: Tag, table: Tag, name: str, caption: Tag | N
         details = soup.new_tag("details")
         box.insert_before(details)
         summary = soup.new_tag("summary")
-        summary.append(f"{caption.get_text() if caption else 'Table'} ({rows} rows)")
+        words = caption.get_text().rstrip(".") if caption else "Table"
+        summary.append(f"{words} ({rows} rows)")
         details.append(summary)
         details.append(box.extract())
         if caption:

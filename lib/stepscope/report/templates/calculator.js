@@ -122,7 +122,7 @@ const fits = (() => {
 (() => {
   const form = document.getElementById('fits-form');
   if (!form) return;
-  const data = JSON.parse(document.getElementById('does-it-fit-data').textContent);
+  const data = JSON.parse(document.getElementById('calculator-data').textContent);
   const shape = ['d_model', 'd_ff', 'num_layers', 'num_heads'], field = name => form.elements[name];
   const numbers = [...shape, 'vocab_size', 'context_length', 'batch_size', 'blocks_per_checkpoint'];
   const gib = bytes => `${(Number(bytes) / 2 ** 30).toFixed(2)} GiB`;
@@ -177,7 +177,7 @@ const fits = (() => {
         : context ? `At this batch the longest context is ${context.toLocaleString('en')}; at this context not even a batch of 1 fits.`
           : batch ? `At this context the largest batch is ${batch.toLocaleString('en')}; at this batch no context fits.`
             : 'No context at this batch and no batch at this context fits.');
-      bars(top.categories, top.bytes > memory ? top.bytes : memory);
+      bars(top.categories, top.bytes);
     } catch (error) {
       if (!(error instanceof RangeError)) throw error;
       delete box.dataset.fits;
