@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import LogFormatterMathtext
 from PIL import Image
 
 from stepscope.config import PHASE_NAMES
@@ -39,8 +40,12 @@ def save(figure: Figure, path: Path) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text, include_self=False):
-        if "\\mathdefault" not in text.get_text():  # which only the powers of ten at an axis are written with
-            text.set_parse_math(False)
+        text.set_parse_math(False)
+    axes = (axis for one in figure.axes for axis in (one.xaxis, one.yaxis))
+    for axis in axes:  # powers of ten are math, and no other text is
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            for label in axis.get_ticklabels(which="both"):
+                label.set_parse_math(True)
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
     path.with_suffix(".svg").write_text(svg_text(figure), encoding="utf-8")

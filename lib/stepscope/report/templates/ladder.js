@@ -27,7 +27,8 @@
       const gain = row.beside || !before ? null : before.time_ms / row.time_ms;
       if (!row.beside) before = row;
       line.className = row === best ? 'best' : row.beside ? 'beside' : '';
-      bar.style.width = first && row.rung !== 'fill' ? `${Math.min(100, 100 * row.time_ms / first.time_ms)}%` : '0';
+      bar.hidden = !first || row.rung === 'fill';  // whose step has another batch
+      if (!bar.hidden) bar.style.width = `${Math.min(100, 100 * row.time_ms / first.time_ms)}%`;
       const cells = [row.label, digits(row.time_ms), bar, gain === null ? '' : `${gain.toFixed(2)}x`, digits(row.tokens_per_s),
         digits(row.peak_gib), row.mfu === null ? '' : `${Math.round(100 * row.mfu)}%`];
       cells.forEach((content, column) => {

@@ -26,7 +26,7 @@ function openRun(index) {
   const highest = total.reduce((best, bytes, e) => bytes > total[best] ? e : best, 0);
   run = { raw, at, end, levels, total, events, top: total[highest] };
   chosen = cursor = null;  // what was pointed at is of another run
-  what.textContent = `Peak: ${size(run.top)}, at event ${highest} of ${events}.`;
+  what.textContent = `Peak: ${size(run.top)} asked for (the allocator rounds up), at event ${highest} of ${events}.`;
   showAll();
 }
 function showAll() { from = 0; to = run.events - 1; low = 0; high = run.top * 1.05 || 1; draw(); }
