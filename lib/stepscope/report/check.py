@@ -1,4 +1,5 @@
 """Is a report what its records say? Text is compared by the byte, figures by what they show."""
+import re
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stepscope.runs.record import check_notebook
 from stepscope.runs.store import Store
 
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
+DRAWN_TOLERANCE = 0.05  # points, of a drawing's coordinates
 
 
 class StaleReport(StepscopeError, RuntimeError):
@@ -41,7 +43,8 @@ def check(store: Store, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:
-            _same_picture(folder / "figures" / f"{stem}.png", Path(temporary) / f"{stem}.png")
+            for kind, same in ((".png", _same_picture), (".svg", _same_drawing)):
+                same(folder / "figures" / f"{stem}{kind}", Path(temporary) / f"{stem}{kind}")
     report = compose(data, figures)
     expected = texts(store, report, folder)
     readme = folder / "README.md"
@@ -63,6 +66,25 @@ def _same_picture(committed: Path, drawn: Path) -> None:
     if difference:
         what = " ".join(str(difference).split())
         raise StaleReport(f"{committed}: shows something else than the records say ({what})")
+
+
+def _same_drawing(committed: Path, drawn: Path) -> None:
+    """An SVG is the same where all but its numbers is, and they are nearly (another machine's last digit)."""
+    if not committed.exists():
+        raise StaleReport(f"{committed}: missing; `make reference` draws it")
+    if not _nearly(*(re.sub(r"\b[a-z][0-9a-f]{10}\b", "", path.read_text(encoding="utf-8"))  # ids of its parts
+                     for path in (committed, drawn))):
+        raise StaleReport(f"{committed}: shows something else than the records say")
+
+
+def _nearly(old: str, new: str) -> bool:
+    """Whether all words of two drawings are the same, and the numbers within their tags nearly."""
+    pieces = [re.split(r"(<[^>]*>)", text) for text in (old, new)]
+    if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
+        return False
+    parts = [re.split(r"(-?\d+(?:\.\d+)?)", "".join(tags[1::2])) for tags in pieces]
+    return parts[0][::2] == parts[1][::2] and all(
+        abs(float(a) - float(b)) <= DRAWN_TOLERANCE for a, b in zip(parts[0][1::2], parts[1][1::2]))
 
 
 def _same_text(path: Path, expected: str) -> None:

@@ -14,6 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from stepscope import StepscopeError
+from stepscope.report.interactive import pieces
 from stepscope.report.load import Data, chapters, load_data
 from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
@@ -110,7 +111,7 @@ def evidence(report: Report, runs_link: str) -> dict[str, str]:
     """
     data, templates = report.data, _templates()
     page = templates.get_template("evidence.md.j2")
-    made = {study: page.render(data=data, title=title, answers=answers)
+    made = {study: page.render(data=data, title=title, answers=answers).replace("](figures/", "](../figures/")
             for study, (title, answers) in report.studies.items()}
     made["runs"] = templates.get_template("runs.md.j2").render(
         data=data, runs_link=runs_link)
@@ -166,7 +167,7 @@ def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
 def page_of(store: Store, report: Report, folder: Path, pictures: Path) -> str:
     """``writeup.html`` of a report in ``folder``, with the pictures that are in another folder's ``figures``."""
     runs = os.path.relpath(store.root, folder).replace(os.sep, "/")
-    return render_page(whole(report, runs), pictures)
+    return render_page(whole(report, runs), pictures, pieces=pieces(report.data.records, report.data.tables))
 
 
 def render(store: Store, folder: Path) -> list[Path]:
@@ -186,9 +187,9 @@ def render(store: Store, folder: Path) -> list[Path]:
             figures = draw_figures(data, made / "figures")
             report = compose(data, figures)
             written = texts(store, report, folder)
-            written[folder / "writeup.html"] = page_of(store, report, folder, made)
             for path, text in written.items():
                 _write(made / path.relative_to(folder), text)
+            _write(made / "writeup.html", page_of(store, report, folder, made))
             for path in sorted(made.rglob("*.*")):
                 (folder / path.relative_to(made)).parent.mkdir(exist_ok=True)
                 path.replace(folder / path.relative_to(made))
