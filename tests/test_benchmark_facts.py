@@ -167,15 +167,18 @@ def test_clocks_held_back_are_told_by_samples_and_by_counters(times):
     assert facts_device.device_state(slow)["held_runs"] == free["held_runs"] + 1
     assert facts_device.device_state(slow)["lowest_mhz"] == 1395
     watched = times.assign(timed_watched_s=2.0, timed_throttled_power_cap_us=0.0, kept_up_power_w=600.0,
+                           kept_up_sm_clock_median_mhz=1980.0,
                            kept_up_energy_s=0.4, kept_up_energy_j=240.0, kept_up_energy_polled_j=230.4,
                            kept_up_step_ms=times["median_ms"], step_energy_j=5.0)
     watched["timed_throttled_power_cap_us"] = watched["timed_throttled_power_cap_us"].where(~one, 5e5)
     found = facts_device.device_state(watched)
     assert found["reasons"] == [{"reason": "power_cap", "runs": 1, "most": 0.25}] and found["counted"]
     assert found["energy_check"]["furthest"] == pytest.approx(0.04)
+    loaded = watched.assign(kept_up_sm_clock_median_mhz=1700.0)
+    assert facts_device.device_state(loaded)["slow_runs"] == found["total"]
     assert len({answered("benchmark", "device-state", times=table).text for table in (times, slow, watched)}) == 3
     assert facts_device.device_state(times.assign(sm_clock_mhz=float("nan"))) is None
-    assert printed.states(found).shape[1] == printed.states(free).shape[1] + 3
+    assert printed.states(found).shape[1] == printed.states(free).shape[1] + 4
 
 
 def test_utilisation_is_against_the_ceilings_of_the_runs(times, ceilings):

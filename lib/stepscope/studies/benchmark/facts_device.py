@@ -8,8 +8,8 @@ from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
 
 # What records of before do not have.
-MEASURED = ["timed_watched_s", "kept_up_power_w", "kept_up_energy_s", "kept_up_energy_j",
-            "kept_up_energy_polled_j", "kept_up_step_ms", "step_energy_j"]
+MEASURED = ["timed_watched_s", "kept_up_sm_clock_median_mhz", "kept_up_power_w", "kept_up_energy_s",
+            "kept_up_energy_j", "kept_up_energy_polled_j", "kept_up_step_ms", "step_energy_j"]
 
 
 def device_state(times: pd.DataFrame) -> dict | None:
@@ -17,10 +17,10 @@ def device_state(times: pd.DataFrame) -> dict | None:
     no clock was read.
 
     ``held`` are the runs whose clock was below the highest of all by more than :data:`UNLIKE_CLOCKS` after
-    some timed step, or during whose timed steps a counter grew; ``reasons``, those counters, each with its
-    runs and the largest share of the timed steps. ``energy_check``: the largest relative difference of the
-    energy by polled power from that by NVML's counter. ``polling``: how much longer the polled steps took
-    than the timed ones at most.
+    some timed step, or in the median while the step was kept up, or during whose timed steps a counter grew;
+    ``reasons``, those counters, each with its runs and the largest share of the timed steps.
+    ``energy_check``: the largest relative difference of the energy by polled power from that by NVML's
+    counter. ``polling``: how much longer the polled steps took than the timed ones at most.
     """
     steps = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
     steps = steps[steps["sm_clock_mhz"].notna()]
@@ -32,13 +32,14 @@ def device_state(times: pd.DataFrame) -> dict | None:
     full_mhz = steps["sm_clock_mhz"].max()
     shares = pd.DataFrame({reason: steps[column] / 1e6 / steps["timed_watched_s"]
                            for reason, column in counters.items()})
-    slow = steps["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full_mhz
+    clocks = steps[["sm_clock_least_mhz", "kept_up_sm_clock_median_mhz"]]  # after a step, and within it
+    slow = clocks.min(axis=1) < (1 - UNLIKE_CLOCKS) * full_mhz
     held = slow | (shares > 0).any(axis=1)
     polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])
     joules = steps["step_energy_j"].dropna()
     return {"full_mhz": full_mhz, "total": len(steps), "held_runs": int(held.sum()),
             "slow_runs": int(slow.sum()), "held": steps[held],
-            "lowest_mhz": steps["sm_clock_least_mhz"].min(),
+            "lowest_mhz": clocks.min(axis=None),
             "reasons": [{"reason": reason, "runs": int((share > 0).sum()), "most": share.max()}
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),

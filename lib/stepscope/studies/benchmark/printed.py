@@ -74,12 +74,15 @@ def states(facts: dict) -> pd.DataFrame:
     table = rows.assign(mode=rows["mode"].map(MODE_WORDS), time=rows["median_ms"].map(number),
                         clock=[number(value, 4) for value in rows["sm_clock_mhz"]],
                         least=[number(value, 4) for value in rows["sm_clock_least_mhz"]],
+                        loaded=[number(value, 4) for value in rows["kept_up_sm_clock_median_mhz"]],
                         held=rows["held_ms"].map(number), power=rows["kept_up_power_w"].map(number),
                         energy=rows["step_energy_j"].map(number))
     names = {"size": "size", "context_length": "context", "mode": "pass", "optimizer": "AdamW",
              "time": "median (ms)", "clock": "SM clock, median (MHz)", "least": "least (MHz)",
-             "held": "held back (ms)", "power": "power (W)", "energy": "energy of a step (J)"}
-    unmeasured = [name for name in ("held", "power", "energy") if (table[name] == number(math.nan)).all()]
+             "loaded": "while kept up, median (MHz)", "held": "held back (ms)", "power": "power (W)",
+             "energy": "energy of a step (J)"}
+    unmeasured = [name for name in ("loaded", "held", "power", "energy")
+                  if (table[name] == number(math.nan)).all()]
     return table[[*names]].drop(columns=unmeasured).rename(columns=names).reset_index(drop=True)
 
 
