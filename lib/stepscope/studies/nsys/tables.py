@@ -61,10 +61,10 @@ def _walls(rows: pd.DataFrame) -> pd.DataFrame:
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
-    ``operations_low`` has the operations of those in other precisions. Of the eager ones in every precision,
-    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``) and ``casts`` the
-    time of each phase's casts. ``operations_fused``, in any precision, is of those with torch's fused
-    attention (see its ``attention_implementation``) or compiled.
+    ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any precision,
+    of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of all profiles,
+    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of the eager ones
+    in a low precision ``casts`` has the time of each phase's casts.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
@@ -75,12 +75,13 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     fp32 = [record for record in eager if record.config["precision"] == "fp32"]
     low = [record for record in eager if record.config["precision"] != "fp32"]
     tables = {name: all_runs(store, fp32, table) for name, table in TABLES.items()}
-    lows = {name: all_runs(store, low, TABLES[name]) for name in ("operations", "clocks", "timeline")}
-    clocks, timeline, operations = (pd.concat([tables[name], lows[name]], ignore_index=True)
-                                    for name in ("clocks", "timeline", "operations"))
-    return tables | {"operations_low": lows["operations"], "phases": phases(clocks, timeline),
-                     "casts": casts(operations),
-                     "operations_fused": all_runs(store, fused, TABLES["operations"])}
+    lows, fuseds = ({name: all_runs(store, of, TABLES[name]) for name in ("operations", "clocks", "timeline")}
+                    for of in (low, fused))
+    clocks, timelines = (pd.concat([of[name] for of in (tables, lows, fuseds)], ignore_index=True)
+                         for name in ("clocks", "timeline"))
+    return tables | {
+        "operations_low": lows["operations"], "operations_fused": fuseds["operations"],
+        "phases": phases(clocks, timelines), "casts": casts(lows["operations"])}
 
 
 def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
