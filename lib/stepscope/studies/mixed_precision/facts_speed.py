@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES, PRECISIONS
+from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE

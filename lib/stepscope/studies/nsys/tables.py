@@ -61,10 +61,10 @@ def _walls(rows: pd.DataFrame) -> pd.DataFrame:
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
-    ``operations_low`` has the operations of those in other precisions; ``operations_fused`` and
-    ``clocks_fused``, in any precision, of those with torch's fused attention or compiled. Of all profiles,
-    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of those in a low
-    precision ``casts`` has the time of each phase's casts.
+    ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any precision,
+    of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of all profiles,
+    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of the eager ones
+    in a low precision ``casts`` has the time of each phase's casts.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
@@ -81,8 +81,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
                          for name in ("clocks", "timeline"))
     return tables | {
         "operations_low": lows["operations"], "operations_fused": fuseds["operations"],
-        "clocks_fused": fuseds["clocks"], "phases": phases(clocks, timelines),
-        "casts": casts(lows["operations"])}
+        "phases": phases(clocks, timelines), "casts": casts(lows["operations"])}
 
 
 def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
