@@ -7,6 +7,7 @@ import pytest
 
 from reference import answered, changed
 from reference import tables as of_study
+from stepscope.say.selections import pick
 from stepscope.say.words import Words
 from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, printed
 from stepscope.traces.families import MATMUL
@@ -56,43 +57,113 @@ def without(table, mode):
     return table[(table["size"] != "small") | (table["mode"] != mode)].reset_index(drop=True)
 
 
+def clocked(tables, times, **replaced):
+    """forward_total of the committed profiles, some tables replaced."""
+    given = tables | replaced
+    return facts.forward_total(given["clocks"], given["walls"], times, given["phases"])
+
+
+def phased(tables, times, **replaced):
+    given = tables | replaced
+    return facts.every_phase(given["clocks"], given["phases"], given["operations"], given["walls"], times)
+
+
 def test_whether_clocks_match_is_decided_by_the_data(tables, times):
-    found = facts.forward_total(tables["clocks"], tables["walls"], times)
+    found = clocked(tables, times)
     assert found["unprofiled"]["match"] and found["measures_the_host"] and not found["host_does_the_work"]
     assert found["operations_ms"] <= found["projected_ms"] and len(printed.clocks(found)) == PROFILES
     assert any(run.startswith("benchmark/") for run in found["runs"])
     slow = slower(tables["clocks"])
-    later = facts.forward_total(slow, tables["walls"], times)
+    later = clocked(tables, times, clocks=slow)
     assert not later["unprofiled"]["match"] and later["slowdown"]["matched"] < found["slowdown"]["matched"]
+    for one in (found["slowdown"], later["slowdown"]):
+        assert one["matched"] + len(one["mismatches"]) == one["passes"] == PROFILES
     busy = changed(tables["clocks"], lambda t: t["phase"] == "forward", host_ns=lambda t: t["projected_ns"])
-    assert facts.forward_total(busy, tables["walls"], times)["host_does_the_work"]
+    assert clocked(tables, times, clocks=busy)["host_does_the_work"]
 
 
 def test_without_unprofiled_times_nothing_is_said_of_the_profilers_cost(tables, times):
-    nothing = facts.forward_total(tables["clocks"], tables["walls"], times.iloc[:0])
-    assert nothing["unprofiled"] is None and nothing["slowdown"] is None
-    assert set(printed.slowdowns(nothing).iloc[0, 2:]) == {"–"}
+    nothing = clocked(tables, times.iloc[:0])
+    assert nothing["unprofiled"] is None and nothing["slowdown"] is None and nothing["busy_share"] is None
+    assert printed.slowdowns(nothing).iloc[0, 2].startswith("– / –")
     claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS), times.iloc[:0])
     assert "nan" not in printed.claims(claims).to_csv()
 
 
+def plain_steps(tables, times_as_long=1.0):
+    """Walls as newer runs have them: plain and annotated steps of the same process, by phase."""
+    captured = tables["walls"][tables["walls"]["capture"] == "captured"]
+    phases = tables["phases"][tables["phases"]["run_id"].isin(captured["run_id"])]
+    runs = captured[["run_id", "size", "context_length", "study"]].drop_duplicates()
+    rows = phases[["run_id", "mode", "phase", "operations_ms"]].merge(runs, on="run_id")
+    phase_rows = rows.assign(capture="plain", time_ms=rows["operations_ms"] * times_as_long)
+    wholes = [captured.assign(capture=kind, time_ms=captured["time_ms"] * share)
+              for kind, share in (("plain", 0.8), ("annotated", 0.9), ("captured", 1.0))]
+    return pd.concat([phase_rows, *wholes], ignore_index=True)
+
+
+def test_plain_steps_of_the_same_process_come_before_the_benchmarks(tables, times):
+    walls = plain_steps(tables, 2)
+    found = clocked(tables, times, walls=walls)
+    assert found["busy_share"] == pytest.approx(0.5) and found["slowdown"]["plain_in_same_process"]
+    assert not any(run.startswith("benchmark/") for run in found["runs"])
+    cost = found["slowdown"]
+    assert cost["annotated"]["median"] == pytest.approx(9 / 8)
+    assert cost["captured"]["median"] == pytest.approx(10 / 9)
+    assert cost["together"]["slower"] == cost["together"]["steps"] == 3 * PROFILES
+    assert cost["annotated"]["steps"] == 3 * PROFILES
+    again = walls.duplicated(["run_id", "mode", "phase", "capture"])
+    none = clocked(tables, times, walls=walls[~again | (walls["capture"] != "annotated")])["slowdown"]
+    assert none["annotated"] is None  # one step is no median
+    shares = phased(tables, times, walls=walls)["busy"]
+    assert all(part["share"].round(9).eq(0.5).all() for part in shares)
+
+
 def test_the_words_on_clocks_follow_the_facts(tables, times):
-    def said(clocks):
-        return Words(WORDS, "nsys-a.md").block(
-            "text", facts.forward_total(clocks, tables["walls"], times))
-    assert "do not match" in said(slower(tables["clocks"])) and "do not match" not in said(tables["clocks"])
+    def said(**replaced):
+        return Words(WORDS, "nsys-a.md").block("text", clocked(tables, times, **replaced))
+    assert "do not match" in said(clocks=slower(tables["clocks"])) and "do not match" not in said()
+    assert "another process" in said() and "another process" not in said(walls=plain_steps(tables))
 
 
-def test_phases_are_in_their_order_and_the_least_busy_one_is_found(tables):
-    found = facts.every_phase(tables["clocks"])
+def test_phases_are_in_their_order_and_the_least_busy_one_is_found(tables, times):
+    found = phased(tables, times)
     assert [part["phase"] for part in found["busy"]] == ["forward", "backward", "optimizer"]
     assert list(found["by_phase"]["phase"][:4]) == ["forward", "loss", "backward", "optimizer"]
-    idle = changed(tables["clocks"], lambda t: small(t) & (t["phase"] == "optimizer"), busy_ns=0)
-    least = facts.every_phase(idle)["least"]
+    idle = changed(tables["phases"], lambda t: small(t) & (t["phase"] == "optimizer"), operations_ms=0)
+    least = phased(tables, times, phases=idle)["least"]
     assert (least["phase"], least["size"], least["context"]) == ("optimizer", "small", 512)
     ahead = changed(tables["clocks"], lambda t: t["mode"] == "step", host_ns=0)
-    assert facts.every_phase(ahead)["ahead"] == found["long"] == 3 * PROFILES > found["ahead"]
-    assert facts.every_phase(tables["clocks"][tables["clocks"]["mode"] == "forward"]) is None
+    assert phased(tables, times, clocks=ahead)["ahead"] == found["long"] == 3 * PROFILES > found["ahead"]
+    forward = tables["clocks"][tables["clocks"]["mode"] == "forward"]
+    assert phased(tables, times, clocks=forward) is None
+
+
+def test_where_the_host_is_not_ahead_it_is_told_who_waits(tables, times):
+    found = phased(tables, times)
+    parts = ("full", "gpu", "neither", "undecided")
+    assert sum(found[part] for part in parts) == found["not_ahead"] == found["long"] - found["ahead"]
+    deep = phased(tables, times, phases=tables["phases"].assign(deepest=1022.0))
+    assert deep["full"] == deep["not_ahead"] and deep["all_gpu"] == 0
+    shallow = tables["phases"].assign(deepest=1.0)
+    late = phased(tables, times.assign(median_ms=times["median_ms"] * 3), phases=shallow)
+    assert late["gpu"] == late["not_ahead"] and late["all_gpu"] == late["long"]
+    unknown = phased(tables, times.iloc[:0], phases=shallow)
+    assert unknown["undecided"] == unknown["not_ahead"] and unknown["least"] is None
+    assert "not known" in Words(WORDS, "nsys-phases.md").block("text", unknown)
+    assert set(printed.phases(unknown)["busy"]) == {"–"}
+
+
+def test_backward_over_forward_is_by_products_and_the_rest(operations):
+    found = facts.backward_over_forward(operations)
+    twice = changed(operations, lambda t: (t["phase"] == "backward") & (t["family"] == MATMUL),
+                    total_ns=lambda t: t["total_ns"] * 2)
+    again = facts.backward_over_forward(twice)
+    assert list(again["products"]) == pytest.approx(list(found["products"] * 2))
+    assert list(again["rest"]) == pytest.approx(list(found["rest"]))
+    low, high = found["rest"].combine(found["products"], min), found["rest"].combine(found["products"], max)
+    assert ((low <= found["all"]) & (found["all"] <= high)).all()
+    assert facts.backward_over_forward(operations[operations["mode"] == "forward"]) is None
 
 
 def test_the_first_kernel_and_its_launches_follow_the_data(operations):
@@ -109,6 +180,7 @@ def test_the_first_kernel_and_its_launches_follow_the_data(operations):
     other = facts.top_kernel(renamed)
     assert other["kernel"] == "one_big_softmax" and other["both"]["same"]
     assert other["kept"] == found["kept"] + 1
+    assert set(found["names"].values()) <= set(operations["name"]) and found["kernel"] in found["names"]
     assert other["parts"] == [{"region": "attention.softmax", "launches": 60, "a_layer": 5}]
     table = printed.first_kernels(other).set_index(["size", "context"])
     assert table.loc[("small", 512), "first in fwd + bwd"] == "same"
@@ -131,6 +203,12 @@ def test_what_is_no_matrix_product_follows_the_data(operations):
                                     total_ns=lambda t: t["total_ns"] // 2))
     assert (half["rest_shares"] > found["rest_shares"]).all()
     assert len(half["kernels"]) >= len(found["kernels"])
+    softmax = pick(operations, mode="forward", phase="forward", region="attention.softmax")
+    time = softmax.groupby(["size", "context_length"], observed=True)["total_ns"].sum()
+    whole = pick(operations, mode="forward", phase="forward").groupby(["size", "context_length"],
+                                                                        observed=True)["total_ns"].sum()
+    assert list(found["softmax_shares"]) == pytest.approx(list(time / whole))
+    assert list(found["shares"]["attention softmax"]) == pytest.approx(list(time / whole))
     only = facts.not_matmul(operations[operations["family"] == MATMUL])
     assert only["families"] == [] and only["rest_share"] == 0 and printed.kernels(only).empty
 
@@ -140,6 +218,10 @@ def test_what_a_full_step_changes_follows_the_data(operations):
     assert found["gained"][0]["family"] == "optimizer" and found["optimizer_share"].min() > 0
     assert found["gained"] == sorted(found["gained"], key=lambda part: -part["points"])
     assert 0 < found["falls"] <= found["profiles"] == PROFILES
+    for own in found["by_context"]:
+        assert len(own["optimizer"]) == 5 and own["low_points"] <= own["high_points"]
+    assert found["falls_without"] <= found["falls"] and sum(p["profiles"] for p in found["largest"]) == PROFILES
+    assert "loss softmax" in set(facts.by_family(operations)["family"])
     none = facts.full_step(operations[operations["phase"] != "optimizer"])
     assert "optimizer" not in [part["family"] for part in none["gained"]]
     assert none["optimizer_share"].max() == 0
@@ -155,41 +237,78 @@ def test_where_forward_could_not_be_captured_another_profile_is_spoken_of(tables
     clocks, operations = (without(tables[name], "forward") for name in ("clocks", "operations"))
     given = tables | {"operations": operations, "clocks": clocks}
     claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)["claims"]
-    found = [facts.forward_total(clocks, tables["walls"], times), facts.top_kernel(operations),
+    found = [clocked(tables, times, clocks=clocks), facts.top_kernel(operations),
              facts.not_matmul(operations), facts.full_step(operations),
-             facts_regions.softmax_against_matmul(operations, ceilings),
-             facts_regions.regions_against_ceilings(operations, ceilings), *claims]
+             facts_regions.softmax_against_matmul(operations, ceilings, times),
+             facts_regions.regions_against_floors(operations, ceilings, times), *claims]
     assert "small" not in {answer["size"] for answer in found}
 
 
-def test_softmax_against_products_follows_the_data(operations, ceilings):
-    found = facts_regions.softmax_against_matmul(operations, ceilings)
+def softmaxed(operations, ceilings, times):
+    return facts_regions.softmax_against_matmul(operations, ceilings, times)
+
+
+def test_softmax_against_products_follows_the_data(operations, ceilings, times):
+    found = softmaxed(operations, ceilings, times)
     own = found["own"]
     assert own["time_ratio"] > 1 > own["flops_ratio"] and found["slower"] == found["profiles"] == PROFILES
     assert own["softmax_tbs"] / own["products_tbs"] == pytest.approx(own["bytes_ratio"] / own["time_ratio"])
-    fast = faster_softmax(operations, 10)
-    assert facts_regions.softmax_against_matmul(fast, ceilings)["slower"] == 0
-    assert facts_regions.softmax_against_matmul(fast, ceilings)["copy"]["above"] == PROFILES
-    assert facts_regions.softmax_against_matmul(operations, ceilings.iloc[:0])["copy"] is None
+    assert own["projected_ratio"] < own["time_ratio"] and own["projected_ms"] > own["products_ms"]
+    assert softmaxed(faster_softmax(operations, 10), ceilings, times)["slower"] == 0
+    assert softmaxed(operations, ceilings.iloc[:0], times.iloc[:0])["operations"] is None
 
 
-def test_the_words_on_softmax_follow_the_facts(operations):
+def test_softmax_is_told_by_operation(operations, ceilings, times):
+    found = softmaxed(operations, ceilings, times)
+    parts = {part["operation"]: part for part in found["operations"]}
+    assert list(parts) == ["maximum", "subtract", "exponentiate", "sum", "divide"]
+    assert parts["exponentiate"]["at_copys_rate"] and not parts["divide"]["at_copys_rate"]
+    rates = found["rates"]
+    time = rates.groupby(["size", "context_length"], observed=True)["time_ms"].sum()
+    assert list(time) == pytest.approx(list(found["parts"]["softmax_ms"]))  # the five are all of it
+    slow = changed(operations, lambda t: t["name"].str.contains("exp_kernel"), total_ns=lambda t: t["total_ns"] * 2)
+    other = {part["operation"]: part for part in softmaxed(slow, ceilings, times)["operations"]}
+    assert not other["exponentiate"]["at_copys_rate"]
+    assert other["exponentiate"]["own"] == pytest.approx(parts["exponentiate"]["own"] / 2)
+    assert other["sum"]["own"] == parts["sum"]["own"]
+
+
+def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):
     fast = faster_softmax(operations, 10)
-    answers = [Words(WORDS, "nsys-e.md").block(
-        "text", facts_regions.softmax_against_matmul(table, pd.DataFrame())) for table in (operations, fast)]
+    answers = [Words(WORDS, "nsys-e.md").block("text", softmaxed(table, ceilings, times))
+               for table in (operations, fast)]
     assert re.search(rf" {PROFILES} of {PROFILES} ", answers[0])
     assert re.search(rf" 0 of {PROFILES} ", answers[1])
+    assert "Of them exponentiate goes at the copy's rate" in " ".join(answers[0].split())
 
 
-def test_regions_are_measured_against_the_ceiling_they_are_nearer_to(operations, ceilings):
-    found = facts_regions.regions_against_ceilings(operations, ceilings)
-    nearer = {part["region"]: part["arithmetic_is_nearer"] for part in found["longest"]}
-    assert nearer["ffn"] and not nearer["attention.softmax"]
+def test_rates_are_those_of_the_same_size_and_context(ceilings, times):
+    rates = facts_regions.rates_by_profile(ceilings, times)
+    runs = times[(times["size"] == "small") & (times["context_length"] == 512)]["run_id"]
+    copies = ceilings[ceilings["run_id"].isin(runs) & (ceilings["ceiling"] == "copy")]["value"]
+    assert facts_regions.rates_of(rates, "small", 512)["copy"] == copies.median()
+    every = ceilings[ceilings["ceiling"] == "copy"]["value"].median()
+    assert facts_regions.rates_of(rates, "nano", 7)["copy"] == every
+
+
+def test_regions_are_measured_against_their_floor_by_operation(operations, ceilings, times):
+    found = facts_regions.regions_against_floors(operations, ceilings, times)
     own = found["regions"].set_index("region")
     assert own["share"].sum() == pytest.approx(1) and own["time_ms"].is_monotonic_decreasing
-    assert found["furthest"]["near"] == own.loc[own["share"] > found["nontrivial"], "near"].min()
+    assert found["furthest"]["of_floor"] == own.loc[own["share"] > found["nontrivial"], "of_floor"].min()
+    assert found["whole"] == pytest.approx(own["floor_ms"].sum() / own["time_ms"].sum())
+    rates = facts_regions.rates_of(facts_regions.rates_by_profile(ceilings, times), "small", 512)
+    product = 2 * 4 * 512 * 768 * 768  # of one projection of one layer
+    bytes_moved = 4 * (2 * 4 * 512 * 768 + 768 * 768)
+    qkv = 3 * 12 * max(product / rates["matmul_fp32"], bytes_moved / rates["copy"]) / 1e9
+    assert own.loc["attention.qkv", "floor_ms"] == pytest.approx(qkv)
+    scores = 4 * 12 * 512 * 512
+    squares = (2 + 2) * 4 * 12 * scores / rates["copy"] / 1e9  # copied, then filled in place
+    assert own.loc["attention.mask", "floor_ms"] == pytest.approx(squares)
     slow = changed(operations, lambda t: t["region"] == "ffn", total_ns=lambda t: t["total_ns"] * 100)
-    assert facts_regions.regions_against_ceilings(slow, ceilings)["furthest"]["region"] == "ffn"
+    assert facts_regions.regions_against_floors(slow, ceilings, times)["furthest"]["region"] == "ffn"
+    cached = changed(operations, lambda t: t["region"] == "residual", total_ns=lambda t: t["total_ns"] // 100)
+    assert facts_regions.regions_against_floors(cached, ceilings, times)["above"] == ["residual"]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@ made here.
 """
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +13,12 @@ import pytest
 from stepscope.config import configure
 from stepscope.studies.nsys import measure as profiles
 from stepscope.traces import nsys_program as nsys
-from stepscope.traces.export import ConservationError, TraceError, activity_totals
+from stepscope.runs.store import Store
+from stepscope.studies.nsys.tables import load
+from stepscope.traces import watched
+from stepscope.traces.attention_kernels import implementation
+from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, activity_totals, load_trace
+from stepscope.traces.named_steps import UNMATCHED, carry_regions
 from stepscope.traces.nsys_program import NsysError, capture
 from stepscope.traces.torch_profiler import convert, write_export
 
@@ -62,42 +69,128 @@ def test_clocks_and_timeline_agree_with_the_operations(tables):
     assert (timeline["launch_ns"] <= timeline["start_ns"]).all()
 
 
-@pytest.mark.parametrize("report, family",
-                         [("cuda_gpu_kern_sum", "matrix multiply"), ("cuda_gpu_mem_time_sum", "memory")])
-def test_a_total_that_differs_from_nsys_own_raises(report, family):
-    operations = pd.DataFrame({"family": [family], "total_ns": [1000]})
+@pytest.mark.parametrize("report, kind", [("cuda_gpu_kern_sum", "kernel"), ("cuda_gpu_mem_time_sum", "memset")])
+def test_a_total_that_differs_from_nsys_own_raises(report, kind):
+    totals = pd.DataFrame({"duration_ns": 0}, index=list(ACTIVITIES))
+    totals.loc[kind] = 1000
     theirs = pd.DataFrame({"total_time_ns": [400, 600]})
-    profiles._same_total(operations, {report: theirs}, "step.sqlite")
+    profiles._same_total(totals, {report: theirs}, "step.sqlite")
+    totals.loc[kind] = 1001
     with pytest.raises(ConservationError,
                        match=f"step.sqlite: operations sum to 1001 ns, and nsys's own {report} to 1000 ns"):
-        profiles._same_total(operations.assign(total_ns=1001), {report: theirs}, "step.sqlite")
+        profiles._same_total(totals, {report: theirs}, "step.sqlite")
 
 
-def test_a_report_that_cannot_be_used_is_left_out_and_named(tmp_path, monkeypatch):
-    """Everything of the capture but that report is kept, and the statuses say so. nsys stands in by a real
-    capture of its."""
-    def make_reports(_, report, folder, mode):
-        for name in nsys.REPORTS:
-            text = (
-                (EXPORT.parent / f"sample_{name}.csv").read_text()
-                if name == "nvtx_kern_sum"
-                else f"x does not contain {name}\n"
-            )
-            (folder / f"{mode}_{name}.csv").write_text(text[:-200] if name == "nvtx_kern_sum" else text)
-        return Path(shutil.copy(EXPORT, folder / "made.sqlite"))
-    outcome = {"status": "captured", "before_ms": [1.0], "within_ms": [1.0] * STEPS}
-    config = configure("nsys", size="small", context_length=512, device="cpu")
-    monkeypatch.setattr(profiles, "make_reports", make_reports)
-    monkeypatch.setattr(profiles, "profiler_here", lambda device: ("nsys 2025.3", Path("nsys")))
-    monkeypatch.setattr(profiles, "capture", lambda configs, folder,
-                        _: [nsys.Capture(configs[0], folder / "r", outcome)])
-    # the other reports say that there is nothing
-    monkeypatch.setattr(profiles, "_same_total", lambda *_: None)
-    tables, files, _ = profiles.profile_run(config, tmp_path)
-    kept = {file.name for file in files}
-    assert "forward_nvtx_kern_sum.csv" not in kept and len(kept) == len(nsys.REPORTS) - 1
+# What stands in for nsys does with files what nsys does: its export is a real capture's, its reports are real.
+FAKE = """#!/bin/sh
+case "$1" in
+export) for last; do :; done; cp {export} "$5" ;;
+stats) name=$6; case $name in
+    nvtx_kern_sum) head -c 4000 {folder}/sample_$name.csv > $4_$name.csv ;;
+    cuda_gpu_*) exit 1 ;;
+    *) echo "x does not contain $name" > $4_$name.csv ;; esac; test -e "$7" ;;
+esac
+"""
+
+
+def test_reports_that_cannot_be_used_are_left_out_and_named(tmp_path):
+    """Everything of the capture but these is kept, and the statuses say so."""
+    fake, report, kept = tmp_path / "nsys", tmp_path / "capture.1.nsys-rep", tmp_path / "kept"
+    fake.write_text(FAKE.format(export=EXPORT, folder=EXPORT.parent))
+    fake.chmod(0o755)
+    report.touch()
+    rows = [["captured", i, i, "step", 1.0, 0.5] for i in range(STEPS)]
+    config = configure("nsys", size="small", context_length=512, device="cpu", mode="all").step(mode="forward")
+    item = nsys.Capture(config, report, {"status": "captured", "walls": rows})
+    tables, export, reports = profiles._tables(item, fake)
+    assert not list(tmp_path.glob("forward-*.sqlite")) and export == tmp_path / "forward.sqlite"
+    files = {file.name for file in profiles._keep(export, kept, reports, keep_export=True)}
+    assert files == {f"forward_{name}.csv" for name in ("cuda_api_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum")} | {
+        "forward.sqlite"}
     left_out = tables["statuses"]["left_out"].item()
-    assert left_out.startswith("forward_nvtx_kern_sum.csv: line ") and "expected" in left_out
+    assert "forward_nvtx_kern_sum.csv: line " in left_out and "forward_cuda_gpu_kern_sum.csv: no such" in left_out
+    assert tables["statuses"]["unmatched"].item() == 0 and len(tables["walls"]) == STEPS
+
+
+def test_an_export_that_nsys_does_not_make_is_an_error_that_quotes_it(tmp_path):
+    fake, report = tmp_path / "nsys", tmp_path / "capture.1.nsys-rep"
+    fake.write_text("#!/bin/sh\necho importer failed; exit 1\n")
+    fake.chmod(0o755)
+    report.touch()
+    with pytest.raises(NsysError, match="nsys export made nothing of capture.1.nsys-rep; it said: importer failed"):
+        nsys.make_reports(fake, report, tmp_path, "forward")
+
+
+# Regions of steps that bear none
+
+def unnamed(path, steps):
+    """The real capture without the regions' ranges of these steps."""
+    shutil.copy(EXPORT, path)
+    ranges = load_trace(EXPORT)[1]
+    gone = ranges[(ranges["role"] == "region") & ranges["step"].isin(steps)]
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executemany("DELETE FROM NVTX_EVENTS WHERE start = ? AND end = ? AND globalTid & 16777215 = ?",
+                               gone[["start_ns", "end_ns", "thread"]].astype(int).values.tolist())
+        connection.commit()
+    return path
+
+
+def test_steps_without_names_have_their_regions_from_the_named_one(tmp_path):
+    """Of a real capture whose every step is named: of two steps the names are taken away, and come back."""
+    whole, ranges = load_trace(EXPORT)
+    carried, named = carry_regions(*load_trace(unnamed(tmp_path / "t.sqlite", [1, 2])))
+    assert named == [0] and carried["region"].tolist() == whole["region"].astype(str).tolist()
+    assert carry_regions(whole, ranges)[1] == []  # all are named: none is there for the others
+
+
+def test_the_named_step_is_in_no_table_but_the_regions(tmp_path, tables):
+    found = profiles.analyse(unnamed(tmp_path / "t.sqlite", [1, 2]))
+    per_step = found["operations"].merge(tables["operations"], on=["phase", "region", "family", "name"], how="outer")
+    assert (per_step["count_x"] * STEPS == per_step["count_y"] * (STEPS - 1)).all()
+    assert sorted(found["clocks"]["step"].unique()) == [0, 1]
+    second = tables["clocks"][tables["clocks"]["step"] == 1]
+    assert found["clocks"][found["clocks"]["step"] == 0]["operations_ns"].tolist() == second["operations_ns"].tolist()
+    assert found["timeline"]["duration_ns"].sum() == second["operations_ns"].sum()
+    one, all_of_them = (t["regions"].set_index(["phase", "region"]) for t in (found, tables))
+    assert set(one["steps"]) == {1} and set(all_of_them["steps"]) == {STEPS}
+    assert (one["ranges"] * STEPS == all_of_them["ranges"]).all()
+
+
+@pytest.mark.parametrize("statement", [
+    "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = (SELECT max(demangledName) + 1 FROM"
+    " CUPTI_ACTIVITY_KIND_KERNEL) WHERE rowid = {row}",
+    "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid = {row}",
+])
+def test_a_phase_whose_operations_are_others_has_no_regions(tmp_path, statement):
+    path = unnamed(tmp_path / "t.sqlite", [1, 2])
+    operations = load_trace(path)[0]
+    row = operations[(operations["step"] == 2) & (operations["phase"] == "backward")
+                     & (operations["kind"] == "kernel")].iloc[-1]["row"]
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute(statement.format(row=row)).rowcount == 1
+        connection.commit()
+    carried = carry_regions(*load_trace(path))[0]
+    unmatched = carried[carried["region"] == UNMATCHED]
+    assert set(zip(unmatched["step"], unmatched["phase"])) == {(2, "backward")}
+    assert len(unmatched) == ((carried["step"] == 2) & (carried["phase"] == "backward")).sum()
+    assert set(profiles.analyse(path)["operations"]["region"]) > {UNMATCHED, "gradient accumulation"}
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>>(x)",
+      "void at::native::vectorized_elementwise_kernel<4>(int)"], "flash"),
+    (["fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
+      "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)"],
+     "memory-efficient"),
+    (["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+      "cudnn::fusion::compute_dot_do_o"], "cuDNN"),
+    (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
+    (["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_32",
+      "void pytorch_flash::flash_fwd_kernel<x>(y)"], "cuDNN, flash"),
+    (["void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)", "aten::bmm"], None),
+])
+def test_which_implementation_of_attention_ran(names, expected):
+    assert implementation(names) == expected
 
 
 def test_tables_over_phases_and_families(tables):
@@ -112,17 +205,21 @@ def test_tables_over_phases_and_families(tables):
     assert unknown["share"].sum() == pytest.approx(1)
 
 
+def profile_here(**fields):
+    config = configure("nsys", size="nano", context_length=16, vocab_size=100, device="cpu", **fields)
+    return profiles.profile_run(config, None)
+
+
 @pytest.fixture(scope="module")
 def run_here():
-    config = configure("nsys", size="nano", context_length=16, vocab_size=100, device="cpu", warmup_steps=1,
-                       timed_steps=2)
-    return profiles.profile_run(config, None)
+    return profile_here(warmup_steps=1, timed_steps=2)
 
 
 def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     tables, files, results = run_here
-    assert results == {"tool": "torch.profiler, CPU operators", "captured_profiles": 3, "oom_profiles": 0,
-                       "crashed_profiles": 0}
+    assert {key: results[key] for key in results if not key.endswith("_s")} == {
+        "tool": "torch.profiler, CPU operators", "captured_profiles": 3, "oom_profiles": 0, "crashed_profiles": 0,
+        "attention_implementation": "written out"}
     operations = tables["operations"]
     assert set(operations["mode"]) == {"forward", "forward_backward", "step"} and not files
     step = operations[operations["mode"] == "step"]
@@ -132,24 +229,102 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
         step[(step["phase"] == "forward") & (step["family"] == "matrix multiply")]
         .groupby("region")["count"]
         .sum()
-        / 2
+        / profiles.captured_steps(tables["clocks"], "step")
     )
     assert products.to_dict() == {"attention.qkv": 6, "attention.scores": 2, "attention.value": 2,
                                   "attention.output": 2, "ffn": 6, "head": 1}
-    assert len(tables["walls"]) == 3 * (1 + 2)
+    assert not tables["statuses"]["unmatched"].any() and UNMATCHED not in set(operations["region"])
+
+
+def test_every_step_is_on_the_clocks_and_plain_and_annotated_take_turns(run_here):
+    walls = run_here[0]["walls"]
+    for mode, own in walls[walls["phase"] == "step"].groupby("mode"):
+        kinds = own.sort_values("place")["capture"].tolist()
+        assert own["place"].tolist() == list(range(len(own)))
+        inside = [at for at, kind in enumerate(kinds) if kind in ("named", "captured")]
+        assert kinds.count("captured") == 2 and inside == list(range(inside[0], inside[-1] + 1))
+        before, after = kinds[kinds.count("warm-up"):inside[0]], kinds[inside[-1] + 1:]
+        assert kinds[0] == "warm-up" and before == after == ["plain", "annotated"] * (len(before) // 2) != []
+        phases = walls[(walls["mode"] == mode) & (walls["phase"] != "step")]
+        assert (phases.groupby("place").size() == {"forward": 1, "forward_backward": 3, "step": 4}[mode]).all()
+        # On a CPU a phase's time is the host's, and the phases make the step but for the way between them.
+        whole = own.set_index("place")["time_ms"]
+        assert (phases.groupby("place")["time_ms"].sum() <= whole).all()
+    table = profiles.states(walls).set_index(["mode", "phase"])
+    assert len(table) == 2 + 4 + 5 and (table["plain_steps"] == table["annotated_steps"]).all()
+    forward = walls[(walls["mode"] == "forward") & (walls["phase"] == "step")].groupby("capture")["time_ms"].median()
+    assert table.loc[("forward", "step"), "captured_over_plain"] == forward["captured"] / forward["plain"]
+
+
+class Ticking:
+    """Stands in for the steps: each takes so many ms."""
+
+    def __init__(self, step_ms):
+        self.step_ms, self.kinds, self.walls = step_ms, [], []
+
+    def run(self, kind, named=False):
+        self.kinds.append((kind, named))
+        return self.step_ms
+
+
+@pytest.mark.parametrize("step_ms, warm, turns, named, captured",
+                         [(1, 20, 5, 1, 10), (60, 5, 3, 1, 10), (200, 2, 1, 1, 5), (2000, 2, 1, 0, 3)])
+def test_short_steps_are_run_more_often(monkeypatch, tmp_path, step_ms, warm, turns, named, captured):
+    ticking = Ticking(step_ms)
+    monkeypatch.setattr(watched, "Steps", lambda config: ticking)
+    monkeypatch.setitem(watched.CAPTURES, "none", lambda trace: watched.nullcontext())
+    config = configure("nsys", size="nano", context_length=16, device="cpu", warmup_steps=2, timed_steps=10)
+    watched.profile(config.step(mode="step"), "none", tmp_path / "t")
+    long = not named
+    pairs = [("plain", False), ("annotated", long)] * turns
+    assert ticking.kinds == [("warm-up", False)] * warm + pairs + [("named", True)] * named + [
+        ("captured", long)] * captured + pairs
+
+
+@pytest.mark.parametrize("fields, fused", [
+    ({"attention": "sdpa", "precision": "bf16"}, {"attention.fused"}),
+    ({"attention": "sdpa", "precision": "bf16", "compile": True}, {"compiled"}),
+])
+def test_fused_and_compiled_steps_are_captured(fields, fused):
+    """What was compiled is one region, backward included; the loss is not compiled and keeps its own."""
+    tables, _, results = profile_here(warmup_steps=1, timed_steps=1, **fields)
+    assert results["captured_profiles"] == 3 and results["attention_implementation"] == "flash"
+    operations = tables["operations"][tables["operations"]["mode"] == "step"]
+    regions = {phase: set(own["region"]) for phase, own in operations.groupby("phase")}
+    assert fused <= regions["forward"] and fused <= regions["backward"]
+    assert regions["loss"] == {"cross_entropy"} and "cross_entropy" in regions["backward"]
+    if fields.get("compile"):
+        assert regions["forward"] == fused and regions["backward"] <= {"compiled", "cross_entropy",
+                                                                       "gradient accumulation"}
+    assert UNMATCHED not in set(operations["region"])
+
+
+def test_walls_of_before_are_read_as_those_of_today(tmp_path):
+    runs = Path(__file__).parents[1] / "runs" / "h200"
+    run = "medium-ctx128-all-fp32-44cd56ea"
+    shutil.copytree(runs / "nsys" / run, tmp_path / "nsys" / run)
+    store = Store(tmp_path)
+    old = load(store, store.records()[0])
+    walls = old["walls"][old["walls"]["mode"] == "forward"]
+    assert walls["capture"].tolist() == ["warm-up", "annotated", *["captured"] * 3]
+    assert walls["place"].tolist() == list(range(5)) and walls["step"].tolist() == [0, 0, 0, 1, 2]
+    assert set(walls["phase"]) == {"step"} and walls["time_ms"].iloc[1] == 16.41072
+    for name in ("operations", "clocks", "regions", "timeline", "walls", "statuses"):
+        assert (old[name]["steps"] == 3).all()
+    assert old["operations_fused"].empty
 
 
 def test_running_out_of_memory_and_a_crash_cost_one_profile_each(tmp_path, monkeypatch):
     """The process runs out of memory in its first profile and is killed in its third; another process makes
     the fourth."""
-    real = nsys.subprocess.run
+    real = nsys.subprocess.Popen
 
-    def run(command, **kwargs):
+    def start(command, **kwargs):
         code = ("import os, sys, stepscope.traces.watched as p; real = p.profile\n"
                 "p.profile = lambda c, *rest: os._exit(9) if c.mode == 'step' else real(c, *rest)\n"
-                "p.main(sys.argv[1], p.Path(sys.argv[2]))")
-        return real([command[0], "-c", code, *command[-2:]], **kwargs)
-    monkeypatch.setattr(nsys.subprocess, "run", run)
+                "p.main(sys.argv[1], p.Path(sys.argv[2]), int(sys.argv[3]))")
+        return real([command[0], "-c", code, *command[-3:]], **kwargs)
+    monkeypatch.setattr(nsys.subprocess, "Popen", start)
     small = {"size": "nano", "vocab_size": 100, "device": "cpu", "warmup_steps": 0, "timed_steps": 1}
     captures = capture(
         [

@@ -83,8 +83,8 @@ def writeup(data: Data, figures: list[str], runs_link: str, figures_link: str) -
     templates.filters |= {"table": markdown_table, "markdown": Markup}
     return templates.get_template("writeup.md.j2").render(
         data=data, sections=parts, machine=machine(data), sizes=sizes(data), waited=WAITED,
-        full_queue=FULL_QUEUE, measured_neighbours=len(data.tables["neighbours.timings"]) > 0, runs_link=runs_link,
-        figures_link=figures_link,
+        full_queue=FULL_QUEUE, measured_neighbours=len(data.tables["neighbours.timings"]) > 0,
+        runs_link=runs_link, figures_link=figures_link,
         tables={f"{record.study}/{record.run_id}": kept_files(record) for record in data.records})
 
 

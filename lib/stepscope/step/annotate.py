@@ -128,6 +128,29 @@ def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
     return call
 
 
+def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable, str]]:
+    """What to call under a range: the module, its attribute that is to be replaced, what that calls, the region.
+
+    What torch.compile made of a module is one region, "compiled" or "compiled block": a range within it would
+    change what is compiled.
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        original = getattr(module, "_orig_mod", None)  # of torch.compile(module)
+        in_place = module._compiled_call_impl  # of module.compile()
+        if original is not None or in_place is not None:
+            inside |= set((original or module).modules())
+            name = f"compiled {getattr((original or module).forward, 'region', '')}".strip()
+            yield (module, "_compiled_call_impl", in_place, name) if in_place else (
+                module, "forward", module.forward, name)
+        for attribute in dir(type(original or module)) if in_place is None else ():
+            name = getattr(getattr(type(original or module), attribute, None), "region", None)
+            if isinstance(name, str) and (original is None or attribute != "forward"):
+                yield module, attribute, getattr(original or module, attribute), name
+
+
 @contextmanager
 def annotated(model: nn.Module) -> Iterator[Annotation]:
     """Open an NVTX range around every method of ``model`` that bears a region's name, until the block ends.
@@ -135,16 +158,17 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
     Call ``link_backward()`` of what it gives before each backward pass that is to bear the names as well, and
     ``made.clear()`` after a forward pass without one.
     """
-    annotation, shadowed = Annotation(), []
-    for module in model.modules():
-        for attribute in dir(type(module)):
-            name = getattr(getattr(type(module), attribute, None), "region", None)
-            if isinstance(name, str):
-                # An instance attribute shadows the class's method; deleting it brings the plain method back.
-                vars(module)[attribute] = _wrapped(getattr(module, attribute), name, annotation)
-                shadowed.append((module, attribute))
+    annotation = Annotation()
+    # An instance attribute shadows the class's method; deleting it brings the plain method back.
+    shadowed = [(vars(module), attribute, vars(module).get(attribute), _wrapped(method, name, annotation))
+                for module, attribute, method, name in _named(model)]
+    for attributes, attribute, _, wrapped in shadowed:
+        attributes[attribute] = wrapped
     try:
         yield annotation
     finally:
-        for module, attribute in shadowed:
-            del vars(module)[attribute]
+        for attributes, attribute, before, _ in shadowed:
+            if before is None:
+                del attributes[attribute]
+            else:
+                attributes[attribute] = before

@@ -1,12 +1,23 @@
-"""What a run's times amount to: rates, utilisation, and whether the GPU waited for the host's launches."""
+"""What a run's times amount to: rates, and utilisation of what was measured and of what a data sheet says."""
+from pathlib import Path
+from typing import Any
+
 import pandas as pd
 
 from stepscope.config import StepConfig
 from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
+from stepscope.yaml_files import load_yaml
 
 LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch the GPU is done with it
+
+
+def data_sheet(device_name: str) -> dict[str, Any]:
+    """What a GPU's data sheet says: TFLOP/s without sparsity by precision, ``tb_s`` of its memory, ``source``;
+    empty for one that is not listed."""
+    sheets = load_yaml(Path(__file__).parent / "data_sheets.yaml")
+    return next((sheet for sheet in sheets if all(word in device_name for word in sheet["words"])), {})
 
 
 def with_rates(times: pd.DataFrame, config: StepConfig, ceilings: pd.DataFrame) -> pd.DataFrame:
@@ -31,8 +42,9 @@ def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
     """Add ``launch_bound_share`` to one run's summary: 1 for a phase that is launch-bound, else 0; for the
     whole step the share of its phases' time that is so.
 
-    A phase is launch-bound when the GPU is done with it less than 10% of its time after the host has enqueued
-    it: the GPU kept up with the host and waited for its launches. (That the host was busy enqueuing all the
+    A phase counts when the GPU is done with it less than 10% of its time after the host has enqueued it: the
+    GPU kept up with the host. A host that is nearly as slow and makes no one wait looks the same, so that
+    ``traces.waits`` decides wherever there is a capture of the same work. (That the host was busy enqueuing all the
     while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that queue, a
     thousand launches, still to do.)
     """

@@ -6,15 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from stepscope import StepscopeError
 from stepscope.config import StepConfig
+from stepscope.files import write_text_durably
 from stepscope.traces.nsys_reports import check_fresh
 
 REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum",
            "nvtx_gpu_proj_sum", "nvtx_kern_sum")
+# In the folder of the process that is watched: what it is asked for, and its id.
+REQUESTS, PID = "requests.json", "pid"
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
           "/usr/local/cuda*/bin/nsys",
           "/usr/local/bin/nsys", "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
@@ -70,10 +78,57 @@ class Capture:
 
     config: StepConfig
     file: Path | None
-    outcome: dict  # status (captured, oom, crashed), cause, before_ms, within_ms
+    outcome: dict  # status (captured, oom, crashed), cause, walls (rows of watched.Steps.walls)
 
 
-def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[Capture]:
+def profiler_here(device: str) -> tuple[str, Path | None]:
+    """What profiles on this machine, in words, and the nsys that does (None: torch.profiler)."""
+    if device == "cpu":
+        return "torch.profiler, CPU operators", None
+    nsys = find_nsys()
+    if nsys is None or missing_libraries(nsys):
+        return "torch.profiler (CUPTI)", None
+    return f"nsys {nsys_version(nsys)}", nsys
+
+
+def start_watched(place: Path, captures: int, nsys: Path | None) -> subprocess.Popen:
+    """Start the process that is to be profiled, under its profiler, in a new folder ``place``.
+
+    It gets ready, which takes seconds and touches no GPU, and then waits for the folder's requests.
+    """
+    place.mkdir(parents=True)
+    profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
+                "--cuda-graph-trace=node",
+                "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{captures}",
+                "--output", str(place / "capture")] if nsys else []
+    tool = "nsys" if nsys else "torch"
+    return subprocess.Popen(
+        [*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place), str(os.getpid())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen, place: Path) -> str:
+    """What the profiler said, when both it and the process that it watches have ended."""
+    said = process.communicate()[0]
+    if (place / PID).exists():  # nsys may end with its last capture, and the steps after that go on
+        while lives(int((place / PID).read_text())):
+            time.sleep(0.01)
+    return said
+
+
+def lives(pid: int) -> bool:
+    """Whether that process goes on; one that nobody has waited for yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def capture(configs: list[StepConfig], folder: Path, nsys: Path | None,
+            started: subprocess.Popen | None = None) -> list[Capture]:
     """Profile configurations one after another in one process, each in a capture of its own.
 
     Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the
@@ -82,6 +137,7 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
 
     Args:
         nsys: the nsys to use; None for torch.profiler.
+        started: what :func:`start_watched` gave for the place ``folder/process0`` and as many captures.
 
     Raises:
         NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler
@@ -91,19 +147,10 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
     left = list(configs)
     while left:
         place = folder / f"process{len(captures)}"
-        place.mkdir(parents=True)
-        (place / "requests.json").write_text(json.dumps([json.loads(config.model_dump_json())
-                                                       for config in left]))
-        profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
-                    "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(left)}",
-                    "--output", str(place / "capture")] if nsys else []
-        tool = "nsys" if nsys else "torch"
-        ended = subprocess.run(
-            [*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = started if started and not captures else start_watched(place, len(left), nsys)
+        requests = json.dumps([json.loads(config.model_dump_json()) for config in left])
+        write_text_durably(place / REQUESTS, requests)
+        ended = _finish(process, place)
         # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
         # were made.
         reports = iter(sorted(place.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
@@ -118,12 +165,12 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
                 if file is None or not file.exists():
                     raise NsysError(
                         f"no report was made of the capture of {config.mode};"
-                        f" the profiler said: {ended.stdout[-2000:]}"
+                        f" the profiler said: {ended[-2000:]}"
                     )
             captures.append(Capture(config, file, outcome))
         left = configs[len(captures):]
         if left:  # the process ended in the first of these
-            captures.append(Capture(left[0], None, {"status": "crashed", "cause": ended.stdout[-2000:]}))
+            captures.append(Capture(left[0], None, {"status": "crashed", "cause": ended[-2000:]}))
             left = left[1:]
     if all(item.outcome["status"] == "crashed" for item in captures):
         raise NsysError(
@@ -133,23 +180,39 @@ def capture(configs: list[StepConfig], folder: Path, nsys: Path | None) -> list[
     return captures
 
 
-def make_reports(nsys: Path, report: Path, folder: Path, prefix: str) -> Path:
-    """``nsys stats`` of one capture: the CSVs ``<prefix>_<report>.csv`` in ``folder``; returns the
-    event-level export (sqlite).
+def make_reports(nsys: Path, report: Path, folder: Path, prefix: str,
+                 reports: Iterable[str] = REPORTS) -> Path:
+    """One capture's event-level export (sqlite), which is returned, and by ``nsys stats`` the CSVs
+    ``<prefix>_<report>.csv`` in ``folder``.
+
+    The reports are made side by side, each from a copy of the export: nsys does not say whether it leaves
+    alone what it reads. One that nsys makes nothing of is absent.
 
     Raises:
-        NsysError: nsys stats failed; quotes it.
+        NsysError: nsys exported nothing, or made none of the reports; quotes it.
         ReportError: the export is older than the capture.
     """
-    ended = subprocess.run([nsys, "stats", "--force-export=true", "--format", "csv", "--output",
-                            str(folder / prefix),
-                            *(part for name in REPORTS for part in ("--report", name)), str(report)],
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    export = report.with_suffix(".sqlite")
-    if ended.returncode or not export.exists():
-        raise NsysError(
-            f"nsys stats made nothing of {report.name} (exit status {ended.returncode});"
-            f" it said: {ended.stdout[-2000:]}"
-        )
+    export = folder / f"{prefix}.sqlite"
+    said = _say(nsys, "export", "--type=sqlite", "--force-overwrite=true", "--output", export, report)
+    if not export.exists():
+        raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
     check_fresh(export, report)
+
+    def make(name: str) -> str:
+        copy = Path(shutil.copy(export, folder / f"{prefix}-{name}.sqlite"))
+        try:
+            return _say(nsys, "stats", "--format=csv", "--output", folder / prefix, "--report", name, copy)
+        finally:
+            copy.unlink()
+
+    with ThreadPoolExecutor() as pool:
+        said = "".join(pool.map(make, reports))
+    if not any((folder / f"{prefix}_{name}.csv").exists() for name in reports):
+        raise NsysError(f"nsys stats made nothing of {report.name}; it said: {said[-2000:]}")
     return export
+
+
+def _say(nsys: Path, *arguments: str | Path) -> str:
+    """The end of what nsys says of a command."""
+    return subprocess.run([str(nsys), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True).stdout[-2000:]

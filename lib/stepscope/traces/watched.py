@@ -1,25 +1,36 @@
-"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER`` runs the
-library's own step, annotated.
+"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER ASKER`` runs the
+library's own step, plain, annotated and captured.
 
-``FOLDER/requests.json`` lists configurations; each is warmed up outside the capture and then captured, and
+It imports what it needs and then waits for ``requests.json`` in FOLDER, a list of configurations, as long as the
+process ASKER lives. Each is warmed up; its plain and annotated steps take turns before and after its capture; and
 its outcome is written at once, so that what ends the process later costs nothing that came before. Under nsys
 a capture is what lies between the calls of cudaProfilerApi; torch.profiler's is left as
 ``<mode>.trace.json``.
 """
 import gc
 import json
+import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from timeit import default_timer
 
 import torch
 
 from stepscope.config import StepConfig
 from stepscope.files import write_text_durably
 from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
+from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import build_step, out_of_memory_names
+from stepscope.traces.nsys_program import PID, REQUESTS, lives
+
+WARM_MS, MOST_WARM = 300, 20         # steps that are shorter are warmed up for so long, and so often at most
+CAPTURED_MS, FEWEST = 1000, 3        # captured steps: as many as last so long together, but not fewer
+TURNS_MS, MOST_TURNS = 400, 5        # plain and annotated steps in turns, on either side of the capture
+# Steps so long do not notice the naming of their regions, so all that are annotated are named.
+LONG_MS = 500
 
 
 @contextmanager
@@ -41,41 +52,91 @@ def torch_capture(trace: Path) -> Iterator[None]:
 CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
 
 
-def profile(config: StepConfig, tool: str, trace: Path) -> dict:
-    """Warm up and capture one configuration's steps; host wall times in ms of the annotated steps before and
-    within the capture.
+class Steps:
+    """Runs one configuration's steps and notes each by the clocks of :mod:`stepscope.step.timing`.
+
+    A plain step opens no range. An annotated one opens ranges for itself and its phases, and where it is
+    ``named`` for every region of the model, forward and backward.
     """
-    step = build_step(config)
-    synchronize = torch.cuda.synchronize if config.device == "cuda" else lambda: None
-    with annotated(step.model) as annotation:
-        @contextmanager
-        def phase(name: str) -> Iterator[None]:
-            if name == "backward":
-                annotation.link_backward()
-            with nvtx_range(name):
-                yield
 
-        def one_step() -> float:
-            step.clear_gradients()
-            synchronize()
-            started = default_timer()
-            with nvtx_range("step"):
-                step(phase)
-                synchronize()
-            annotation.made.clear()
-            return (default_timer() - started) * 1e3
+    def __init__(self, config: StepConfig):
+        self.step, self.clock = build_step(config), PhaseClock(config.device)
+        # kind, place among all steps, number within its kind, phase (``step``: the whole), GPU ms of a phase and
+        # host ms of the whole, ms to enqueue it
+        self.walls: list[tuple[str, int, int, str, float, float]] = []
+        self.made: Counter[str] = Counter()
 
-        with out_of_memory_names("warming up"):
-            before = [one_step() for _ in range(config.warmup_steps)]
-        with CAPTURES[tool](trace):
-            within = [one_step() for _ in range(config.timed_steps)]
-    return {"status": "captured", "before_ms": before, "within_ms": within}
+    def run(self, kind: str, named: bool = False) -> float:
+        """One step; its host wall time in ms."""
+        self.step.clear_gradients()
+        with annotated(self.step.model) if named else nullcontext() as annotation:
+            @contextmanager
+            def phase(name: str) -> Iterator[None]:
+                if annotation and name == "backward":
+                    annotation.link_backward()
+                with nvtx_range(name), self.clock(name):
+                    yield
+
+            self.clock.start()
+            if kind in ("warm-up", "plain"):
+                self.step(self.clock)
+                rows = self.clock.stop()
+            else:
+                with nvtx_range("step"):
+                    self.step(phase)
+                    rows = self.clock.stop()
+        number = self.made[kind]
+        self.walls += [(kind, self.made.total(), number, *row) for row in rows]
+        self.made[kind] += 1
+        return rows[-1][1]
 
 
-def main(tool: str, folder: Path) -> None:
+def profile(config: StepConfig, tool: str, trace: Path) -> dict:
+    """Warm up, then run and capture one configuration's steps; the clocks of every step are in its ``walls``.
+
+    The warm-up is the configuration's and, of short steps, more of the same; ``timed_steps`` is the most that
+    are captured. Unless steps are long, the first step in the capture is the only one whose regions are named.
+    """
+    steps, warm_ms = Steps(config), []
+    with out_of_memory_names("warming up"):
+        while len(warm_ms) < config.warmup_steps or 0 < len(warm_ms) < MOST_WARM and sum(warm_ms) < WARM_MS:
+            warm_ms.append(steps.run("warm-up"))
+    step_ms = max(warm_ms[-1:], default=1.0)
+    captured = min(config.timed_steps, max(FEWEST, int(CAPTURED_MS / step_ms)))
+    turns = max(1, min(MOST_TURNS, captured // 2, int(TURNS_MS / 2 / step_ms)))
+    all_named = step_ms > LONG_MS
+
+    def take_turns() -> None:
+        for _ in range(turns):
+            steps.run("plain")
+            steps.run("annotated", all_named)
+
+    take_turns()
+    with CAPTURES[tool](trace):
+        if not all_named:
+            steps.run("named", named=True)
+        for _ in range(captured):
+            steps.run("captured", all_named)
+    take_turns()
+    return {"status": "captured", "walls": steps.walls}
+
+
+def asked(folder: Path, asker: int) -> list[dict]:
+    """What is asked for, once it is; nothing if the asker has ended before."""
+    requests = folder / REQUESTS
+    while not requests.exists():
+        if not lives(asker):
+            return []
+        time.sleep(0.01)
+    return json.loads(requests.read_text())
+
+
+def main(tool: str, folder: Path, asker: int) -> None:
+    (folder / PID).write_text(str(os.getpid()))
     if tool == "torch":
         use_profiler_ranges()
-    for values in json.loads((folder / "requests.json").read_text()):
+    from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
+    for values in asked(folder, asker):
         config = StepConfig(**values)
         try:
             outcome = profile(config, tool, folder / f"{config.mode}.trace.json")
@@ -88,4 +149,4 @@ def main(tool: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

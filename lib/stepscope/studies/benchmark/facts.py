@@ -5,6 +5,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, apart, runs_of
 from stepscope.say.selections import matrix, pick, reference
+from stepscope.step.rates import data_sheet
 from stepscope.step.timing import WHOLE
 from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, WAITED, beside_captures
 
@@ -114,7 +115,9 @@ def flat_shapes(times: pd.DataFrame) -> list[dict]:
 
 
 def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
-    """Achieved rates against the measured ceiling, of the longest mode that was run."""
+    """Achieved rates against the measured ceiling, and against the data sheet of the device (``sheet``, with
+    the ``best`` and ``worst`` shares ``of_sheet``; None for a device that is not listed), of the longest mode
+    that was run."""
     times = matrix(times)
     walls = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
     if walls.empty:
@@ -122,8 +125,13 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
     values = ceilings.groupby("ceiling")["value"].median()
     mode = [mode for mode in MODE_WORDS if (walls["mode"] == mode).any()][-1]
     steps = walls[walls["mode"] == mode]
-    return {"mode": mode, "steps": steps, "best": steps.loc[steps["utilisation"].idxmax()].to_dict(),
+    sheet = data_sheet(str(steps["device_name"].iloc[0])) if steps["device_name"].nunique() == 1 else {}
+    of_sheet = steps["tflops"] / sheet["fp32"] if sheet else None
+    return {"mode": mode, "steps": steps.assign(of_sheet=of_sheet if sheet else float("nan")),
+            "best": steps.loc[steps["utilisation"].idxmax()].to_dict(),
             "worst": steps.loc[steps["utilisation"].idxmin()].to_dict(),
+            "sheet": {"source": sheet["source"], "fp32_tflops": sheet["fp32"], "of_sheet": of_sheet}
+            if sheet else None,
             "ceiling_runs": ceilings["run_id"].nunique(),
             "products": [{"precision": name.removeprefix("matmul_"), "tflops": value}
                          for name, value in values.items()

@@ -73,9 +73,11 @@ def rates(facts: dict) -> pd.DataFrame:
     steps = facts["steps"]
     table = steps.assign(tokens=[number(value, 4) for value in steps["tokens_per_s"]],
                          rate=steps["tflops"].map(number),
-                         share=steps["utilisation"].map(percent))
-    return table[["size", "context_length", "tokens", "rate", "share"]].rename(columns={
-        "context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s", "share": "utilisation"})
+                         share=steps["utilisation"].map(percent), sheet=steps["of_sheet"].map(percent))
+    columns = {"size": "size", "context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s",
+               "share": "of measured", "sheet": "of data sheet"}
+    shown = list(columns) if facts["sheet"] else list(columns)[:-1]
+    return table[shown].rename(columns=columns)
 
 
 def adamw(facts: dict) -> pd.DataFrame:

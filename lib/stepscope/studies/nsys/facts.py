@@ -3,17 +3,19 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
-from stepscope.say.formats import MODE_WORDS, runs_of
+from stepscope.say.formats import MODE_WORDS, NEARLY, runs_of
 from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
 from stepscope.traces.kernel_names import short_names
+from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, who_waits
 
 PROFILE = ["size", "context_length"]
 NONTRIVIAL = 0.02  # of the time of forward's operations
 SPOKEN_OF = 0.005  # of a phase's time: a family below is not listed
 AGREE = 0.02       # two clocks this close agree
+FEWEST = 2         # steps that make a median
 APART = 0.1        # a clock that shows this much less shows something else
 
 
@@ -21,54 +23,104 @@ def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     """Each profile's forward by every clock, in ms: a row a run and mode.
 
     Columns: size, context_length, mode, host_ms (NVTX range), projected_ms, operations_ms, gap_ms, gaps,
-    busy_share of the forward phase; unprofiled_ms (the benchmark's median wall time of that mode),
-    profiled_ms (median wall time of the captured steps) and slowdown (their ratio), of the whole step.
+    busy_share (captured) of the forward phase, and ``spread`` (of projected_ms over the captured steps:
+    largest less least, over the median); of the whole step's wall time ``unprofiled_ms``, ``annotated_ms``
+    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two; plain ones are
+    the same process's, or, where that ran none, the benchmark's), ``annotating`` (annotated over plain),
+    ``capturing`` (captured over annotated) and ``slowdown`` (captured over plain).
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(_runs(clocks), on="run_id")
-    captured = walls[walls["capture"] == "within"].groupby(["run_id", "mode"])["wall_ms"].median()
-    table = table.merge(captured.rename("profiled_ms"), on=["run_id", "mode"])
+    steps = clocks[clocks["phase"] == "forward"].groupby(["run_id", "mode"])["projected_ns"]
+    spread = ((steps.max() - steps.min()) / steps.median()).where(steps.size() > 1).rename("spread")
+    whole = walls[walls["phase"] == WHOLE].groupby(["run_id", "mode", "capture"])["time_ms"]
+    whole = whole.median().where(whole.size() >= FEWEST).unstack()
+    names = {"annotated": "annotated_ms", "captured": "profiled_ms"}
+    whole = whole.reindex(columns=["plain", *names]).rename(columns=names).join(spread)
+    table = table.merge(whole, on=["run_id", "mode"])
     keys = [*PROFILE, "mode"]
-    benchmark = matrix(times)
+    benchmark = benchmark_times(times)
     if len(benchmark):
-        whole = benchmark[(benchmark["status"] == "ok") & (benchmark["phase"] == WHOLE)]
-        whole = whole.rename(columns={"median_ms": "unprofiled_ms", "run_id": "benchmark_run"})
-        whole = whole.assign(size=whole["size"].astype(str))[[*keys, "unprofiled_ms", "benchmark_run"]]
-        table = table.assign(size=table["size"].astype(str)).merge(whole, on=keys, how="left")
+        steps = benchmark[benchmark["phase"] == WHOLE].rename(columns={"run_id": "benchmark_run"})
+        table = table.assign(size=table["size"].astype(str)).merge(
+            steps[[*keys, "median_ms", "benchmark_run"]], on=keys, how="left")
     else:
-        table = table.assign(unprofiled_ms=float("nan"), benchmark_run=None)
-    return by_size(table.assign(slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
+        table = table.assign(median_ms=float("nan"), benchmark_run=None)
+    own = table["plain"].notna()
+    table = table.assign(unprofiled_ms=table["plain"].fillna(table["median_ms"]),
+                         benchmark_run=table["benchmark_run"].mask(own, None))
+    table = table.drop(columns=["plain", "median_ms"])
+    return by_size(table.assign(annotating=table["annotated_ms"] / table["unprofiled_ms"],
+                                capturing=table["profiled_ms"] / table["annotated_ms"],
+                                slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
+
+
+def benchmark_times(times: pd.DataFrame) -> pd.DataFrame:
+    """The benchmark's rows of the profiled matrix that were timed, sizes as text."""
+    rows = matrix(times)
+    return rows[rows["status"] == "ok"].astype({"size": str}) if len(rows) else rows
 
 
 def _runs(table: pd.DataFrame) -> pd.DataFrame:
     return table[["run_id", *PROFILE, "study"]].drop_duplicates()
 
 
-def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame) -> dict | None:
+def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """Every phase of the profiles in fp32 with who waits for whom, and how busy the GPU is (see
+    ``waits.who_waits``).
+
+    ``plain_ms`` is the GPU time of the phase in the plain steps of the same process, or, where it ran none,
+    in the benchmark's run of the same configuration; NaN where there is neither.
+    """
+    rows = matrix(phases).astype({"size": str})
+    keys = [*PROFILE, "mode", "phase"]
+    plain = walls[walls["capture"] == "plain"].groupby(["run_id", "mode", "phase"])["time_ms"].median()
+    rows = rows.merge(plain.rename("plain_ms").reset_index(), on=["run_id", "mode", "phase"], how="left")
+    if len(benchmark := benchmark_times(times)):
+        timed = benchmark[[*keys, "median_ms"]].drop_duplicates(keys)
+        rows = rows.merge(timed, on=keys, how="left")
+        rows = rows.assign(plain_ms=rows["plain_ms"].fillna(rows.pop("median_ms")))
+    return by_size(who_waits(rows))
+
+
+def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame,
+                  phases: pd.DataFrame) -> dict | None:
     """Forward alone by every clock, of the reference and over all profiles.
 
-    ``unprofiled`` compares with the benchmark's time of the same pass, None where there is none; ``slowdown``
-    is what the profiler costs of a step's wall time, None where no step was timed without it; ``slowdowns``
-    has a column a mode, ``by_clock`` a row a profile.
+    ``unprofiled`` compares with the plain time of the same pass, None where there is none; ``slowdown`` says
+    what annotating and capturing cost of a step's wall time, None where no plain step was timed;
+    ``slowdowns`` has a column a mode and state, ``by_clock`` a row a profile; ``spread`` is by how much the
+    captured passes of a profile differ.
     """
     table = clocks_beside(clocks, walls, times)
     forward = table[table["mode"] == "forward"]
     if forward.empty:
         return None
+    waits = waiting_phases(phases, walls, times)
+    busy = waits[waits["mode"] == "forward"].astype({"size": str}).set_index([*PROFILE])["busy_share"]
+    forward = forward.drop(columns="busy_share").join(
+        busy, on=[forward["size"].astype(str), "context_length"])
     size, context = reference(forward)
     rows = pick(forward, size=size, context_length=context).iloc[0]
     host_share = forward["host_ms"] / forward["projected_ms"]
     runs = {*runs_of(forward), *(f"benchmark/{run}" for run in forward["benchmark_run"].dropna())}
-    slowdowns = table.pivot(index=PROFILE, columns="mode", values="slowdown")
     return {"size": size, "context": context, "operations_ms": rows.operations_ms,
-            "projected_ms": rows.projected_ms, "host_ms": rows.host_ms, "busy_share": rows.busy_share,
+            "projected_ms": rows.projected_ms, "host_ms": rows.host_ms,
+            "busy_share": None if pd.isna(rows.busy_share) else rows.busy_share,
             "gaps": round(rows.gaps), "agree": AGREE,
             "unprofiled": without_profiler(rows) if pd.notna(rows.unprofiled_ms) else None,
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
-            "by_clock": forward, "slowdowns": slowdowns.reindex(columns=list(MODE_WORDS)),
-            "runs": sorted(runs)}
+            "spread": forward["spread"] if forward["spread"].notna().any() else None,
+            "by_clock": forward, "slowdowns": states(table), "runs": sorted(runs)}
+
+
+def states(table: pd.DataFrame) -> pd.DataFrame:
+    """Profiles down, modes across: plain, annotated and captured ms of a step, each a column."""
+    kinds = {"unprofiled_ms": "plain", "annotated_ms": "annotated", "profiled_ms": "captured"}
+    wide = table.pivot(index=PROFILE, columns="mode", values=list(kinds)).rename(columns=kinds, level=0)
+    return wide.reindex(columns=[(kind, mode) for mode in MODE_WORDS for kind in kinds.values()])
 
 
 def without_profiler(rows: pd.Series) -> dict:
@@ -80,36 +132,72 @@ def without_profiler(rows: pd.Series) -> dict:
 
 
 def cost_of_profiling(table: pd.DataFrame) -> dict:
-    """The share of a step's wall time that the profiler adds, the profile with ``most``, and in how many of
-    the forward passes timed both ways (``compared``) the device's time ``matched``."""
-    costs, most = table["slowdown"].dropna() - 1, table.loc[table["slowdown"].idxmax()]
-    forward = table[table["mode"] == "forward"]
-    off = (forward["projected_ms"] / forward["unprofiled_ms"] - 1).abs().dropna()
-    return {"cost_share": costs, "median_share": costs.median(), "most": {
-        "size": most["size"], "context": most.context_length, "mode": most["mode"]},
-        "matched": int((off < AGREE).sum()), "compared": len(off)}
+    """Steps of which a plain time is known (``compared``): how many times as long they take ``annotated``
+    (over plain), ``captured`` (over annotated), and both (``together``), each with its median, the largest
+    (``most``, with its own ms) and how many are slower by over ``nearly``; None where not measured. In ``matched`` of ``passes`` forward passes the device's
+    time under the profiler is the plain one, and ``mismatches`` are the others."""
+    rows = table[table["unprofiled_ms"].notna()]
+    forward = rows[rows["mode"] == "forward"]
+    off = forward["projected_ms"] / forward["unprofiled_ms"] - 1
+    apart = off.abs() >= AGREE
+    return {"compared": len(rows), "nearly": NEARLY,
+            "annotated": _slower(rows, "annotating"), "captured": _slower(rows, "capturing"),
+            "together": _slower(rows, "slowdown"),
+            "plain_in_same_process": bool(rows["benchmark_run"].isna().all()),
+            "matched": int((~apart).sum()), "passes": len(off),
+            "mismatches": [{"size": size, "context": context, "off_share": share} for size, context, share in
+                           zip(forward["size"][apart], forward["context_length"][apart], off[apart],
+                               strict=True)]}
 
 
-def every_phase(clocks: pd.DataFrame) -> dict | None:
-    """The three clocks of each phase of a full step; None where no full step was captured.
+def _slower(rows: pd.DataFrame, column: str) -> dict | None:
+    ratios = rows[column].dropna()
+    if ratios.empty:
+        return None
+    most = rows.loc[ratios.idxmax()]
+    return {"median": ratios.median(), "slower": int((ratios > 1 + NEARLY).sum()), "steps": len(ratios),
+            "most": {"ratio": ratios.max(), "size": most["size"], "context": most.context_length,
+                     "mode": most["mode"], "plain_ms": most.unprofiled_ms, "annotated_ms": most.annotated_ms,
+                     "captured_ms": most.profiled_ms}}
 
-    ``busy`` has the busy share by phase over all profiles; ``least`` is the phase where it is least; of
-    ``long`` phases (all but the loss) the host is far ahead of the device in ``ahead``; ``by_phase`` has a
-    row a profile and phase.
+
+def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFrame,
+                times: pd.DataFrame) -> dict | None:
+    """The three clocks of each phase of a full step, and who waits for whom; None where no full step was
+    captured.
+
+    ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
+    that have one; ``least`` is the phase where it is least, None where no plain time is known; of the
+    ``long`` phases (all but the loss) the host is far ahead of the device in ``ahead``. Where it is not
+    (``not_ahead``), the queue is ``full`` in some, in ``gpu`` the GPU waits. ``by_phase`` has a row a profile
+    and phase; ``backward`` is backward_over_forward's.
     """
     table = pick(three_clocks(clocks), mode="step").merge(_runs(clocks), on="run_id")
     if table.empty:
         return None
-    table = by_size(table.assign(place=table["phase"].map(PHASE_NAMES.index)))
+    told = ["plain_ms", "back_to_back_ms", "waited_ms", "waits", "busy_share", "deepest", "spread"]
+    waits = waiting_phases(phases, walls, times)[["run_id", "mode", "phase", *told]]
+    table = table.drop(columns="busy_share").merge(waits, on=["run_id", "mode", "phase"], how="left")
+    table = by_size(table.assign(place=table["phase"].map(PHASE_NAMES.index),
+                                 waits=table["waits"].fillna(UNDECIDED)))
     table = table.sort_values([*PROFILE, "place"], ignore_index=True)
     long = table[table["phase"] != "loss"]
-    least = long.loc[long["busy_share"].idxmin()]
-    busy = long.groupby("phase", sort=False)["busy_share"]
+    known = long[long["busy_share"].notna()]
+    least = known.loc[known["busy_share"].idxmin()] if len(known) else None
+    busy = known.groupby("phase", sort=False)["busy_share"]
+    close = long[long["host_ms"] >= long["projected_ms"] * (1 - APART)]
     return {"busy": [{"phase": phase, "share": rows} for phase, rows in busy],
-            "least": {"phase": least.phase, "size": least["size"], "context": least.context_length,
-                      "gaps": round(least.gaps), "gap_us": least.gap_ms / max(least.gaps, 1) * 1e3,
-                      "operations": round(least.operations)},
-            "ahead": int((long["host_ms"] < long["projected_ms"] * (1 - APART)).sum()), "long": len(long),
+            "least": None if least is None else {
+                "phase": least.phase, "size": least["size"], "context": least.context_length,
+                "share": least.busy_share, "operations": round(least.operations),
+                "plain_ms": least.plain_ms, "operations_ms": least.operations_ms},
+            "ahead": len(long) - len(close), "long": len(long), "not_ahead": len(close),
+            "full": int((close["waits"] == HOST).sum()), "gpu": int((close["waits"] == GPU).sum()),
+            "neither": int((close["waits"] == NEITHER).sum()),
+            "undecided": int((close["waits"] == UNDECIDED).sum()),
+            "all_gpu": int((long["waits"] == GPU).sum()), "all_full": int((long["waits"] == HOST).sum()),
+            "spread": long["spread"] if long["spread"].notna().any() else None,
+            "backward": backward_over_forward(operations) if len(operations) else None,
             "apart": APART, "by_phase": table, "runs": runs_of(table)}
 
 
@@ -153,6 +241,7 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
             "families": [{"family": family, "profiles": n}
                          for family, n in first["family"].value_counts().items()],
             "fractional": int((forward["count"] % forward["steps"] != 0).sum()),
+            "names": {names[name]: name for name in (rows["name"], other.name_both) if name in names},
             "first": beside.reset_index(), "runs": runs_of(operations)}
 
 
@@ -169,7 +258,8 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
 
     ``families`` are those of the reference with their shares, ``kernels`` its kernels with more than
     ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference, ``most`` the profile
-    where it is largest; ``shares`` has a column a family.
+    where it is largest; ``shares`` has a column a family, in which attention's softmax is one (see
+    ``families.parts``), and ``softmax_shares`` is that one over all profiles.
     """
     kernels = per_kernel(operations, "forward", "forward")
     if kernels.empty:
@@ -192,6 +282,7 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
             "families": [{"family": family, "share": share}
                          for family, share in families.items() if share > SPOKEN_OF],
             "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest,
+            "softmax_shares": _share(rows, rows["region"] == "attention.softmax"),
             "most": dict(zip(("size", "context"), rest.idxmax(), strict=True)),
             "shares": shares.pivot(index=PROFILE, columns="family", values="share")[order],
             "runs": runs_of(operations)}
@@ -202,8 +293,11 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     None where none has.
 
     ``before`` and ``after`` are the matrix products' shares of forward and of the step over all profiles,
-    which fall in ``falls`` of them; ``gained`` and ``lost`` are the reference's other families that changed
-    most, largest first; ``shares`` has a column a family and mode.
+    which fall in ``falls`` of them; ``without`` is their share of the step less the optimizer's phase, below
+    forward's in ``falls_without``. ``by_context`` has for each context the optimizer's shares of the step and
+    the points by which the products' share moves. ``gained`` and ``lost`` are the reference's other families
+    that changed most, largest first; ``largest`` says which family is the largest of the rest in how many
+    profiles; ``shares`` has a column a family and mode.
     """
     shares = by_family(operations).merge(_runs(operations), on="run_id")
     whole = shares[(shares["phase"] == "all") & shares["mode"].isin(["forward", "step"])]
@@ -219,19 +313,59 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     gained, lost = rows[rows > SPOKEN_OF], rows[rows < -SPOKEN_OF][::-1]
     none = pd.Series(0.0, wide.index)
     before, after = (wide[mode].get(MATMUL, none) for mode in ("forward", "step"))
-    others = whole[(whole["mode"] == "step") & (whole["family"] != MATMUL)].groupby("family")["share"].mean()
+    largest = wide["step"].drop(columns=MATMUL, errors="ignore").idxmax(axis=1).value_counts()
     shown = [MATMUL, *(family for family in rows.index if change[family].abs().max() > SPOKEN_OF)]
+    step = operations[(operations["mode"] == "step") & operations["run_id"].isin(whole["run_id"])]
+    without = _products_share(step[step["phase"] != "optimizer"]).reindex(before.index)
+    optimizer = _share(step, step["phase"] == "optimizer").reindex(before.index)
+    moved, contexts = (after - before) * 100, before.index.get_level_values("context_length")
     return {"size": size, "context": context,
             "own_before": before[(size, context)], "own_after": after[(size, context)],
             "gained": [{"family": family, "points": gain * 100} for family, gain in gained.items()],
             "lost": [{"family": family, "points": gain * 100} for family, gain in lost.items()],
-            "before": before, "after": after, "moved_low_points": (after - before).min() * 100,
-            "moved_high_points": (after - before).max() * 100,
+            "before": before, "after": after, "without": without,
+            "moved_low_points": moved.min(), "moved_high_points": moved.max(),
             "falls": int((after < before).sum()), "profiles": len(before),
-            "optimizer_share": share_of_optimizer(operations), "mostly": others.idxmax(),
+            "falls_without": int((without < before - SPOKEN_OF).sum()), "by_context": [
+                {"context": context, "optimizer": optimizer[contexts == context],
+                 "low_points": moved[contexts == context].min(),
+                 "high_points": moved[contexts == context].max()}
+                for context in sorted(set(contexts))],
+            "optimizer_share": share_of_optimizer(operations),
+            "largest": [{"family": family, "profiles": n} for family, n in largest.items()],
             "shares": pd.DataFrame({(family, mode): wide[mode].get(family, none)
                                     for family in shown for mode in ("forward", "step")}),
             "runs": runs_of(operations)}
+
+
+def _share(operations: pd.DataFrame, which: pd.Series) -> pd.Series:
+    """The share of some operations in the time of all, by profile."""
+    time = operations["total_ns"].groupby([operations[key] for key in PROFILE], observed=True)
+    part = operations["total_ns"].where(which, 0).groupby([operations[key] for key in PROFILE], observed=True)
+    return part.sum() / time.sum()
+
+
+def _products_share(operations: pd.DataFrame) -> pd.Series:
+    return _share(operations, operations["family"] == MATMUL)
+
+
+def backward_over_forward(operations: pd.DataFrame) -> dict | None:
+    """Backward's operations against forward's in full steps: how many times the time all of them take
+    (``all``), the matrix products, whose FLOPs are twice forward's (``products``), and the ``rest``; ``own``
+    is the reference's. Series by profile."""
+    step = pick(operations, mode="step")
+    step = step[step["phase"].isin(["forward", "backward"])]
+    if step["phase"].nunique() < 2:
+        return None
+    product = step["family"] == MATMUL
+    times = {name: rows.groupby([*PROFILE, "phase"], observed=True)["total_ns"].sum().unstack()
+             for name, rows in (("all", step), ("products", step[product]), ("rest", step[~product]))}
+    ratios = pd.DataFrame({name: table.get("backward", float("nan")) / table.get("forward", float("nan"))
+                           for name, table in times.items()})
+    size, context = reference(step)
+    return {"all": ratios["all"].dropna(), "products": ratios["products"].dropna(),
+            "rest": ratios["rest"].dropna(), "own": ratios.loc[(size, context)].to_dict(),
+            "size": size, "context": context}
 
 
 def share_of_optimizer(operations: pd.DataFrame) -> pd.Series:

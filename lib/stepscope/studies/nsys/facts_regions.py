@@ -7,12 +7,15 @@ from stepscope.config import StepConfig
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
-from stepscope.step.flops import forward_bytes, forward_flops
+from stepscope.step.flops import forward_bytes, forward_floors_ms, forward_flops, forward_work
 from stepscope.studies.nsys.facts import NONTRIVIAL, PROFILE
 from stepscope.traces.families import MATMUL
 
 SOFTMAX_FLOPS = 5   # per score: maximum, subtract, exponentiate, sum, divide
-MEMORY_BOUND = 0.6  # of the copy's rate
+# Softmax's operations by what their kernels are called: torch's functors, on a CPU its operators.
+SOFTMAX = {"maximum": r"MaxNan|::amax$", "subtract": r"CUDAFunctor_add|::sub$",
+           "exponentiate": r"exp_kernel|::exp$", "sum": r"sum_functor|::sum$", "divide": r"DivFunctor|::div$"}
+AT_COPYS_RATE = 0.9  # of it: about as fast as a copy
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "batch_size")
 
 
@@ -29,8 +32,9 @@ def forward_of(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
-    """Softmax and attention's two products in forward alone, by (size, context_length): times in ms a pass,
-    rates, ratios.
+    """Softmax and attention's products in forward alone, by (size, context_length): times in ms a pass,
+    rates, ratios. ``products`` are the two of scores and values; ``projected_ratio`` is softmax's time over
+    that of these and the four projections.
 
     FLOPs: 5 for each score in softmax (maximum, subtract, exponentiate, sum, divide), 2 * B * T * T * d_model
     for either product. Bytes: of softmax's five operations as written, and of the products themselves, each
@@ -42,6 +46,8 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
         softmax_ms = rows.loc[rows["region"] == "attention.softmax", "total_ns"].sum() / steps / 1e6
         products = rows[rows["region"].isin(["attention.scores", "attention.value"])]
         products_ms = pick(products, family=MATMUL)["total_ns"].sum() / steps / 1e6
+        projections = rows[rows["region"].isin(["attention.qkv", "attention.output"])]
+        projected_ms = products_ms + pick(projections, family=MATMUL)["total_ns"].sum() / steps / 1e6
         square = config.num_layers * config.batch_size * config.num_heads * config.context_length**2
         hidden = config.num_layers * config.batch_size * config.context_length * config.d_model
         flops = forward_flops(config)
@@ -50,6 +56,7 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
         softmax_flops, softmax_bytes = SOFTMAX_FLOPS * square, forward_bytes(config)["attention.softmax"]
         found[(size, context)] = {
             "softmax_ms": softmax_ms, "products_ms": products_ms, "time_ratio": softmax_ms / products_ms,
+            "projected_ms": projected_ms, "projected_ratio": softmax_ms / projected_ms,
             "flops_ratio": softmax_flops / product_flops, "bytes_ratio": softmax_bytes / product_bytes,
             "softmax_tflops": softmax_flops / softmax_ms / 1e9,
             "softmax_tbs": softmax_bytes / softmax_ms / 1e9,
@@ -58,29 +65,84 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).T.rename_axis(PROFILE) if found else pd.DataFrame()
 
 
-def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
+def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
+                           times: pd.DataFrame) -> dict | None:
     """Softmax beside attention's two matrix products: ``own`` of the reference, ``parts`` of every profile.
 
-    In ``slower`` of ``profiles`` softmax takes longer. ``copy`` compares its bytes a second with a large
-    copy's, None where no copy was measured; in ``above`` profiles they are more.
+    In ``slower`` of ``profiles`` softmax takes longer. ``operations`` says of each of softmax's five how its
+    bytes a second compare with a large copy's (``own`` of the reference, ``share`` from context 512 on, or of
+    all where there are only shorter ones), None where no copy was measured.
     """
     parts = attention_parts(operations)
     if parts.empty:
         return None
     size, context = reference(forward_of(operations))
-    copy = ceilings.loc[ceilings["ceiling"] == "copy", "value"].median() if len(ceilings) else float("nan")
+    rates = softmax_rates(operations, rates_by_profile(ceilings, times))
+    each = by_operation(rates, size, context) if len(rates) else None
     return {"size": size, "context": context, "own": parts.loc[(size, context)].to_dict(),
-            "copy": beside_copy(parts["softmax_tbs"], copy) if pd.notna(copy) else None,
             "slower": int((parts["time_ratio"] > 1).sum()), "profiles": len(parts),
             "time_ratios": parts["time_ratio"], "flops_shares": parts["flops_ratio"],
+            "projected_ratios": parts["projected_ratio"], "rates": rates if len(rates) else None,
+            "operations": each,
+            "at_copys_rate": [part["operation"] for part in each or () if part["at_copys_rate"]],
             "parts": parts, "runs": runs_of(operations)}
 
 
-def beside_copy(rates_tbs: pd.Series, copy_tbs: float) -> dict:
-    """Rates of softmax's bytes against a large copy's."""
-    share = rates_tbs / copy_tbs
-    return {"tbs": copy_tbs, "share": share, "above": int((rates_tbs > copy_tbs).sum()),
-            "limited_by_memory": bool(share.median() > MEMORY_BOUND)}
+def rates_by_profile(ceilings: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """Measured rates by size and context: matmul_fp32 (TFLOP/s) and copy (TB/s), medians over the benchmark's
+    runs of each; the row ("", 0) is of all runs. Empty where none was measured."""
+    if ceilings.empty:
+        return pd.DataFrame(columns=["matmul_fp32", "copy"])
+    wide = ceilings.pivot_table(index="run_id", columns="ceiling", values="value").reindex(
+        columns=["matmul_fp32", "copy"])
+    found = wide.median().to_frame().T.set_axis(pd.MultiIndex.from_tuples([("", 0)]), axis=0)
+    if len(times):
+        runs = times[["run_id", *PROFILE]].astype({"size": str}).drop_duplicates("run_id").set_index("run_id")
+        found = pd.concat([found, wide.join(runs, how="inner").groupby(PROFILE).median()])
+    return found
+
+
+def rates_of(rates: pd.DataFrame, size: str, context: int) -> pd.Series:
+    """The row of one size and context, or of all runs where it has none."""
+    return rates.loc[(size, context) if (size, context) in rates.index else ("", 0)]
+
+
+def softmax_rates(operations: pd.DataFrame, rates: pd.DataFrame) -> pd.DataFrame:
+    """Softmax's operations in forward alone, by size, context_length and operation: time_ms a pass, ``share``
+    of softmax's time, tbs (TB/s), and ``of_copy`` (of the measured copy's rate). Empty where no copy was
+    measured."""
+    if rates.empty or rates["copy"].isna().all():
+        return pd.DataFrame()
+    rows = pick(forward_of(operations), region="attention.softmax")
+    found = []
+    for (size, context), of_profile in rows.groupby(PROFILE, observed=True):
+        config, copy = config_of(of_profile, size, context), rates_of(rates, str(size), context)["copy"]
+        moved = {work.operation: work.bytes for work in forward_work(config)
+                 if work.region == "attention.softmax"}
+        for operation, pattern in SOFTMAX.items():
+            own = of_profile[of_profile["name"].str.contains(pattern)]
+            time_ms = (own["total_ns"] / own["steps"]).sum() / 1e6
+            if time_ms:
+                found.append({"size": str(size), "context_length": context, "operation": operation,
+                              "time_ms": time_ms, "tbs": moved[operation] / time_ms / 1e9,
+                              "of_copy": moved[operation] / time_ms / 1e9 / copy})
+    table = pd.DataFrame(found)
+    if table.empty:
+        return table
+    total = table.groupby(PROFILE)["time_ms"].transform("sum")
+    return by_size(table.assign(share=table["time_ms"] / total))
+
+
+def by_operation(rates: pd.DataFrame, size: str, context: int) -> list[dict]:
+    """Of each of softmax's operations: ``own`` rate as a share of the copy's in one profile, the ``share`` of
+    all from context 512 on, its share of softmax's ``time``, and whether that is ``at_copys_rate``."""
+    long = rates[rates["context_length"] >= 512]
+    long = long if len(long) else rates
+    own = pick(rates, size=size, context_length=context).set_index("operation")["of_copy"]
+    return [{"operation": name, "own": own.get(name), "share": rows["of_copy"], "time": rows["share"],
+             "at_copys_rate": bool(rows["of_copy"].median() >= AT_COPYS_RATE), "least_context":
+             int(rows["context_length"].min())}
+            for name, rows in long.groupby("operation", sort=False)]
 
 
 def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
@@ -104,25 +166,41 @@ def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
     return by_size(pd.DataFrame(found)) if found else pd.DataFrame()
 
 
-def regions_against_ceilings(operations: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
-    """The reference's regions, longest first, each against the measured rates of a matrix product and of a
-    copy.
+def region_floors(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """region_rates' rows with ``floor_ms``, the region's operations each at the rate that limits it (see
+    ``flops.forward_floors_ms``), ``of_floor`` (floor over time) and ``share`` of the pass."""
+    rows, rates = region_rates(operations), rates_by_profile(ceilings, times)
+    if rows.empty or rates.empty:
+        return pd.DataFrame()
+    forward, floors = forward_of(operations), []
+    for row in rows.rename(columns={"size": "size_"}).itertuples():
+        rate = rates_of(rates, row.size_, row.context_length)
+        config = config_of(forward, row.size_, row.context_length)
+        floors.append(forward_floors_ms(config, rate["matmul_fp32"], rate["copy"])[row.region])
+    rows = rows.assign(floor_ms=floors)
+    total = rows.groupby(PROFILE, observed=True)["time_ms"].transform("sum")
+    return rows.assign(of_floor=rows["floor_ms"] / rows["time_ms"], share=rows["time_ms"] / total)
 
-    ``longest`` are the first six, each with the ceiling that it is nearer to; ``furthest`` is, of those with
-    more than ``nontrivial`` of the time, the one that stays furthest below either.
+
+def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
+                           times: pd.DataFrame) -> dict | None:
+    """The reference's regions, longest first, each against its floor by operation.
+
+    ``longest`` are the first six; ``furthest`` is, of those with more than ``nontrivial`` of the time, the one
+    that stays furthest from its floor; ``above`` regions are faster than it, since what they read was in the
+    cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in all
+    profiles.
     """
-    rates = region_rates(operations)
-    if rates.empty:
+    floors = region_floors(operations, ceilings, times)
+    if floors.empty or floors["of_floor"].isna().all():
         return None
-    values = ceilings.groupby("ceiling")["value"].median()
-    size, context = reference(rates)
-    rows = pick(rates, size=size, context_length=context).sort_values("time_ms", ascending=False)
-    rows = rows.assign(of_arithmetic=rows["tflops"] / values["matmul_fp32"],
-                     of_memory=rows["tbs"] / values["copy"], share=rows["time_ms"] / rows["time_ms"].sum())
-    rows = rows.assign(near=rows[["of_arithmetic", "of_memory"]].max(axis=1),
-                     arithmetic_is_nearer=rows["of_arithmetic"] >= rows["of_memory"])
-    furthest = rows.loc[rows.loc[rows["share"] > NONTRIVIAL, "near"].idxmin()]
+    size, context = reference(floors)
+    sums = floors.groupby(PROFILE, observed=True)[["floor_ms", "time_ms"]].sum()
+    wholes = sums["floor_ms"] / sums["time_ms"]
+    rows = pick(floors, size=size, context_length=context).sort_values("time_ms", ascending=False)
+    furthest = rows.loc[rows.loc[rows["share"] > NONTRIVIAL, "of_floor"].idxmin()]
     return {"size": size, "context": context, "nontrivial": NONTRIVIAL,
-            "longest": rows.head(6)[["region", "near", "arithmetic_is_nearer"]].to_dict("records"),
-            "furthest": {"region": furthest.region, "near": furthest.near},
-            "regions": rows, "runs": runs_of(operations)}
+            "longest": rows.head(6)[["region", "of_floor"]].to_dict("records"),
+            "furthest": {"region": furthest.region, "of_floor": furthest.of_floor},
+            "above": list(rows.loc[rows["of_floor"] > 1, "region"]),
+            "whole": wholes[(size, context)], "wholes": wholes, "regions": rows, "runs": runs_of(operations)}

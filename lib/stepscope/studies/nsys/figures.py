@@ -15,15 +15,17 @@ from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_st
 from stepscope.studies.nsys.facts import clocks_beside
 from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
+from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, parts
 
 FAMILY_COLORS = {
-    "matrix multiply": "#0072B2", "fused attention": "#56B4E9", "softmax": "#CC79A7",
+    "matrix multiply": "#0072B2", "fused attention": "#56B4E9", ATTENTION_SOFTMAX: "#CC79A7",
+    LOSS_SOFTMAX: "#F4C2D7", "softmax": "#AA5588",
     "reduction and norm": "#E69F00", "elementwise": "#F0E442", "copy and cast": "#009E73",
     "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#D55E00",
     "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
     "convolution": "#1B4F72", "pooling": "#A0522D", "quantization": "#C5B0D5", "other": "#000000"}
 # What is written on these is black.
-LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention", "quantization")
+LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention", "quantization", LOSS_SOFTMAX)
 ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask",
                    "attention.softmax", "attention.value", "attention.output"]
 
@@ -84,6 +86,7 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     if "size" in rows:
         size, context = reference(operations)
         rows, where = pick(rows, size=size, context_length=context), f"{size}, context {context}, {where}"
+    rows = rows.assign(family=parts(rows))
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.2))
     start, length = rows["start_ns"] / 1e6, rows["duration_ns"] / 1e6
@@ -132,7 +135,7 @@ def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where
     use_style()
     sizes = sizes_of(rows)
     figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.5), squeeze=False)
-    kinds = {"unprofiled_ms": ("wall, unprofiled", "#000000"), "projected_ms": ("on the device", "#0072B2"),
+    kinds = {"unprofiled_ms": ("wall, plain", "#000000"), "projected_ms": ("on the device", "#0072B2"),
              "operations_ms": ("sum of operations", "#56B4E9"), "host_ms": ("host range", "#E69F00")}
     for axis, size in zip(axes[0], sizes, strict=True):
         group = pick(rows, size=size).sort_values("context_length")

@@ -1,6 +1,7 @@
 """The nsys study: the captures of one size and context, as tables in which everything adds up."""
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ import pandas as pd
 
 from stepscope.config import PHASES
 from stepscope.studies.nsys.config import Config
+from stepscope.traces.attention_kernels import MATH, WRITTEN_OUT, implementation
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import (
     OUTSIDE,
@@ -18,42 +20,43 @@ from stepscope.traces.export import (
     load_trace,
     scrub,
 )
-from stepscope.traces.families import OTHER
+from stepscope.traces.families import OTHER, parts
 from stepscope.traces.kernel_names import short_names
-from stepscope.traces.nsys_program import (
-    REPORTS,
-    Capture,
-    capture,
-    find_nsys,
-    make_reports,
-    missing_libraries,
-    nsys_version,
-)
+from stepscope.traces.named_steps import UNMATCHED, carry_regions
+from stepscope.traces.nsys_program import REPORTS, Capture, capture, make_reports, profiler_here, start_watched
 from stepscope.traces.nsys_reports import load_reports
 from stepscope.traces.torch_profiler import convert
 
+WALLS = ["capture", "place", "step", "phase", "time_ms", "enqueue_ms"]
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
 # used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 
 
-def profiler_here(device: str) -> tuple[str, Path | None]:
-    """What profiles on this machine, in words, and the nsys that does (None: torch.profiler)."""
-    if device == "cpu":
-        return "torch.profiler, CPU operators", None
-    nsys = find_nsys()
-    if nsys is None or missing_libraries(nsys):
-        return "torch.profiler (CUPTI)", None
-    return f"nsys {nsys_version(nsys)}", nsys
+class Profiler:
+    """A process that is going to be watched: it gets ready while its asker imports what the analysis needs.
+
+    Args:
+        device: where the captured steps will run.
+    """
+
+    def __init__(self, device: str):
+        self.tool, self.nsys = profiler_here(device)
+        self.temporary = tempfile.TemporaryDirectory(prefix="stepscope-nsys-")
+        self.folder = Path(self.temporary.name)
+        self.process = start_watched(self.folder / "process0", len(PHASES), self.nsys)
 
 
 def analyse(export: Path) -> dict[str, pd.DataFrame]:
     """One capture's tables, after checking that phases, regions and steps each hold every operation once.
 
+    Where only one of the captured steps has its regions named, the others have them from it by place, and it is
+    in none of the tables but ``regions``.
+
     Returns, all times in ns and summed over the captured steps:
         operations: a row for each phase, region, family and name; count, total_ns.
         clocks: a row for each step and phase (see ``trace.phase_clocks``).
-        regions: host_ns and ranges for each phase and region.
+        regions: host_ns and ranges for each phase and region, of so many ``steps``.
         timeline: the first captured step, a row an operation; start_ns counts from the step's start.
 
     Raises:
@@ -61,8 +64,11 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
     """
     operations, ranges = load_trace(export)
     check_conservation(operations, activity_totals(export))
-    clocks = phase_clocks(operations, ranges, ("step", "phase"))
-    region = operations["region"].astype(str)
+    operations, named = carry_regions(operations, ranges)
+    host_times = _host_times(ranges)
+    operations = operations[~operations["step"].isin(named)]
+    clocks = phase_clocks(operations, ranges[~ranges["step"].isin(named)], ("step", "phase"))
+    region = operations["region"]
     for phase, name in UNNAMED.items():
         region = region.where((operations["phase"] != phase) | (region != UNATTRIBUTED), name)
     operations = operations.assign(region=region, phase=operations["phase"].astype(str),
@@ -75,8 +81,11 @@ def analyse(export: Path) -> dict[str, pd.DataFrame]:
             f"{export.name}: the table of operations lost"
             f" {operations['duration_ns'].sum() - summed['total_ns'].sum()} ns"
         )
-    return {"operations": summed, "clocks": clocks.assign(phase=clocks["phase"].astype(str)),
-            "regions": _host_times(ranges), "timeline": _timeline(operations, ranges)}
+    first = clocks.loc[clocks["step"] >= 0, "step"].min()
+    clocks = clocks.assign(phase=clocks["phase"].astype(str),
+                           step=clocks["step"].where(clocks["step"] < 0, clocks["step"] - first))
+    return {"operations": summed, "clocks": clocks, "regions": host_times,
+            "timeline": _timeline(operations, ranges, first)}
 
 
 def _host_times(ranges: pd.DataFrame) -> pd.DataFrame:
@@ -91,81 +100,98 @@ def _host_times(ranges: pd.DataFrame) -> pd.DataFrame:
         region=joined["name"].astype(str),
         host_ns=joined["end_ns"] - joined["start_ns"],
     )
-    return joined.groupby(["phase", "region"])["host_ns"].agg(ranges="size", host_ns="sum").reset_index()
+    table = joined.groupby(["phase", "region"])["host_ns"].agg(ranges="size", host_ns="sum").reset_index()
+    return table.assign(steps=ranges.loc[(ranges["role"] == "region") & (ranges["step"] >= 0), "step"].nunique())
 
 
-def _timeline(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
-    first = operations[operations["step"] == 0]
-    begin = ranges.loc[(ranges["role"] == "step") & (ranges["step"] == 0), "start_ns"].min()
+def _timeline(operations: pd.DataFrame, ranges: pd.DataFrame, step: int) -> pd.DataFrame:
+    first = operations[operations["step"] == step]
+    begin = ranges.loc[(ranges["role"] == "step") & (ranges["step"] == step), "start_ns"].min()
     launch = first["launch_start_ns"].astype("Int64") - begin
     return first.assign(start_ns=first["start_ns"] - begin, launch_ns=launch)[
         ["phase", "region", "family", "start_ns", "duration_ns", "launch_ns"]].reset_index(drop=True)
 
 
-def profile_run(config: Config, kept: Path | None) -> tuple[dict[str, pd.DataFrame], list[Path], dict]:
+def profile_run(config: Config, kept: Path | None,
+                profiler: Profiler | None = None) -> tuple[dict[str, pd.DataFrame], list[Path], dict]:
     """Capture every mode of a configuration and make its tables.
 
     Args:
         kept: where nsys's own reports (CSV) are kept; None keeps none.
+        profiler: one that was started before; it is used up.
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
         files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is
             left out, and ``statuses`` says why.
-        results: tool, and the number of profiles by status.
+        results: tool, the number of profiles by status, which implementation of attention ran, and the
+            seconds that the watched process and the analysis took.
 
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
     """
-    tool, nsys = profiler_here(config.device)
-    with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as temporary:
-        captures = capture([config.step(mode=mode) for mode in PHASES], Path(temporary), nsys)
-        with ThreadPoolExecutor() as pool:  # nsys stats is a process of its own for each capture
-            exports = list(pool.map(lambda item: _export(item, nsys), captures))
-        tables: dict[str, list[pd.DataFrame]] = {}
-        files: list[Path] = []
-        for item, export in zip(captures, exports):
-            outcome = item.outcome
-            made = {"statuses": pd.DataFrame([{"status": outcome["status"], "cause": outcome.get("cause")}])}
-            if export:
-                walls = [(which, i, ms) for which in ("before", "within") for i,
-                         ms in enumerate(outcome[f"{which}_ms"])]
-                made |= analyse(export) | {"walls": pd.DataFrame(walls,
-                                                                 columns=["capture", "step", "wall_ms"])}
-                reports, errors = load_reports(export.parent, export.stem, REPORTS) if nsys else ({}, [])
-                _same_total(made["operations"], reports, export.name)
-                made["statuses"]["left_out"] = "; ".join(map(str, errors)).replace(f"{export.parent}/",
-                                                                                   "") or None
-                files += _keep(export, kept, reports, config.keep_export) if kept else []
-            for name, table in made.items():
-                tables.setdefault(name, []).append(table.assign(mode=item.config.mode))
+    profiler = profiler or Profiler(config.device)
+    nsys, started = profiler.nsys, time.perf_counter()
+    with profiler.temporary:
+        captures = capture([config.step(mode=mode) for mode in PHASES], profiler.folder, nsys, profiler.process)
+        watched = time.perf_counter()
+        with ThreadPoolExecutor() as pool:  # an export and each report are processes of their own
+            made = list(pool.map(lambda item: _tables(item, nsys), captures))
+        files = [file for item, (_, export, reports) in zip(captures, made) if kept and export
+                 for file in _keep(export, kept, reports, config.keep_export)]
+    tables = {name: pd.concat([parts[name].assign(mode=item.config.mode)
+                               for item, (parts, _, _) in zip(captures, made) if name in parts], ignore_index=True)
+              for name in dict.fromkeys(name for parts, _, _ in made for name in parts)}
     statuses = [item.outcome["status"] for item in captures]
-    results = {"tool": tool} | {f"{status}_profiles": statuses.count(status)
-                                for status in ("captured", "oom", "crashed")}
-    return {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}, files, results
+    results = {"tool": profiler.tool} | {f"{status}_profiles": statuses.count(status)
+                                         for status in ("captured", "oom", "crashed")}
+    if "operations" in tables:
+        results["attention_implementation"] = attention_implementation(config, tables["operations"])
+    return tables, files, results | {"watched_s": round(watched - started, 3),
+                                     "analysis_s": round(time.perf_counter() - watched, 3)}
 
 
-def _export(item: Capture, nsys: Path | None) -> Path | None:
-    """The event-level export of a capture, ``<mode>.sqlite``; under nsys its reports beside it."""
+def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
+    """Which implementation of attention ran, by its kernels: "written out" where the model does it in parts."""
+    if config.attention == "eager":
+        return WRITTEN_OUT
+    return implementation(operations["name"].unique()) or MATH
+
+
+def _tables(item: Capture, nsys: Path | None) -> tuple[dict[str, pd.DataFrame], Path | None, dict]:
+    """One capture's tables, its event-level export ``<mode>.sqlite``, and those of nsys's reports beside it
+    that can be used."""
+    outcome = item.outcome
+    status = {"status": outcome["status"], "cause": outcome.get("cause")}
     if item.file is None:
-        return None
+        return {"statuses": pd.DataFrame([status])}, None, {}
     mode, folder = item.config.mode, item.file.parent
-    export = folder / f"{mode}.sqlite"
+    export, reports, errors = folder / f"{mode}.sqlite", {}, []
     if nsys:
-        return make_reports(nsys, item.file, folder, mode).rename(export)
-    convert(item.file, export)
-    return export
+        export = make_reports(nsys, item.file, folder, mode)
+        reports, errors = load_reports(folder, mode, REPORTS)
+        _same_total(activity_totals(export), reports, export.name)
+    else:
+        convert(item.file, export)
+    tables = analyse(export)
+    operations = tables["operations"]
+    status |= {"left_out": "; ".join(map(str, errors)).replace(f"{folder}/", "") or None,
+               "unmatched": int(operations.loc[operations["region"] == UNMATCHED, "count"].sum())}
+    return tables | {"statuses": pd.DataFrame([status]),
+                     "walls": pd.DataFrame(outcome["walls"], columns=WALLS)}, export, reports
 
 
-def _same_total(operations: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
-    """Our totals against nsys's own, as far as its reports could be used: kernels, and copies and fills."""
-    is_memory = operations["family"] == "memory"
-    for report, rows in (("cuda_gpu_kern_sum", operations[~is_memory]),
-                        ("cuda_gpu_mem_time_sum", operations[is_memory])):
-        if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != rows["total_ns"].sum():
+def _same_total(totals: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
+    """What was accounted for against nsys's own totals, as far as its reports could be used.
+
+    Args:
+        totals: as activity_totals returns them, to which all operations have been added up.
+    """
+    for report, kinds in (("cuda_gpu_kern_sum", ["kernel"]), ("cuda_gpu_mem_time_sum", ["memcpy", "memset"])):
+        ours = totals.loc[kinds, "duration_ns"].sum()
+        if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != ours:
             raise ConservationError(
-                f"{name}: operations sum to {rows['total_ns'].sum()} ns,"
-                f" and nsys's own {report} to {theirs} ns"
+                f"{name}: operations sum to {ours} ns, and nsys's own {report} to {theirs} ns"
             )
 
 
@@ -179,6 +205,24 @@ def _keep(export: Path, folder: Path, reports: Iterable[str], keep_export: bool)
         scrub(export, folder / export.name)
         files.append(folder / export.name)
     return files
+
+
+def captured_steps(clocks: pd.DataFrame, mode: str) -> int:
+    """How many captured steps of a mode are in the tables of one run."""
+    return clocks.loc[(clocks["mode"] == mode) & (clocks["step"] >= 0), "step"].nunique()
+
+
+def states(walls: pd.DataFrame) -> pd.DataFrame:
+    """Median ms of each mode's steps and phases: plain, annotated, named, captured; the steps of each; and the
+    annotated and captured ones over plain.
+    """
+    timed = walls[walls["capture"] != "warm-up"]
+    keys = [*_run_columns(walls), "mode", "phase"]
+    kinds = [kind for kind in ("plain", "annotated", "named", "captured") if kind in set(timed["capture"])]
+    values = timed.pivot_table(index=keys, columns="capture", values="time_ms", aggfunc=["median", "size"], sort=False)
+    table = values["median"][kinds].add_suffix("_ms").join(values["size"][kinds].add_suffix("_steps"))
+    ratios = {f"{kind}_over_plain": table[f"{kind}_ms"] / table["plain_ms"] for kind in kinds if kind != "plain"}
+    return (table.assign(**ratios) if "plain" in kinds else table).reset_index()
 
 
 def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
@@ -195,8 +239,9 @@ def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_family(operations: pd.DataFrame) -> pd.DataFrame:
-    """Share of operations' time by family, for each mode and phase, and (phase ``all``) for each mode."""
-    run = _run_columns(operations)
+    """Share of operations' time by family, for each mode and phase, and (phase ``all``) for each mode.
+    Softmax is told by whose it is (see ``families.parts``)."""
+    run, operations = _run_columns(operations), operations.assign(family=parts(operations))
     both = pd.concat([operations, operations.assign(phase="all")])
     time = both.groupby([*run, "mode", "phase", "family"])["total_ns"].sum()
     return (time / time.groupby([*run, "mode", "phase"]).transform("sum")).rename("share").reset_index()
@@ -232,12 +277,13 @@ def _run_columns(table: pd.DataFrame) -> list[str]:
     return ["run_id"] if "run_id" in table else []
 
 
-def reading(tables: dict[str, pd.DataFrame], steps: int) -> str:
+def reading(tables: dict[str, pd.DataFrame]) -> str:
     """What one run says, in a sentence or two of markdown."""
     captured = tables["statuses"].set_index("mode")["status"]
     text = "; ".join(f"{mode}: {status}" for mode, status in captured.items() if status != "captured")
     if "operations" not in tables or "forward" not in set(tables["operations"]["mode"]):
         return text or "Nothing was captured."
+    steps = captured_steps(tables["clocks"], "forward")
     top = top_kernels(tables["operations"], steps, "forward", "forward", 1).iloc[0]
     clocks = three_clocks(tables["clocks"]).set_index(["mode", "phase"]).loc[("forward", "forward")]
     return (

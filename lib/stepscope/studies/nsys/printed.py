@@ -17,30 +17,41 @@ def by_profile(table: pd.DataFrame) -> pd.DataFrame:
 
 def clocks(facts: dict) -> pd.DataFrame:
     """A row for each profile: forward alone by every clock."""
-    columns = {"unprofiled_ms": "wall, unprofiled", "profiled_ms": "wall, profiled", "host_ms": "host range",
-               "projected_ms": "on the device", "operations_ms": "operations", "gap_ms": "gaps"}
+    columns = {"unprofiled_ms": "wall, plain", "profiled_ms": "wall, captured", "host_ms": "host range",
+               "projected_ms": "on the device", "operations_ms": "operations"}
     forward = facts["by_clock"].set_index(PROFILE)
     table = forward[list(columns)].map(number).rename(columns=columns)
-    table["number of gaps"] = forward["gaps"].map("{:.0f}".format)
-    table["busy"] = forward["busy_share"].map(percent)
+    table["captured passes differ by"] = [share(value) for value in forward["spread"]]
+    table["busy"] = [share(value) for value in forward["busy_share"]]
     return by_profile(table)
 
 
+def share(value: float) -> str:
+    """A share in percent; a dash where it is not known."""
+    return "–" if pd.isna(value) else percent(value, 1 if value < 0.1 else 0)
+
+
 def slowdowns(facts: dict) -> pd.DataFrame:
-    """Profiles down, modes across."""
-    return by_profile(facts["slowdowns"].map(lambda ratio: number(ratio, 4)).rename(columns=MODE_WORDS))
+    """Profiles down, modes across: plain, annotated and captured wall time of a step."""
+    wide = facts["slowdowns"]
+    cells = {MODE_WORDS[mode]: [" / ".join(number(row[kind, mode]) for kind in
+                                           ("plain", "annotated", "captured"))
+                                for _, row in wide.iterrows()] for mode in MODE_WORDS}
+    return by_profile(pd.DataFrame(cells, index=wide.index))
 
 
 def phases(facts: dict) -> pd.DataFrame:
     """A row for each profile and phase of a full step."""
-    columns = {"size": "size", "context_length": "context", "phase": "phase", "host_ms": "host range",
-               "projected_ms": "on the device", "operations_ms": "sum of operations", "busy": "busy",
-               "gap_ms": "gaps", "gaps": "number of gaps", "operations": "operations"}
-    table = facts["by_phase"].assign(busy=lambda rows: rows["busy_share"].map(percent))
-    for column in ("host_ms", "projected_ms", "operations_ms", "gap_ms"):
+    columns = {"size": "size", "context_length": "context", "phase": "phase", "plain_ms": "plain, on the GPU",
+               "back_to_back_ms": "back to back", "operations_ms": "operations", "busy": "busy",
+               "host_ms": "host range, captured", "projected_ms": "on the GPU, captured",
+               "differ": "captured steps differ by", "pending": "launches pending", "waits": "who waits"}
+    rows = facts["by_phase"]
+    table = rows.assign(busy=[share(value) for value in rows["busy_share"]],
+                        differ=[share(value) for value in rows["spread"]],
+                        pending=["–" if pd.isna(n) else f"{n:.0f}" for n in rows["deepest"]])
+    for column in ("plain_ms", "back_to_back_ms", "host_ms", "projected_ms", "operations_ms"):
         table[column] = table[column].map(number)
-    for column in ("gaps", "operations"):
-        table[column] = table[column].map("{:.0f}".format)
     return table[list(columns)].rename(columns=columns)
 
 
@@ -52,6 +63,12 @@ def first_kernels(facts: dict) -> pd.DataFrame:
         "first in fwd + bwd": ("–" if pd.isna(row.kernel_both) else "same" if row.same
                                else code(row.kernel_both)),
     } for row in facts["first"].itertuples(index=False)])
+
+
+def names(facts: dict) -> pd.DataFrame:
+    """The whole names of the reference's first kernels, as a profiler prints and a search finds them."""
+    return pd.DataFrame({"kernel": [code(short) for short in facts["names"]],
+                         "whole name": [code(name) for name in facts["names"].values()]})
 
 
 def kernels(facts: dict) -> pd.DataFrame:
@@ -81,26 +98,31 @@ def softmax(facts: dict) -> pd.DataFrame:
     return by_profile(pd.DataFrame({
         "softmax (ms)": parts["softmax_ms"].map(number), "QK^T and PV (ms)": parts["products_ms"].map(number),
         "time ratio": parts["time_ratio"].map(number),
+        "with projections": parts["projected_ratio"].map(number),
         "FLOPs ratio": parts["flops_ratio"].map(lambda share: percent(share, 1)),
         "bytes ratio": parts["bytes_ratio"].map(number), "softmax TB/s": parts["softmax_tbs"].map(number),
         "products TFLOP/s": parts["products_tflops"].map(number)}))
 
 
+def by_operation(facts: dict) -> pd.DataFrame | None:
+    """Profiles down, softmax's operations across: each one's bytes a second over a large copy's."""
+    rates = facts["rates"]
+    if rates is None:
+        return None
+    table = rates.assign(cell=rates["of_copy"].map(percent)).pivot(index=PROFILE, columns="operation",
+                                                                   values="cell")
+    order = [part["operation"] for part in facts["operations"]]
+    return by_profile(table[order].fillna("–"))
+
+
 def regions(facts: dict) -> pd.DataFrame:
-    """The reference's regions, longest first, under the measured ceilings."""
+    """The reference's regions, longest first, each beside its floor."""
     rows = facts["regions"]
-    return pd.DataFrame(
-        {
-            "region": rows["region"],
-            "ms a pass": rows["time_ms"].map(number),
-            "share": rows["share"].map(percent),
-            "TFLOP/s": rows["tflops"].map(number),
-            "of fp32 product": rows["of_arithmetic"].map(percent),
-            "TB/s": rows["tbs"].map(number),
-            "of copy": rows["of_memory"].map(percent),
-            "FLOP/byte": rows["intensity"].map(number),
-        }
-    )
+    return pd.DataFrame({
+        "region": rows["region"], "ms a pass": rows["time_ms"].map(number), "share": rows["share"].map(percent),
+        "floor (ms)": rows["floor_ms"].map(number), "floor / time": rows["of_floor"].map(percent),
+        "TFLOP/s": rows["tflops"].map(number), "TB/s": rows["tbs"].map(number),
+        "FLOP/byte": rows["intensity"].map(number)})
 
 
 def rules(facts: dict) -> pd.DataFrame:
