@@ -101,20 +101,19 @@ def portable(snapshot: dict) -> bytes:
     Of each stack it has the frames of this package and of installed ones, their files named as
     ``stepscope/...`` and ``torch/...``; no other text is an absolute path. Equal stacks are stored once.
     """
-    known: dict[tuple, list | dict] = {}
+    places: dict[tuple, dict] = {}
+    stacks: dict[tuple, list[dict]] = {}
 
     def frame(one: dict) -> dict | None:
         found = PLACE.search(one.get("filename", ""))
         if not found:
             return None
         place = found[1] or found[2], one.get("line", 0), one.get("name", "")
-        if place not in known:
-            known[place] = dict(zip(("filename", "line", "name"), place))
-        return known[place]
+        return places.setdefault(place, dict(zip(("filename", "line", "name"), place)))
 
     def stack(frames: list[dict]) -> list[dict]:
         kept = [one for each in frames if (one := frame(each)) is not None]
-        return known.setdefault(("stack", *map(id, kept)), kept)  # type: ignore[return-value]
+        return stacks.setdefault(tuple(map(id, kept)), kept)
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
