@@ -1,4 +1,5 @@
 """What other reports claim from their profiles, beside the same quantity here, and why it is off."""
+import math
 import re
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
         for claim in report.claims:
             profiles = [one for key, one in measured.items()
                         if claim.size is None or key == (claim.size, claim.context_length)]
-            here = [value for one in profiles if (value := MEASURES[claim.measure](one, claim)) is not None]
+            here = [value for one in profiles if pd.notna(value := MEASURES[claim.measure](one, claim))]
             if here:
                 why = REASONS[claim.reason](claim, profiles) if claim.reason else {}
                 rows.append({"report": report.name, "claim": claim, "theirs": claim.theirs, "low": min(here),
@@ -60,7 +61,7 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     return {"claims": table.to_dict("records"), "places": counts(table), "runs": runs_of(operations)}
 
 
-# What is measured: a number of one profile, None where it has none
+# What is measured: a number of one profile, NaN where it has none
 
 def chosen(profile: Profile, of: Of) -> pd.DataFrame:
     """The operations that ``of`` describes."""
@@ -71,23 +72,22 @@ def chosen(profile: Profile, of: Of) -> pd.DataFrame:
     return rows if of.kernel is None else rows[rows["name"].str.contains(of.kernel, regex=False)]
 
 
-def time_ratio(profile: Profile, of: Of, to: Of = FORWARD) -> float | None:
-    """The device's time in some operations over that in others; None where there are none of these."""
+def time_ratio(profile: Profile, of: Of, to: Of = FORWARD) -> float:
+    """The device's time in some operations over that in others; NaN where there are none of these."""
     whole = chosen(profile, to)["total_ns"].sum()
-    return chosen(profile, of)["total_ns"].sum() / whole if whole else None
+    return chosen(profile, of)["total_ns"].sum() / whole if whole else math.nan
 
 
-def share(profile: Profile, claim: Claim) -> float | None:
+def share(profile: Profile, claim: Claim) -> float:
     """Of the time in what ``to`` describes (without it, in the whole mode and phase) that in ``of``."""
     return time_ratio(profile, claim.of, claim.to or claim.of.whole)
 
 
-def change(profile: Profile, claim: Claim) -> float | None:
+def change(profile: Profile, claim: Claim) -> float:
     """Percentage points by which the products' share of the full step differs from that of forward alone."""
-    forward = time_ratio(profile, PRODUCTS)
     step = Of(mode="step", phase=None)
     of_step = time_ratio(profile, step.model_copy(update={"family": MATMUL}), step)
-    return None if forward is None or of_step is None else (of_step - forward) * 100
+    return (of_step - time_ratio(profile, PRODUCTS)) * 100
 
 
 def kernels(profile: Profile) -> pd.DataFrame:
@@ -98,22 +98,21 @@ def kernels(profile: Profile) -> pd.DataFrame:
                          "launches": table["count"] / rows["steps"].max()})
 
 
-def first_share(profile: Profile, claim: Claim) -> float | None:
-    return next(iter(kernels(profile)["share"]), None)
+def first_share(profile: Profile, claim: Claim) -> float:
+    return next(iter(kernels(profile)["share"]), math.nan)
 
 
-def first_launches(profile: Profile, claim: Claim) -> float | None:
-    return next(iter(kernels(profile)["launches"]), None)
+def first_launches(profile: Profile, claim: Claim) -> float:
+    return next(iter(kernels(profile)["launches"]), math.nan)
 
 
-def device_over_wall(profile: Profile, claim: Claim) -> float | None:
+def device_over_wall(profile: Profile, claim: Claim) -> float:
     """Forward on the device, from its first operation to its last one's end in the profile, over the pass's
     wall time without a profiler (medians)."""
     if profile.clocks.empty or profile.times.empty:
-        return None
+        return math.nan
     device_ns = pick(profile.clocks, mode="forward", phase="forward")["projected_ns"].median()
-    ratio = device_ns / 1e6 / pick(profile.times, mode="forward", phase=WHOLE)["median_ms"].median()
-    return None if pd.isna(ratio) else ratio
+    return device_ns / 1e6 / pick(profile.times, mode="forward", phase=WHOLE)["median_ms"].median()
 
 
 def scores_gflop(profile: Profile, claim: Claim) -> float:
@@ -177,7 +176,7 @@ def rest_of_forward(claim: Claim, profiles: list[Profile]) -> dict:
 
 def all_products(claim: Claim, profiles: list[Profile]) -> dict:
     """Attention's two products as a share of forward here, and all of forward's products."""
-    return {"printed": claim.values["share"], "inside": time_ratio(profiles[0], claim.to),
+    return {"printed": claim.values["share"], "inside": time_ratio(profiles[0], claim.to or FORWARD),
             "all": time_ratio(profiles[0], PRODUCTS)}
 
 
@@ -190,11 +189,11 @@ def as_written(claim: Claim, profiles: list[Profile]) -> dict:
 def host_ranges(claim: Claim, profiles: list[Profile]) -> dict:
     """The same ratio by the host's ranges, which end when the launches are made: the least and the most over
     the profiles; None without ranges."""
-    found = []
+    found, whole = [], (claim.to or FORWARD).regions
     for ranges in (forward_of(one.regions) for one in profiles if len(one.regions)):
-        part, whole = (ranges.loc[ranges["region"].isin(of.regions), "host_ns"].sum()
-                       for of in (claim.of, claim.to))
-        found.append(part / whole)
+        part_ns, whole_ns = (ranges.loc[ranges["region"].isin(regions), "host_ns"].sum()
+                             for regions in (claim.of.regions, whole))
+        found.append(part_ns / whole_ns)
     return {"low": min(found, default=None), "high": max(found, default=None)}
 
 

@@ -1,4 +1,5 @@
 """The profiling study's tables as they are printed."""
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE
 
 REASONS = Path(__file__).parent / "words" / "reasons"
-CLAIM_FORMATS = {"change": points, "first_launches": plain, "first_share": partial(percent, decimals=1)}
+CLAIM_FORMATS: dict[str, Callable[[float], str]] = {
+    "change": points, "first_launches": plain, "first_share": partial(percent, decimals=1)}
 
 
 def by_profile(table: pd.DataFrame) -> pd.DataFrame:
