@@ -45,8 +45,8 @@ def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
     A phase counts when the GPU is done with it less than 10% of its time after the host has enqueued it: the
     GPU kept up with the host. A host that is nearly as slow and makes no one wait looks the same, so that
     ``traces.waits`` decides wherever there is a capture of the same work. (That the host was busy enqueuing
-    all the while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that queue, a
-    thousand launches, still to do.)
+    all the while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that
+    queue, a thousand launches, still to do.)
     """
     bound = (times["trailing_ms"] < LAUNCH_BOUND * times["median_ms"]).astype(float)
     phases = times["phase"] != WHOLE

@@ -202,7 +202,8 @@ def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataF
             "all_gpu": int((long["waits"] == GPU).sum()), "all_full": int((long["waits"] == HOST).sum()),
             "spread": long["spread"] if long["spread"].notna().any() else None,
             "backward": backward_over_forward(operations) if len(operations) else None,
-            "on_gpu": "cuda" in set(clocks["device"]), "apart": APART, "by_phase": table, "runs": runs_of(table)}
+            "on_gpu": "cuda" in set(clocks["device"]), "apart": APART, "by_phase": table,
+            "runs": runs_of(table)}
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:
