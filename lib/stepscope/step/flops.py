@@ -81,7 +81,8 @@ def forward_work(config: StepConfig) -> list[Work]:
     head = hidden + config.d_model * config.vocab_size + logits
     once = [*_norm(hidden), ("embedding", "gather", 0, 2 * hidden),
             ("head", "product", forward_flops(config)["head"], head)]
-    return work + [Work(region, operation, products, 4 * floats) for region, operation, products, floats in once]
+    return work + [Work(region, operation, products, 4 * floats)
+                   for region, operation, products, floats in once]
 
 
 def _norm(hidden: int) -> list[tuple[str, str, int, int]]:
@@ -99,8 +100,8 @@ def forward_bytes(config: StepConfig) -> dict[str, int]:
 
 
 def forward_floors_ms(config: StepConfig, tflops: float, tbs: float) -> dict[str, float]:
-    """The least time of each region in one forward pass: the sum over its operations of what takes longer, its
-    FLOPs at the rate of products (TFLOP/s) or its bytes at that of a copy (TB/s, both directions counted)."""
+    """The least time of each region in one forward pass: the sum over its operations of what takes longer,
+    its FLOPs at the rate of products (TFLOP/s) or its bytes at that of a copy (TB/s, both directions)."""
     found: dict[str, float] = {}
     for work in forward_work(config):
         least = max(work.flops / tflops, work.bytes / tbs) / 1e9

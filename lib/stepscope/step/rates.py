@@ -14,8 +14,8 @@ LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch 
 
 
 def data_sheet(device_name: str) -> dict[str, Any]:
-    """What a GPU's data sheet says: TFLOP/s without sparsity by precision, ``tb_s`` of its memory, ``source``;
-    empty for one that is not listed."""
+    """What a GPU's data sheet says: TFLOP/s without sparsity by precision, ``tb_s`` of its memory, and its
+    ``source``; empty for a GPU that is not listed."""
     sheets = load_yaml(Path(__file__).parent / "data_sheets.yaml")
     return next((sheet for sheet in sheets if all(word in device_name for word in sheet["words"])), {})
 
@@ -44,9 +44,9 @@ def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
 
     A phase counts when the GPU is done with it less than 10% of its time after the host has enqueued it: the
     GPU kept up with the host. A host that is nearly as slow and makes no one wait looks the same, so that
-    ``traces.waits`` decides wherever there is a capture of the same work. (That the host was busy enqueuing all the
-    while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that queue, a
-    thousand launches, still to do.)
+    ``traces.waits`` decides wherever there is a capture of the same work. (That the host was busy enqueuing
+    all the while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that
+    queue, a thousand launches, still to do.)
     """
     bound = (times["trailing_ms"] < LAUNCH_BOUND * times["median_ms"]).astype(float)
     phases = times["phase"] != WHOLE

@@ -15,6 +15,7 @@ PROFILE = ["size", "context_length"]
 NONTRIVIAL = 0.02  # of the time of forward's operations
 SPOKEN_OF = 0.005  # of a phase's time: a family below is not listed
 AGREE = 0.02       # two clocks this close agree
+UNCUT = 120        # characters: a name that is not cut can be searched for
 FEWEST = 2         # steps that make a median
 APART = 0.1        # a clock that shows this much less shows something else
 
@@ -70,7 +71,8 @@ def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFram
     ``waits.who_waits``).
 
     ``plain_ms`` is the GPU time of the phase in the plain steps of the same process, or, where it ran none,
-    in the benchmark's run of the same configuration; NaN where there is neither.
+    in the benchmark's run of the same configuration; NaN where there is neither. On a CPU, whose host does
+    the work itself and is slowed by the profiler, nothing is said.
     """
     rows = matrix(phases).astype({"size": str})
     keys = [*PROFILE, "mode", "phase"]
@@ -80,7 +82,8 @@ def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFram
         timed = benchmark[[*keys, "median_ms"]].drop_duplicates(keys)
         rows = rows.merge(timed, on=keys, how="left")
         rows = rows.assign(plain_ms=rows["plain_ms"].fillna(rows.pop("median_ms")))
-    return by_size(who_waits(rows))
+    rows = who_waits(rows.assign(plain_ms=rows["plain_ms"].where(rows["device"] != "cpu")))
+    return by_size(rows)
 
 
 def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame,
@@ -134,8 +137,9 @@ def without_profiler(rows: pd.Series) -> dict:
 def cost_of_profiling(table: pd.DataFrame) -> dict:
     """Steps of which a plain time is known (``compared``): how many times as long they take ``annotated``
     (over plain), ``captured`` (over annotated), and both (``together``), each with its median, the largest
-    (``most``, with its own ms) and how many are slower by over ``nearly``; None where not measured. In ``matched`` of ``passes`` forward passes the device's
-    time under the profiler is the plain one, and ``mismatches`` are the others."""
+    (``most``, with its own ms) and how many are slower by over ``nearly``; None where not measured. In
+    ``matched`` of ``passes`` forward passes the device's time under the profiler is the plain one, and
+    ``mismatches`` are the others."""
     rows = table[table["unprofiled_ms"].notna()]
     forward = rows[rows["mode"] == "forward"]
     off = forward["projected_ms"] / forward["unprofiled_ms"] - 1
@@ -198,7 +202,8 @@ def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataF
             "all_gpu": int((long["waits"] == GPU).sum()), "all_full": int((long["waits"] == HOST).sum()),
             "spread": long["spread"] if long["spread"].notna().any() else None,
             "backward": backward_over_forward(operations) if len(operations) else None,
-            "apart": APART, "by_phase": table, "runs": runs_of(table)}
+            "on_gpu": "cuda" in set(clocks["device"]), "apart": APART, "by_phase": table,
+            "runs": runs_of(table)}
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:
@@ -227,7 +232,7 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
     first, first_both = (table.drop_duplicates("run_id").set_index(PROFILE) for table in (forward, both))
     size, context = reference(forward)
     rows = first.loc[(size, context)]
-    names = short_names(pd.unique(pd.concat([first["name"], first_both["name"]])), 70)
+    names = short_names(pd.unique(pd.concat([first["name"], first_both["name"]])), UNCUT)
     beside = first.join(first_both[["name", "share"]].rename(columns="{}_both".format))
     beside = beside.assign(same=beside["name_both"] == beside["name"], kernel=beside["name"].map(names),
                            kernel_both=beside["name_both"].map(names))
@@ -259,7 +264,7 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     ``families`` are those of the reference with their shares, ``kernels`` its kernels with more than
     ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference, ``most`` the profile
     where it is largest; ``shares`` has a column a family, in which attention's softmax is one (see
-    ``families.parts``), and ``softmax_shares`` is that one over all profiles.
+    ``families.shown_family``), and ``softmax_shares`` is that one over all profiles.
     """
     kernels = per_kernel(operations, "forward", "forward")
     if kernels.empty:
@@ -269,7 +274,7 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     kernels = kernels[kernels["share"] > NONTRIVIAL]
     rows = pick(operations, mode="forward", phase="forward")
     regions = rows.groupby(["run_id", "name"])["region"].unique().map(sorted)
-    names = short_names(pd.unique(kernels["name"]), 80)
+    names = short_names(pd.unique(kernels["name"]), UNCUT)
     kernels = kernels.assign(kernel=kernels["name"].map(names), regions=[
         regions[row.run_id, row.name] for row in kernels[["run_id", "name"]].itertuples(index=False)])
     shares = pick(by_family(rows), phase="forward").merge(_runs(operations), on="run_id")
@@ -281,6 +286,7 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     return {"size": size, "context": context, "rest_share": rest[(size, context)],
             "families": [{"family": family, "share": share}
                          for family, share in families.items() if share > SPOKEN_OF],
+            "names": dict(zip(kernels["kernel"], kernels["name"], strict=True)),
             "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest,
             "softmax_shares": _share(rows, rows["region"] == "attention.softmax"),
             "most": dict(zip(("size", "context"), rest.idxmax(), strict=True)),

@@ -71,13 +71,15 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
 
     In ``slower`` of ``profiles`` softmax takes longer. ``operations`` says of each of softmax's five how its
     bytes a second compare with a large copy's (``own`` of the reference, ``share`` from context 512 on, or of
-    all where there are only shorter ones), None where no copy was measured.
+    all where there are only shorter ones), None where no copy was measured, or on a CPU, whose operators call
+    others.
     """
     parts = attention_parts(operations)
     if parts.empty:
         return None
     size, context = reference(forward_of(operations))
-    rates = softmax_rates(operations, rates_by_profile(ceilings, times))
+    on_gpu = operations[operations["device"] == "cuda"]
+    rates = softmax_rates(on_gpu, rates_by_profile(ceilings, times))
     each = by_operation(rates, size, context) if len(rates) else None
     return {"size": size, "context": context, "own": parts.loc[(size, context)].to_dict(),
             "slower": int((parts["time_ratio"] > 1).sum()), "profiles": len(parts),
@@ -186,9 +188,9 @@ def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
                            times: pd.DataFrame) -> dict | None:
     """The reference's regions, longest first, each against its floor by operation.
 
-    ``longest`` are the first six; ``furthest`` is, of those with more than ``nontrivial`` of the time, the one
-    that stays furthest from its floor; ``above`` regions are faster than it, since what they read was in the
-    cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in all
+    ``longest`` are the first six; ``furthest`` is, of those with more than ``nontrivial`` of the time, the
+    one that stays furthest from its floor; ``above`` regions are faster than it, since what they read was in
+    the cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in all
     profiles.
     """
     floors = region_floors(operations, ceilings, times)

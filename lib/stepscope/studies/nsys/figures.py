@@ -15,7 +15,7 @@ from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_st
 from stepscope.studies.nsys.facts import clocks_beside
 from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
-from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, parts
+from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, shown_family
 
 FAMILY_COLORS = {
     "matrix multiply": "#0072B2", "fused attention": "#56B4E9", ATTENTION_SOFTMAX: "#CC79A7",
@@ -86,7 +86,7 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     if "size" in rows:
         size, context = reference(operations)
         rows, where = pick(rows, size=size, context_length=context), f"{size}, context {context}, {where}"
-    rows = rows.assign(family=parts(rows))
+    rows = rows.assign(family=shown_family(rows))
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.2))
     start, length = rows["start_ns"] / 1e6, rows["duration_ns"] / 1e6

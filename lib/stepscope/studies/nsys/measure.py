@@ -20,7 +20,7 @@ from stepscope.traces.export import (
     load_trace,
     scrub,
 )
-from stepscope.traces.families import OTHER, parts
+from stepscope.traces.families import OTHER, shown_family
 from stepscope.traces.kernel_names import short_names
 from stepscope.traces.named_steps import UNMATCHED, carry_regions
 from stepscope.traces.nsys_program import (
@@ -256,8 +256,8 @@ def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
 
 def by_family(operations: pd.DataFrame) -> pd.DataFrame:
     """Share of operations' time by family, for each mode and phase, and (phase ``all``) for each mode.
-    Softmax is told by whose it is (see ``families.parts``)."""
-    run, operations = _run_columns(operations), operations.assign(family=parts(operations))
+    Softmax is told by whose it is (see ``families.shown_family``)."""
+    run, operations = _run_columns(operations), operations.assign(family=shown_family(operations))
     both = pd.concat([operations, operations.assign(phase="all")])
     time = both.groupby([*run, "mode", "phase", "family"])["total_ns"].sum()
     return (time / time.groupby([*run, "mode", "phase"]).transform("sum")).rename("share").reset_index()

@@ -70,7 +70,7 @@ def first_kernels(facts: dict) -> pd.DataFrame:
 
 
 def names(facts: dict) -> pd.DataFrame:
-    """The whole names of the reference's first kernels, as a profiler prints and a search finds them."""
+    """The whole names of kernels that are spoken of, as a profiler prints and a search finds them."""
     return pd.DataFrame({"kernel": [code(short) for short in facts["names"]],
                          "whole name": [code(name) for name in facts["names"].values()]})
 
@@ -123,7 +123,8 @@ def regions(facts: dict) -> pd.DataFrame:
     """The reference's regions, longest first, each beside its floor."""
     rows = facts["regions"]
     return pd.DataFrame({
-        "region": rows["region"], "ms a pass": rows["time_ms"].map(number), "share": rows["share"].map(percent),
+        "region": rows["region"], "ms a pass": rows["time_ms"].map(number),
+        "share": rows["share"].map(percent),
         "floor (ms)": rows["floor_ms"].map(number), "floor / time": rows["of_floor"].map(percent),
         "TFLOP/s": rows["tflops"].map(number), "TB/s": rows["tbs"].map(number),
         "FLOP/byte": rows["intensity"].map(number)})
