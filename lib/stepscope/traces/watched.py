@@ -92,7 +92,7 @@ class Steps:
 
 
 def warm_enough(warm_ms: list[float], least: int) -> bool:
-    """Whether steps that took so long are a warm-up of at least ``least``; the first one's time tells nothing.
+    """Whether steps that took so long are a warm-up of at least ``least``; the first does not count.
     """
     if len(warm_ms) < least:
         return False

@@ -62,9 +62,9 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
     ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any
-    precision, of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of all
-    of them ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of the
-    eager ones in a low precision ``casts`` has the time of each phase's casts.
+    precision, of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of
+    all of them ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of
+    the eager ones in a low precision ``casts`` has the time of each phase's casts.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
