@@ -7,12 +7,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepscope.config import SIZES, configure
 from stepscope.step import annotate
-from stepscope.step.flops import forward_flops, parameter_count, phase_flops, step_flops
+from stepscope.step.flops import (
+    forward_bytes,
+    forward_floors_ms,
+    forward_flops,
+    parameter_count,
+    phase_flops,
+    step_flops,
+)
 from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
 from stepscope.step.training_step import build_step
 
@@ -272,6 +281,50 @@ def test_flops_by_region_are_those_that_torch_counts():
     assert {name: flops for name, flops in counted.items() if flops} == forward_flops(config)
 
 
+def test_bytes_by_region_are_those_of_torchs_own_operators():
+    """What each operator below autograd reads and writes, but for tables and rows' numbers, which are small."""
+    config = configure("benchmark", **SHAPE | {"d_model": 128, "d_ff": 160, "num_layers": 1, "context_length": 128,
+                                               "batch_size": 8})
+    model, counted, open_regions = TransformerLM(config), {}, []
+
+    class Ranges:
+        def push_range(self, name):
+            open_regions.append(name)
+
+        def pop_range(self):
+            open_regions.pop()
+
+    class Moving(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            tensors, written = ([t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
+                                for tree in ((args, kwargs), found))
+            aliases = {t.untyped_storage().data_ptr() for t in tensors}
+            if not any(t.untyped_storage().data_ptr() in aliases for t in written):
+                floats = [t.numel() for t in (*tensors, *written) if t.dtype == torch.float32]
+                times = 2 if func is torch.ops.aten.masked_fill.Scalar else 1  # copied, then filled in place
+                region = open_regions[-1] if open_regions else "outside"
+                counted[region] = counted.get(region, 0) + 4 * times * sum(floats)
+            return found
+
+    with recording(Ranges()), annotate.annotated(model), torch.no_grad(), Moving():
+        model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
+    formula = forward_bytes(config)
+    assert formula.keys() == counted.keys() - {"outside"} and not counted.get("outside")
+    for region in formula.keys() - {"embedding"}:  # of whose table only some rows are read
+        assert counted[region] == pytest.approx(formula[region], rel=0.06), region
+
+
+def test_a_floor_is_the_slower_of_its_operations_each():
+    config = configure("benchmark", **SHAPE)
+    moved, flops = forward_bytes(config), forward_flops(config)
+    only_bytes, only_flops = (forward_floors_ms(config, *rates) for rates in ((1e30, 1.0), (1.0, 1e30)))
+    assert only_bytes == pytest.approx({region: n / 1e9 for region, n in moved.items()})
+    assert only_flops == pytest.approx({region: flops.get(region, 0) / 1e9 for region in moved})
+    both = forward_floors_ms(config, 1.0, 1.0)
+    assert all(max(only_bytes[r], only_flops[r]) <= both[r] <= only_bytes[r] + only_flops[r] for r in moved)
+
+
 # Annotation
 
 @contextmanager
@@ -325,6 +378,24 @@ def test_annotated_parts_open_ranges_in_the_models_nesting(kind, parts):
                              *leaf("cross_entropy")]
     assert recorder.open == [recorder.tree]
     assert torch.equal(annotated_logits, model(tokens))
+
+
+def test_a_compiled_block_is_one_region_backward_included():
+    model, tokens, targets = wide_model()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model.loss(model(tokens), targets).backward()  # compiled without a range in it
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    with recording(Recorder()) as recorder, annotate.annotated(model) as annotation:
+        loss = model.loss(model(tokens), targets)
+        forward, recorder.tree[:] = list(recorder.tree), []
+        annotation.link_backward()
+        loss.backward()
+    compiled = ["compiled block"] * len(model.blocks)
+    assert forward == leaf("embedding", *compiled, "norm", "head", "cross_entropy")
+    ran = list(dict.fromkeys(name for name, _ in recorder.tree))
+    assert ran == ["cross_entropy", "head", "norm", "compiled block", "embedding"]
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
 
 
 def methods_of(model):

@@ -11,10 +11,11 @@ import pandas as pd
 import pytest
 
 from stepscope.config import configure
-from stepscope.studies.nsys import measure as profiles
-from stepscope.traces import nsys_program as nsys
 from stepscope.runs.store import Store
+from stepscope.step import annotate
+from stepscope.studies.nsys import measure as profiles
 from stepscope.studies.nsys.tables import load
+from stepscope.traces import nsys_program as nsys
 from stepscope.traces import watched
 from stepscope.traces.attention_kernels import implementation
 from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, activity_totals, load_trace
@@ -254,6 +255,42 @@ def test_every_step_is_on_the_clocks_and_plain_and_annotated_take_turns(run_here
     assert len(table) == 2 + 4 + 5 and (table["plain_steps"] == table["annotated_steps"]).all()
     forward = walls[(walls["mode"] == "forward") & (walls["phase"] == "step")].groupby("capture")["time_ms"].median()
     assert table.loc[("forward", "step"), "captured_over_plain"] == forward["captured"] / forward["plain"]
+
+
+class Recorder:
+    """Takes the ranges' place: the names of those that were opened, with how many were open around each."""
+
+    def __init__(self):
+        self.opened, self.depth = [], 0
+
+    def get_event_attributes(self, message):
+        return message
+
+    def push_range(self, name):
+        self.opened.append((self.depth, name))
+        self.depth += 1
+
+    def pop_range(self):
+        self.depth -= 1
+
+
+def test_a_plain_step_opens_no_range_and_an_annotated_one_those_of_its_phases(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(annotate, "_domain", recorder)
+    annotate._attributes.cache_clear()
+    config = configure("benchmark", size="nano", context_length=8, vocab_size=100, device="cpu", mode="step")
+    steps, opened = watched.Steps(config), {}
+    try:
+        for kind, named in (("warm-up", False), ("plain", False), ("annotated", False), ("named", True)):
+            recorder.opened = opened[kind] = []
+            steps.run(kind, named)
+    finally:
+        annotate._attributes.cache_clear()
+    phases = [(0, "step"), *((1, phase) for phase in ("forward", "loss", "backward", "optimizer"))]
+    assert opened["warm-up"] == opened["plain"] == [] and opened["annotated"] == phases and not recorder.depth
+    assert [one for one in opened["named"] if one in phases] == phases
+    within = {name for depth, name in opened["named"] if depth > 1}
+    assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= within
 
 
 class Ticking:

@@ -129,7 +129,7 @@ def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable, str]]:
-    """What to call under a range: the module, its attribute that is to be replaced, what that calls, the region.
+    """What is to run under a range: the module, its attribute to be replaced, what that calls, the region.
 
     What torch.compile made of a module is one region, "compiled" or "compiled block": a range within it would
     change what is compiled.

@@ -1,13 +1,14 @@
 """The regions of captured steps that bear no regions' names, from the captured step that bears them.
 
-Naming every region costs the host time, in backward a hook on each of autograd's nodes. A step launches the same
-operations in the same order each time, so it is enough that one captured step is named: the n-th operation that
-another step launches in a phase has the region of the n-th one there. That the order is the same is not believed:
-kinds and names have to agree throughout, or the phase of that step has no regions.
+Naming every region costs the host time, in backward a hook on each of autograd's nodes. A step launches the
+same operations in the same order each time, so it is enough that one captured step is named: the n-th
+operation that another step launches in a phase has the region of the n-th one there. That the order is the
+same is not believed: kinds and names have to agree throughout, or the phase of that step has no regions.
 """
 import pandas as pd
 
-UNMATCHED = "unmatched"  # an operation of a phase whose operations are not, name by name, those of the named step
+# The region of a phase's operations where they are not, name by name, those of the named step.
+UNMATCHED = "unmatched"
 
 
 def carry_regions(operations: pd.DataFrame, ranges: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
@@ -17,10 +18,10 @@ def carry_regions(operations: pd.DataFrame, ranges: pd.DataFrame) -> tuple[pd.Da
         operations, ranges: as load_trace returns them, of one process.
 
     Returns:
-        operations: as given, with ``region`` as text; in a step without regions' ranges, the region of the operation
-            at the same place of the first step that has some, and :data:`UNMATCHED` where the phase's operations
-            are others.
-        named: the steps with regions' ranges where other steps have none; empty where all steps, or none, have.
+        operations: as given, with ``region`` as text; in a step without regions' ranges, the region of the
+            operation at the same place of the first step that has some, and :data:`UNMATCHED` where the
+            phase's operations are others.
+        named: the steps with regions' ranges where other steps have none; empty where all have, or none has.
     """
     region = operations["region"].astype(str)
     steps = set(ranges.loc[ranges["role"] == "step", "step"])
@@ -30,11 +31,12 @@ def carry_regions(operations: pd.DataFrame, ranges: pd.DataFrame) -> tuple[pd.Da
         return operations.assign(region=region), []
     rows = operations[["step", "phase", "kind", "name", "launch_start_ns", "start_ns"]].assign(region=region)
     rows = rows[rows["step"].isin(steps)].sort_values(["launch_start_ns", "start_ns"])
-    rows = rows.assign(phase=rows["phase"].astype(str), at=rows.groupby(["step", "phase"], observed=True).cumcount())
-    here = rows[rows["step"] == named[0]]
+    place = rows.groupby(["step", "phase"], observed=True).cumcount()
+    rows = rows.assign(phase=rows["phase"].astype(str), place=place).reset_index()
+    here = rows[rows["step"] == named[0]].drop(columns=["step", "index"])
     sizes = here.groupby("phase").size()
-    placed = rows[rows["step"].isin(others)].reset_index().merge(here.drop(columns="step"), on=["phase", "at"],
-                                                                 how="left", suffixes=("", "_named"))
+    placed = rows[rows["step"].isin(others)].merge(here, on=["phase", "place"], how="left",
+                                                   suffixes=("", "_named"))
     same = ((placed["kind"].astype(str) == placed["kind_named"].astype(str))
             & (placed["name"].astype(str) == placed["name_named"].astype(str)))
     phases = placed.assign(same=same).groupby(["step", "phase"])["same"]

@@ -1,10 +1,10 @@
-"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER ASKER`` runs the
-library's own step, plain, annotated and captured.
+"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER ASKER`` runs
+the library's own step, plain, annotated and captured.
 
-It imports what it needs and then waits for ``requests.json`` in FOLDER, a list of configurations, as long as the
-process ASKER lives. Each is warmed up; its plain and annotated steps take turns before and after its capture; and
-its outcome is written at once, so that what ends the process later costs nothing that came before. Under nsys
-a capture is what lies between the calls of cudaProfilerApi; torch.profiler's is left as
+It imports what it needs and then waits for ``requests.json`` in FOLDER, a list of configurations, as long as
+the process ASKER lives. Each is warmed up; its plain and annotated steps take turns before and after its
+capture; and its outcome is written at once, so that what ends the process later costs nothing that came
+before. Under nsys a capture is what lies between the calls of cudaProfilerApi; torch.profiler's is left as
 ``<mode>.trace.json``.
 """
 import gc
@@ -61,8 +61,8 @@ class Steps:
 
     def __init__(self, config: StepConfig):
         self.step, self.clock = build_step(config), PhaseClock(config.device)
-        # kind, place among all steps, number within its kind, phase (``step``: the whole), GPU ms of a phase and
-        # host ms of the whole, ms to enqueue it
+        # kind, place among all steps, number within its kind, phase (``step``: the whole), GPU ms of a phase
+        # and host ms of the whole, ms to enqueue it
         self.walls: list[tuple[str, int, int, str, float, float]] = []
         self.made: Counter[str] = Counter()
 
@@ -92,14 +92,14 @@ class Steps:
 
 
 def profile(config: StepConfig, tool: str, trace: Path) -> dict:
-    """Warm up, then run and capture one configuration's steps; the clocks of every step are in its ``walls``.
+    """Warm up, then run and capture one configuration's steps; every step is on the clocks, in ``walls``.
 
     The warm-up is the configuration's and, of short steps, more of the same; ``timed_steps`` is the most that
-    are captured. Unless steps are long, the first step in the capture is the only one whose regions are named.
+    are captured. Unless steps are long, the first step in the capture is the only one with named regions.
     """
     steps, warm_ms = Steps(config), []
     with out_of_memory_names("warming up"):
-        while len(warm_ms) < config.warmup_steps or 0 < len(warm_ms) < MOST_WARM and sum(warm_ms) < WARM_MS:
+        while len(warm_ms) < config.warmup_steps or (0 < len(warm_ms) < MOST_WARM and sum(warm_ms) < WARM_MS):
             warm_ms.append(steps.run("warm-up"))
     step_ms = max(warm_ms[-1:], default=1.0)
     captured = min(config.timed_steps, max(FEWEST, int(CAPTURED_MS / step_ms)))
@@ -122,10 +122,10 @@ def profile(config: StepConfig, tool: str, trace: Path) -> dict:
 
 
 def asked(folder: Path, asker: int) -> list[dict]:
-    """What is asked for, once it is; nothing if the asker has ended before."""
+    """What is asked for, once it is; nothing if the asker ends, or takes the folder away."""
     requests = folder / REQUESTS
     while not requests.exists():
-        if not lives(asker):
+        if not (folder.exists() and lives(asker)):
             return []
         time.sleep(0.01)
     return json.loads(requests.read_text())
@@ -135,7 +135,8 @@ def main(tool: str, folder: Path, asker: int) -> None:
     (folder / PID).write_text(str(os.getpid()))
     if tool == "torch":
         use_profiler_ranges()
-    from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
+    else:
+        from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
     for values in asked(folder, asker):
         config = StepConfig(**values)
         try:

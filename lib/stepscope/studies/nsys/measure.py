@@ -23,7 +23,14 @@ from stepscope.traces.export import (
 from stepscope.traces.families import OTHER, parts
 from stepscope.traces.kernel_names import short_names
 from stepscope.traces.named_steps import UNMATCHED, carry_regions
-from stepscope.traces.nsys_program import REPORTS, Capture, capture, make_reports, profiler_here, start_watched
+from stepscope.traces.nsys_program import (
+    REPORTS,
+    Capture,
+    capture,
+    make_reports,
+    profiler_here,
+    start_watched,
+)
 from stepscope.traces.nsys_reports import load_reports
 from stepscope.traces.torch_profiler import convert
 
@@ -50,8 +57,8 @@ class Profiler:
 def analyse(export: Path) -> dict[str, pd.DataFrame]:
     """One capture's tables, after checking that phases, regions and steps each hold every operation once.
 
-    Where only one of the captured steps has its regions named, the others have them from it by place, and it is
-    in none of the tables but ``regions``.
+    Where only one of the captured steps has its regions named, the others have them from it by place, and it
+    is in none of the tables but ``regions``.
 
     Returns, all times in ns and summed over the captured steps:
         operations: a row for each phase, region, family and name; count, total_ns.
@@ -101,7 +108,8 @@ def _host_times(ranges: pd.DataFrame) -> pd.DataFrame:
         host_ns=joined["end_ns"] - joined["start_ns"],
     )
     table = joined.groupby(["phase", "region"])["host_ns"].agg(ranges="size", host_ns="sum").reset_index()
-    return table.assign(steps=ranges.loc[(ranges["role"] == "region") & (ranges["step"] >= 0), "step"].nunique())
+    named = ranges[(ranges["role"] == "region") & (ranges["step"] >= 0)]
+    return table.assign(steps=named["step"].nunique())
 
 
 def _timeline(operations: pd.DataFrame, ranges: pd.DataFrame, step: int) -> pd.DataFrame:
@@ -118,7 +126,7 @@ def profile_run(config: Config, kept: Path | None,
 
     Args:
         kept: where nsys's own reports (CSV) are kept; None keeps none.
-        profiler: one that was started before; it is used up.
+        profiler: one that was started before; it is used up, and another one is started where it was already.
 
     Returns:
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
@@ -130,18 +138,22 @@ def profile_run(config: Config, kept: Path | None,
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
     """
-    profiler = profiler or Profiler(config.device)
+    if profiler is None or not profiler.folder.exists():
+        profiler = Profiler(config.device)
     nsys, started = profiler.nsys, time.perf_counter()
     with profiler.temporary:
-        captures = capture([config.step(mode=mode) for mode in PHASES], profiler.folder, nsys, profiler.process)
+        steps = [config.step(mode=mode) for mode in PHASES]
+        captures = capture(steps, profiler.folder, nsys, profiler.process)
         watched = time.perf_counter()
         with ThreadPoolExecutor() as pool:  # an export and each report are processes of their own
             made = list(pool.map(lambda item: _tables(item, nsys), captures))
         files = [file for item, (_, export, reports) in zip(captures, made) if kept and export
                  for file in _keep(export, kept, reports, config.keep_export)]
-    tables = {name: pd.concat([parts[name].assign(mode=item.config.mode)
-                               for item, (parts, _, _) in zip(captures, made) if name in parts], ignore_index=True)
-              for name in dict.fromkeys(name for parts, _, _ in made for name in parts)}
+    found: dict[str, list[pd.DataFrame]] = {}
+    for item, (parts, _, _) in zip(captures, made):
+        for name, table in parts.items():
+            found.setdefault(name, []).append(table.assign(mode=item.config.mode))
+    tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
     statuses = [item.outcome["status"] for item in captures]
     results = {"tool": profiler.tool} | {f"{status}_profiles": statuses.count(status)
                                          for status in ("captured", "oom", "crashed")}
@@ -152,7 +164,7 @@ def profile_run(config: Config, kept: Path | None,
 
 
 def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
-    """Which implementation of attention ran, by its kernels: "written out" where the model does it in parts."""
+    """Which implementation of attention ran, by its kernels: "written out" where the model does the parts."""
     if config.attention == "eager":
         return WRITTEN_OUT
     return implementation(operations["name"].unique()) or MATH
@@ -160,7 +172,8 @@ def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
 
 def _tables(item: Capture, nsys: Path | None) -> tuple[dict[str, pd.DataFrame], Path | None, dict]:
     """One capture's tables, its event-level export ``<mode>.sqlite``, and those of nsys's reports beside it
-    that can be used."""
+    that can be used.
+    """
     outcome = item.outcome
     status = {"status": outcome["status"], "cause": outcome.get("cause")}
     if item.file is None:
@@ -187,7 +200,8 @@ def _same_total(totals: pd.DataFrame, reports: dict[str, pd.DataFrame], name: st
     Args:
         totals: as activity_totals returns them, to which all operations have been added up.
     """
-    for report, kinds in (("cuda_gpu_kern_sum", ["kernel"]), ("cuda_gpu_mem_time_sum", ["memcpy", "memset"])):
+    for report, kinds in (("cuda_gpu_kern_sum", ["kernel"]),
+                          ("cuda_gpu_mem_time_sum", ["memcpy", "memset"])):
         ours = totals.loc[kinds, "duration_ns"].sum()
         if report in reports and (theirs := reports[report]["total_time_ns"].sum()) != ours:
             raise ConservationError(
@@ -213,16 +227,18 @@ def captured_steps(clocks: pd.DataFrame, mode: str) -> int:
 
 
 def states(walls: pd.DataFrame) -> pd.DataFrame:
-    """Median ms of each mode's steps and phases: plain, annotated, named, captured; the steps of each; and the
-    annotated and captured ones over plain.
+    """Median ms of each mode's steps and phases: plain, annotated, named, captured; the steps of each; and
+    the others over plain.
     """
     timed = walls[walls["capture"] != "warm-up"]
     keys = [*_run_columns(walls), "mode", "phase"]
     kinds = [kind for kind in ("plain", "annotated", "named", "captured") if kind in set(timed["capture"])]
-    values = timed.pivot_table(index=keys, columns="capture", values="time_ms", aggfunc=["median", "size"], sort=False)
-    table = values["median"][kinds].add_suffix("_ms").join(values["size"][kinds].add_suffix("_steps"))
-    ratios = {f"{kind}_over_plain": table[f"{kind}_ms"] / table["plain_ms"] for kind in kinds if kind != "plain"}
-    return (table.assign(**ratios) if "plain" in kinds else table).reset_index()
+    times = timed.pivot_table(index=keys, columns="capture", values="time_ms", aggfunc=["median", "size"],
+                              sort=False)
+    table = times["median"][kinds].add_suffix("_ms").join(times["size"][kinds].add_suffix("_steps"))
+    for kind in kinds[1:]:
+        table[f"{kind}_over_plain"] = table[f"{kind}_ms"] / table["plain_ms"]
+    return table.reset_index()
 
 
 def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:

@@ -31,9 +31,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
     if table == TABLES["walls"]:
         rows = _walls(rows)
     runs = runs_frame(records)
-    if "attention_implementation" in runs:
-        runs = runs.assign(attention_implementation=runs["attention_implementation"].fillna("written out"))
-    rows = rows.merge(runs[[*OF_RUN, *({"attention_implementation"} & set(runs))]], on="run_id")
+    known = {"attention_implementation"} & set(runs)  # not of records of before
+    rows = rows.merge(runs[[*OF_RUN, *known]], on="run_id")
     clocks = load_table(store, records, TABLES["clocks"])
     if not clocks.empty:
         steps = clocks[clocks["step"] >= 0].groupby(["run_id", "mode"])["step"].nunique().rename("steps")
@@ -44,8 +43,8 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
 
 
 def _walls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Walls of before had the annotated steps only, as ``before`` and ``within`` the capture, and no phases: the
-    first is taken for warm-up, of the others only the capture was to come."""
+    """Walls of before had annotated steps only, ``before`` and ``within`` the capture, and no phases: the
+    first is taken for warm-up."""
     if "wall_ms" not in rows:
         return rows
     old = rows["wall_ms"].notna()
@@ -62,10 +61,10 @@ def _walls(rows: pd.DataFrame) -> pd.DataFrame:
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The tables of the profiles of the eager model in fp32.
 
-    ``operations_low`` has the operations of those in other precisions; ``operations_fused`` and
-    ``clocks_fused``, in any precision, of those with torch's fused attention or compiled. Of all profiles,
-    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of those in a low
-    precision ``casts`` has the time of each phase's casts.
+    ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any precision,
+    of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of all profiles,
+    ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of the eager ones
+    in a low precision ``casts`` has the time of each phase's casts.
     """
     def is_eager(record: Record) -> bool:
         return record.config["attention"] == "eager" and not record.config["compile"]
@@ -82,8 +81,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
                          for name in ("clocks", "timeline"))
     return tables | {
         "operations_low": lows["operations"], "operations_fused": fuseds["operations"],
-        "clocks_fused": fuseds["clocks"], "phases": phases(clocks, timelines),
-        "casts": casts(lows["operations"])}
+        "phases": phases(clocks, timelines), "casts": casts(lows["operations"])}
 
 
 def phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFrame:
