@@ -26,7 +26,7 @@ from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import build_step, out_of_memory_names
 from stepscope.traces.nsys_program import PID, REQUESTS, lives
 
-WARM_MS, MOST_WARM = 300, 20         # steps that are shorter are warmed up for so long, and so often at most
+WARM_MS, MOST_WARM = 200, 20         # of short steps, so many ms after the first, and so many at most
 CAPTURED_MS, FEWEST = 1000, 3        # captured steps: as many as last so long together, but not fewer
 TURNS_MS, MOST_TURNS = 400, 5        # plain and annotated steps in turns, on either side of the capture
 # Steps so long do not notice the naming of their regions, so all that are annotated are named.
@@ -99,7 +99,8 @@ def profile(config: StepConfig, tool: str, trace: Path) -> dict:
     """
     steps, warm_ms = Steps(config), []
     with out_of_memory_names("warming up"):
-        while len(warm_ms) < config.warmup_steps or (0 < len(warm_ms) < MOST_WARM and sum(warm_ms) < WARM_MS):
+        while len(warm_ms) < config.warmup_steps or (
+                0 < len(warm_ms) < MOST_WARM and sum(warm_ms[1:]) < WARM_MS):
             warm_ms.append(steps.run("warm-up"))
     step_ms = max(warm_ms[-1:], default=1.0)
     captured = min(config.timed_steps, max(FEWEST, int(CAPTURED_MS / step_ms)))
