@@ -1,30 +1,81 @@
-"""A page in the browser of this machine, which leaves nothing behind."""
+"""A page in the browser of this machine, driven by Playwright; it leaves nothing behind."""
 import os
 import shutil
-import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PLACES = ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-           "--enable-logging=stderr", "--dump-dom")
+DESKTOP, PHONE = (1440, 900), (390, 844)  # CSS pixels
 
 
-def opened(page: Path) -> tuple[str, list[str]]:
-    """The page's elements once its scripts have run, and what was said on its console.
+def program() -> str:
+    """The browser of this machine. Without one the test is skipped, but in CI, which installs one, it fails."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing(f"no browser here: none of {', '.join(NAMES)}")
+    return str(found)
 
-    Without a browser the test is skipped.
-    """
-    found = [path for name in NAMES if (path := shutil.which(name))]
-    if not found:
-        pytest.skip(f"no browser here: none of {', '.join(NAMES)}")
-    # Not in a test's folder: of a socket there the path would be longer than a socket's may be.
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    executable = program()
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as home:
-        places = dict.fromkeys(PLACES, home)
-        command = [found[0], *OPTIONS, f"--user-data-dir={home}/profile", page.as_uri()]
-        ended = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=300,
-                               check=True)
-    return ended.stdout, [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]
+        places = {**os.environ, "HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home}
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        with sync_playwright() as playwright:
+            launched = playwright.chromium.launch(executable_path=executable, args=options, env=places)
+            try:
+                yield launched
+            finally:
+                launched.close()
+
+
+@contextmanager
+def shown(on: Browser, file: Path, size: tuple[int, int] = DESKTOP, **options) -> Iterator[tuple[Page, list[str]]]:
+    """A file as it is shown once its scripts have run, and what is said on its console; it loads nothing from
+    anywhere."""
+    context = on.new_context(viewport={"width": size[0], "height": size[1]}, offline=True, **options)
+    try:
+        page, said = context.new_page(), []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(file.as_uri())
+        yield page, said
+    finally:
+        context.close()
+
+
+@cache
+def axe() -> str:
+    return files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds wrong, each with the first element it finds it of."""
+    page.evaluate(axe())
+    found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']} ({len(one['nodes'])}): {one['nodes'][0]['html'][:200]}" for one in found]
+
+
+def too_wide(page: Page) -> list[str]:
+    """Of elements with text, those that reach beyond the window though nothing that scrolls or clips is around
+    them."""
+    return page.evaluate("""() => {
+      const boxed = element => {
+        for (let at = element; at && at !== document.body; at = at.parentElement)
+          if (getComputedStyle(at).overflowX !== 'visible') return true;
+        return false;
+      };
+      const wide = [...document.querySelectorAll('body *')].filter(one => one.checkVisibility() && !boxed(one)
+        && one.getBoundingClientRect().right > innerWidth + 1);
+      const out = wide.map(one => one.outerHTML.slice(0, 120));
+      return document.documentElement.scrollWidth > innerWidth ? ['the page itself', ...out] : out;
+    }""")

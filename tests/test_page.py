@@ -3,13 +3,19 @@
 import base64
 import hashlib
 import re
+from contextlib import ExitStack, nullcontext
+from html import escape
+from urllib.parse import unquote
 
+import matplotlib.pyplot as plt
 import pytest
 from bs4 import BeautifulSoup
 
-from browser import opened
-from reference import PNG
-from stepscope.report.page import github_slug, render_page
+from browser import DESKTOP, PHONE, browser, shown, too_wide, violations
+from reference import PNG, STORE
+from stepscope.report.check import StaleReport, _same_drawing
+from stepscope.report.page import LONG_TABLE, MOST_CONTENTS, github_slug, render_page
+from stepscope.say import style
 
 RUN = "20250611T142233Z-large-ctx512-bf16"
 REPORT = f"""# The step, timed
@@ -101,16 +107,23 @@ def test_a_picture_alone_in_its_paragraph_is_a_captioned_figure(folder):
     assert main.p.get_text() == "An  in text."
 
 
-def test_a_figure_that_comes_twice_has_its_data_once(folder):
+def test_a_figure_that_comes_twice_is_shown_once_and_linked(folder):
     main = body_of("![First](figures/phases.png)\n\n![Second](figures/phases.png)", folder)
-    first, second = main.find_all("figure")
-    width, height = (int.from_bytes(PNG[at:at + 4]) for at in (16, 20))
-    assert first.svg["viewbox"] == second.svg["viewbox"] == f"0 0 {width} {height}"
-    assert base64.b64decode(first.svg.image["href"].removeprefix("data:image/png;base64,")) == PNG
-    assert second.svg.use["href"] == f"#{first.svg.image['id']}" and str(main).count("data:image/png") == 1
-    words = ["First", "Second"]
-    assert [figure.svg["aria-label"] for figure in (first, second)] == words
-    assert [figure.figcaption.get_text() for figure in (first, second)] == words
+    [figure] = main.find_all("figure")
+    assert figure.figcaption.get_text() == "First" and str(main).count("data:image/") == 1
+    [link] = main.select("p.again a")
+    assert link["href"] == f"#{figure['id']}" and "Second" in link.get_text()
+
+
+def test_a_picture_is_the_drawing_of_its_name_where_there_is_one(folder):
+    words = 'a "b" & <c>% 10#1'
+    drawing = f"""<svg xmlns="http://www.w3.org/2000/svg" width="96pt" height="9pt"><text>{escape(words)}</text></svg>"""
+    (folder / "figures" / "phases.svg").write_text(drawing)
+    source = body_of("![First](figures/phases.png)", folder).img["src"]
+    shown_ = unquote(source.removeprefix("data:image/svg+xml;charset=utf-8,"))
+    assert BeautifulSoup(shown_, "html.parser").find("text").get_text() == words
+    (folder / "figures" / "phases.svg").write_text(drawing + "<!-- -->" * 50_000)  # thousands of marks: larger than the PNG
+    assert body_of("![First](figures/phases.png)", folder).img["src"].startswith("data:image/png")
 
 
 @pytest.mark.parametrize(
@@ -146,11 +159,25 @@ def test_markup_that_loads_something_is_refused(folder, markup):
         render_page(f"# T\n\n{markup}\n", folder)
 
 
-def test_both_contents_lists_hold_every_heading_in_order(page):
-    headings = [(h["id"], h.get_text()) for h in page.main.find_all(re.compile("^h[1-6]$"))]
+def test_both_contents_lists_hold_every_heading_of_a_short_report_in_order(page):
+    headings = [(h["id"], h.get_text().removesuffix("#")) for h in page.main.find_all(re.compile("^h[1-6]$"))]
     assert len(headings) == 6
     for contents in (page.find("nav"), page.find("details", class_="top")):
         assert [(a["href"][1:], a.get_text()) for a in contents.find_all("a")] == headings
+
+
+def test_the_contents_of_a_long_report_stop_at_its_chapters(folder):
+    text = "# T\n" + "".join(f"\n## Chapter {n}\n" + "".join(f"\n### Part {n}.{m}\n" for m in range(3)) for n in range(9))
+    page = BeautifulSoup(render_page(text, folder), "html.parser")
+    listed = [link.get_text() for link in page.nav.find_all("a")]
+    assert listed == ["T", *(f"Chapter {n}" for n in range(9))] and len(listed) <= MOST_CONTENTS
+
+
+def test_a_heading_links_to_itself_by_its_own_name_where_it_has_one(folder):
+    main = body_of('# T\n\n<a id="how-long"></a>\n\n## How long?\n\n## How long?\n\n<div id="t-1"></div>\n\n## T\n', folder)
+    links = [heading.find("a", class_="here") for heading in main.find_all(["h1", "h2"])]
+    assert [link["href"] for link in links] == ["#t", "#how-long", "#how-long-2", "#t-2"]
+    assert links[1]["aria-label"] == "Link to “How long?”"
 
 
 def test_every_link_within_the_page_has_its_place(page):
@@ -197,6 +224,57 @@ def test_a_table_of_many_columns_is_marked_wide(folder):
     assert "wide" in box["class"] and "--columns: 14" in box["style"]
 
 
+def test_a_figure_is_a_picture_and_a_drawing_of_the_same(tmp_path):
+    figure, axes = plt.subplots()
+    axes.plot([1, 1000], [1, 2])
+    axes.set(xscale="log", title="A $5 & <6> title")
+    style.save(figure, tmp_path / "made" / "one.png")
+    drawing = (tmp_path / "made" / "one.svg").read_text()
+    texts = [text.get_text() for text in BeautifulSoup(drawing, "html.parser").find_all("text")]
+    assert "A $5 & <6> title" in texts  # which is text, and no formula,
+    assert {"100", "103"} <= {*texts} and "mathdefault" not in drawing  # and a power of ten is one
+    assert (tmp_path / "made" / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("old", "new", "same"), [
+    ("12.50", "12.52", True), ("12.50", "13.50", False), ("#p0123456789", "#pabcdef0123", True),
+    ("1.25x", "1.26x", False), ("</g>", "</g><g></g>", False)])
+def test_a_drawing_is_the_same_where_its_words_are_and_its_numbers_nearly(old, new, same, tmp_path):
+    drawing = '<svg width="10pt"><g clip-path="url(#p0123456789)" x="12.50"><text y="3">1.25x</text></g></svg>'
+    for name, text in (("a", drawing), ("b", drawing.replace(old, new))):
+        (tmp_path / f"{name}.svg").write_text(text)
+    with nullcontext() if same else pytest.raises(StaleReport, match="shows something else"):
+        _same_drawing(tmp_path / "a.svg", tmp_path / "b.svg")
+
+
+def rows_of(number):
+    lines = "".join(f"| {n % 7} ± 0.5 | {n:,} | size {n} |\n" for n in range(995, 995 + number))
+    return f"| rest | count | name |\n|---|---:|---|\n{lines}"
+
+
+def test_a_long_table_is_folded_under_its_caption(folder):
+    main = body_of(f"# T\n\n*All of it.*\n\n{rows_of(LONG_TABLE)}\n\n{rows_of(LONG_TABLE - 1)}", folder)
+    [details] = main.find_all("details")
+    assert details.summary.get_text() == f"All of it ({LONG_TABLE} rows)" and main.em is None
+    names = [box["aria-label"] for box in main.select("div.table")]
+    assert len({*names}) == 2 and names[0] == "Table: All of it."
+    main = body_of(f"<details><summary>All</summary>\n\n{rows_of(30)}\n\n</details>", folder)
+    assert [summary.get_text() for summary in main.find_all("summary")] == ["All (30 rows)"]  # not folded twice
+
+
+def test_a_page_that_a_paragraph_is_a_link_to_is_shown_in_a_frame(folder):
+    inner = "<meta http-equiv='Content-Security-Policy' content=\"script-src 'sha256-abc='\"><p>\"in\" & 'side'"
+    (folder / "figures" / "inner.html").write_text(inner)
+    text = "[See it](figures/inner.html).\n\nOr [here](figures/inner.html) too.\n\n[Web](https://x.org/a.html)"
+    page = BeautifulSoup(render_page(text, folder), "html.parser")
+    [frame] = page.find_all("iframe")
+    assert frame["srcdoc"] == inner and frame["sandbox"] == ["allow-scripts"] and frame["title"] == "See it"
+    assert frame.find_parent("details").summary.get_text() == "See it"
+    policy = page.find("meta", attrs={"http-equiv": "Content-Security-Policy"})["content"]
+    assert "'sha256-abc='" in policy and policy.count("sha256-") == 2
+    assert len(page.main.find_all("a")) == 2
+
+
 def test_a_table_inside_details_is_a_table(page):
     details = page.main.details
     assert details.summary.get_text() == "More runs"
@@ -210,7 +288,7 @@ def test_lists_of_evidence_are_not_printed_and_other_blocks_are(folder):
     page = BeautifulSoup(render_page(blocks, folder), "html.parser")
     assert [block.get("class") for block in page.main.find_all("details")] == [["evidence"], None]
     printed = page.style.get_text().split("@media print")[1]
-    assert re.search(r"details\.evidence \{ display: none; \}", printed)
+    assert re.search(r"details\.evidence[^}]* \{ display: none; \}", printed)
 
 
 def test_lists_read_as_on_github(folder):
@@ -238,9 +316,9 @@ def test_code_is_left_as_written(folder):
 
 def test_links_take_the_base_only_where_they_are_relative(folder):
     text = "[a](runs/r/n.ipynb) [b](#t) [c](https://x.org/y) [d](mailto:a@b.c) [e](/abs)\n\n# T"
-    plain = [a["href"] for a in body_of(text, folder).find_all("a")]
+    plain = [a["href"] for a in body_of(text, folder).select("a:not(.here)")]
     assert plain == ["runs/r/n.ipynb", "#t", "https://x.org/y", "mailto:a@b.c", "/abs"]
-    based = body_of(text, folder, link_base="https://h.org/blob/main/").find_all("a")
+    based = body_of(text, folder, link_base="https://h.org/blob/main/").select("a:not(.here)")
     assert [a["href"] for a in based] == ["https://h.org/blob/main/runs/r/n.ipynb", *plain[1:]]
 
 
@@ -258,16 +336,110 @@ def test_same_text_same_bytes(folder):
     assert render_page(REPORT, folder).encode() == render_page(REPORT, folder).encode()
 
 
-def test_a_browser_runs_the_pages_script_and_refuses_nothing_of_it(folder):
-    (folder / "page.html").write_text(render_page(REPORT, folder))
-    elements, console = opened(folder / "page.html")
-    shown = BeautifulSoup(elements, "html.parser")
-    [marked] = shown.select(".side a[aria-current]")  # by the script: where the reader is
-    assert marked["href"] == "#the-step-timed" and console == []
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as running:
+        yield running
 
 
-def test_a_browser_refuses_any_other_script(folder):
+@pytest.fixture
+def opened(chromium, folder):
+    """Open a report in a window of some size: the page, and what its console says."""
+    with ExitStack() as stack:
+        def open_(text, size=DESKTOP, change=lambda html: html, **options):
+            (folder / "page.html").write_text(change(render_page(text, folder)), encoding="utf-8")
+            return stack.enter_context(shown(chromium, folder / "page.html", size, **options))
+        yield open_
+
+
+def test_a_browser_runs_the_pages_script_and_refuses_nothing_of_it(opened):
+    page, said = opened(REPORT)
+    marked = page.locator(".side a[aria-current]")  # by the script: where the reader is
+    assert marked.get_attribute("href") == "#the-step-timed" and said == []
+
+
+def test_a_browser_refuses_any_other_script(opened):
     other = "<script>document.title = 'run'</script></body>"
-    (folder / "page.html").write_text(render_page(REPORT, folder).replace("</body>", other))
-    elements, console = opened(folder / "page.html")
-    assert "<title>run</title>" not in elements and any("Content Security Policy" in line for line in console)
+    page, said = opened(REPORT, change=lambda html: html.replace("</body>", other))
+    assert page.title() != "run" and any("Content Security Policy" in line for line in said)
+
+
+def test_a_long_table_sorts_and_filters(opened):
+    page, said = opened(f"# T\n\n*All.*\n\n{rows_of(30)}")
+    page.locator("details summary").last.click()
+
+    def column(number):
+        return page.locator(f"tbody tr:visible td:nth-child({number})").all_inner_texts()
+    assert column(2) == [f"{n:,}" for n in range(995, 1025)]
+    page.get_by_role("button", name="count").click()
+    page.get_by_role("button", name="count").click()
+    assert column(2) == [f"{n:,}" for n in range(1024, 994, -1)]  # by value: 1,000 is more than 999
+    assert page.locator("th[aria-sort=descending]").inner_text().startswith("count")
+    page.get_by_role("button", name="rest").click()
+    assert [text[0] for text in column(1)] == sorted(text[0] for text in column(1))
+    page.get_by_label("Rows with").fill("size 1000")
+    assert column(3) == ["size 1000"] and page.locator("output").inner_text() == "1 of 30 rows"
+    page.get_by_label("Rows with").fill("")
+    assert len(column(3)) == 30 and said == []
+
+
+def test_a_link_to_what_is_folded_unfolds_it(opened):
+    page, _ = opened(REPORT)
+    assert not page.get_by_role("heading", name="Inside").is_visible()
+    page.evaluate("location.hash = '#inside'")
+    page.get_by_role("heading", name="Inside").wait_for(state="visible")
+
+
+def printed(page):
+    """How many pages the page is as PDF, and their size in points."""
+    pdf = page.pdf(prefer_css_page_size=True)
+    return len(re.findall(rb"/Type ?/Page\b", pdf)), re.search(rb"/MediaBox ?\[0 0 ([\d.]+) ([\d.]+)\]", pdf).groups()
+
+
+def test_print_is_a4_opens_what_is_folded_and_cuts_no_number(opened):
+    items = "".join(f"{n}. item\n" for n in range(1, 121))
+    page, _ = opened(f"# T\n\n*All.*\n\n{rows_of(400)}\n\n{items}")
+    folded, (width, height) = printed(page)
+    assert (round(float(width)), round(float(height))) == (595, 842)
+    page.evaluate("document.querySelectorAll('details').forEach(one => one.remove())")
+    assert folded > printed(page)[0] + 4  # 400 rows are pages
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 690, "height": 1000})  # about what A4 leaves between its margins
+    assert page.evaluate("""() => {
+      const list = document.querySelector('main ol'), pen = document.createElement('canvas').getContext('2d');
+      pen.font = getComputedStyle(list).font;
+      return list.firstElementChild.getBoundingClientRect().left - pen.measureText('120. ').width;
+    }""") >= 0
+
+
+@pytest.fixture(scope="module")
+def report(chromium, tmp_path_factory):
+    """The committed report's text, as this code makes a page of it."""
+    root = STORE.root.parent.parent
+    path = tmp_path_factory.mktemp("report") / "writeup.html"
+    path.write_text(render_page((root / "writeup.md").read_text(encoding="utf-8"), root), encoding="utf-8")
+    return path
+
+
+def test_the_report_is_one_file_of_a_bearable_size(report):
+    assert report.stat().st_size < 3_000_000
+    page = BeautifulSoup(report.read_text(encoding="utf-8"), "html.parser")
+    chapters = page.main.find_all("h2")
+    listed = [link["href"][1:] for link in page.nav.find_all("a")]
+    assert {heading["id"] for heading in chapters} <= {*listed} and len(listed) <= MOST_CONTENTS
+    for table in page.main.find_all("table"):
+        assert len(table.select("tbody tr")) < LONG_TABLE or table.find_parent("details")
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")])
+def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme):
+    with shown(chromium, report, size, color_scheme=scheme) as (page, said):
+        assert said == [] and too_wide(page) == []
+        assert violations(page) == []
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        assert too_wide(page) == []
+
+
+def test_the_printed_report_is_no_book(chromium, report):
+    with shown(chromium, report) as (page, _):
+        assert printed(page)[0] <= 100

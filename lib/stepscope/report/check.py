@@ -1,4 +1,5 @@
 """Is a report what its records say? Text is compared by the byte, figures by what they show."""
+import re
 import tempfile
 from pathlib import Path
 
@@ -7,13 +8,13 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
-from stepscope.report.page import render_page
 from stepscope.report.readme import TABLE_BEGIN
-from stepscope.report.render import draw_figures, texts
+from stepscope.report.render import draw_figures, page_of, texts
 from stepscope.runs.record import check_notebook
 from stepscope.runs.store import Store
 
 PIXEL_TOLERANCE = 8  # root mean square over 255: other font rasterisers pass, other data do not
+DRAWN_TOLERANCE = 0.05  # points, of a drawing's coordinates
 
 
 class StaleReport(StepscopeError, RuntimeError):
@@ -42,7 +43,8 @@ def check(store: Store, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         figures = draw_figures(data, Path(temporary))
         for stem in figures:
-            _same_picture(folder / "figures" / f"{stem}.png", Path(temporary) / f"{stem}.png")
+            for kind, same in ((".png", _same_picture), (".svg", _same_drawing)):
+                same(folder / "figures" / f"{stem}{kind}", Path(temporary) / f"{stem}{kind}")
     expected = texts(store, data, figures, folder)
     readme = folder / "README.md"
     if readme in expected and TABLE_BEGIN not in expected[readme]:
@@ -50,7 +52,7 @@ def check(store: Store, folder: Path) -> None:
                           " it")
     for path, text in expected.items():
         _same_text(path, text)
-    _same_text(folder / "writeup.html", render_page(expected[folder / "writeup.md"], folder))
+    _same_text(folder / "writeup.html", page_of(data, expected[folder / "writeup.md"], folder))
 
 
 def _same_picture(committed: Path, drawn: Path) -> None:
@@ -63,6 +65,25 @@ def _same_picture(committed: Path, drawn: Path) -> None:
     if difference:
         what = " ".join(str(difference).split())
         raise StaleReport(f"{committed}: shows something else than the records say ({what})")
+
+
+def _same_drawing(committed: Path, drawn: Path) -> None:
+    """An SVG is the same where all but its numbers is, and they are nearly (another machine's last digit)."""
+    if not committed.exists():
+        raise StaleReport(f"{committed}: missing; `make reference` draws it")
+    texts = (path.read_text(encoding="utf-8") for path in (committed, drawn))
+    if not _nearly(*(re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text) for text in texts)):  # without its parts' ids
+        raise StaleReport(f"{committed}: shows something else than the records say")
+
+
+def _nearly(old: str, new: str) -> bool:
+    """Whether all words of two drawings are the same, and the numbers within their tags nearly."""
+    pieces = [re.split(r"(<[^>]*>)", text) for text in (old, new)]
+    if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
+        return False
+    parts = [re.split(r"(-?\d+(?:\.\d+)?)", "".join(tags[1::2])) for tags in pieces]
+    return parts[0][::2] == parts[1][::2] and all(
+        abs(float(a) - float(b)) <= DRAWN_TOLERANCE for a, b in zip(parts[0][1::2], parts[1][1::2]))
 
 
 def _same_text(path: Path, expected: str) -> None:

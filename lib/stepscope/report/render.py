@@ -11,6 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from stepscope import StepscopeError
+from stepscope.report.interactive import pieces
 from stepscope.report.load import Data, chapters, load_data
 from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
@@ -107,6 +108,11 @@ def texts(store: Store, data: Data, figures: list[str], folder: Path) -> dict[Pa
     return made
 
 
+def page_of(data: Data, markdown: str, folder: Path) -> str:
+    """The writeup as one HTML file; ``folder`` has ``figures/`` with all that it shows."""
+    return render_page(markdown, folder, pieces=pieces(data.records, data.tables))
+
+
 def render(store: Store, folder: Path) -> list[Path]:
     """Write ``writeup.md``, ``writeup.html``, ``figures/`` and the table in README.md, if there is one, into
     ``folder``.
@@ -123,9 +129,9 @@ def render(store: Store, folder: Path) -> list[Path]:
             made = Path(temporary)
             figures = draw_figures(data, made / "figures")
             written = texts(store, data, figures, folder)
-            written[folder / "writeup.html"] = render_page(written[folder / "writeup.md"], made)
             for path, text in written.items():
                 _write(made / path.relative_to(folder), text)
+            _write(made / "writeup.html", page_of(data, written[folder / "writeup.md"], made))
             (folder / "figures").mkdir(exist_ok=True)
             for path in sorted(made.rglob("*.*")):
                 path.replace(folder / path.relative_to(made))

@@ -38,11 +38,12 @@ def timeline_page(title: str, tables: dict[str, pd.DataFrame]) -> str:
     runs = [_run(name, table, places) for name, table in tables.items()]
     data = {"runs": runs, "places": list(places), "categories": list(COLORS), "colors": list(COLORS.values())}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
-                              undefined=StrictUndefined)
-    environment.filters["sha256"] = _sha256
+                              undefined=StrictUndefined, trim_blocks=True)
+    script = (Path(__file__).parent / "timeline.js").read_text(encoding="utf-8")
     # "<" may not stand in a script, whose text is not escaped otherwise; JSON can have it as a number.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return environment.get_template("timeline.html.j2").render(title=title, data=Markup(text))
+    return environment.get_template("timeline.html.j2").render(
+        title=title, data=Markup(text), script=Markup(script), script_hash=_sha256(script))
 
 
 def _sha256(script: str) -> str:
