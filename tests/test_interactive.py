@@ -172,13 +172,14 @@ def test_rows_of_the_ladder_come_from_its_table_of_times():
         "rung": ["fp32", "fp32", "cuda_graphs", "wide", "fp32"], "median_ms": [10.0, 14.0, 5.0, None, 99.0],
         "tokens_per_s": 1234567.8, "peak_mib": 2048.0, "of_sheet": float("nan"), "of_measured": 0.5,
         "kind": ["rung", "rung", "rung", "rung", "rung"]})
-    rows = ladder_rows(times)
+    rows = ladder_rows(times, {"cuda_graphs": "<One> graph"})
     assert [(row["rung"], row["time_ms"], row["products"]) for row in rows] == [("fp32", 12.0, "fp32"), ("cuda_graphs", 5.0, "bf16")]
-    assert rows[0] | {} == vars(Rung("small", 512, "fp32", "fp32", 12.0, 1234570.0, 2.0, 0.5, "fp32"))
-    assert rows[1]["label"] == "cuda graphs" and set(row["products"] for row in rows) <= set(PRODUCTS)
+    assert rows[0] == vars(Rung("small", 512, "fp32", "fp32", 12.0, 1234570.0, 2.0, 0.5, "fp32"))
+    assert rows[1]["label"] == "<One> graph" and {row["products"] for row in rows} <= set(PRODUCTS)
     json.dumps(rows, allow_nan=False)
-    assert ladder_rows(pd.DataFrame()) == [] and ladder_rows(times.assign(status="oom")) == []
-    assert ladder_rows(times.assign(kind="left_out")) == []
+    assert ladder_rows(pd.DataFrame(), {}) == [] and ladder_rows(times.assign(status="oom"), {}) == []
+    assert ladder_rows(times.assign(kind="left_out"), {}) == []
+    assert ladder_rows(times.drop(columns="kind").tail(3), {})[0]["label"] == "cuda graphs"
     assert [piece.place for piece in pieces([], {"ladder.times": times})] == ["calculator", "ladder-picker"]
 
 

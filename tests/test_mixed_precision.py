@@ -373,22 +373,26 @@ def test_the_trend_with_size_is_made_of_shares_and_gains(tables):
 def captures_of(times, **changed):
     """Phases as captures have them: operations back to back take as long as the plain phases here."""
     phases = times[(times["phase"] != "step") & (times["status"] == "ok")]
-    keys = ["size", "context_length", "precision", "mode", "phase", "run_id"]
-    return phases[keys].assign(**{"operations_ms": phases["median_ms"], "operations": 100.0, "gap_us": 0.0,
-                                  "deepest": 10.0} | changed)
+    return phases[waits.CONFIGURATION].assign(**{
+        "operations_ms": phases["median_ms"], "operations": 100.0, "gap_us": 0.0, "deepest": 10.0} | changed)
 
 
 def test_who_waits_is_told_by_captures_of_the_same_cell(tables):
     times = tables["mixed_precision.times"]
     never = comparison.with_waits(times, captures_of(times))
+    assert (never["waited_ms"] == 0).all() and len(never) == len(times)
     assert set(never.loc[never["phase"] != "step", "waits"]) == {waits.NEITHER}
-    assert (never.loc[never["phase"] == "step", "waiting_share"] == 0).all() and len(never) == len(times)
     always = comparison.with_waits(times, captures_of(times, operations_ms=0.0))
     long = (always["phase"] != "step") & (always["median_ms"] > 1)
     assert set(always.loc[long, "waits"]) == {waits.GPU}
-    assert always.loc[always["phase"] == "step", "waiting_share"].min() > 0.9
-    unknown = comparison.with_waits(times, pd.DataFrame())
-    assert unknown["waiting_share"].isna().all() and set(unknown["waits"]) == {waits.UNDECIDED}
+    whole = always[always["phase"] == "step"].set_index(["run_id", "precision", "mode"])
+    sums = always[always["phase"] != "step"].groupby(["run_id", "precision", "mode"])["waited_ms"].sum()
+    assert whole["waited_ms"].to_dict() == pytest.approx(sums.to_dict())
+    assert whole["waited_share"].min() > 0.9
+    compiled = captures_of(times, compile=True)  # captures of other work tell nothing
+    for captured in (pd.DataFrame(), compiled):
+        unknown = comparison.with_waits(times, captured)
+        assert unknown["waited_ms"].isna().all()
 
 
 def test_why_low_precision_is_slower_is_told_by_captures(tables):

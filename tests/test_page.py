@@ -3,16 +3,19 @@
 import base64
 import hashlib
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from html import escape
 from urllib.parse import unquote
 
+import matplotlib.pyplot as plt
 import pytest
 from bs4 import BeautifulSoup
 
 from browser import DESKTOP, PHONE, browser, shown, too_wide, violations
 from reference import PNG, STORE
+from stepscope.report.check import StaleReport, _same_drawing
 from stepscope.report.page import LONG_TABLE, MOST_CONTENTS, github_slug, render_page
+from stepscope.say import style
 
 RUN = "20250611T142233Z-large-ctx512-bf16"
 REPORT = f"""# The step, timed
@@ -219,6 +222,29 @@ def test_a_table_of_many_columns_is_marked_wide(folder):
     wide = "|" + " a |" * 14 + "\n|" + "---|" * 14 + "\n|" + " 1 |" * 14
     box = body_of(wide, folder).find("table").parent
     assert "wide" in box["class"] and "--columns: 14" in box["style"]
+
+
+def test_a_figure_is_a_picture_and_a_drawing_of_the_same(tmp_path):
+    figure, axes = plt.subplots()
+    axes.plot([1, 1000], [1, 2])
+    axes.set(xscale="log", title="A $5 & <6> title")
+    style.save(figure, tmp_path / "made" / "one.png")
+    drawing = (tmp_path / "made" / "one.svg").read_text()
+    texts = [text.get_text() for text in BeautifulSoup(drawing, "html.parser").find_all("text")]
+    assert "A $5 & <6> title" in texts  # which is text, and no formula,
+    assert {"100", "103"} <= {*texts} and "mathdefault" not in drawing  # and a power of ten is one
+    assert (tmp_path / "made" / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("old", "new", "same"), [
+    ("12.50", "12.52", True), ("12.50", "13.50", False), ("#p0123456789", "#pabcdef0123", True),
+    ("1.25x", "1.26x", False), ("</g>", "</g><g></g>", False)])
+def test_a_drawing_is_the_same_where_its_words_are_and_its_numbers_nearly(old, new, same, tmp_path):
+    drawing = '<svg width="10pt"><g clip-path="url(#p0123456789)" x="12.50"><text y="3">1.25x</text></g></svg>'
+    for name, text in (("a", drawing), ("b", drawing.replace(old, new))):
+        (tmp_path / f"{name}.svg").write_text(text)
+    with nullcontext() if same else pytest.raises(StaleReport, match="shows something else"):
+        _same_drawing(tmp_path / "a.svg", tmp_path / "b.svg")
 
 
 def rows_of(number):

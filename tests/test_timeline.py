@@ -1,6 +1,7 @@
 """The interactive memory timeline: text stays text, and a browser draws it, by mouse, finger and key."""
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -139,7 +140,7 @@ def test_ticks_are_round_at_any_zoom(chromium, file):
     with shown(chromium, file) as (page, _):
         for factor in (1, 0.31, 0.017, 3e-4, 2e-6):
             labels = page.evaluate("factor => { [low, high] = [run.top * 0.4, run.top * (0.4 + 0.6 * factor)]; return ticks(); }", factor)
-            steps = {round(b[0] - a[0]) for a, b in zip(labels, labels[1:])}
+            steps = {round(b[0] - a[0]) for a, b in pairwise(labels)}
             units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
             assert 2 <= len(labels) <= 11 and max(steps) - min(steps) <= 1
             number, unit = labels[1][1].split()

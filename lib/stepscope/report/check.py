@@ -72,8 +72,8 @@ def _same_drawing(committed: Path, drawn: Path) -> None:
     """An SVG is the same where all but its numbers is, and they are nearly (another machine's last digit)."""
     if not committed.exists():
         raise StaleReport(f"{committed}: missing; `make reference` draws it")
-    if not _nearly(*(re.sub(r"\b[a-z][0-9a-f]{10}\b", "", path.read_text(encoding="utf-8"))  # ids of its parts
-                     for path in (committed, drawn))):
+    texts = (path.read_text(encoding="utf-8") for path in (committed, drawn))
+    if not _nearly(*(re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text) for text in texts)):  # without its parts' ids
         raise StaleReport(f"{committed}: shows something else than the records say")
 
 

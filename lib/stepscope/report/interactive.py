@@ -8,7 +8,7 @@ byte.
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ class Rung:
     beside: bool = False
 
 
-def pieces(records: Iterable[Record], tables: dict[str, pd.DataFrame]) -> list[Piece]:
+def pieces(records: Iterable[Record], tables: Mapping[str, pd.DataFrame],
+           rung_names: Mapping[str, str] | None = None) -> list[Piece]:
     """Every interactive part that there are data for."""
-    rows = ladder_rows(tables.get("ladder.times", pd.DataFrame()))
+    rows = ladder_rows(tables.get("ladder.times", pd.DataFrame()), rung_names or {})
     return [calculator(records), *([ladder_picker(rows)] if rows else [])]
 
 
@@ -93,8 +94,8 @@ def calculator(records: Iterable[Record]) -> Piece:
     gpus = {record.machine["device_name"]: round(record.machine["gpu_memory_mib"] / 1024, 2)
             for record in records if record.machine.get("gpu_memory_mib")}
     gpu = max(gpus.items(), key=lambda one: one[1], default=USUAL_GPU)
-    html = _html("calculator.html.j2", named=[(name, name) for name in SIZES], start=START, shape=SIZES[START],
-                 modes=[(mode, MODE_NAMES[mode]) for mode in PHASES],
+    html = _html("calculator.html.j2", named=[(name, name) for name in SIZES], start=START,
+                 shape=SIZES[START], modes=[(mode, MODE_NAMES[mode]) for mode in PHASES],
                  precisions=[(name, name) for name in PRECISIONS], gpu=gpu)
     return Piece("calculator", html, calculator_data(), "calculator.js")
 
@@ -126,12 +127,15 @@ def _terms(formula: str) -> list[list]:
     return [[int(number), letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula)]
 
 
-def ladder_rows(times: pd.DataFrame) -> list[dict]:
+def ladder_rows(times: pd.DataFrame, names: Mapping[str, str]) -> list[dict]:
     """The picker's rows from the ladder's table of times: a row a shape and rung, the median of its runs.
 
     Columns taken: ``size``, ``context_length``, ``rung``, ``median_ms``, ``status``; where there are such,
-    ``label``, ``tokens_per_s``, ``peak_mib``, ``of_sheet`` or ``of_measured``, ``kind`` (``rung``, ``beside``,
+    ``tokens_per_s``, ``peak_mib``, ``of_sheet`` or ``of_measured``, ``kind`` (``rung``, ``beside``,
     ``left_out``). The smallest vocabulary of a shape is the one shown.
+
+    Args:
+        names: what rungs are called; one that is not in it is called by its key.
     """
     needed = {"size", "context_length", "rung", "median_ms", "status"}
     if times.empty or not needed <= set(times):
@@ -143,21 +147,21 @@ def ladder_rows(times: pd.DataFrame) -> list[dict]:
         smallest = times.groupby(["size", "context_length"], observed=True)["vocab_size"].transform("min")
         times = times[times["vocab_size"] == smallest]
     rows = []
-    for (size, context, rung), own in times.groupby(["size", "context_length", "rung"], sort=False, observed=True):
-        def middle(*names: str, own: pd.DataFrame = own, factor: float = 1.0) -> float | None:
+    keys = ["size", "context_length", "rung"]
+    for (size, context, rung), own in times.groupby(keys, sort=False, observed=True):
+        def middle(*columns: str, own: pd.DataFrame = own, factor: float = 1.0) -> float | None:
             """The median of the first of these columns that has a number, to six digits."""
-            known = (own[name].median() for name in names if name in own)
+            known = (own[column].median() for column in columns if column in own)
             number = next((float(number) for number in known if pd.notna(number)), None)
             return None if number is None else float(f"{number * factor:.6g}")
-        first = own.iloc[0]
         time_ms = middle("median_ms")
         if time_ms is None or not math.isfinite(time_ms):
             continue
-        label = first["label"] if "label" in own else str(rung).replace("_", " ")
-        row = Rung(str(size), int(context), str(rung), str(label), time_ms, middle("tokens_per_s"),
+        label = names.get(rung, str(rung).replace("_", " "))
+        row = Rung(str(size), int(context), str(rung), label, time_ms, middle("tokens_per_s"),
                    middle("peak_mib", factor=1 / 1024), middle("of_sheet", "of_measured"),
                    rung if rung in PRODUCTS else "bf16",
-                   rung == "fill" or first.get("kind") == "beside")
+                   rung == "fill" or ("kind" in own and own["kind"].iloc[0] == "beside"))
         rows.append(vars(row))
     return rows
 

@@ -46,8 +46,8 @@ def render_page(markdown_text: str, base_folder: Path, title: str | None = None,
     """Return `markdown_text` as the text of one HTML file that loads nothing else.
 
     A picture is shown once, as the SVG of its name where there is one beside it; where it comes again there
-    is a link to it. A paragraph that is one link to an HTML file beside the pictures becomes that file, folded.
-    A table of LONG_TABLE rows or more is folded.
+    is a link to it. A paragraph that is one link to an HTML file beside the pictures becomes that file,
+    folded. A table of LONG_TABLE rows or more is folded.
 
     Arguments:
         markdown_text: the report, in GitHub's markdown.
@@ -128,7 +128,8 @@ def _name_headings(soup: BeautifulSoup) -> list[dict]:
         heading["id"] = anchor
         contents.append({"level": int(heading.name[1]), "anchor": anchor, "text": text})
         before = heading.find_previous_sibling()
-        named = before.find("a", id=True) if before and before.name == "p" and not before.get_text(strip=True) else None
+        place = before and before.name == "p" and not before.get_text(strip=True)
+        named = before.find("a", id=True) if place else None
         link = soup.new_tag("a", attrs={"class": "here", "href": f"#{named['id'] if named else anchor}",
                                         "aria-label": f"Link to “{text}”"})
         link.string = "#"
@@ -291,7 +292,7 @@ def _embed_pages(soup: BeautifulSoup, base_folder: Path) -> list[str]:
                 or paragraph.get_text().strip(" .\n") != words.strip(" .\n")):
             continue
         text = path.read_text(encoding="utf-8")
-        policy = BeautifulSoup(text, "html.parser").find("meta", attrs={"http-equiv": "Content-Security-Policy"})
+        policy = BeautifulSoup(text, "html.parser").select_one('meta[http-equiv="Content-Security-Policy"]')
         allowed += re.findall(r"'(sha256-[^']+)'", policy["content"] if policy else "")
         details, summary = soup.new_tag("details", attrs={"class": "embedded"}), soup.new_tag("summary")
         summary.string = words

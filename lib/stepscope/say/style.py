@@ -34,7 +34,7 @@ def use_style() -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG at ``path``, and as SVG beside it: neither has a date or a software version in it.
+    """Write a figure as PNG at ``path``, and as SVG beside it, without a date or a software version in them.
 
     The PNG has a palette of 256 colours, with which it looks the same and takes a third of the bytes.
     """
@@ -59,7 +59,7 @@ def svg_text(figure: Figure) -> str:
     decimals (of a point), which is finer than any screen."""
     drawn = StringIO()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stepscope"}):
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = drawn.getvalue()[drawn.getvalue().index("<svg"):].replace("'DejaVu Sans'", SVG_FONTS)
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
     def shorter(tag: re.Match) -> str:

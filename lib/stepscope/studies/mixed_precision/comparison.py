@@ -6,7 +6,7 @@ from stepscope.step.rates import with_rates
 from stepscope.step.summary import ratio_interval, summarize, unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.config import Config
-from stepscope.traces.waits import GPU, HOST, NEITHER, who_waits
+from stepscope.traces.waits import beside_captures
 
 BASE = "fp32"
 LOW = ("fp16", "bf16")  # the precisions that autocast casts for
@@ -49,27 +49,20 @@ def speedups(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_waits(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
-    """``times`` (of :func:`run_times`, all runs) with who waits for whom, by captures of the same size,
-    context, precision and mode.
+    """``times`` (of :func:`run_times`, all runs) with who waits for whom, by captures of the same
+    configuration (``nsys.phases``; see ``waits.beside_captures``).
 
-    Args:
-        captured: a row a captured run, mode and phase (``nsys.phases``).
-
-    Adds what ``waits.who_waits`` does, of each phase; and ``waiting_share`` of whole passes and steps: the
-    share of their phases' time in which the GPU waits for launches (NaN where no phase was decided).
+    A whole pass or step has ``waited_ms`` as well, the sum of its phases' (NaN where one was not decided);
+    ``waited_share`` is that of the phase's GPU time, or of the sum of the phases'.
     """
-    keys = ["size", "context_length", "precision", "mode", "phase"]
-    tells = ["operations_ms", "operations", "gap_us", "deepest"]
-    rows = times.assign(plain_ms=times["median_ms"].where(times["phase"] != WHOLE))
-    if len(captured):
-        known = captured.drop_duplicates(keys)[[*keys, *tells]].astype({"size": str})
-        rows = rows.astype({"size": str}).merge(known, on=keys, how="left").assign(size=times["size"].array)
-    rows = who_waits(rows.reindex(columns=[*rows, *(name for name in tells if name not in rows)]))
-    of_pass = ["run_id", "precision", "mode"]
-    decided = rows["median_ms"].where(rows["waits"].isin([GPU, HOST, NEITHER]))
-    sums = pd.DataFrame({"all": decided, "waiting": decided.where(rows["waits"] == GPU, decided * 0)})
-    sums = sums.groupby([rows[key] for key in of_pass]).transform("sum", min_count=1)
-    return rows.assign(waiting_share=(sums["waiting"] / sums["all"]).where(rows["phase"] == WHOLE))
+    rows = beside_captures(times.assign(plain_ms=times["median_ms"].where(times["phase"] != WHOLE)), captured)
+    phases = rows[rows["phase"] != WHOLE]
+    by_pass = phases.groupby(["run_id", "precision", "mode"])[["waited_ms", "plain_ms"]]
+    sums = by_pass.agg(lambda values: values.sum(skipna=False))
+    of_pass = sums.reindex(pd.MultiIndex.from_frame(rows[["run_id", "precision", "mode"]]))
+    for column in sums:
+        rows[column] = rows[column].where(rows["phase"] != WHOLE, of_pass[column].to_numpy())
+    return rows.assign(waited_share=rows["waited_ms"] / rows["plain_ms"])
 
 
 def reading(table: pd.DataFrame) -> str:

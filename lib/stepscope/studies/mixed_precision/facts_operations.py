@@ -152,14 +152,14 @@ def _gains(both: pd.DataFrame) -> dict:
 
 def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str,
              contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in phases in which the GPU waits for
-    launches, where it is not 0; None where nothing tells."""
+    """Full steps of these contexts with the share of their time in which the GPU waits for launches, where it
+    is not 0; None where nothing tells."""
     if times.empty or captured.empty:
         return None
     steps = pick(with_waits(times, captured), status="ok", phase=WHOLE, mode="step", precision=precision)
-    steps = steps[steps["context_length"].isin(contexts) & steps["waiting_share"].notna()]
+    steps = steps[steps["context_length"].isin(contexts) & steps["waited_ms"].notna()]
     if steps.empty:
         return None
-    waiting = steps[steps["waiting_share"] > 0]
+    waiting = steps[steps["waited_ms"] > 0]
     return {"waiting": [{"size": size, "share": share}
-                        for size, share in zip(waiting["size"], waiting["waiting_share"])]}
+                        for size, share in zip(waiting["size"], waiting["waited_share"])]}

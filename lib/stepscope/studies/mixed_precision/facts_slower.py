@@ -7,10 +7,8 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
 from stepscope.studies.mixed_precision.facts_operations import parts
 from stepscope.studies.mixed_precision.facts_speed import same_as_benchmark
-from stepscope.traces.waits import GPU as WAITING
-from stepscope.traces.waits import UNDECIDED
 
-MOSTLY = 0.5  # of a pass's time: in phases in which the GPU waits
+MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
 LAUNCHES, UNTOLD = "the GPU waits for launches", "not decided: no capture of it"
 SCALER = "the gradient scaler's work"
@@ -79,7 +77,7 @@ def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFra
     if "cuda" not in set(times["device"]):
         return speedups.assign(cause=PROCESSOR)
     keys = ["run_id", "precision", "mode", "phase"]
-    told = with_waits(pick(times, status="ok"), captured)[[*keys, "waits", "waiting_share"]]
+    told = with_waits(pick(times, status="ok"), captured)[[*keys, "waited_ms"]]
     slow = pick(speedups, precision="bf16", change="slower").set_index(["run_id", "mode", "phase"]).index
     rows = speedups.merge(told, on=keys)
     rows["bf16_too"] = pd.MultiIndex.from_frame(rows[["run_id", "mode", "phase"]]).isin(slow)
@@ -89,10 +87,10 @@ def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFra
 def _cause(row) -> str:
     if row.phase == "optimizer" and row.precision == "fp16":
         return SCALER_TOO if row.bf16_too else SCALER
-    if row.waits == WAITING or row.waiting_share >= MOSTLY:
-        return LAUNCHES
-    if pd.isna(row.waiting_share) if row.phase == WHOLE else row.waits == UNDECIDED:
+    if pd.isna(row.waited_ms):
         return UNTOLD
+    if row.waited_ms >= MOSTLY * (row.median_ms - row.fp32_ms):
+        return LAUNCHES
     return LOSS_CAST if row.phase == "loss" and row.precision in LOW else GPU
 
 

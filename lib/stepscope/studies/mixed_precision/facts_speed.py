@@ -205,4 +205,4 @@ def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd
                    for table in (with_waits(times, captured), other))
     both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
     medians = both[["median_ms", "median_ms_benchmark"]]
-    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=both["waiting_share"] > 0)
+    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=both["waited_ms"] > 0)

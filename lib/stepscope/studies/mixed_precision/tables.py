@@ -11,7 +11,8 @@ from stepscope.studies.mixed_precision.comparison import run_times, speedups
 from stepscope.studies.mixed_precision.config import Config
 
 # Of a run, beside each row of its tables.
-RUN = ["size", "context_length", "batch_size", "timed_steps", "warmup_steps"]
+RUN = ["size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer",
+       "timed_steps", "warmup_steps"]
 TABLES = ("cells", "health", "ceilings", "sums", "running", "steps", "norms", "reductions", "toy", "census")
 
 
