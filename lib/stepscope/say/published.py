@@ -201,7 +201,7 @@ def printed_by_report(table: pd.DataFrame, what: str) -> pd.DataFrame:
     """by_report's table as text; ``what`` is what the ratios are of."""
     numbers = {"figures", "median", "least", "most", *PLACES}
     names = table[[column for column in table if column not in numbers]].fillna("not stated").astype(str)
-    ratios = [f"{number(row.median)} ({number(row.least)} to {number(row.most)})"
+    ratios = [number(row.median) + f" ({number(row.least)} to {number(row.most)})" * (row.figures > 1)
               for row in table.itertuples()]
     return names.assign(**{"figures": table["figures"], f"{what}, theirs / here (least to most)": ratios},
                         **{place: table[place] for place in PLACES})
