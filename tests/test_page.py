@@ -262,17 +262,18 @@ def test_a_long_table_is_folded_under_its_caption(folder):
     assert [summary.get_text() for summary in main.find_all("summary")] == ["All (30 rows)"]  # not folded twice
 
 
-def test_a_page_that_a_paragraph_is_a_link_to_is_shown_in_a_frame(folder):
+def test_a_page_beside_the_pictures_is_shown_in_a_frame_where_it_is_linked_to(folder):
     inner = "<meta http-equiv='Content-Security-Policy' content=\"script-src 'sha256-abc='\"><p>\"in\" & 'side'"
     (folder / "figures" / "inner.html").write_text(inner)
-    text = "[See it](figures/inner.html).\n\nOr [here](figures/inner.html) too.\n\n[Web](https://x.org/a.html)"
+    text = "Do [see it](figures/inner.html).\n\nOr [here](figures/inner.html) too.\n\n[Web](https://x.org/figures/inner.html)"
     page = BeautifulSoup(render_page(text, folder), "html.parser")
     [frame] = page.find_all("iframe")
-    assert frame["srcdoc"] == inner and frame["sandbox"] == ["allow-scripts"] and frame["title"] == "See it"
-    assert frame.find_parent("details").summary.get_text() == "See it"
+    assert frame["srcdoc"] == inner and frame["sandbox"] == ["allow-scripts"] and frame["title"] == "see it"
+    assert frame.find_parent("details").summary.get_text() == "see it"
+    assert frame.find_parent("details").find_previous_sibling("p").get_text() == "Do see it."
     policy = page.find("meta", attrs={"http-equiv": "Content-Security-Policy"})["content"]
     assert "'sha256-abc='" in policy and policy.count("sha256-") == 2
-    assert len(page.main.find_all("a")) == 2
+    assert len(page.main.find_all("a")) == 3
 
 
 def test_a_table_inside_details_is_a_table(page):

@@ -46,8 +46,8 @@ def render_page(markdown_text: str, base_folder: Path, title: str | None = None,
     """Return `markdown_text` as the text of one HTML file that loads nothing else.
 
     A picture is shown once, as the SVG of its name where there is one beside it; where it comes again there
-    is a link to it. A paragraph that is one link to an HTML file beside the pictures becomes that file,
-    folded. A table of LONG_TABLE rows or more is folded.
+    is a link to it. An HTML file beside the pictures stands, folded, where it is first linked to. A table of
+    LONG_TABLE rows or more is folded.
 
     Arguments:
         markdown_text: the report, in GitHub's markdown.
@@ -278,27 +278,29 @@ def _fold(soup: BeautifulSoup, box: Tag, table: Tag, name: str, caption: Tag | N
 
 
 def _embed_pages(soup: BeautifulSoup, base_folder: Path) -> list[str]:
-    """Put a page that a paragraph is a link to, and nothing else, into a frame; the scripts that the pages
-    allow, by their names in a Content-Security-Policy.
+    """Put each page in ``figures/`` into a frame, folded, behind the paragraph that first links to it; the
+    scripts that the pages allow, by their names in a Content-Security-Policy.
 
     A frame made from text is under its own page's policy and this one's.
     """
     allowed: list[str] = []
-    for link in soup.select("p > a[href]:only-child"):
+    pages: set[Path] = set()
+    for link in soup.select("p a[href]"):
         address = urlsplit(link["href"])
         path = base_folder / unquote(address.path)
-        words, paragraph = link.get_text(), link.parent
-        if (address.scheme or address.netloc or path.suffix != ".html" or not path.is_file()
-                or paragraph.get_text().strip(" .\n") != words.strip(" .\n")):
+        if (address.scheme or address.netloc or path in pages or path.suffix != ".html"
+                or path.parent.name != "figures" or not path.is_file()):
             continue
+        pages.add(path)
         text = path.read_text(encoding="utf-8")
         policy = BeautifulSoup(text, "html.parser").select_one('meta[http-equiv="Content-Security-Policy"]')
         allowed += re.findall(r"'(sha256-[^']+)'", policy["content"] if policy else "")
         details, summary = soup.new_tag("details", attrs={"class": "embedded"}), soup.new_tag("summary")
-        summary.string = words
-        frame = soup.new_tag("iframe", attrs={"title": words, "sandbox": "allow-scripts", "srcdoc": text})
+        summary.string = link.get_text()
+        frame = soup.new_tag("iframe", attrs={"title": link.get_text(), "sandbox": "allow-scripts",
+                                              "srcdoc": text})
         details.extend([summary, frame])
-        paragraph.replace_with(details)
+        link.find_parent("p").insert_after(details)
     return allowed
 
 

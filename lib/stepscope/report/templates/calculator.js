@@ -126,6 +126,7 @@ const fits = (() => {
   const shape = ['d_model', 'd_ff', 'num_layers', 'num_heads'], field = name => form.elements[name];
   const numbers = [...shape, 'vocab_size', 'context_length', 'batch_size', 'blocks_per_checkpoint'];
   const gib = bytes => `${(Number(bytes) / 2 ** 30).toFixed(2)} GiB`;
+  const many = number => number >= 1e9 ? `${(number / 1e9).toPrecision(3)} billion` : `${(number / 1e6).toPrecision(3)} million`;
   const show = (id, text) => { document.getElementById(id).textContent = text; };
   const PHASES = {forward: 'forward', loss: 'the loss', backward: 'backward', optimizer: 'the optimizer'};
 
@@ -170,7 +171,7 @@ const fits = (() => {
         + `${gib(fit ? memory - top.bytes : top.bytes - memory)} ${fit ? 'to spare' : 'too much'}.`);
       const where = top.layer === null ? '' : `, block ${top.layer + 1} of ${config.num_layers}`;
       show('fits-where', `The peak is in ${PHASES[top.phase]}${where}: ${top.operation}. `
-        + `The model has ${(Number(fits.parameterCount(config)) / 1e6).toFixed(1)} million parameters.`);
+        + `The model has ${many(Number(fits.parameterCount(config)))} parameters.`);
       const [context, batch] = ['context_length', 'batch_size'].map(name => fits.largestThatFits(data, config, name, memory));
       show('fits-largest', context && batch
         ? `The longest context at this batch is ${context.toLocaleString('en')}, the largest batch at this context ${batch.toLocaleString('en')}.`
