@@ -54,7 +54,8 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {number(found['faster'], 2)}× as fast"
+    faster = f"{number(found['faster'], 2)}× as fast"
+    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
     shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
     axis.set_title(f"{title}\n{shape}", fontsize=16)
     return figure

@@ -28,7 +28,7 @@ RATE = 3e-4  # AdamW's learning rate, of every rung
 # (the whole forward as one). A CUDA graph spares the launches either way, and a changed block compiles in
 # seconds where a graph of all blocks takes minutes; so the one graph is a branch, measured beside "blocks".
 STANDS_ON = "blocks"
-COMPILE_OPTIONS: dict[str, Any] = {}  # of the compiler, for what is compiled here; Hugging Face's has torch's own
+COMPILE_OPTIONS: dict[str, Any] = {}  # of the compiler; Hugging Face's model has torch's own
 BRANCHES = {"graph"} if STANDS_ON == "blocks" else set()
 CHANGES = RUNGS[1 : RUNGS.index("fp8") + 1]
 MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "graph", "no_casts", "wide", "chunked", "fp8"}
