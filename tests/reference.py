@@ -3,7 +3,6 @@ import base64
 import functools
 from pathlib import Path
 
-import pandas as pd
 
 from stepscope.report.load import chapters
 from stepscope.runs.selection import told_apart

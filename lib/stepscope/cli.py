@@ -338,7 +338,8 @@ def report(
     from stepscope.runs.sweep_file import find_sweeps
 
     names = (
-        ["ladder", "benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention", "compile"]
+        ["ladder", "benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention",
+         "compile"]
         if device_here("auto") == "cuda"
         else ["cpu"]
     )
@@ -388,7 +389,8 @@ def ladder(
 
     from stepscope.config import device_here
     device = device_here("auto")
-    fixed: dict = {"context_length": context or (512 if device == "cuda" else 64), "batch_size": batch,
+    context = context or (512 if device == "cuda" else 64)
+    fixed: dict = {"context_length": context, "batch_size": batch,
                    "vocab_size": vocabulary, "device": device, "warmup_steps": 1, "timed_steps": 4}
     if shape:
         numbers = shape.split(",")

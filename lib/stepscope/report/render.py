@@ -20,7 +20,8 @@ from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
 from stepscope.report.readme import with_ladder, with_table
-from stepscope.report.story import STORY, tell
+from stepscope.report.story import STORY
+from stepscope.report.story.part import tell
 from stepscope.runs.store import Store
 from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save

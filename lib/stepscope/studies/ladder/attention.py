@@ -18,8 +18,8 @@ COLUMNS = ["kernel", "time_ms", "reason"]
 
 
 def backend_times(config: StepConfig) -> pd.DataFrame:
-    """Forward and backward of one layer's causal attention in bf16 by each kernel: columns kernel, time_ms (nan
-    where it refuses) and its reason. No rows on a CPU, which has one."""
+    """Forward and backward of one layer's causal attention in bf16 by each kernel: columns kernel, time_ms
+    (nan where it refuses) and its reason. No rows on a CPU, which has one."""
     if config.device != "cuda":
         return pd.DataFrame(columns=COLUMNS)
     shape = (config.batch_size, config.context_length, config.num_heads, config.d_model // config.num_heads)

@@ -16,7 +16,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """``rungs`` (a row a shape and rung, over processes), ``kernels`` of finished steps, loss ``curves``,
     attention's ``backends``."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
-    kept = {name: with_runs(load_table(store, records, name), records) for name in ("kernels", "curves", "backends")}
+    names = ("kernels", "curves", "backends")
+    kept = {name: with_runs(load_table(store, records, name), records) for name in names}
     return {"rungs": over_processes(load_processes(store, records))} | kept
 
 

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from stepscope.config import StepConfig
 
-# In their order, each one change on the last. "graph" is a branch where rungs.STANDS_ON is "blocks"; "fill" is the
-# finished step at the batch that fills the memory.
+# In their order, each one change on the last. "graph" is a branch where rungs.STANDS_ON is "blocks"; "fill"
+# is the finished step at the batch that fills the memory.
 RUNGS = (
     "fp32",
     "tf32",
@@ -46,4 +46,4 @@ class Config(StepConfig):
         0, ge=0, le=10**6
     )  # of every rung and of three fp32 seeds, on real text; 0: none
     process: int = Field(0, ge=0, le=10**6)  # which repetition; the first compiles with an empty cache
-    budget_s: int = Field(0, ge=0, le=10**6)  # after so many seconds what is optional is skipped; 0: nothing is
+    budget_s: int = Field(0, ge=0, le=10**6)  # after so many seconds the optional is skipped; 0: nothing is

@@ -190,8 +190,8 @@ def fp32_band(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def beyond_band(windows: pd.DataFrame) -> pd.DataFrame:
-    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, and ``out``, the share of windows
-    in which it is."""
+    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, and ``out``, the share of
+    windows in which it is."""
     others = windows[windows["rung"] != "fp32"].merge(fp32_band(windows), on=[*SHAPE, "window"])
     above, below = others["loss"] - others["max"], others["min"] - others["loss"]
     others["beyond"] = above.clip(lower=0) + below.clip(lower=0)

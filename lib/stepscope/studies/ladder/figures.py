@@ -13,6 +13,8 @@ from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_sha
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.ladder.tables import SHAPE
 
+LARGE = 16  # points: to be read when the picture is 400 pixels wide
+
 
 def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Rungs from top to bottom as bars, the floor as a line, Hugging Face's step as a mark."""
@@ -21,42 +23,43 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     first, widest = rows["median_ms"].iloc[0], rows["median_ms"].max()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.7 + 0.52 * len(rows)))
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 2.2 + 0.55 * len(rows)))
     colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
     axis.barh(range(len(rows)), rows["median_ms"], color=colors, height=0.72)
     for y, row in enumerate(rows.itertuples()):
         axis.text(
             row.median_ms,
             y,
-            f"  {number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
+            f" {number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
             f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
             va="center",
-            fontsize=14,
+            fontsize=LARGE,
             fontweight="bold",
         )
     axis.axvline(found["floor_ms"], color="black", linestyle="--", linewidth=2)
-    axis.text(found["floor_ms"], -0.85, f"floor {number(found['floor_ms'])} ms", fontsize=14, va="center")
+    axis.text(found["floor_ms"], -0.85, f" floor {number(found['floor_ms'])} ms", fontsize=LARGE, va="center")
     if found["beside"]:
         beside_ms = found["beside"]["median_ms"]
-        axis.plot(beside_ms, len(rows), marker="D", color=PALETTE[5], markersize=11, clip_on=False)
+        axis.plot(beside_ms, len(rows), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
         axis.text(
             beside_ms,
             len(rows),
-            f"   Hugging Face, compiled: {number(beside_ms)} ms",
+            f"  Hugging Face, compiled: {number(beside_ms)} ms",
             va="center",
-            fontsize=14,
+            fontsize=LARGE,
             color=PALETTE[5],
         )
     names = [name_of(rung) + (" *" if rung == OTHER_ARITHMETIC else "") for rung in rows["rung"]]
-    axis.set_yticks(range(len(rows)), names, fontsize=14)
+    axis.set_yticks(range(len(rows)), names, fontsize=LARGE)
     axis.set_ylim(len(rows) + 0.5, -1.4)
-    axis.set_xlim(0, widest * 1.85)
+    axis.set_xlim(0, widest * 2.15)
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {number(found['faster'], 2)}× as fast"
+    faster = f"{number(found['faster'], 2)}× as fast"
+    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
     shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
-    axis.set_title(f"{title}\n{shape}", fontsize=16)
+    figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")
     return figure
 
 

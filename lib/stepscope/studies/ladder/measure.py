@@ -38,8 +38,8 @@ KERNELS = ["rung", "name", "family", "count", "time_ms"]
 
 
 def device_state(rung: "Rung", watch: DeviceWatch, steps: int, poll: bool) -> dict[str, Any]:
-    """Clocks held back while steps were timed; of the same step kept up for a moment longer, polled, also its clock,
-    power and energy. Empty on a CPU."""
+    """Clocks held back while steps were timed; of the same step kept up for a moment longer, polled, also its
+    clock, power and energy. Empty on a CPU."""
     if not watch.on:
         return {}
     held = {name: us for name, us in watch.readings.items() if name.startswith("throttled_")}
@@ -97,8 +97,8 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def reference_gradients(config: Config, programs: dict) -> tuple[float, dict[str, Tensor]] | None:
-    """Loss and sampled gradients of the first step in fp32, kept in the host's memory; None where the step does not
-    fit."""
+    """Loss and sampled gradients of the first step in fp32, kept in the host's memory; None where the step
+    does not fit."""
     try:
         with out_of_memory_names("making the fp32 gradients"):
             rung = Rung(config, "fp32", programs)
@@ -133,8 +133,9 @@ def compiler_cache(config: Config) -> Iterator[None]:
     """A folder of compiled code for the processes of one shape; the first of them finds it empty."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    place = json.dumps([config.shape, config.context_length, config.batch_size, config.vocab_size, torch.__version__])
-    folder = Path(default_cache_dir(), "stepscope", hashlib.sha256(place.encode()).hexdigest()[:16])
+    shape = [config.shape, config.context_length, config.batch_size, config.vocab_size, torch.__version__]
+    name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
+    folder = Path(default_cache_dir(), "stepscope", name)
     if not config.process:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -300,7 +301,7 @@ class Ladder:
                     self.attempt(name, turn, reference, profile=last)
 
     def finished(self) -> str | None:
-        """The last rung asked for of the same arithmetic: what is filled, and what a change is left out of."""
+        """The last rung asked for of the same arithmetic: it is filled, and changes are left out of it."""
         own = [name for name in self.config.rungs if name not in ("fill", "fp8", *BRANCHES)]
         return max(own, key=RUNGS.index, default=None)
 
@@ -335,7 +336,7 @@ class Ladder:
         )
         free, batch = FILLED * torch.cuda.mem_get_info()[0] / 2**20, self.config.batch_size
         # In steps of 4; what a step needs beside its state grows with the batch, or more slowly.
-        batch = max(batch, int((free - state) * batch / max(known["peak_mib"] - state, 1.0)) // 4 * 4)
+        batch = max(batch, int((free - state) * batch / max(known["peak_mib"] - state, 1)) // 4 * 4)
         for smaller in (1, 0.85, 0.7):
             row |= {"status": "ok", "reason": "", "batch": max(1, int(batch * smaller) // 4 * 4)}
             for turn in range(self.config.rounds):
@@ -354,7 +355,8 @@ def measure_ladder(config: Config) -> dict[str, pd.DataFrame]:
     """Climb it.
 
     Returns:
-        rungs: a row a rung: status (``ok``, ``oom``, ``unsupported``, ``failed``, ``skipped``) and its reason, batch,
+        rungs: a row a rung: status (``ok``, ``oom``, ``unsupported``, ``failed``,
+            ``skipped``) and its reason, batch,
             compile_s, peak_mib, attention_kernel (the implementation taken), and how far loss and gradients
             are from fp32's.
         samples: every timed step's time_ms, by rung and turn.

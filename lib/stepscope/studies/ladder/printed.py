@@ -14,7 +14,8 @@ WHY = {
     "failed": "failed",
     "skipped": "skipped",
 }
-APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, *BRANCHES}  # said in words, or in a table of their own
+# Said in words, or in a table of their own.
+APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, *BRANCHES}
 
 
 def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:
@@ -42,7 +43,9 @@ def rungs(facts: dict) -> pd.DataFrame:
             "rung": rows["rung"].map(name_of),
             "ms [95% interval]": times,
             "gain [95% interval]": [
-                f"{number(row.gain)} [{number(row.gain_low)}, {number(row.gain_high)}]" if row.gain > 0 else "–"
+                f"{number(row.gain)} [{number(row.gain_low)}, {number(row.gain_high)}]"
+                if row.gain > 0
+                else "–"
                 for row in rows.reindex(columns=["gain", "gain_low", "gain_high"]).itertuples()
             ],
             "tokens/s": column(rows, "tokens_per_s"),

@@ -24,10 +24,11 @@ from stepscope.studies.ladder.graphs import captured
 from stepscope.studies.ladder.optimizer import InBackward, MasterAdamW
 
 RATE = 3e-4  # AdamW's learning rate, of every rung
-# What the rungs after "graph" are compiled as: "blocks" (each alone, and the head with its loss), or "graph" (the whole
-# forward as one). A CUDA graph spares the launches either way, and a changed block compiles in seconds where a graph
-# of all blocks takes minutes; so the one graph is a branch, measured beside "blocks".
+# What the rungs after "graph" are compiled as: "blocks" (each alone, and the head with its loss), or "graph"
+# (the whole forward as one). A CUDA graph spares the launches either way, and a changed block compiles in
+# seconds where a graph of all blocks takes minutes; so the one graph is a branch, measured beside "blocks".
 STANDS_ON = "blocks"
+COMPILE_OPTIONS: dict[str, Any] = {}  # of the compiler; Hugging Face's model has torch's own
 BRANCHES = {"graph"} if STANDS_ON == "blocks" else set()
 CHANGES = RUNGS[1 : RUNGS.index("fp8") + 1]
 MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "graph", "no_casts", "wide", "chunked", "fp8"}
@@ -41,7 +42,7 @@ WITHOUT = {
     "chunked": {"chunked"},
     "overlap": {"overlap"},
     "bf16": {"bf16", "no_casts", "overlap"},
-}  # what goes when one is left out: without bf16 there are no casts to spare, without its kernel nothing to overlap
+}  # what goes when one is left out: without bf16 there are no casts to spare, and so on
 PRODUCTS = ("fp8", "bf16", "tf32", "fp32")  # of a rung's products, the first that it has
 
 
@@ -173,8 +174,8 @@ def build_program(config: Config, changes: frozenset[str], batch: int) -> Progra
 
     if "blocks" in changes and "graph" not in changes:
         for block in model.blocks:
-            block.compile(dynamic=False)
-        head_loss = torch.compile(head_loss, dynamic=False)
+            block.compile(dynamic=False, options=COMPILE_OPTIONS)
+        head_loss = torch.compile(head_loss, dynamic=False, options=COMPILE_OPTIONS)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(config.device, dtype=autocast, enabled=autocast is not None):
@@ -185,7 +186,7 @@ def build_program(config: Config, changes: frozenset[str], batch: int) -> Progra
 
     shapes = empty_out(model)
     if "graph" in changes:
-        loss = torch.compile(loss, dynamic=False, fullgraph=True)
+        loss = torch.compile(loss, dynamic=False, fullgraph=True, options=COMPILE_OPTIONS)
     return Program(model, shapes, loss, bool({"blocks", "graph"} & changes))
 
 

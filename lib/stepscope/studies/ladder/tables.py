@@ -64,6 +64,11 @@ def located(values: Sequence[float], draws: Sequence[np.ndarray]) -> tuple[float
     return float(np.median(values)), float(low), float(high)
 
 
+def together(reasons: pd.Series) -> str:
+    """Each reason that any of these texts has."""
+    return "; ".join(sorted({one for text in reasons.dropna() for one in text.split("; ")} - {""}))
+
+
 class Samples:
     """Timed steps of one shape, by rung and process."""
 
@@ -116,7 +121,7 @@ def process_rows(process: Process) -> pd.DataFrame:
                 "tokens_per_s": tokens / medians[name] * 1e3,
                 "joules_per_token": turns["step_energy_j"] / tokens,
                 "flags": "; ".join(flags(tables["samples"].query("rung == @name")["time_ms"].to_numpy())),
-                "throttle": "; ".join(sorted(set(bursts[name].get("throttle", pd.Series(dtype=str)).dropna()) - {""})),
+                "throttle": together(bursts[name]["throttle"]) if "throttle" in bursts[name] else "",
             }
             row |= utilisations(step, medians[name], products_of(name), ceilings, sheet)
             row |= floor_ms(step, ceilings)
@@ -128,13 +133,14 @@ def process_rows(process: Process) -> pd.DataFrame:
 def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     """A row for each shape and rung over all processes that measured it.
 
-    Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status (``ok``
-    where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms, and as ratios
-    of times within a process ``gain`` (the rung that it is a change on over this one; nan where more than one
-    change is between them), ``times_as_fast`` (fp32's over this one), ``over_hugging_face`` (its over this one),
-    ``over_finished`` (this one over the finished step), each with its interval (``_low``, ``_high``);
-    compile_s of first processes; peak_mib and disagreement with fp32, the largest; wall_ms, tokens_per_s, clock,
-    power, joules_per_token, utilisations, the floor's columns and ``floor_share`` (floor over time), medians.
+    Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status
+    (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms,
+    and as ratios of times within a process ``gain`` (the rung that it is a change on over this one; nan where
+    more than one change is between them), ``times_as_fast`` (fp32's over this one), ``over_hugging_face``
+    (its over this one), ``over_finished`` (this one over the finished step), each with its interval
+    (``_low``, ``_high``); compile_s of first processes; peak_mib and disagreement with fp32, the largest;
+    wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's columns and
+    ``floor_share`` (floor over time), medians.
     """
     shapes: dict[tuple, list[Process]] = {}
     for process in processes:
@@ -155,14 +161,15 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         own = each[each["rung"] == name]
         done = own[own["status"] == "ok"]
         shown = (done if len(done) else own).iloc[0]
-        row = {column: shown.get(column) for column in ("rung", "status", "reason", "attention_kernel", "flags")}
+        texts = ("rung", "status", "reason", "attention_kernel", "flags")
+        row = {column: shown.get(column) for column in texts}
         row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done)}
         row["runs"] = "; ".join(own["run"])
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
         row["compile_s"] = done.loc[done["first"], "compile_s"].max() if len(done) else math.nan
         if len(done):
-            row["throttle"] = "; ".join(sorted({*done["throttle"].dropna()} - {""}))
+            row["throttle"] = together(done["throttle"])
             previous = before(name, climbed) if name in climbed else None
             if previous and not _one_change(previous, name, lacking):
                 previous = None

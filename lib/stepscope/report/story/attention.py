@@ -1,0 +1,4 @@
+"""Attention."""
+from stepscope.report.story.part import Part
+
+PART = Part('Attention')

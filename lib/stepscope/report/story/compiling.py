@@ -1,0 +1,4 @@
+"""Compiling."""
+from stepscope.report.story.part import Part
+
+PART = Part('Compiling')

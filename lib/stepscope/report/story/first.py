@@ -1,0 +1,4 @@
+"""The first screen."""
+from stepscope.report.story.part import Part
+
+PART = Part('')
