@@ -3,11 +3,13 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pandas as pd
 import torch
 
 from stepscope.config import PHASES
+from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
@@ -67,7 +69,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, the
             mode's peak memory, graphs that were not made CUDA graphs (``cudagraph_skips``), and what forward
             leaves in memory for backward (``saved_mib``; neither it nor the peak is known of CUDA graphs,
-            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured.
+            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured; on a GPU
+            ``power_capped_s``, for how long of the timed steps' ``watched_s`` the power cap held clocks back.
         kernels: of captured steps (forward + backward), columns attention, variant, mode and
             ``traces.in_process.KERNEL_COLUMNS``.
     """
@@ -127,16 +130,27 @@ class Part:
             if first and config.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             step = self.step(config, steps, warmup_steps=warmup, timed_steps=timed)
-            taken = measure(step, sm_clock_mhz)
+            watch = DeviceWatch(config.device)
+            taken = measure(step, sm_clock_mhz, watch)
             step.clear_gradients()
             taken["step"] += self.samples["step"].nunique()
             taken = taken.assign(**self.key)
             self.samples = taken if first else pd.concat([self.samples, taken], ignore_index=True)
             if first:
                 self.row |= _peaks(step)
+            if timed:
+                self.watched(watch.readings)
         counted = dict(zip(("graphs", "graph_breaks"), compiles.read())) | {
             name: now - before[name] for name, now in _cached().items()}
         self.row |= {name: self.row.get(name, 0) + times for name, times in counted.items()}
+
+    def watched(self, readings: dict[str, Any]) -> None:
+        """Add to the row how long the timed steps were watched, and how long the power cap held clocks back
+        meanwhile."""
+        capped_us = readings.get("throttled_power_cap_us")
+        if capped_us is not None:
+            for name, seconds in (("watched_s", readings["watched_s"]), ("power_capped_s", capped_us / 1e6)):
+                self.row[name] = self.row.get(name, 0.0) + seconds
 
     def step(self, config: Config, steps: dict[str, Step], **fields: int) -> Step:
         """This part's step, from those of its attention, where it is left once it is built."""
