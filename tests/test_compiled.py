@@ -166,9 +166,9 @@ def test_nothing_compiled_comes_out_of_a_cache_on_disk(monkeypatch, tmp_path):
     tiny = COMPILE | {"timed_steps": 1, "attentions": ["sdpa"]}
     with monkeypatch.context() as shared:
         shared.setattr("torch._inductor.utils.fresh_cache", nullcontext)
-        config = configure("compile", **tiny | {"attentions": ["sdpa", "sdpa"]}, variants=["block"])
-        twice = compiled.measure_variants(config)["variants"]
-    assert twice["graphs"].tolist() == [1, 1] and twice["cached_graphs"][0] == 0 < twice["cached_graphs"][1]
+        config = configure("compile", **tiny, variants=["block"])
+        twice = pd.concat([compiled.measure_variants(config)["variants"] for _ in range(2)])
+    assert twice["graphs"].tolist() == [1, 1] and [n > 0 for n in twice["cached_graphs"]] == [False, True]
     written = {path for path in tmp_path.rglob("*") if path.is_file()}
     own = compiled.measure_variants(configure("compile", **tiny, variants=["block"]))["variants"]
     assert own["graphs"].tolist() == [1] and own["cached_graphs"].tolist() == [0]

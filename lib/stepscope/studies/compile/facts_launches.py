@@ -37,8 +37,8 @@ def launches(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
 
 
 def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """What share of the GPU's time in forward + backward (of timed steps, no profiler on) its kernels take (as
-    captured): ``table``, ``eager`` and ``block`` in percent, and in how many of their ``pairs`` compiling
+    """What share of the GPU's time in forward + backward (of timed steps, no profiler on) its kernels take
+    (as captured): ``table``, ``eager`` and ``block`` in percent, and in how many of their ``pairs`` compiling
     leaves it ``lower`` or makes it ``higher`` by more than :data:`NEARLY`."""
     if kernels.empty:
         return None

@@ -60,7 +60,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
     All variants of an attention have one set of parameters. Each is compiled with caches on disk that are its
     own and empty at first, so that no compile time profits from another's or from an earlier run. What a
     process does once, the first to be compiled pays for. The timed steps are taken in turns, so that what is
-    compared was as warm and had as much power.
+    compared was as warm and had as much power. Kernels are captured when all is timed.
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
@@ -75,21 +75,25 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             ``traces.in_process.KERNEL_COLUMNS``.
     """
     allow_recompiling()
-    parts, captures = [], []
+    torch._dynamo.reset()
+    parts: list[Part] = []
     for attention in config.attentions:
-        torch._dynamo.reset()
         # A model's parameters and their gradients hang in cycles.
         release(config.device, after_error=True)
-        steps: dict[str, Step] = {}
+        steps: dict[str, Step] = {}  # kept by the parts, since kernels are captured when all are timed
+        held = _allocated(config.device)
         for mode in MODES:
-            of_mode = {variant: Part(attention, variant, mode) for variant in config.variants}
+            of_mode = {variant: Part(attention, variant, mode, steps, held) for variant in config.variants}
             for variant, warmup, timed in schedule(config):
-                of_mode[variant].take(config, steps, warmup, timed)
-            if mode == "forward_backward" and config.captured_steps:
-                captures += [part.captured(config, steps) for part in of_mode.values()]
+                of_mode[variant].take(config, warmup, timed)
             parts += of_mode.values()
-        del steps
-    release(config.device)
+        if "eager" in steps:
+            steps["eager"].optimizer.state.clear()
+    captures = [part.captured(config) for part in parts
+                if config.captured_steps and part.key["mode"] == "forward_backward"]
+    for part in parts:
+        part.steps.clear()
+    release(config.device, after_error=True)
     samples = [part.samples for part in parts if part.row["status"] == "ok"]
     return {"samples": stacked(samples, [*SAMPLE_COLUMNS, *PART]),
             "variants": pd.DataFrame([part.row for part in parts]),
@@ -110,17 +114,23 @@ def schedule(config: Config) -> list[tuple[str, int, int]]:
 
 
 class Part:
-    """One attention, variant and mode: its row of ``variants`` and its samples so far."""
+    """One attention, variant and mode: its row of ``variants`` and its samples so far.
 
-    def __init__(self, attention: str, variant: str, mode: str):
+    Args:
+        steps: those of its attention by variant, as far as they are built.
+        held: bytes that were allocated before its attention's parameters.
+    """
+
+    def __init__(self, attention: str, variant: str, mode: str, steps: dict[str, Step], held: int):
+        self.steps, self.held = steps, held
         self.key = dict(zip(PART, (attention, variant, mode)))
         self.row: dict = self.key | {"status": "ok", "reason": "", "graphs": 0, "graph_breaks": 0,
                                      "cached_graphs": 0}
         self.samples = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
-    def take(self, config: Config, steps: dict[str, Step], warmup: int, timed: int) -> None:
-        """So many more steps, built and compiled where they are not in ``steps`` yet; nothing more once one
-        did not run."""
+    def take(self, config: Config, warmup: int, timed: int) -> None:
+        """So many more steps, built and compiled where they are not yet; nothing more once one did not
+        run."""
         from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
 
         if self.row["status"] != "ok":
@@ -129,7 +139,7 @@ class Part:
         with self.refusals(), fresh_cache():
             if first and config.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            step = self.step(config, steps, warmup_steps=warmup, timed_steps=timed)
+            step = self.step(config, warmup_steps=warmup, timed_steps=timed)
             watch = DeviceWatch(config.device)
             taken = measure(step, sm_clock_mhz, watch)
             step.clear_gradients()
@@ -137,7 +147,7 @@ class Part:
             taken = taken.assign(**self.key)
             self.samples = taken if first else pd.concat([self.samples, taken], ignore_index=True)
             if first:
-                self.row |= _peaks(step)
+                self.row |= _peaks(step, self.held)
             if timed:
                 self.watched(watch.readings)
         counted = dict(zip(("graphs", "graph_breaks"), compiles.read())) | {
@@ -152,22 +162,26 @@ class Part:
             for name, seconds in (("watched_s", readings["watched_s"]), ("power_capped_s", capped_us / 1e6)):
                 self.row[name] = self.row.get(name, 0.0) + seconds
 
-    def step(self, config: Config, steps: dict[str, Step], **fields: int) -> Step:
+    def step(self, config: Config, **fields: int) -> Step:
         """This part's step, from those of its attention, where it is left once it is built."""
         attention, variant, mode = self.key.values()
-        if "eager" not in steps:
-            steps["eager"] = build_step(config.step(mode="step", attention=attention))
-        if variant not in steps:
-            steps[variant] = with_compiled(steps["eager"], variant)
+        if "eager" not in self.steps:
+            self.steps["eager"] = build_step(config.step(mode="step", attention=attention))
+        if variant not in self.steps:
+            self.steps[variant] = with_compiled(self.steps["eager"], variant)
         own = config.step(mode=mode, attention=attention).model_copy(update=fields)
-        return dataclasses.replace(steps[variant], config=own)
+        return dataclasses.replace(self.steps[variant], config=own)
 
-    def captured(self, config: Config, steps: dict[str, Step]) -> pd.DataFrame:
-        """The kernels of some more steps; before that, what forward leaves for backward, in the row."""
+    def captured(self, config: Config) -> pd.DataFrame:
+        """The kernels of some more steps; before that, what forward leaves for backward, in the row.
+
+        Not to be called before anything is timed: CUPTI stays in a process that it once watched, and makes
+        its launches slower.
+        """
         found = pd.DataFrame(columns=KERNEL_COLUMNS)
         if self.row["status"] == "ok":
             with self.refusals():
-                step = self.step(config, steps)
+                step = self.step(config)
                 self.row |= _saved(step)
 
                 def once() -> None:
@@ -204,14 +218,23 @@ def _cached() -> dict[str, int]:
             "cudagraph_skips": counters["inductor"]["cudagraph_skips"]}
 
 
-def _peaks(step: Step) -> dict[str, float]:
-    """The peak of memory without the pools of CUDA graphs, which are not this step's; nothing where no
-    allocator tells."""
+def _allocated(device: str) -> int:
+    """Bytes allocated now outside the pools of CUDA graphs; 0 where no allocator tells."""
+    return torch.cuda.memory_allocated() - _pooled() if device == "cuda" else 0
+
+
+def _pooled() -> int:
+    """Bytes allocated now in the pools of CUDA graphs."""
+    return sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
+               if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0))
+
+
+def _peaks(step: Step, held: int) -> dict[str, float]:
+    """The peak of memory without what was ``held`` before and the pools of CUDA graphs, which are not this
+    step's; nothing where no allocator tells."""
     if step.config.device == "cpu" or isinstance(step, GraphedStep):
         return {}
-    pools = sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
-                if tuple(segment["segment_pool_id"]) != (0, 0))
-    return {"peak_allocated_mib": (torch.cuda.max_memory_allocated() - pools) / 2**20}
+    return {"peak_allocated_mib": (torch.cuda.max_memory_allocated() - held - _pooled()) / 2**20}
 
 
 def _saved(step: Step) -> dict[str, float]:
