@@ -83,7 +83,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
         steps: dict[str, Step] = {}  # kept by the parts, since kernels are captured when all are timed
         held = _allocated(config.device)
         for mode in MODES:
-            of_mode = {variant: Part(attention, variant, mode, steps, held) for variant in config.variants}
+            of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held) for variant in config.variants}
             for variant, warmup, timed in schedule(config):
                 of_mode[variant].take(config, warmup, timed)
             parts += of_mode.values()
@@ -106,11 +106,12 @@ def schedule(config: Config) -> list[tuple[str, int, int]]:
     In one turn each takes all of its own at once. In several all are compiled and warmed up first, and every
     turn begins with a step that is not timed, which finds the device as the one before left it.
     """
+    variants: list[str] = [*config.variants]
     if config.turns == 1:
-        return [(variant, config.warmup_steps, config.timed_steps) for variant in config.variants]
+        return [(variant, config.warmup_steps, config.timed_steps) for variant in variants]
     each, more = divmod(config.timed_steps, config.turns)
-    return [(variant, config.warmup_steps, 0) for variant in config.variants] + [
-        (variant, 1, each + (turn < more)) for turn in range(config.turns) for variant in config.variants]
+    return [(variant, config.warmup_steps, 0) for variant in variants] + [
+        (variant, 1, each + (turn < more)) for turn in range(config.turns) for variant in variants]
 
 
 class Part:
@@ -142,7 +143,6 @@ class Part:
             step = self.step(config, warmup_steps=warmup, timed_steps=timed)
             watch = DeviceWatch(config.device)
             taken = measure(step, sm_clock_mhz, watch)
-            step.clear_gradients()
             taken["step"] += self.samples["step"].nunique()
             taken = taken.assign(**self.key)
             self.samples = taken if first else pd.concat([self.samples, taken], ignore_index=True)
@@ -150,6 +150,10 @@ class Part:
                 self.row |= _peaks(step, self.held)
             if timed:
                 self.watched(watch.readings)
+        if self.key["variant"] in self.steps:
+            self.steps[self.key["variant"]].clear_gradients()
+        if self.row["status"] != "ok":
+            release(config.device, after_error=True)
         counted = dict(zip(("graphs", "graph_breaks"), compiles.read())) | {
             name: now - before[name] for name, now in _cached().items()}
         self.row |= {name: self.row.get(name, 0) + times for name, times in counted.items()}
