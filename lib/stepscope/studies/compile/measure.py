@@ -83,7 +83,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
         steps: dict[str, Step] = {}  # kept by the parts, since kernels are captured when all are timed
         held = _allocated(config.device)
         for mode in MODES:
-            of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held) for variant in config.variants}
+            of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held)
+                                        for variant in config.variants}
             for variant, warmup, timed in schedule(config):
                 of_mode[variant].take(config, warmup, timed)
             parts += of_mode.values()
