@@ -108,7 +108,7 @@ def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable
     Raises:
         ImportError: it is not installed.
     """
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+    from flash_attn.cute import flash_attn_func
 
     def call() -> Tensor:
         output = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)

@@ -17,39 +17,47 @@ from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 
 
 def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],
-                 config: Config) -> tuple[dict, pd.DataFrame, pd.DataFrame]:
+                 config: Config) -> tuple[dict, pd.DataFrame]:
     """One implementation at one sequence: a row of what it is (status ``ok``, ``oom``, ``unsupported`` or
-    ``wrong``, and the reason), the timed passes, none unless its status is ``ok``, and the kernels of
-    ``captured_passes`` (columns of ``traces.in_process.KERNEL_COLUMNS``)."""
+    ``wrong``, and the reason), and the timed passes, none unless its status is ``ok``."""
     row: dict = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal,
                  "error": float("nan")}
     compiles, no_passes = Compiles(), pd.DataFrame(columns=PASS_COLUMNS)
-    no_kernels = pd.DataFrame(columns=KERNEL_COLUMNS)
     inputs.clear_gradients()
     call, output, found = first_try(name, implementations, inputs, config)
     row |= found
     if call is None:
-        return row, no_passes, no_kernels
+        return row, no_passes
     try:
         row |= dict(zip(("graphs", "graph_breaks"), compiles.read())) | errors(output, inputs, expected)
         del output
         row |= judged(row, config.precision)
         if row.get("status") == "wrong":
-            return row, no_passes, no_kernels
+            return row, no_passes
         row |= memory_pass(call, inputs, inputs.held_bytes(name), config.device)
         samples = timed_passes(call, inputs, config)
-        captured = captured_passes(call, inputs, config) if config.captured_passes else no_kernels
     except torch.OutOfMemoryError as error:
-        return row | {"status": "oom", "reason": reason(error, [])}, no_passes, no_kernels
-    return row | {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}, samples, captured
+        return row | {"status": "oom", "reason": reason(error, [])}, no_passes
+    return row | {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}, samples
 
 
-def captured_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> pd.DataFrame:
-    """The kernels of a forward and its backward."""
-    def once() -> None:
-        inputs.clear_gradients()
-        call().backward(inputs.gradient)
-    return kernels(once, config.device, config.captured_passes)
+def captured_passes(implementations: Implementations, rows: list[dict], config: Config) -> pd.DataFrame:
+    """The kernels of a forward and its backward of each cell that was timed: ``cell`` and
+    ``traces.in_process.KERNEL_COLUMNS``. After all timing: CUPTI stays in a process that it once watched."""
+    found = [pd.DataFrame(columns=["cell", *KERNEL_COLUMNS])]
+    for cell, row in enumerate(rows):
+        if row["status"] != "ok":
+            continue
+        release(config.device)
+        inputs = Inputs(config, row["sequence"], row["causal"])
+        call = implementations.prepare(row["implementation"], inputs)
+
+        def once(call=call, inputs=inputs) -> None:
+            inputs.clear_gradients()
+            call().backward(inputs.gradient)
+        once()
+        found.append(kernels(once, config.device, config.captured_passes).assign(cell=cell))
+    return pd.concat(found[1:] or found, ignore_index=True)
 
 
 def first_try(name: str, implementations: Implementations, inputs: Inputs,
@@ -102,7 +110,7 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
 def _measure(config: Config) -> dict[str, pd.DataFrame]:
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     allow_recompiling()
-    implementations, samples, captures = Implementations(), [], []
+    implementations, samples = Implementations(), []
     rows: list[dict] = []
     for causal in (True, False):
         names = config.causal if causal else config.unmasked
@@ -115,18 +123,17 @@ def _measure(config: Config) -> dict[str, pd.DataFrame]:
             for name in ATTENTIONS:
                 if name not in names:
                     continue
-                row, passes, captured = measure_cell(name, implementations, inputs, expected, config)
+                row, passes = measure_cell(name, implementations, inputs, expected, config)
                 release(config.device, after_error=row["status"] == "oom")
                 inputs.clear_gradients()
                 samples.append(passes.assign(cell=len(rows)))
-                captures.append(captured.assign(cell=len(rows)))
                 rows.append(row)
             del inputs, expected
     samples = pd.concat(samples, ignore_index=True).astype({"cell": "int16"})
     samples = samples.astype({column: "float32" for column in samples if column.endswith("_ms")})
     tables = {"cells": summarized(pd.DataFrame(rows), samples), "samples.parquet": samples}
     if config.captured_passes:
-        tables["kernels"] = pd.concat([frame for frame in captures if len(frame)] or captures[:1])
+        tables["kernels"] = captured_passes(implementations, rows, config)
     return tables
 
 

@@ -55,9 +55,9 @@ def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
 
 def sdpa(times: pd.DataFrame) -> dict | None:
     """Written-out attention against SDPA: the gains of the full step by variant, of both changes ``together``
-    and ``over_all`` modes; ``losses`` in steady samples, with how launches ``bound`` them, and those in
-    ``unsteady`` ones, each with the :func:`gain` of the same pair in the run with fused AdamW (None without
-    one)."""
+    and ``over_all`` modes; ``losses`` in steady samples, and those in ``unsteady`` ones, each with the
+    :func:`gain` of the same pair in the run with fused AdamW (None without one); what SDPA has
+    :func:`taken`."""
     both = by_attention(times)
     if both.empty:
         return None
@@ -68,7 +68,7 @@ def sdpa(times: pd.DataFrame) -> dict | None:
     told = {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
                            if len(rows := steps[steps["variant"] == variant])],
             "together": gain(ends) if len(ends) else None, "over_all": gain(both),
-            "losses": losses.to_dict("records"), "bound": bound_losses(losses),
+            "losses": losses.to_dict("records"),
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
                          for _, row in slower[slower["flagged"]].iterrows()]}
     return told | {"shape": shape(both), "steps": steps, "headline": headline(ends) if len(ends) else None,
@@ -84,17 +84,6 @@ def taken(times: pd.DataFrame) -> list[dict]:
     rows = times[times["sdpa_taken"].notna()]
     return [{"implementation": name, "precisions": [p for p in PRECISIONS if (of["precision"] == p).any()],
              "runs": of["run_id"].nunique()} for name, of in rows.groupby("sdpa_taken", sort=False)]
-
-
-def bound_losses(losses: pd.DataFrame) -> dict | None:
-    """How many of some pairs are mostly launch-bound on both sides, and how many times as long the host takes
-    to enqueue the second; None without such a pair."""
-    if "launch_bound_share" not in losses:
-        return None
-    bound = losses[losses[["launch_bound_share", "launch_bound_share_after"]].min(axis=1) > 0.5]
-    if bound.empty:
-        return None
-    return {"pairs": len(bound), "enqueue_ratio": bound["enqueue_ms_after"] / bound["enqueue_ms"]}
 
 
 def repeated(row: pd.Series, fused: pd.DataFrame) -> dict | None:

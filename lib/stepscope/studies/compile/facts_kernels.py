@@ -30,8 +30,8 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     forward keeps for backward) beside each block compiled (``_after``).
 
     ``saved_ms`` is what the step gets shorter, ``fused_ms`` what its other kernels do (``fused``:
-    everywhere), ``products_alike`` whether those of the products stay within :data:`NEARLY`. ``kept`` is None where no
-    allocator told."""
+    everywhere), ``products_alike`` whether those of the products stay within :data:`NEARLY`. ``kept`` is None
+    where no allocator told."""
     rows = times[(times["optimizer"] == MAIN) & (times["mode"] == "forward_backward")]
     table = with_saved(grouped(kernels[kernels["run_id"].isin(rows["run_id"])]), rows)
     both = beside(rows)

@@ -1,10 +1,10 @@
-"""What compiling changes in the wait for launches, what AdamW has to do with it, and what compiling itself
-costs."""
+"""How busy compiling leaves the GPU, what AdamW has to do with it, and what compiling itself costs."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import beside as runs_beside
 from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.pairs import (
     ATTENTIONS,
     MAIN,
@@ -15,30 +15,48 @@ from stepscope.studies.compile.pairs import (
     marks,
     optimizer_phase,
     ordered,
+    shape,
     whole_steps,
 )
 
 
-def launches(times: pd.DataFrame) -> dict | None:
-    """By mode what compiling ``moves`` in the share of time that is launch-bound (``on_gpu`` only), what it
-    is to ``adamw``, and compiled steps with ``fused`` AdamW. ``shares`` has a row for each pair and what it
-    is the share ``of``: a mode's launch-bound time, or the optimizer's phase."""
+def launches(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+    """What part of forward + backward the GPU is ``busy`` (None where no kernels were captured; ``on_gpu``
+    only), what the whole forward with CUDA graphs changes, what AdamW takes of the full step, and compiled
+    steps with ``fused`` AdamW. ``shares`` has AdamW's part of each pair."""
     both = beside(times)
     if both.empty:
         return None
-    on_gpu, optimizer, fused = "launch_bound_share" in both, optimizer_phase(times), fused_adamw(times)
-    group = [both[both["mode"] == mode] for mode in ("forward_backward", "step")] if on_gpu else []
-    group = [rows for rows in group if len(rows)]
-    parts = [rows.assign(of=rows["mode"], share=rows["launch_bound_share"],
-                         share_after=rows["launch_bound_share_after"]) for rows in group]
-    parts += [optimizer.assign(of="optimizer")] if len(optimizer) else []
-    moved = [moves(rows) for rows in group]
+    optimizer, fused = optimizer_phase(times), fused_adamw(times)
     return {
-        "moves": moved, "fused": fused, "marked": any_flagged([*moved, fused]), "on_gpu": on_gpu,
-        "backward": next((move for move in moved if move["mode"] == "forward_backward"), None),
-        "adamw": adamw(both, optimizer, on_gpu) if len(optimizer) else None, "optimizer": MAIN,
-        "shares": pd.concat(parts) if parts else None, "graphed": graphed(times),
+        "busy": busy(times, kernels), "fused": fused, "marked": any_flagged([fused]),
+        "on_gpu": bool((both["device"] == "cuda").all()), "shape": shape(both),
+        "adamw": adamw(optimizer) if len(optimizer) else None, "optimizer": MAIN,
+        "shares": optimizer if len(optimizer) else None, "graphed": graphed(times),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
+
+
+def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+    """What share of the GPU's time in forward + backward (of timed steps, no profiler on) its kernels take
+    (as captured): ``table``, ``eager`` and ``block`` in percent, and in how many of their ``pairs`` compiling
+    leaves it ``lower`` or makes it ``higher`` by more than :data:`NEARLY`."""
+    if kernels.empty:
+        return None
+    keys = ["run_id", "attention", "variant"]
+    rows = times[(times["mode"] == "forward_backward") & (times["optimizer"] == MAIN)
+                 & (times["device"] == "cuda")]
+    plain = rows[rows["phase"] != WHOLE].groupby(keys)["median_ms"].sum()
+    found = pd.DataFrame({"plain_ms": plain, "kernels_ms": kernels.groupby(keys)["total_ms"].sum()}).dropna()
+    share = (found["kernels_ms"] / found["plain_ms"]).unstack("variant")
+    if not {"eager", "block"} <= set(share) or share[["eager", "block"]].dropna().empty:
+        return None
+    pairs = share.dropna(subset=["eager", "block"])
+    change = pairs["block"] - pairs["eager"]
+    runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
+    table = share.reset_index().merge(runs, on="run_id")
+    return {"pairs": len(pairs), "eager": pairs["eager"] * 100, "block": pairs["block"] * 100,
+            "lower": int((change < -NEARLY).sum()), "higher": int((change > NEARLY).sum()),
+            "table": ordered(table)}
 
 
 def graphed(times: pd.DataFrame) -> dict | None:
@@ -52,52 +70,10 @@ def graphed(times: pd.DataFrame) -> dict | None:
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
 
 
-def moves(rows: pd.DataFrame) -> dict:
-    """Where one mode's launch-bound share ``falls`` and where it ``rises``; how many pairs are launch-bound
-    when eager.
-
-    ``waits_more``: by the definition of launch-bound, the GPU waits where it did not before and the step did
-    not get longer. ``stays``: pairs of forward and backward that are mostly launch-bound on both sides. """
-    before, after = rows["launch_bound_share"], rows["launch_bound_share_after"]
-    falls, rises = rows[after < before - NEARLY], rows[after > before + NEARLY]
-    stay = rows[(rows["mode"] == "forward_backward") & (before > 0.5) & (after > 0.5)]
-    waits_more = (rises["sure"] & (rises["speedup"] > 1)).all() and not rises["flagged"].all()
-    return {"mode": rows["mode"].iloc[0], "pairs": len(rows), "bound": int((before > NEARLY).sum()),
-            "before_percent": before * 100, "after_percent": after * 100,
-            "falls": falls.to_dict("records"), "falling": len(falls),
-            "rises": rises.to_dict("records"), "rising": len(rises), "waits_more": bool(waits_more),
-            "stays": {"pairs": len(stay), "enqueue_ratio": stay["enqueue_ms_after"] / stay["enqueue_ms"]}
-            if len(stay) else None}
-
-
-def adamw(both: pd.DataFrame, optimizer: pd.DataFrame, on_gpu: bool) -> dict:
-    """AdamW's phase in compiled steps against eager ones, its part in both, and (``launches``, on a GPU) how
-    many of each are launch-bound."""
-    launched = None
-    if on_gpu:
-        launched = {"steps": len(optimizer), "bound": int((optimizer["launch_bound_share"] > 0.5).sum()),
-                    "bound_after": int((optimizer["launch_bound_share_after"] > 0.5).sum()),
-                    "rest": without_adamw(both, optimizer)}
-    return {"ratio": optimizer["median_ms_after"] / optimizer["median_ms"], "launches": launched,
+def adamw(optimizer: pd.DataFrame) -> dict:
+    """AdamW's phase in compiled steps against eager ones, and its part in both."""
+    return {"ratio": optimizer["median_ms_after"] / optimizer["median_ms"],
             "share_percent": optimizer["share"] * 100, "share_after_percent": optimizer["share_after"] * 100}
-
-
-def without_adamw(both: pd.DataFrame, optimizer: pd.DataFrame) -> dict | None:
-    """Of the full steps whose launch-bound share ``falls``, in how many it falls without AdamW's phase
-    ``still``; whether AdamW ``only_grows``. None where none falls."""
-    rows = both[both["mode"] == "step"].merge(optimizer, on=["run_id", "attention"], suffixes=("", "_phase"))
-    falls = rows[rows["launch_bound_share_after"] < rows["launch_bound_share"] - NEARLY]
-    if falls.empty:
-        return None
-
-    def rest(side: str) -> pd.Series:
-        """The step's share is the mean of AdamW's phase (0 or 1) and of the rest, weighted by time."""
-        share = falls[f"share{side}"]
-        of_all, of_adamw = falls[f"launch_bound_share{side}"], falls[f"launch_bound_share{side}_phase"]
-        return (of_all - share * of_adamw) / (1 - share)
-    still = int((rest("_after") < rest("") - NEARLY).sum())
-    return {"falls": len(falls), "still": still,
-            "only_grows": not still and bool((falls["share_after"] > falls["share"]).all())}
 
 
 def fused_adamw(times: pd.DataFrame) -> dict | None:
@@ -178,16 +154,15 @@ def block_seconds(rows: pd.DataFrame) -> dict:
 
 def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
     """The whole forward as one graph against blocks: the gains, the full steps that it makes ``better`` by
-    more than ``nearly`` (``bound`` of them mostly launch-bound with blocks; None on a CPU), and how many
-    times as long it compiles, where neither came first (None where both never did)."""
+    more than ``nearly``, and how many times as long it compiles, where neither came first (None where both
+    never did)."""
     if both.empty:
         return None
     better = both[(both["mode"] == "step") & both["sure"] & (both["speedup"] > 1 + NEARLY)]
     later = seconds[~seconds["first"]]
     ratio = pick(later, variant="model").merge(pick(later, variant="block"), on=["run_id", "attention"],
                                                suffixes=("", "_block"))
-    bound = int((better["launch_bound_share"] > 0.5).sum()) if "launch_bound_share" in better else None
-    return {"gains": gains(both), "nearly": NEARLY, "bound": bound,
+    return {"gains": gains(both), "nearly": NEARLY,
             "better": better.to_dict("records"), "better_pairs": len(better),
             "compiling_ratio": ratio["training_s"] / ratio["training_s_block"] if len(ratio) else None,
             "pairs": both, "marks": marks(both)}

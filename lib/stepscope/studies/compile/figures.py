@@ -61,8 +61,6 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
         line[0].set_ylabel("relative time")
     handles = [Patch(color=color, label=f"{ATTENTION_WORDS[attention]}, {COMPILED_WORDS[variant]}")
                for attention, variant, color in BARS if len(pick(rows, attention=attention, variant=variant))]
-    if "launch_bound_share" in rows and (rows["launch_bound_share"] > 0.5).any():
-        handles.append(Patch(facecolor="0.5", edgecolor="white", hatch="/////", label="mostly launch-bound"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     contexts = listing(str(context) for context in sorted(set(rows["context_length"])))
     figure.suptitle(f"Compiled and with SDPA against eager, context {contexts} ({where})", x=0.01, ha="left",
@@ -71,16 +69,13 @@ def whole_model(times: pd.DataFrame, where: str) -> Figure | None:
 
 
 def bars(axis: Axes, here: pd.DataFrame, sizes: list[str]) -> None:
-    """One panel: a group of bars a size, hatched where mostly launch-bound."""
+    """One panel: a group of bars a size."""
     for index, (attention, variant, color) in enumerate(BARS):
         rows = pick(here, attention=attention, variant=variant)
         x = np.array([sizes.index(str(size)) for size in rows["size"]]) + (index - 1.5) * 0.2
         whiskers = [rows["relative"] - rows["relative_low"], rows["relative_high"] - rows["relative"]]
-        drawn = axis.bar(x, rows["relative"], 0.19, color=color, yerr=whiskers if index else None,
-                         error_kw={"elinewidth": 1, "ecolor": "0.2"})
-        for bar, share in zip(drawn, rows.get("launch_bound_share", ())):
-            if share > 0.5:
-                bar.set(hatch="/////", edgecolor="white", linewidth=0)
+        axis.bar(x, rows["relative"], 0.19, color=color, yerr=whiskers if index else None,
+                 error_kw={"elinewidth": 1, "ecolor": "0.2"})
     base = here.drop_duplicates("size").astype({"size": str}).set_index("size")["base_ms"]
     labels = [f"{size}\n{number(base[size])} ms" if size in base.index else size for size in sizes]
     axis.set_xticks(range(len(sizes)), labels, fontsize=9)

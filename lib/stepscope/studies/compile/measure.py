@@ -3,11 +3,13 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pandas as pd
 import torch
 
 from stepscope.config import PHASES
+from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
@@ -58,7 +60,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
     All variants of an attention have one set of parameters. Each is compiled with caches on disk that are its
     own and empty at first, so that no compile time profits from another's or from an earlier run. What a
     process does once, the first to be compiled pays for. The timed steps are taken in turns, so that what is
-    compared was as warm and had as much power.
+    compared was as warm and had as much power. Kernels are captured when all is timed.
 
     Returns:
         samples: the harness's, with columns attention, variant and mode.
@@ -67,26 +69,32 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             graphs compiled, graph breaks, graphs that came out of a cache in place of being compiled, the
             mode's peak memory, graphs that were not made CUDA graphs (``cudagraph_skips``), and what forward
             leaves in memory for backward (``saved_mib``; neither it nor the peak is known of CUDA graphs,
-            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured.
+            which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured; on a GPU
+            ``power_capped_s``, for how long of the timed steps' ``watched_s`` the power cap held clocks back.
         kernels: of captured steps (forward + backward), columns attention, variant, mode and
             ``traces.in_process.KERNEL_COLUMNS``.
     """
     allow_recompiling()
-    parts, captures = [], []
+    torch._dynamo.reset()
+    parts: list[Part] = []
     for attention in config.attentions:
-        torch._dynamo.reset()
         # A model's parameters and their gradients hang in cycles.
         release(config.device, after_error=True)
-        steps: dict[str, Step] = {}
+        steps: dict[str, Step] = {}  # kept by the parts, since kernels are captured when all are timed
+        held = _allocated(config.device)
         for mode in MODES:
-            of_mode = {variant: Part(attention, variant, mode) for variant in config.variants}
+            of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held)
+                                        for variant in config.variants}
             for variant, warmup, timed in schedule(config):
-                of_mode[variant].take(config, steps, warmup, timed)
-            if mode == "forward_backward" and config.captured_steps:
-                captures += [part.captured(config, steps) for part in of_mode.values()]
+                of_mode[variant].take(config, warmup, timed)
             parts += of_mode.values()
-        del steps
-    release(config.device)
+        if "eager" in steps:
+            steps["eager"].optimizer.state.clear()
+    captures = [part.captured(config) for part in parts
+                if config.captured_steps and part.key["mode"] == "forward_backward"]
+    for part in parts:
+        part.steps.clear()
+    release(config.device, after_error=True)
     samples = [part.samples for part in parts if part.row["status"] == "ok"]
     return {"samples": stacked(samples, [*SAMPLE_COLUMNS, *PART]),
             "variants": pd.DataFrame([part.row for part in parts]),
@@ -99,25 +107,32 @@ def schedule(config: Config) -> list[tuple[str, int, int]]:
     In one turn each takes all of its own at once. In several all are compiled and warmed up first, and every
     turn begins with a step that is not timed, which finds the device as the one before left it.
     """
+    variants: list[str] = [*config.variants]
     if config.turns == 1:
-        return [(variant, config.warmup_steps, config.timed_steps) for variant in config.variants]
+        return [(variant, config.warmup_steps, config.timed_steps) for variant in variants]
     each, more = divmod(config.timed_steps, config.turns)
-    return [(variant, config.warmup_steps, 0) for variant in config.variants] + [
-        (variant, 1, each + (turn < more)) for turn in range(config.turns) for variant in config.variants]
+    return [(variant, config.warmup_steps, 0) for variant in variants] + [
+        (variant, 1, each + (turn < more)) for turn in range(config.turns) for variant in variants]
 
 
 class Part:
-    """One attention, variant and mode: its row of ``variants`` and its samples so far."""
+    """One attention, variant and mode: its row of ``variants`` and its samples so far.
 
-    def __init__(self, attention: str, variant: str, mode: str):
+    Args:
+        steps: those of its attention by variant, as far as they are built.
+        held: bytes that were allocated before its attention's parameters.
+    """
+
+    def __init__(self, attention: str, variant: str, mode: str, steps: dict[str, Step], held: int):
+        self.steps, self.held = steps, held
         self.key = dict(zip(PART, (attention, variant, mode)))
         self.row: dict = self.key | {"status": "ok", "reason": "", "graphs": 0, "graph_breaks": 0,
                                      "cached_graphs": 0}
         self.samples = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
-    def take(self, config: Config, steps: dict[str, Step], warmup: int, timed: int) -> None:
-        """So many more steps, built and compiled where they are not in ``steps`` yet; nothing more once one
-        did not run."""
+    def take(self, config: Config, warmup: int, timed: int) -> None:
+        """So many more steps, built and compiled where they are not yet; nothing more once one did not
+        run."""
         from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
 
         if self.row["status"] != "ok":
@@ -126,34 +141,52 @@ class Part:
         with self.refusals(), fresh_cache():
             if first and config.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            step = self.step(config, steps, warmup_steps=warmup, timed_steps=timed)
-            taken = measure(step, sm_clock_mhz)
-            step.clear_gradients()
+            step = self.step(config, warmup_steps=warmup, timed_steps=timed)
+            watch = DeviceWatch(config.device)
+            taken = measure(step, sm_clock_mhz, watch)
             taken["step"] += self.samples["step"].nunique()
             taken = taken.assign(**self.key)
             self.samples = taken if first else pd.concat([self.samples, taken], ignore_index=True)
             if first:
-                self.row |= _peaks(step)
+                self.row |= _peaks(step, self.held)
+            if timed:
+                self.watched(watch.readings)
+        if self.key["variant"] in self.steps:
+            self.steps[self.key["variant"]].clear_gradients()
+        if self.row["status"] != "ok":
+            release(config.device, after_error=True)
         counted = dict(zip(("graphs", "graph_breaks"), compiles.read())) | {
             name: now - before[name] for name, now in _cached().items()}
         self.row |= {name: self.row.get(name, 0) + times for name, times in counted.items()}
 
-    def step(self, config: Config, steps: dict[str, Step], **fields: int) -> Step:
+    def watched(self, readings: dict[str, Any]) -> None:
+        """Add to the row how long the timed steps were watched, and how long the power cap held clocks back
+        meanwhile."""
+        capped_us = readings.get("throttled_power_cap_us")
+        if capped_us is not None:
+            for name, seconds in (("watched_s", readings["watched_s"]), ("power_capped_s", capped_us / 1e6)):
+                self.row[name] = self.row.get(name, 0.0) + seconds
+
+    def step(self, config: Config, **fields: int) -> Step:
         """This part's step, from those of its attention, where it is left once it is built."""
         attention, variant, mode = self.key.values()
-        if "eager" not in steps:
-            steps["eager"] = build_step(config.step(mode="step", attention=attention))
-        if variant not in steps:
-            steps[variant] = with_compiled(steps["eager"], variant)
+        if "eager" not in self.steps:
+            self.steps["eager"] = build_step(config.step(mode="step", attention=attention))
+        if variant not in self.steps:
+            self.steps[variant] = with_compiled(self.steps["eager"], variant)
         own = config.step(mode=mode, attention=attention).model_copy(update=fields)
-        return dataclasses.replace(steps[variant], config=own)
+        return dataclasses.replace(self.steps[variant], config=own)
 
-    def captured(self, config: Config, steps: dict[str, Step]) -> pd.DataFrame:
-        """The kernels of some more steps; before that, what forward leaves for backward, in the row."""
+    def captured(self, config: Config) -> pd.DataFrame:
+        """The kernels of some more steps; before that, what forward leaves for backward, in the row.
+
+        Not to be called before anything is timed: CUPTI stays in a process that it once watched, and makes
+        its launches slower.
+        """
         found = pd.DataFrame(columns=KERNEL_COLUMNS)
         if self.row["status"] == "ok":
             with self.refusals():
-                step = self.step(config, steps)
+                step = self.step(config)
                 self.row |= _saved(step)
 
                 def once() -> None:
@@ -190,14 +223,23 @@ def _cached() -> dict[str, int]:
             "cudagraph_skips": counters["inductor"]["cudagraph_skips"]}
 
 
-def _peaks(step: Step) -> dict[str, float]:
-    """The peak of memory without the pools of CUDA graphs, which are not this step's; nothing where no
-    allocator tells."""
+def _allocated(device: str) -> int:
+    """Bytes allocated now outside the pools of CUDA graphs; 0 where no allocator tells."""
+    return torch.cuda.memory_allocated() - _pooled() if device == "cuda" else 0
+
+
+def _pooled() -> int:
+    """Bytes allocated now in the pools of CUDA graphs."""
+    return sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
+               if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0))
+
+
+def _peaks(step: Step, held: int) -> dict[str, float]:
+    """The peak of memory without what was ``held`` before and the pools of CUDA graphs, which are not this
+    step's; nothing where no allocator tells."""
     if step.config.device == "cpu" or isinstance(step, GraphedStep):
         return {}
-    pools = sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
-                if tuple(segment["segment_pool_id"]) != (0, 0))
-    return {"peak_allocated_mib": (torch.cuda.max_memory_allocated() - pools) / 2**20}
+    return {"peak_allocated_mib": (torch.cuda.max_memory_allocated() - held - _pooled()) / 2**20}
 
 
 def _saved(step: Step) -> dict[str, float]:

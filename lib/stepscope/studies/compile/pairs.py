@@ -155,11 +155,18 @@ def headline(steps: pd.DataFrame) -> dict | None:
 
 def marks(both: pd.DataFrame) -> dict:
     """What there is to explain beside a table of pairs: ``unchanged``, whether some did not surely change,
-    ``kinds`` of unsteady samples, and how many pairs are at ``unlike`` clocks, of all."""
+    ``kinds`` of unsteady samples, and how many pairs are at ``unlike`` clocks, of all; ``capped``: of the
+    slower clock's timed steps the share in which the power cap held it back (None where not counted)."""
     kinds = {flag.split(":")[0] for column in ("flags", "flags_after") for text in both[column]
              for flag in text.split("; ") if flag}
-    return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": int(both["unlike"].sum()),
-            "pairs": len(both)}
+    unlike = both[both["unlike"]]
+    capped = pd.Series(dtype=float)
+    if "power_capped_s" in both:
+        shares = [unlike[f"power_capped_s{side}"] / unlike[f"watched_s{side}"] for side in ("", "_after")]
+        slower = unlike["sm_clock_mhz_after"] < unlike["sm_clock_mhz"]
+        capped = shares[1].where(slower, shares[0]).dropna()
+    return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": len(unlike),
+            "pairs": len(both), "capped": capped if len(capped) else None}
 
 
 def any_flagged(told: object) -> bool:

@@ -8,8 +8,7 @@ from stepscope.say.formats import MODE_WORDS, number, percent, percent_change
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
 VARIANT_WORDS = {"eager": "eager", "block": "compiled", "model": "one graph", "cuda_graphs": "CUDA graphs"}
 FLAGGED = " †"    # behind a pair of which a side's samples are not one steady state
-SHARE_WORDS = {"forward_backward": "launch-bound, forward + backward", "step": "launch-bound, full step",
-               "optimizer": "AdamW's part of the full step"}
+ADAMW = "AdamW's part of the full step"
 
 
 def cells_of(both: pd.DataFrame) -> list[str]:
@@ -51,12 +50,26 @@ def times(facts: dict) -> pd.DataFrame | None:
 
 
 def shares(facts: dict) -> pd.DataFrame | None:
-    """Launch-bound shares and AdamW's part, eager to compiled."""
+    """AdamW's part of the full step, eager to compiled."""
     rows = facts["shares"]
     if rows is None:
         return None
     cells = [f"{percent(row.share)} to {percent(row.share_after)}" for row in rows.itertuples()]
-    return wide(rows, rows["of"].map(SHARE_WORDS), cells)
+    return wide(rows, pd.Series(ADAMW, index=rows.index), cells)
+
+
+def busy(facts: dict) -> pd.DataFrame | None:
+    """Busy share of forward + backward, variants across."""
+    if facts["busy"] is None:
+        return None
+    rows = facts["busy"]["table"]
+    contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
+    table = pd.DataFrame({"size": rows["size"], **contexts, "precision": rows["precision"],
+                          "attention": rows["attention"].map(ATTENTION_WORDS)})
+    for variant, words in VARIANT_WORDS.items():
+        if variant in rows:
+            table[words] = ["–" if share != share else percent(share) for share in rows[variant]]
+    return table
 
 
 def fused(facts: dict) -> pd.DataFrame | None:
