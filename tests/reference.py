@@ -3,8 +3,6 @@ import base64
 import functools
 from pathlib import Path
 
-import pandas as pd
-
 from stepscope.report.load import chapters
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -39,13 +37,14 @@ def changed(table, where, **columns):
 
 
 def answered(study, key, **replaced):
-    """The answer to one question, with some of the study's tables replaced; another study's are empty, or those
-    replaced under their full names."""
+    """The answer to one question, with some of the study's tables replaced; other studies' are as committed."""
     from stepscope.say.chapter import answer
 
     chapter = next(chapter for chapter in chapters() if chapter.study == study)
+    given = {name if "." in name else f"{study}.{name}": table
+             for name, table in (tables(study) | replaced).items()}
     question = next(question for question in chapter.questions if question.key == key)
-    given = dict.fromkeys((*question.needs, *question.uses), pd.DataFrame())
-    given |= {name if "." in name else f"{study}.{name}": table
-              for name, table in (tables(study) | replaced).items()}
+    for name in {*question.needs, *question.uses} - set(given):
+        other, table = name.split(".")
+        given[name] = tables(other)[table]
     return answer(chapter, question, given)
