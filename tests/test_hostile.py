@@ -107,5 +107,5 @@ def test_no_text_of_a_record_becomes_markup(text, chosen, harmless, tmp_path):
 def test_no_name_of_a_device_is_typeset_as_a_formula(tmp_path):
     samples = tables("warmup")["samples"]
     one = samples[samples["run_id"] == samples["run_id"].iloc[0]]
-    figure = figures.warmup_steps(one, where=r"$\no{formula$ <b>x</b>")
+    figure = figures.warmup_steps(one, one.iloc[:0], where=r"$\no{formula$ <b>x</b>")
     assert save(figure, tmp_path / "figure.png").stat().st_size  # as a formula it would be an error

@@ -300,7 +300,8 @@ def test_what_no_answer_is_made_from_is_listed():
     own = Data(runs, [], [], tables_of(STORE, runs), pd.DataFrame())
     assert len(runs) > 3 and "Other runs" not in text_of(own)
     times = own.tables["benchmark.times"]
-    low = own.tables | {"benchmark.times": times.assign(precision="bf16")}
+    low = own.tables | {"benchmark.times": times.assign(precision="bf16"),
+                        "benchmark.samples": own.tables["benchmark.samples"].assign(precision="bf16")}
     text = text_of(dataclasses.replace(own, tables=low))
     assert text[text.index("## Other runs"):].count("| bf16 |") == len(runs)
 

@@ -4,6 +4,7 @@ import pandas as pd
 from stepscope.runs.device_watch import THROTTLES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
+from stepscope.say.selections import pick
 from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
 
@@ -13,8 +14,8 @@ MEASURED = ["timed_watched_s", "kept_up_sm_clock_median_mhz", "kept_up_power_w",
 
 
 def device_state(times: pd.DataFrame) -> dict | None:
-    """SM clock after each timed step, driver's throttle counters, power and energy of every run; None where
-    no clock was read.
+    """SM clock after each timed step, driver's throttle counters, power and energy of every eager fp32 run;
+    None where no clock was read.
 
     ``held`` are the runs whose clock was below the highest of all by more than :data:`UNLIKE_CLOCKS` after
     some timed step, or in the median while the step was kept up, or during whose timed steps a counter grew;
@@ -22,7 +23,7 @@ def device_state(times: pd.DataFrame) -> dict | None:
     ``energy_check``: the largest relative difference of the energy by polled power from that by NVML's
     counter. ``polling``: how much longer the polled steps took than the timed ones at most.
     """
-    steps = times[(times["phase"] == WHOLE) & (times["status"] == "ok")]
+    steps = pick(times, phase=WHOLE, status="ok", precision="fp32", attention="eager", compile=False)
     steps = steps[steps["sm_clock_mhz"].notna()]
     if steps.empty:
         return None
