@@ -293,29 +293,19 @@ def test_a_plain_step_opens_no_range_and_an_annotated_one_those_of_its_phases(mo
     assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= within
 
 
-class Ticking:
-    """Stands in for the steps: each takes so many ms."""
-
-    def __init__(self, step_ms):
-        self.step_ms, self.kinds, self.walls = step_ms, [], []
-
-    def run(self, kind, named=False):
-        self.kinds.append((kind, named))
-        return self.step_ms
+@pytest.mark.parametrize("step_ms, captured, turns, named",
+                         [(1, 10, 5, False), (60, 10, 3, False), (200, 5, 1, False), (2000, 3, 1, True)])
+def test_short_steps_are_run_more_often(step_ms, captured, turns, named):
+    assert watched.how_many(step_ms, 10) == (captured, turns, named)
+    assert watched.how_many(step_ms, 2)[0] == 2
 
 
-@pytest.mark.parametrize("step_ms, warm, turns, named, captured",
-                         [(1, 20, 5, 1, 10), (60, 5, 3, 1, 10), (200, 2, 1, 1, 5), (2000, 2, 1, 0, 3)])
-def test_short_steps_are_run_more_often(monkeypatch, tmp_path, step_ms, warm, turns, named, captured):
-    ticking = Ticking(step_ms)
-    monkeypatch.setattr(watched, "Steps", lambda config: ticking)
-    monkeypatch.setitem(watched.CAPTURES, "none", lambda trace: watched.nullcontext())
-    config = configure("nsys", size="nano", context_length=16, device="cpu", warmup_steps=2, timed_steps=10)
-    watched.profile(config.step(mode="step"), "none", tmp_path / "t")
-    long = not named
-    pairs = [("plain", False), ("annotated", long)] * turns
-    assert ticking.kinds == [("warm-up", False)] * warm + pairs + [("named", True)] * named + [
-        ("captured", long)] * captured + pairs
+@pytest.mark.parametrize("step_ms, least, expected", [(1, 2, 20), (60, 2, 5), (60, 8, 8), (900, 2, 2), (1, 0, 0)])
+def test_a_warm_up_is_long_enough_without_its_first_step(step_ms, least, expected):
+    warm_ms = []
+    while not watched.warm_enough(warm_ms, least):
+        warm_ms.append(step_ms if warm_ms else 1000)
+    assert len(warm_ms) == expected
 
 
 @pytest.mark.parametrize("fields, fused", [

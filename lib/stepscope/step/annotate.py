@@ -140,15 +140,16 @@ def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable, str]]:
             continue
         original = getattr(module, "_orig_mod", None)  # of torch.compile(module)
         in_place = module._compiled_call_impl  # of module.compile()
+        part = original or module
         if original is not None or in_place is not None:
-            inside |= set((original or module).modules())
-            name = f"compiled {getattr((original or module).forward, 'region', '')}".strip()
-            yield (module, "_compiled_call_impl", in_place, name) if in_place else (
-                module, "forward", module.forward, name)
-        for attribute in dir(type(original or module)) if in_place is None else ():
-            name = getattr(getattr(type(original or module), attribute, None), "region", None)
+            inside |= set(part.modules())
+            compiled = f"compiled {getattr(part.forward, 'region', '')}".strip()
+            yield (module, "_compiled_call_impl", in_place, compiled) if in_place else (
+                module, "forward", module.forward, compiled)
+        for attribute in dir(type(part)) if in_place is None else ():
+            name = getattr(getattr(type(part), attribute, None), "region", None)
             if isinstance(name, str) and (original is None or attribute != "forward"):
-                yield module, attribute, getattr(original or module, attribute), name
+                yield module, attribute, getattr(part, attribute), name
 
 
 @contextmanager

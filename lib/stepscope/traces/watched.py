@@ -26,7 +26,7 @@ from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import build_step, out_of_memory_names
 from stepscope.traces.nsys_program import PID, REQUESTS, lives
 
-WARM_MS, MOST_WARM = 300, 20         # steps that are shorter are warmed up for so long, and so often at most
+WARM_MS, MOST_WARM = 200, 20         # of short steps, so many ms after the first, and so many at most
 CAPTURED_MS, FEWEST = 1000, 3        # captured steps: as many as last so long together, but not fewer
 TURNS_MS, MOST_TURNS = 400, 5        # plain and annotated steps in turns, on either side of the capture
 # Steps so long do not notice the naming of their regions, so all that are annotated are named.
@@ -91,6 +91,23 @@ class Steps:
         return rows[-1][1]
 
 
+def warm_enough(warm_ms: list[float], least: int) -> bool:
+    """Whether steps that took so long are a warm-up of at least ``least``; the first does not count.
+    """
+    if len(warm_ms) < least:
+        return False
+    return least == 0 or len(warm_ms) >= MOST_WARM or sum(warm_ms[1:]) >= WARM_MS
+
+
+def how_many(step_ms: float, most: int) -> tuple[int, int, bool]:
+    """Of steps that last so long: how many are captured, how many turns plain and annotated ones take on
+    either side of the capture, and whether all that are annotated have their regions named.
+    """
+    captured = min(most, max(FEWEST, int(CAPTURED_MS / step_ms)))
+    turns = max(1, min(MOST_TURNS, captured // 2, int(TURNS_MS / 2 / step_ms)))
+    return captured, turns, step_ms > LONG_MS
+
+
 def profile(config: StepConfig, tool: str, trace: Path) -> dict:
     """Warm up, then run and capture one configuration's steps; every step is on the clocks, in ``walls``.
 
@@ -99,12 +116,9 @@ def profile(config: StepConfig, tool: str, trace: Path) -> dict:
     """
     steps, warm_ms = Steps(config), []
     with out_of_memory_names("warming up"):
-        while len(warm_ms) < config.warmup_steps or (0 < len(warm_ms) < MOST_WARM and sum(warm_ms) < WARM_MS):
+        while not warm_enough(warm_ms, config.warmup_steps):
             warm_ms.append(steps.run("warm-up"))
-    step_ms = max(warm_ms[-1:], default=1.0)
-    captured = min(config.timed_steps, max(FEWEST, int(CAPTURED_MS / step_ms)))
-    turns = max(1, min(MOST_TURNS, captured // 2, int(TURNS_MS / 2 / step_ms)))
-    all_named = step_ms > LONG_MS
+    captured, turns, all_named = how_many(max(warm_ms[-1:], default=1.0), config.timed_steps)
 
     def take_turns() -> None:
         for _ in range(turns):

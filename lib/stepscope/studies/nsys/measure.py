@@ -150,10 +150,10 @@ def profile_run(config: Config, kept: Path | None,
         files = [file for item, (_, export, reports) in zip(captures, made) if kept and export
                  for file in _keep(export, kept, reports, config.keep_export)]
     found: dict[str, list[pd.DataFrame]] = {}
-    for item, (parts, _, _) in zip(captures, made):
-        for name, table in parts.items():
+    for item, (own, _, _) in zip(captures, made):
+        for name, table in own.items():
             found.setdefault(name, []).append(table.assign(mode=item.config.mode))
-    tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
+    tables = {name: pd.concat(stacked, ignore_index=True) for name, stacked in found.items()}
     statuses = [item.outcome["status"] for item in captures]
     results = {"tool": profiler.tool} | {f"{status}_profiles": statuses.count(status)
                                          for status in ("captured", "oom", "crashed")}
