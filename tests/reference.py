@@ -3,7 +3,6 @@ import base64
 import functools
 from pathlib import Path
 
-
 from stepscope.report.load import chapters
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store

@@ -190,8 +190,8 @@ def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
 
     ``longest`` are the first six; ``furthest`` is, of those with more than ``nontrivial`` of the time, the
     one that stays furthest from its floor; ``above`` regions are faster than it, since what they read was in
-    the cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in all
-    profiles.
+    the cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in
+    all profiles.
     """
     floors = region_floors(operations, ceilings, times)
     if floors.empty or floors["of_floor"].isna().all():

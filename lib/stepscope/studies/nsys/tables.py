@@ -63,7 +63,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
     ``operations_low`` has the operations of those in other precisions; ``operations_fused``, in any
     precision, of those with torch's fused attention (see its ``attention_implementation``) or compiled. Of
-    all of them ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of
+    all profiles, ``phases`` has what their captures say of each phase (see ``waits.captured_phases``), and of
     the eager ones in a low precision ``casts`` has the time of each phase's casts.
     """
     def is_eager(record: Record) -> bool:
