@@ -27,6 +27,7 @@ from stepscope.say.chapter import Answer, Page, Picture, answer, given
 from stepscope.say.style import save
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import environment
+from stepscope.studies.ladder.names import NAMES
 
 
 class OutputError(StepscopeError, OSError):
@@ -168,7 +169,8 @@ def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
 def page_of(store: Store, report: Report, folder: Path, pictures: Path) -> str:
     """``writeup.html`` of a report in ``folder``, with the pictures that are in another folder's ``figures``."""
     runs = os.path.relpath(store.root, folder).replace(os.sep, "/")
-    return render_page(whole(report, runs), pictures, pieces=pieces(report.data.records, report.data.tables))
+    return render_page(whole(report, runs), pictures, 
+                       pieces=pieces(report.data.records, report.data.tables, NAMES))
 
 
 def render(store: Store, folder: Path) -> list[Path]:
