@@ -55,6 +55,12 @@ def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
     )
 
 
+def shown(own: pd.DataFrame) -> pd.DataFrame:
+    """:func:`climbed`, and the branch of wider products: a row a change."""
+    ok = own[(own["kind"] == "rung") & (own["status"] == "ok")]
+    return ok[~ok["rung"].isin(["fill", "graph"])]
+
+
 def climbed(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape that have times, but for branches and the one with another batch."""
     return own[
@@ -81,7 +87,9 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         return None
     first, best = climbed(own).iloc[0], best_of(own)
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
-    branches = [of_rung(own, name) for name in sorted(BRANCHES)]
+    graph = of_rung(own, "graph")
+    gains = shown(own)[shown(own)["rung"] != OTHER_ARITHMETIC]
+    idle = gains[(gains["gain"] < 1 + HELPS) | (gains["gain_low"] <= 1)]
     tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
     # GPUs say so nearly always of products at full rate: their power is what bounds them.
     held = rungs["throttled_share"] if "throttled_share" in rungs else pd.Series(dtype=float)
@@ -100,7 +108,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "batch": int(best["batch"]),
         "beside": beside and beside | {"over_best": best["over_hugging_face"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
-        "branches": [branch | {"name": name_of(branch["rung"])} for branch in branches if branch],
+        "graph": graph,
+        "idle": idle["rung"].map(name_of).tolist(),
         "missing": [
             {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
             for row in tried.to_dict("records")
@@ -114,7 +123,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
 
 def sizes(rungs: pd.DataFrame) -> dict | None:
     """What each rung gains where: over all shapes, with those where it helps, where not, where it costs."""
-    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([shown(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
@@ -220,6 +229,9 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
+    before_it = low[low["rung"] == "overlap"]
+    if facts["other"] and len(before_it):
+        facts["other"]["coarser"] = facts["other"]["gradient_off"] / before_it["gradient_off"].iloc[0]
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
     windows = smoothed(curves)
