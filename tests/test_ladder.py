@@ -495,9 +495,9 @@ def test_what_helps_nowhere_and_what_costs_is_told():
 
 def test_a_gain_over_several_changes_is_none():
     """A run may leave rungs out: what it gains then is not one change's."""
-    few = made_up(sizes=("small",), ms={"fp32": 100.0, "no_casts": 20.0, "chunked": 10.0})["rungs"]
+    few = made_up(sizes=("small",), ms={"fp32": 100.0, "wide": 20.0, "chunked": 10.0})["rungs"]
     gains = few.set_index("rung")["gain"]
-    assert gains["chunked"] == pytest.approx(2, rel=1e-3) and math.isnan(gains["no_casts"])
+    assert gains["chunked"] == pytest.approx(2, rel=1e-3) and math.isnan(gains["wide"])
 
 
 def test_goals_that_are_missed_are_said():

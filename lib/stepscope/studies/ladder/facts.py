@@ -55,12 +55,6 @@ def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
     )
 
 
-def shown(own: pd.DataFrame) -> pd.DataFrame:
-    """:func:`climbed`, and the branch of wider products: a row a change."""
-    ok = own[(own["kind"] == "rung") & (own["status"] == "ok")]
-    return ok[~ok["rung"].isin(["fill", "graph"])]
-
-
 def climbed(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape that have times, but for branches and the one with another batch."""
     return own[
@@ -88,7 +82,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     first, best = climbed(own).iloc[0], best_of(own)
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
     graph = of_rung(own, "graph")
-    gains = shown(own)[shown(own)["rung"] != OTHER_ARITHMETIC]
+    gains = climbed(own)[climbed(own)["rung"] != OTHER_ARITHMETIC]
     idle = gains[(gains["gain"] < 1 + HELPS) | (gains["gain_low"] <= 1)]
     tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
     # GPUs say so nearly always of products at full rate: their power is what bounds them.
@@ -123,7 +117,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
 
 def sizes(rungs: pd.DataFrame) -> dict | None:
     """What each rung gains where: over all shapes, with those where it helps, where not, where it costs."""
-    rows = pd.concat([shown(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None

@@ -9,9 +9,8 @@ from stepscope.say.formats import number
 from stepscope.say.style import PALETTE, WIDTH_IN, use_style
 from stepscope.studies.ladder import facts
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_shape, shown, smoothed
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_shape, climbed, smoothed
 from stepscope.studies.ladder.names import name_of
-from stepscope.studies.ladder.rungs import BRANCHES
 from stepscope.studies.ladder.tables import SHAPE
 
 LARGE = 16  # points: to be read when the picture is 400 pixels wide
@@ -20,15 +19,12 @@ LARGE = 16  # points: to be read when the picture is 400 pixels wide
 def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Rungs from top to bottom as bars, the floor as a line, Hugging Face's step as a mark."""
     found = facts.ladder(rungs)
-    if found is None or len(rows := shown(found["rows"])) < 2:
+    if found is None or len(rows := climbed(found["rows"])) < 2:
         return None
     use_style()
     first, widest = rows["median_ms"].iloc[0], rows["median_ms"].max()
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 2.2 + 0.55 * len(rows)))
-    colors = [
-        PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[4] if rung in BRANCHES else PALETTE[0]
-        for rung in rows["rung"]
-    ]
+    colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
     axis.barh(range(len(rows)), rows["median_ms"], color=colors, height=0.72)
     for y, row in enumerate(rows.itertuples()):
         axis.text(
@@ -69,7 +65,7 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
 
 def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Sizes across, rungs down: how many times as fast each makes what was before it."""
-    rows = pd.concat([shown(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None

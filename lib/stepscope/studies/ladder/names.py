@@ -29,7 +29,7 @@ SNIPPETS = Path(__file__).parent / "snippets"
 # What a rung is good against: kernels' launches, products, other kernels' memory traffic, the optimizer's.
 AGAINST = {
     "launches": ("cuda_graphs",),
-    "products": ("tf32", "bf16"),
+    "products": ("tf32", "bf16", "wide"),
     "memory": ("sdpa", "blocks", "chunked"),
     "optimizer": ("fused", "no_casts", "overlap"),
 }

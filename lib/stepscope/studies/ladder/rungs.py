@@ -29,9 +29,7 @@ RATE = 3e-4  # AdamW's learning rate, of every rung
 # seconds where a graph of all blocks takes minutes; so the one graph is a branch, measured beside "blocks".
 STANDS_ON = "blocks"
 COMPILE_OPTIONS: dict[str, Any] = {}  # of the compiler; Hugging Face's model has torch's own
-# Rungs on which no later one stands. Wider products cost an H200 as much in the copies of backward as they
-# spare in products (0.98 to 1.00 times as fast for small and 2.7B), so the finished step goes without them.
-BRANCHES = {"wide"} | ({"graph"} if STANDS_ON == "blocks" else set())
+BRANCHES = {"graph"} if STANDS_ON == "blocks" else set()  # rungs on which no later one stands
 CHANGES = RUNGS[1 : RUNGS.index("fp8") + 1]
 MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "graph", "no_casts", "wide", "chunked", "fp8"}
 FINISHED = frozenset(CHANGES) - {"fp8"} - BRANCHES  # fp8 is another arithmetic
@@ -40,6 +38,7 @@ WITHOUT = {
     "compiling": {"blocks", "graph", "cuda_graphs"},
     "cuda_graphs": {"cuda_graphs"},
     "no_casts": {"no_casts", "overlap"},
+    "wide": {"wide"},
     "chunked": {"chunked"},
     "overlap": {"overlap"},
     "bf16": {"bf16", "no_casts", "overlap"},
