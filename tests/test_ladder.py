@@ -166,13 +166,29 @@ def test_fp8_products_are_near_and_are_not_the_same():
     assert changes_of("fp8") - FINISHED == {"fp8"}
 
 
+def test_fp8_is_as_much_coarser_in_a_model_as_its_mantissa_is_shorter(config, monkeypatch):
+    """Four bits against eight: what the gradient is off is several times bf16's, and less than 16 times."""
+    from stepscope.studies.ladder import rungs
+
+    monkeypatch.setattr(rungs.fp8, "has_fp8", lambda device: True)
+    off = {}
+    for name, changes in (("fp32", ()), ("bf16", ("bf16", "no_casts")), ("fp8", ("bf16", "no_casts", "fp8"))):
+        monkeypatch.setattr(rungs, "changes_of", lambda _, own=frozenset(changes): own)
+        rung = Rung(config(), "fp32", {})
+        loss = rung.gradients().item()
+        if name == "fp32":
+            reference = loss, {of: sampled(gradient) for of, gradient in rung.plain_gradients()}
+        off[name] = difference(rung, loss, reference)["gradient_off"]
+    assert off["fp32"] == 0 and 4 < off["fp8"] / off["bf16"] < 16
+
+
 def test_rungs_are_one_change_apart():
     for rung in CHANGES:
         assert changes_of(rung) - changes_of(before(rung, RUNGS)) == {rung}
         assert snippet(rung), "what a user writes is shown"
         assert not changes_of(rung) & (BRANCHES - {rung})
     assert before("fp32", RUNGS) is None and before("wide", {"fp32", "graph"}) == "fp32"
-    assert changes_of("without_wide") == FINISHED - {"wide"}
+    assert changes_of("without_chunked") == FINISHED - {"chunked"} and not FINISHED & BRANCHES
     assert not changes_of("without_bf16") & {"bf16", "no_casts"}
 
 
@@ -360,7 +376,7 @@ def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", b
     """One process's tables as a GPU might give them: ``ms`` by rung; Hugging Face's in ``beside``."""
     ms = ms or {rung: 100.0 * 0.8**index for index, rung in enumerate(RUNGS[:-1])}
     last = min(ms.values())
-    all_ms = ms | {"hugging_face": beside, "without_wide": 1.1 * last, "without_sdpa": 1.5 * last, "fill": 40.0}
+    all_ms = ms | {"hugging_face": beside, "without_chunked": 1.1 * last, "without_sdpa": 1.5 * last, "fill": 40.0}
     all_ms = {rung: time / faster for rung, time in all_ms.items()}
     config = configure("ladder", size=size, context_length=512, device="cuda", process=number, **fields)
     tables = {
@@ -426,7 +442,7 @@ def test_the_ladder_follows_its_data():
     assert found["size"] == "2.7B" and found["best_name"] == name_of("overlap"), "fp8 is another arithmetic"
     assert found["faster"] == pytest.approx(0.8**-11, rel=1e-3)
     assert found["beside"]["over_best"] == pytest.approx(30 / (100 * 0.8**11), rel=1e-3)
-    assert [branch["rung"] for branch in found["branches"]] == [*BRANCHES]
+    assert found["graph"]["rung"] == "graph" and found["idle"] == []
     slower = made_up(ms={rung: 10.0 + index for index, rung in enumerate(RUNGS[:-1])})
     assert facts.ladder(slower["rungs"])["best_name"] == "fp32, eager"
     lacking = tables["rungs"].assign(

@@ -81,7 +81,9 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         return None
     first, best = climbed(own).iloc[0], best_of(own)
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
-    branches = [of_rung(own, name) for name in sorted(BRANCHES)]
+    graph = of_rung(own, "graph")
+    gains = climbed(own)[climbed(own)["rung"] != OTHER_ARITHMETIC]
+    idle = gains[(gains["gain"] < 1 + HELPS) | (gains["gain_low"] <= 1)]
     tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
     # GPUs say so nearly always of products at full rate: their power is what bounds them.
     held = rungs["throttled_share"] if "throttled_share" in rungs else pd.Series(dtype=float)
@@ -100,7 +102,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "batch": int(best["batch"]),
         "beside": beside and beside | {"over_best": best["over_hugging_face"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
-        "branches": [branch | {"name": name_of(branch["rung"])} for branch in branches if branch],
+        "graph": graph,
+        "idle": idle["rung"].map(name_of).tolist(),
         "missing": [
             {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
             for row in tried.to_dict("records")
@@ -220,6 +223,9 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
+    before_it = low[low["rung"] == "overlap"]
+    if facts["other"] and len(before_it):
+        facts["other"]["coarser"] = facts["other"]["gradient_off"] / before_it["gradient_off"].iloc[0]
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
     windows = smoothed(curves)

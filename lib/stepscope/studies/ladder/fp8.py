@@ -28,13 +28,14 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """(M, K), (N, K) -> (M, N) = a @ b.T in FP8. A CPU computes it in fp32 from the same 8 bits."""
+def product(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
+    """(M, K), (N, K) -> (M, N) = a @ b.T in FP8, summed in the tensor cores' own width where ``fast``. A CPU
+    computes it in fp32 from the same 8 bits."""
     (a8, a_scale), (b8, b_scale) = scaled(a), scaled(b)
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * a_scale * b_scale.t()).to(a.dtype)
     return torch._scaled_mm(
-        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=True
+        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast
     )
 
 
@@ -49,7 +50,7 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return product(d_out, weight.t().contiguous()), d_out.t() @ x
+        return product(d_out, weight.t().contiguous(), fast=False), d_out.t() @ x
 
 
 class Fp8Linear(nn.Linear):

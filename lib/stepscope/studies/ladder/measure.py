@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,9 @@ POLLED_S = 0.5  # and in the last turn kept up for so long beyond: the energy co
 MOST_STEPS = 300  # of a turn
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILLED = 0.92  # of the memory that is free before anything is built
-STATE_BYTES = 16  # a parameter: fp32 weight and moments, bf16 weight and gradient
+STATE_BYTES = 14  # a parameter when backward begins: fp32 weight and moments, bf16 weight
+# Said of other programs' defaults, by other programs, in the middle of the progress.
+NOT_OURS = ("IProgress not found", "TensorFloat32 tensor cores", "Warning: Profiler clears events")
 SAMPLES = ["rung", "turn", "step", "time_ms"]
 KERNELS = ["rung", "name", "family", "count", "time_ms"]
 
@@ -255,6 +258,8 @@ class Ladder:
             if turn == 0:
                 loss = rung.gradients().item()
                 row |= {"compile_s": rung.program.compile_s, "batch": rung.batch}
+                if rung.saved_bytes:
+                    row["saved_bytes"] = rung.saved_bytes
                 if reference and name not in BESIDE:
                     row |= difference(rung, loss, reference)
                 if name in BESIDE or "sdpa" in rung.changes:
@@ -290,8 +295,8 @@ class Ladder:
         names = [*[name for name in config.rungs if name != "fill"], *config.beside]
         for name in names:
             self.begin(name)
-        for name in BRANCHES & set(names) if config.process else ():
-            self.begin(name, status="skipped", reason="compiled in the first process only")
+        if config.process and "graph" in BRANCHES & set(names):
+            self.begin("graph", status="skipped", reason="compiled in the first process only")
         reference = reference_gradients(config, self.programs)
         profiled = {*config.beside, self.finished()} if config.process == 0 else set()
         for turn in range(config.rounds):
@@ -316,29 +321,27 @@ class Ladder:
                 self.attempt(name, 0)
 
     def fill(self) -> None:
-        """The finished step at the batch that fills the memory: predicted from what the smaller one needs,
-        and less where that does not fit."""
+        """The finished step at the batch that fills the memory: predicted from what the smaller batch's
+        forward leaves to backward, and less where that does not fit."""
         if self.over_budget("fill"):
             return
         row, known = self.begin("fill"), self.rows.get(self.finished() or "", {})
         if "fill" in (lacks := lacking(self.config.device)):
             row |= {"status": "unsupported", "reason": lacks["fill"]}
             return
-        if "peak_mib" not in known:
+        if "saved_bytes" not in known:
             row |= {"status": "unsupported", "reason": "no rung's memory is known to predict a batch from"}
             return
-        state = (
-            STATE_BYTES
-            * max(
-                sum(shape.numel() for shape in program.shapes.values()) for program in self.programs.values()
-            )
-            / 2**20
+        parameters = max(
+            sum(shape.numel() for shape in program.shapes.values()) for program in self.programs.values()
         )
-        free, batch = FILLED * torch.cuda.mem_get_info()[0] / 2**20, self.config.batch_size
-        # In steps of 4; what a step needs beside its state grows with the batch, or more slowly.
-        batch = max(batch, int((free - state) * batch / max(known["peak_mib"] - state, 1)) // 4 * 4)
-        for smaller in (1, 0.85, 0.7):
-            row |= {"status": "ok", "reason": "", "batch": max(1, int(batch * smaller) // 4 * 4)}
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = FILLED * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters
+        batch = int(free * self.config.batch_size / known["saved_bytes"])
+        for smaller in (1, 0.85, 0.7, 0.5):
+            most = max(self.config.batch_size, int(batch * smaller) // 4 * 4)
+            row |= {"status": "ok", "reason": "", "batch": most}
             for turn in range(self.config.rounds):
                 if row["status"] == "ok":
                     self.attempt("fill", turn, batch=row["batch"])
@@ -365,7 +368,9 @@ def measure_ladder(config: Config) -> dict[str, pd.DataFrame]:
         curves: losses of training, see :func:`training.train`; no rows where none was asked for.
         backends: see :func:`attention.backend_times`.
     """
-    with compiler_cache(config):
+    with compiler_cache(config), warnings.catch_warnings():
+        for message in NOT_OURS:
+            warnings.filterwarnings("ignore", message)
         backends = backend_times(config)
         ladder = Ladder(config, fastest(backends))
         ladder.climb()

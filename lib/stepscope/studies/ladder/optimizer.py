@@ -259,7 +259,7 @@ class InBackward:
     def __exit__(self, *exception) -> None:
         """After backward: what follows waits for the optimizer."""
         self.missing = None
-        if self.side:
+        if self.main and self.side:
             self.main.wait_stream(self.side)
 
     def remove(self) -> None:

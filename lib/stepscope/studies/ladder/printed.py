@@ -6,7 +6,6 @@ from stepscope.say.formats import interval_cells, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.facts import OTHER_ARITHMETIC
 from stepscope.studies.ladder.names import name_of, snippet
-from stepscope.studies.ladder.rungs import BRANCHES
 
 WHY = {
     "oom": "out of memory",
@@ -15,7 +14,7 @@ WHY = {
     "skipped": "skipped",
 }
 # Said in words, or in a table of their own.
-APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, *BRANCHES}
+APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, "graph"}
 
 
 def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:

@@ -29,7 +29,7 @@ RATE = 3e-4  # AdamW's learning rate, of every rung
 # seconds where a graph of all blocks takes minutes; so the one graph is a branch, measured beside "blocks".
 STANDS_ON = "blocks"
 COMPILE_OPTIONS: dict[str, Any] = {}  # of the compiler; Hugging Face's model has torch's own
-BRANCHES = {"graph"} if STANDS_ON == "blocks" else set()
+BRANCHES = {"graph"} if STANDS_ON == "blocks" else set()  # rungs on which no later one stands
 CHANGES = RUNGS[1 : RUNGS.index("fp8") + 1]
 MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "graph", "no_casts", "wide", "chunked", "fp8"}
 FINISHED = frozenset(CHANGES) - {"fp8"} - BRANCHES  # fp8 is another arithmetic
@@ -264,6 +264,7 @@ class Rung:
             )
         self.program = programs[key]
         self.in_backward: InBackward | None = None
+        self.saved_bytes = 0  # what forward leaves to backward, on a GPU
         try:
             self._load()
         except BaseException:
@@ -326,8 +327,11 @@ class Rung:
         """Forward, loss and backward; the loss. The first call of a compiled program compiles it."""
         self.clear_gradients()
         start = default_timer()
+        held = torch.cuda.memory_allocated() if self.config.device == "cuda" else 0
         with preferring(self.kernel):
             loss = self.program.loss(self.tokens, self.targets)
+        if self.config.device == "cuda":
+            self.saved_bytes = torch.cuda.memory_allocated() - held
         loss.backward()
         if self.program.compile_s is None:
             if self.config.device == "cuda":
