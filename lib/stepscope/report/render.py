@@ -133,7 +133,8 @@ def _linked(text: str, report: Report, here: str) -> str:
         there = pages_of.get(link[1], here)
         if there == here:
             return link[0]
-        return f"](../writeup.md#{link[1]})" if not there else f"]({'' if here else 'evidence/'}{there}.md#{link[1]})"
+        page = f"{'' if here else 'evidence/'}{there}.md" if there else "../writeup.md"
+        return f"]({page}#{link[1]})"
 
     return re.sub(r"\]\(#([\w-]+)\)", leads, text)
 
@@ -167,9 +168,9 @@ def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
 
 
 def page_of(store: Store, report: Report, folder: Path, pictures: Path) -> str:
-    """``writeup.html`` of a report in ``folder``, with the pictures that are in another folder's ``figures``."""
+    """``writeup.html`` of a report in ``folder``, with the pictures in another folder's ``figures``."""
     runs = os.path.relpath(store.root, folder).replace(os.sep, "/")
-    return render_page(whole(report, runs), pictures, 
+    return render_page(whole(report, runs), pictures,
                        pieces=pieces(report.data.records, report.data.tables, NAMES))
 
 
