@@ -224,8 +224,9 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
     before_it = low[low["rung"] == "overlap"]
-    if facts["other"] and len(before_it):
-        facts["other"]["coarser"] = facts["other"]["gradient_off"] / before_it["gradient_off"].iloc[0]
+    if facts["other"]:
+        same = before_it["gradient_off"].iloc[0] if len(before_it) else None
+        facts["other"]["coarser"] = facts["other"]["gradient_off"] / same if same else None
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
     windows = smoothed(curves)
@@ -322,6 +323,7 @@ def left(own: pd.DataFrame | None, kernels: pd.DataFrame) -> dict | None:
         "name": name_of(rung),
         "families": [{"family": str(family), "ms": ms} for family, ms in families.items()],
         "whole_ms": families.sum(),
+        "at_once": bool(families.sum() > 1.05 * (of_rung(own, rung) or {}).get("median_ms", math.inf)),
         "products_ms": shape_floor(own, "products_ms"),
         "moving_ms": shape_floor(own, "moving_ms"),
         "largest": mine.groupby("name")["time_ms"].median().sort_values(ascending=False).head(8),

@@ -24,7 +24,7 @@ from stepscope.runs.device_watch import DeviceWatch
 from stepscope.step.training_step import out_of_memory_names
 from stepscope.studies.ladder.attention import backend_times, fastest
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
-from stepscope.studies.ladder.rungs import BRANCHES, WITHOUT, Program, Rung, Unsupported, lacking
+from stepscope.studies.ladder.rungs import BRANCHES, WITHOUT, Program, Rung, Unsupported, before, lacking
 from stepscope.studies.ladder.training import train
 from stepscope.traces.families import family
 
@@ -298,12 +298,14 @@ class Ladder:
         if config.process and "graph" in BRANCHES & set(names):
             self.begin("graph", status="skipped", reason="compiled in the first process only")
         reference = reference_gradients(config, self.programs)
-        profiled = {*config.beside, self.finished()} if config.process == 0 else set()
+        last = self.finished()  # where kernels run at once, their times do not add up to the step's
+        alone = before(last, config.rungs) if last == "overlap" else last
+        profiled = {*config.beside, alone or last} if config.process == 0 else set()
         for turn in range(config.rounds):
             for name in names:
                 if self.rows[name]["status"] == "ok":
-                    last = turn == config.rounds - 1 and name in profiled
-                    self.attempt(name, turn, reference, profile=last)
+                    profile = turn == config.rounds - 1 and name in profiled
+                    self.attempt(name, turn, reference, profile=profile)
 
     def finished(self) -> str | None:
         """The last rung asked for of the same arithmetic: it is filled, and changes are left out of it."""
