@@ -1,12 +1,12 @@
 """What the README says of the records, made from them: how fast a step can be made, and a table."""
 from stepscope.report.load import Data
-from stepscope.say.chapter import answer
+from stepscope.report.story import first
+from stepscope.report.story.part import tell
 from stepscope.say.selections import matrix
 from stepscope.say.tables import markdown_table
 from stepscope.studies.benchmark.printed import wall_table
-from stepscope.studies.ladder.chapter import CHAPTER as LADDER
 
-LADDER_BEGIN, LADDER_END = "<!-- ladder -->\n", "<!-- /ladder -->"
+STORY_BEGIN, STORY_END = "<!-- story -->\n", "<!-- /story -->"
 TABLE_BEGIN, TABLE_END = "<!-- h200-table -->\n", "<!-- /h200-table -->"
 
 
@@ -18,15 +18,15 @@ def between(text: str, begin: str, end: str, made: str) -> str:
     return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"
 
 
-def with_ladder(readme: str, data: Data) -> str:
-    """A README that opens with the ladder: what was found, its picture, and what helps whom."""
-    found = [answer(LADDER, question, data.tables) for question in LADDER.questions[:2]]
-    if not found[0].finding:
+def with_story(readme: str, data: Data) -> str:
+    """A README that opens as the report does: the story of its first screen, with the picture."""
+    answers = tell(first.PART, data.tables)
+    parts = [part for answer in answers for part in (
+        answer.text, *(f"![{caption}](figures/{stem}.png)" for stem, caption in answer.figures))]
+    if not parts:
         return readme
-    [(stem, caption)] = found[0].figures
-    parts = [f"## From the assignment's step to the hardware's floor\n\n{found[0].finding}",
-             f"![{caption}](figures/{stem}.png)", *[one.finding for one in found[1:] if one.finding]]
-    return between(readme, LADDER_BEGIN, LADDER_END, "\n\n".join(parts) + "\n")
+    text = "\n\n".join(parts).replace("](#", "](writeup.md#")
+    return between(readme, STORY_BEGIN, STORY_END, text + "\n")
 
 
 def with_table(readme: str, data: Data) -> str:

@@ -19,7 +19,7 @@ from stepscope.report.load import Data, chapters, load_data
 from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
-from stepscope.report.readme import with_ladder, with_table
+from stepscope.report.readme import with_story, with_table
 from stepscope.report.story import STORY
 from stepscope.report.story.part import tell
 from stepscope.runs.store import Store
@@ -163,7 +163,7 @@ def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
     made |= {folder / "evidence" / name: text for name, text in evidence(report, runs).items()}
     made |= {folder / "figures" / name: text for name, text in pages(report.data).items()}
     if (readme := folder / "README.md").exists():
-        made[readme] = with_table(with_ladder(readme.read_text(encoding="utf-8"), report.data), report.data)
+        made[readme] = with_table(with_story(readme.read_text(encoding="utf-8"), report.data), report.data)
     return made
 
 

@@ -45,9 +45,12 @@ def _backslash(found: re.Match) -> str:
 
 
 def tidy(text: str) -> str:
-    """One line a paragraph or list item, no space before a full stop or comma."""
+    """One line a paragraph, list item or row of a table, no space before a full stop or comma."""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
+        if paragraph.startswith("|"):
+            paragraphs.append("\n".join(" ".join(row.split()) for row in paragraph.splitlines() if row.strip()))
+            continue
         items = re.split(r"\n\s*(?=[*-] )", paragraph)
         paragraphs.append(
             "\n".join(re.sub(r" (?=[,.;:?](\s|$))", "", " ".join(item.split())) for item in items)

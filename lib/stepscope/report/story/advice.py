@@ -1,4 +1,38 @@
-"""What to do."""
-from stepscope.report.story.part import Part
+"""What to do: from a symptom to a change, with the gain that was measured."""
+import pandas as pd
 
-PART = Part('What to do')
+from stepscope.report.story.first import HELPS
+from stepscope.report.story.part import Part
+from stepscope.say.chapter import Question
+from stepscope.studies.ladder.facts import runs_in
+from stepscope.studies.memory.facts_options import checkpointing
+
+# The changes that advice is given on, in the order of its rows.
+ADVISED = ("tf32", "bf16", "cuda_graphs", "sdpa", "blocks", "fused", "no_casts")
+
+
+def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame,
+           samples: pd.DataFrame) -> dict | None:
+    """A change a key: the shapes where it gained least and most (``single`` where that is one shape), and
+    those where it did not help (``idle``); under ``checkpoints`` what checkpointing spares and costs, None
+    where that was not measured."""
+    gained = rungs[rungs["gain"].notna() & rungs["rung"].isin(ADVISED)]
+    if gained.empty:
+        return None
+    found = {rung: _gain(rows) for rung, rows in gained.groupby("rung", sort=False)}
+    spared = checkpointing(checkpoints, runs, samples) if len(checkpoints) and len(runs) else None
+    against = spared and spared["measured"] and spared["measured"]["against_none"]
+    return {"changes": {rung: found.get(rung) for rung in ADVISED},
+            "checkpoints": against and against | {"run": spared["run"]},
+            "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
+
+
+def _gain(rows: pd.DataFrame) -> dict:
+    shapes = [{"size": str(row["size"]), "context": int(row["context_length"]), "gain": row["gain"]}
+              for row in rows.sort_values("gain").to_dict("records")]
+    return {"least": shapes[0], "most": shapes[-1], "single": len(shapes) == 1,
+            "idle": [shape for shape in shapes if shape["gain"] < 1 + HELPS]}
+
+
+PART = Part("What to do", questions=(
+    Question("advice", advice, ("ladder.rungs",), ("memory.checkpoints", "memory.runs", "memory.samples")),))

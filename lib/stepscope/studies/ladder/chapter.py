@@ -28,7 +28,7 @@ CHAPTER = Chapter(
     "The ladder",
     load,
     questions=(
-        Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}, pictures=("ladder",)),
+        Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}),
         Question("ladder-advice", facts.advice, (RUNGS,), printed={"snippets": printed.snippets}),
         Question(
             "ladder-sizes",
@@ -56,7 +56,6 @@ CHAPTER = Chapter(
         Question("ladder-batch", facts.filled, (RUNGS,), printed={"filled": printed.filled}),
     ),
     pictures=(
-        Picture("ladder", figures.hero, (RUNGS,)),
         Picture("ladder_gains", figures.gains, (RUNGS,)),
         Picture("ladder_training", figures.curves, (CURVES,)),
     ),

@@ -56,7 +56,7 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    faster = f"{number(found['faster'], 2)}× as fast"
+    faster = f"{number(found['faster'], 2)}× faster"
     title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
     shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
     figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")

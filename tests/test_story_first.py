@@ -1,0 +1,72 @@
+"""The first screen and the advice: what they stand on, and what they say of other data."""
+import numpy as np
+import pandas as pd
+import pytest
+from reference import tables
+
+from stepscope.report.story import advice, first
+from stepscope.report.story.part import tell
+
+
+@pytest.fixture(scope="module")
+def rungs():
+    return tables("ladder")["rungs"]
+
+
+@pytest.fixture(scope="module")
+def times():
+    return tables("benchmark")["times"]
+
+
+def given(**replaced):
+    empty = {f"memory.{name}": pd.DataFrame() for name in ("checkpoints", "runs", "samples")}
+    return empty | {"ladder.rungs": pd.DataFrame(), "benchmark.times": pd.DataFrame()} | replaced
+
+
+def test_the_story_is_the_ladder_from_its_first_rung_to_its_fastest(rungs):
+    found = first.story(rungs)
+    own = rungs[(rungs["size"].astype(str) == found["size"]) & (rungs["kind"] == "rung")
+                & ~rungs["rung"].isin(["fp8", "fill"]) & (rungs["status"] == "ok")]
+    assert found["first_ms"] == own.set_index("rung").loc["fp32", "median_ms"]
+    assert found["best_ms"] == own["median_ms"].min()
+    assert found["faster"] == pytest.approx(found["first_ms"] / found["best_ms"])
+    assert all(one["gain"] > 1 + first.HELPS for one in found["best"])
+    assert found["elsewhere"]["gain"] > found["elsewhere"]["here"]
+
+
+def test_a_ladder_of_one_size_names_no_other(rungs):
+    own = rungs[rungs["size"].astype(str) == first.story(rungs)["size"]]
+    assert first.story(own)["elsewhere"] is None
+    [told] = tell(first.PART, given(**{"ladder.rungs": own}))
+    assert "What helps depends" not in told.text
+
+
+def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
+    found = advice.advice(rungs, *[pd.DataFrame()] * 3)
+    for rung, change in found["changes"].items():
+        gains = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain"]
+        assert change["most"]["gain"] == gains.max() and change["least"]["gain"] == gains.min()
+        assert len(change["idle"]) == (gains < 1 + first.HELPS).sum()
+    assert found["checkpoints"] is None
+    [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
+    assert "Out of memory" not in told.text and told.text.count("\n|") > 5
+
+
+def test_a_sweep_of_ones_own_is_told_by_what_it_varied(times):
+    own = times[(times["size"] == "small") & (times["context_length"] == 128)]
+    plain = own.assign(attention="eager", optimizer="foreach")
+    twice = pd.concat([plain, plain.assign(attention="sdpa", median_ms=plain["median_ms"] / 2, run_id="other")])
+    found = first.compared(twice, pd.DataFrame())
+    assert [one["field"] for one in found["fields"]] == ["attention"]
+    assert np.allclose(found["pairs"]["faster"], 2) and found["all"] == own["mode"].nunique()
+    assert set(found["pairs"]["before"]) == {"eager"}
+    [told] = tell(first.PART, given(**{"benchmark.times": twice}))
+    assert "sdpa" in told.text and len(told.tables) == 1
+    slower = first.compared(twice.assign(median_ms=1 / twice["median_ms"]), pd.DataFrame())
+    assert slower["fields"][0]["slower"]
+
+
+def test_where_nothing_was_varied_or_a_ladder_says_more_nothing_is_compared(times, rungs):
+    assert first.compared(times[times["optimizer"] == "foreach"], pd.DataFrame()) is None
+    assert first.compared(times, rungs) is None
+    assert tell(first.PART, given()) == [] and tell(advice.PART, given()) == []
