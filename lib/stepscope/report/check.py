@@ -8,7 +8,7 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
-from stepscope.report.readme import TABLE_BEGIN
+from stepscope.report.readme import STORY_BEGIN
 from stepscope.report.render import compose, draw_figures, page_of, texts
 from stepscope.runs.record import check_notebook
 from stepscope.runs.store import Store
@@ -48,8 +48,8 @@ def check(store: Store, folder: Path) -> None:
     report = compose(data, figures)
     expected = texts(store, report, folder)
     readme = folder / "README.md"
-    if readme in expected and TABLE_BEGIN not in expected[readme]:
-        raise StaleReport(f"{readme}: has no line {TABLE_BEGIN.strip()!r}, expected the table of times behind"
+    if readme in expected and STORY_BEGIN not in expected[readme]:
+        raise StaleReport(f"{readme}: has no line {STORY_BEGIN.strip()!r}, expected the table of times behind"
                           " it")
     for path, text in expected.items():
         _same_text(path, text)

@@ -19,7 +19,7 @@ from stepscope.report.load import Data, chapters, load_data
 from stepscope.report.measured_on import machine, sizes
 from stepscope.report.other_runs import other_runs_answer
 from stepscope.report.page import render_page
-from stepscope.report.readme import with_story, with_table
+from stepscope.report.readme import with_story
 from stepscope.report.story import STORY
 from stepscope.report.story.part import tell
 from stepscope.runs.store import Store
@@ -157,13 +157,13 @@ def whole(report: Report, runs_link: str) -> str:
 
 def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
     """Every text of the report with its place in ``folder``: the writeup, the evidence, pages beside the
-    figures, and the README there, if there is one, with its table."""
+    figures, and the README there, if there is one, with the story."""
     runs = os.path.relpath(store.root, folder / "evidence").replace(os.sep, "/")
     made = {folder / "writeup.md": writeup(report)}
     made |= {folder / "evidence" / name: text for name, text in evidence(report, runs).items()}
     made |= {folder / "figures" / name: text for name, text in pages(report.data).items()}
     if (readme := folder / "README.md").exists():
-        made[readme] = with_table(with_story(readme.read_text(encoding="utf-8"), report.data), report.data)
+        made[readme] = with_story(readme.read_text(encoding="utf-8"), report.data)
     return made
 
 
