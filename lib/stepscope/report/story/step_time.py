@@ -27,10 +27,11 @@ def step_phases(times: pd.DataFrame, compiled: pd.DataFrame, where: str) -> Figu
         return None
     use_style()
     panels = [rows for rows in pair if len(rows)]
-    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH_IN, 5.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH_IN, 5.2), squeeze=False,
+                                width_ratios=[5.0] * (len(panels) - 1) + [6.1])
     tables = [facts.by_phase(rows) for rows in panels]
     for axis, rows, table in zip(axes[0], panels, tables, strict=True):
-        phase_bars(axis, table)
+        phase_bars(axis, table, named=axis is axes[0, -1])
         own = rows.iloc[0]
         axis.set_title(panel_name(own) + (f"\ncontext {own['context_length']}"), fontsize=FONT,
                        fontweight="normal", pad=26)
@@ -54,30 +55,30 @@ def panel_name(row: pd.Series) -> str:
     return f"{row['precision']}, {attention}{', compiled' if row['compile'] else ''}"
 
 
-def phase_bars(axis: Axes, table: pd.DataFrame) -> None:
-    """One bar a size, with the share of each phase in it and the step's ms on it; the phases' names stand
-    beside the last bar."""
+def phase_bars(axis: Axes, table: pd.DataFrame, named: bool) -> None:
+    """One bar a size, with the share of each phase in it and the step's ms on it; if ``named``, with the
+    phases' names beside the last one."""
     shares, bottom = facts.shares_of(table), pd.Series(0.0, table.index)
     places = range(len(shares))
     for phase, color in PHASE_COLORS.items():
-        axis.bar(places, shares[phase], bottom=bottom, color=color, width=0.8, edgecolor="white", linewidth=0.5)
+        axis.bar(places, shares[phase], bottom=bottom, color=color, width=0.8, edgecolor="white",
+                 linewidth=0.5)
         dark = "black" if phase in DARK_TEXT else "white"
         for place, (start, share) in enumerate(zip(bottom, shares[phase], strict=True)):
             if share > WRITTEN:
                 axis.text(place, start + share / 2, percent(share), ha="center", va="center", color=dark,
                           fontsize=FONT)
-        if shares[phase].iloc[-1] > WRITTEN:
-            name = {"optimizer": "AdamW"}.get(phase, phase)
-            axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2, name, rotation=90,
-                      va="center", fontsize=FONT)
+        if named and shares[phase].iloc[-1] > WRITTEN:
+            axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2,
+                      {"optimizer": "AdamW"}.get(phase, phase), va="center", fontsize=FONT)
         bottom = bottom + shares[phase]
     for place, ms in enumerate(table[WHOLE]):
         axis.text(place, 1.01, number(ms) + (" ms" if place == 0 else ""), ha="center", va="bottom",
                   fontsize=FONT)
     axis.set_xticks(places, [str(size) for size in table.index])
-    axis.set(ylim=(0, 1), xlim=(-0.5, len(shares) - 0.1))
-    axis.tick_params(labelsize=FONT)
-    axis.yaxis.set_major_formatter(PercentFormatter(1))
+    axis.set(ylim=(0, 1), yticks=[], xlim=(-0.5, len(shares) - 0.5 + (1.1 if named else 0)))
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(labelsize=FONT - 1)
     axis.grid(visible=False)
 
 
@@ -119,10 +120,11 @@ def regions_table(facts: dict) -> pd.DataFrame | None:
     found = facts["regions"]
     if found is None:
         return None
-    table = pd.DataFrame({"region": [name.replace("attention.", "attention: ") for name in found["table"].index]})
+    rows = found["table"]
+    table = pd.DataFrame({"region": [f"`{name}`" for name in rows.index]})
     for size in found["sizes"]:
-        table[f"{size}: of forward"] = [percent(share, 1) for share in found["table"]["share"][size]]
-        table[f"{size}: of its floor's speed"] = [percent(share) for share in found["table"]["of_floor"][size]]
+        table[f"{size}: of forward"] = [percent(share, 1) for share in rows["share"][size]]
+        table[f"{size}: of its floor's speed"] = [percent(share) for share in rows["of_floor"][size]]
     return table
 
 

@@ -134,8 +134,8 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int) -> dict | N
     if steps.empty:
         return None
     last = steps.iloc[-1]
-    facts = {"phase_faster": own["foreach_over_fused"], "size": str(last["size"]), "helps": own["fused_faster"],
-             "saved": 1 - last["median_ms_fused"] / last["median_ms"], "compiled": None}
+    facts = {"phase_faster": own["foreach_over_fused"], "size": str(last["size"]),
+             "helps": own["fused_faster"], "saved": 1 - last["median_ms_fused"] / last["median_ms"], "compiled": None}
     pairs = fused_adamw(compiled)
     if pairs is not None:
         rows = pick(pairs["table"], attention="sdpa", precision="bf16", context_length=context)
@@ -154,8 +154,8 @@ def kind_shares(operations: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return pd.DataFrame()
     rows = pick(rows, context_length=context_of(rows))
-    shares = pick(by_family(rows), phase="all").merge(rows[["run_id", "size", "context_length"]].drop_duplicates(),
-                                                on="run_id")
+    runs = rows[["run_id", "size", "context_length"]].drop_duplicates()
+    shares = pick(by_family(rows), phase="all").merge(runs, on="run_id")
     wide = by_size(shares).pivot_table(index="size", columns="family", values="share", observed=True)
     wide = wide.fillna(0)
     return wide[wide.mean().sort_values(ascending=False).index]
@@ -232,9 +232,9 @@ def best(rungs: pd.DataFrame) -> dict | None:
 
 def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,
             context: int) -> dict | None:
-    """Regions of forward alone, furthest from its floor first: ``table`` with a share of forward and of the
-    floor for the smallest and the largest size; ``furthest`` two, and ``whole``, the floor of all of forward
-    over its time, by size."""
+    """Regions of forward alone, largest first: ``table`` with a share of forward and of the floor for the
+    smallest and the largest size; the two ``furthest`` from their floor in the smallest; ``whole``, the floor
+    of all of forward over its time, by size, and what is ``left``."""
     if operations.empty:
         return None
     floors = region_floors(operations, ceilings, times)
@@ -242,12 +242,11 @@ def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     if floors.empty or floors["of_floor"].isna().all():
         return None
     sums = floors.groupby("size", observed=True)[["floor_ms", "time_ms"]].sum()
-    sizes = [str(size) for size in sums.index]
-    shown = list(dict.fromkeys([sizes[0], sizes[-1]]))
+    whole = sums["floor_ms"] / sums["time_ms"]
+    shown = list(dict.fromkeys(str(size) for size in (sums.index[0], sums.index[-1])))
     wide = floors.astype({"size": str}).pivot(index="region", columns="size", values=["share", "of_floor"])
-    wide = wide[(wide["share"][shown] > SPOKEN_OF).any(axis=1)].sort_values(("of_floor", shown[0]))
-    return {"table": wide.head(ROWS), "sizes": shown, "furthest": list(wide.index[:2]),
-            "furthest_floors": wide["of_floor"][shown].head(2).to_numpy().ravel(),
-            "whole": ends(sums["floor_ms"] / sums["time_ms"]),
-            "fusable": [name for name in wide.index[:5] if name in ("attention.rope", "norm", "attention.scores",
-                        "attention.softmax", "attention.mask")]}
+    wide = wide[(wide["share"][shown] > SPOKEN_OF).any(axis=1)]
+    wide = wide.sort_values(("share", shown[0]), ascending=False)
+    furthest = wide.sort_values(("of_floor", shown[0])).index[:2]
+    return {"table": wide.head(ROWS), "sizes": shown, "whole": ends(whole), "left": ends(1 - whole),
+            "furthest": [f"`{name}`" for name in furthest]}

@@ -1,4 +1,6 @@
 """When the GPU waits for the host."""
+from itertools import pairwise
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -35,20 +37,22 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         shares = shares.reindex(index=sizes, columns=columns).to_numpy(dtype=float)
         axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
         for (line, column), share in np.ndenumerate(shares):
-            text = "" if np.isnan(share) else percent(share) if share else "·"
-            axis.text(column, line, text, ha="center", va="center", fontsize=FONT, color="black")
-        labels = [f"{context}" + ("" if precision == "fp32" else f"\n{precision}")
-                  for precision, context in columns]
-        axis.set_xticks(range(len(columns)), labels)
+            text = "" if np.isnan(share) else percent(share) if share else "0"
+            axis.text(column, line, text, ha="center", va="center", fontsize=FONT - (not share),
+                      color="black" if share else "0.45")
+        axis.set_xticks(range(len(columns)), [f"{context}\n{precision}" for precision, context in columns])
+        for place, (before, after) in enumerate(pairwise(columns)):
+            if before[0] != after[0]:  # the next precision
+                axis.axvline(place + 0.5, color="white", linewidth=6)
         axis.set_yticks(range(len(sizes)), sizes)
         axis.set_title({"optimizer": "AdamW"}.get(phase, phase), fontsize=FONT)
         axis.set_xlabel("context", fontsize=FONT)
-        axis.tick_params(labelsize=FONT - 2)
+        axis.tick_params(labelsize=FONT - 3)
         axis.tick_params(axis="y", labelsize=FONT)
         axis.grid(visible=False)
     found = facts.where(times, captured, low) or {}
     many = f"{found['waiting']} of {found['steps']} steps" if not found["none"] else "none of these steps"
-    title(figure, f"The GPU waits for launches in {many}: share of each phase's time ({where})")
+    title(figure, f"The GPU waits for launches in {many}\n(share of each phase's time, {where})")
     return figure
 
 

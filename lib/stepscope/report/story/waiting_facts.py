@@ -47,15 +47,15 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     shapes = [{"size": size, "context": context, "precision": precision, "share": share}
               for (size, context, precision), share in waiting.items()]
     phases = rows[rows["waits"] == GPU]
-    most = phases.loc[phases["waited_share"].idxmax()] if len(phases) else None
-    contexts = {precision: sorted(set(own["context_length"])) for precision, own in rows.groupby("precision")}
+    most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
+    calm = set(shares[shares == 0].index)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "none": waiting.empty,
-            "all": len(waiting) == len(shares), "waited": WAITED,
-            "by_precision": [{"precision": precision, "contexts": contexts[precision],
-                              "shapes": [one for one in shapes if one["precision"] == precision]}
-                             for precision in ("fp32", "bf16") if precision in contexts],
-            "most": None if most is None else most[[*SHAPE, "phase", "waited_share", "operations_ms", "plain_ms"]
-                                                   ].to_dict() | {"operations": round(most["operations"])},
+            "waited": WAITED,
+            "waiting_in": [{"precision": precision, "shapes": own} for precision in ("fp32", "bf16")
+                           if (own := [one for one in shapes if one["precision"] == precision])],
+            "only_low": sorted({size for size, context, precision in waiting.index
+                                if precision == "bf16" and (size, context, "fp32") in calm}),
+            "most": most and most | {"operations": round(most["operations"])},
             "runs": runs_of(rows)}
 
 
@@ -89,7 +89,7 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """One run's full step in each variant of compiling, of the smallest size that was run with CUDA graphs:
     variant, ms, ``faster`` than eager, and of its forward + backward ``kernels`` and the share of its GPU
     time that they take (``busy``), NaN where none were captured. Fused attention where it was run."""
-    rows = compiled[(compiled["status"] == "ok") & (compiled["device"] == "cuda")] if len(compiled) else compiled
+    rows = pick(compiled, status="ok", device="cuda") if len(compiled) else compiled
     if rows.empty or not (rows["variant"] == "cuda_graphs").any():
         return pd.DataFrame()
     graphs = by_size(rows[rows["variant"] == "cuda_graphs"])
@@ -111,9 +111,9 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
-    """What compiling and CUDA graphs did to one step that waits (``table``); what CUDA graphs and a batch that
-    fills the memory did to the ladder's (``graphs``, ``filled``); and by how much the eager step of that shape
-    differs between runs (``hosts``)."""
+    """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
+    the ladder and where ``not_helped``, and what a batch that fills the memory gains most (``filled``); and
+    by how much the eager step of that shape differs between runs (``hosts``)."""
     table = remedies(compiled, kernels)
     if table.empty:
         return None
@@ -129,11 +129,11 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
             "precision": own["precision"], "fused_attention": own["attention"] == "sdpa",
             "before": table.loc["eager"].to_dict(), "after": table.loc["cuda_graphs"].to_dict(),
             "busy_known": bool(table["busy"].notna().all()),
-            "over_compiled": table["ms"]["model"] / table["ms"]["cuda_graphs"] if "model" in table.index else None,
-            "helped": [one for one in gained if one["helps"]], "not_helped": [one for one in gained
-                                                                             if not one["helps"]],
-            "filled": filled and [ladder.shape_of(row) | {"over_small": row["over_small"]}
-                                  for row in filled["rows"].to_dict("records")][:1],
+            "over_compiled": table["ms"].get("model", float("nan")) / table["ms"]["cuda_graphs"],
+            "graph_known": "model" in table.index,
+            "helped": [one for one in gained if one["helps"]],
+            "not_helped": [one for one in gained if not one["helps"]],
+            "filled": filled and filled["rows"].loc[filled["rows"]["over_small"].idxmax()].to_dict(),
             "hosts": {"low": eager.min(), "high": eager.max(), "runs": len(eager)}
             if len(eager) > 1 and eager.max() > UNLIKE * eager.min() else None,
             "runs": runs_of(table)}
