@@ -15,7 +15,7 @@ from stepscope.studies.nsys.figures import FAMILY_COLORS, LIGHT, patches, title
 from stepscope.traces.families import MATMUL
 
 FONT = 14
-WRITTEN = 0.045  # of a bar: a smaller part has no number in it
+WRITTEN, WRITTEN_ABOVE = 0.045, 0.055  # of a bar lying or standing: a smaller part has no number in it
 DARK_TEXT = ("forward", "optimizer")  # on these phases' colours
 
 
@@ -50,7 +50,7 @@ def step_phases(times: pd.DataFrame, compiled: pd.DataFrame, where: str) -> Figu
 def panel_name(row: pd.Series) -> str:
     """What one panel's steps are."""
     if "variant" in row.index:
-        return "bf16, fused attention, compiled blocks"
+        return "bf16, fused attention, compiled"
     attention = "eager" if row["attention"] == "eager" else "fused attention"
     return f"{row['precision']}, {attention}{', compiled' if row['compile'] else ''}"
 
@@ -65,10 +65,10 @@ def phase_bars(axis: Axes, table: pd.DataFrame, named: bool) -> None:
                  linewidth=0.5)
         dark = "black" if phase in DARK_TEXT else "white"
         for place, (start, share) in enumerate(zip(bottom, shares[phase], strict=True)):
-            if share > WRITTEN:
+            if share > WRITTEN_ABOVE:
                 axis.text(place, start + share / 2, percent(share), ha="center", va="center", color=dark,
                           fontsize=FONT)
-        if named and shares[phase].iloc[-1] > WRITTEN:
+        if named and shares[phase].iloc[-1] > WRITTEN_ABOVE:
             axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2,
                       {"optimizer": "AdamW"}.get(phase, phase), va="center", fontsize=FONT)
         bottom = bottom + shares[phase]

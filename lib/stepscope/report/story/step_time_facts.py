@@ -63,16 +63,18 @@ def full_steps(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def compiled_steps(times: pd.DataFrame, context: int) -> pd.DataFrame:
-    """Full steps in bf16 with torch's fused attention and compiled blocks, AdamW as torch runs it; of several
-    runs of a size the fastest."""
+    """Full steps in bf16 with torch's fused attention, compiled, AdamW as torch runs it: of each size what is
+    fastest of its runs and of the ways of compiling, since a step that waits for its host is as slow as
+    that."""
     if times.empty:
         return times
-    rows = pick(times, status="ok", mode="step", precision="bf16", attention="sdpa", variant="block",
+    rows = pick(times, status="ok", mode="step", precision="bf16", attention="sdpa",
                 optimizer="foreach", context_length=context)
+    rows = rows[rows["variant"] != "eager"]
     if rows.empty:
         return rows
-    fastest = pick(rows, phase=WHOLE).sort_values("median_ms").drop_duplicates("size")["run_id"]
-    return by_size(rows[rows["run_id"].isin(fastest)])
+    fastest = pick(rows, phase=WHOLE).sort_values("median_ms").drop_duplicates("size")
+    return by_size(rows.merge(fastest[["run_id", "variant"]], on=["run_id", "variant"]))
 
 
 def pair_of_steps(times: pd.DataFrame, compiled: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame] | None:
@@ -135,7 +137,8 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int) -> dict | N
         return None
     last = steps.iloc[-1]
     facts = {"phase_faster": own["foreach_over_fused"], "size": str(last["size"]),
-             "helps": own["fused_faster"], "saved": 1 - last["median_ms_fused"] / last["median_ms"], "compiled": None}
+             "helps": own["fused_faster"], "compiled": None,
+             "saved": 1 - last["median_ms_fused"] / last["median_ms"]}
     pairs = fused_adamw(compiled)
     if pairs is not None:
         rows = pick(pairs["table"], attention="sdpa", precision="bf16", context_length=context)

@@ -49,7 +49,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     phases = rows[rows["waits"] == GPU]
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
-    return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "none": waiting.empty,
+    return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
             "waited": WAITED,
             "waiting_in": [{"precision": precision, "shapes": own} for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],
