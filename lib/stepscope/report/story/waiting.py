@@ -1,4 +1,81 @@
 """When the GPU waits for the host."""
-from stepscope.report.story.part import Part
+from itertools import pairwise
 
-PART = Part('When the GPU waits for the host')
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from stepscope.config import PHASE_NAMES
+from stepscope.report.story import waiting_facts as facts
+from stepscope.report.story.part import Part
+from stepscope.say.chapter import Picture, Question
+from stepscope.say.formats import number, percent
+from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.studies.nsys.figures import sizes_of, title
+
+FONT = 14
+NAMES = {"eager": "as torch runs it", "block": "blocks compiled", "model": "one compiled graph",
+         "cuda_graphs": "the same with CUDA graphs"}
+
+
+def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, where: str) -> Figure | None:
+    """Sizes down, contexts across, a panel a phase of the full step: the share of its time in which the GPU
+    waits."""
+    rows = facts.decided(times, low, captured)
+    if rows.empty:
+        return None
+    use_style()
+    sizes, phases = sizes_of(rows), [phase for phase in PHASE_NAMES if (rows["phase"] == phase).any()]
+    columns = list(rows[["precision", "context_length"]].drop_duplicates().sort_values(
+        ["precision", "context_length"], ascending=[False, True]).itertuples(index=False, name=None))
+    figure, axes = plt.subplots(1, len(phases), figsize=(WIDTH_IN, 1.9 + 0.5 * len(sizes)), squeeze=False,
+                                sharey=True)
+    for axis, phase in zip(axes[0], phases, strict=True):
+        shares = rows[rows["phase"] == phase].pivot_table(
+            index="size", columns=["precision", "context_length"], values="waited_share", observed=True)
+        shares = shares.reindex(index=sizes, columns=columns).to_numpy(dtype=float)
+        axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
+        for (line, column), share in np.ndenumerate(shares):
+            text = "" if np.isnan(share) else percent(share) if share else "0"
+            axis.text(column, line, text, ha="center", va="center", fontsize=FONT - (not share),
+                      color="black" if share else "0.45")
+        axis.set_xticks(range(len(columns)), [f"{context}\n{precision}" for precision, context in columns])
+        for place, (before, after) in enumerate(pairwise(columns)):
+            if before[0] != after[0]:  # the next precision
+                axis.axvline(place + 0.5, color="white", linewidth=6)
+        axis.set_yticks(range(len(sizes)), sizes)
+        axis.set_title({"optimizer": "AdamW"}.get(phase, phase), fontsize=FONT)
+        axis.set_xlabel("context", fontsize=FONT)
+        axis.tick_params(labelsize=FONT - 3)
+        axis.tick_params(axis="y", labelsize=FONT)
+        axis.grid(visible=False)
+    found = facts.where(times, captured, low) or {}
+    many = f"{found['waiting']} of {found['steps']} steps" if not found["never"] else "none of these steps"
+    title(figure, f"The GPU waits for launches in {many}\n(share of each phase's time, {where})")
+    return figure
+
+
+def remedies_table(facts: dict) -> pd.DataFrame:
+    """Variants down: ms, times faster than eager, kernels, and how busy they keep the GPU."""
+    table = facts["table"]
+    shown = pd.DataFrame({"full step": [NAMES[name] for name in table.index], "ms": table["ms"].map(number),
+                          "faster": [f"{number(value, 2)}x" for value in table["faster"]]})
+    if facts["busy_known"]:
+        shown["kernels, forward + backward"] = [f"{n:,.0f}" for n in table["kernels"]]
+        shown["GPU busy in these"] = [percent(share) for share in table["busy"]]
+    return shown
+
+
+TIMES, CAPTURED, LOW = "benchmark.times", "nsys.phases", "mixed_precision.times"
+
+PART = Part(
+    "When the GPU waits for the host",
+    questions=(
+        Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW,), pictures=("waiting_map",)),
+        Question("waiting-seen", facts.seen, (CAPTURED, TIMES), (LOW, "waits.phases")),
+        Question("waiting-helps", facts.helps, ("compile.times",), ("compile.kernels", "ladder.rungs"),
+                 printed={"remedies": remedies_table}),
+    ),
+    pictures=(Picture("waiting_map", waiting_map, (TIMES, CAPTURED), (LOW,)),),
+)

@@ -29,12 +29,10 @@ CHAPTER = Chapter(
     Path(__file__).parent, "Benchmarking", load,
     questions=(
         Question("how-long", facts.how_long, (TIMES,),
-                 printed={"walls": printed.walls, "phases": printed.phases},
-                 pictures=("benchmark_phases",)),
+                 printed={"walls": printed.walls, "phases": printed.phases}),
         Question("how-variable", facts.how_variable, (TIMES,), printed={"unsteady": printed.unsteady}),
         Question("launch-bound", facts.launch_bound, (TIMES,), (CAPTURED,),
-                 printed={"launches": printed.launches},
-                 pictures=("benchmark_scaling",)),
+                 printed={"launches": printed.launches}),
         Question("device-state", facts_device.device_state, (TIMES,), printed={"states": printed.states}),
         Question("utilisation", facts.utilisation, (TIMES, CEILINGS), printed={"rates": printed.rates},
                  pictures=("benchmark_utilisation",)),
@@ -43,8 +41,6 @@ CHAPTER = Chapter(
         Question("published", facts_published.timings, (TIMES,), printed={"published": printed.published}),
     ),
     pictures=(
-        Picture("benchmark_phases", figures.phases, (TIMES,), (CAPTURED,)),
-        Picture("benchmark_scaling", figures.scaling, (TIMES,), (CAPTURED,)),
         Picture("benchmark_utilisation", figures.utilisation, (TIMES,), (CAPTURED,)),
         Picture("benchmark_optimizer", figures.optimizer, (TIMES,)),
     ),

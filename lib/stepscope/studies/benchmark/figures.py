@@ -3,55 +3,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS
 from stepscope.say.selections import matrix, pick
-from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.facts import with_waits
 from stepscope.traces.waits import GPU, WAITED
-
-
-def phases(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
-    """Full step: stacked phases by context, a panel a size; whiskers are the wall time's 95% interval."""
-    rows = matrix(times)
-    rows = pick(rows, mode="step", status="ok") if len(rows) else rows
-    if rows.empty:
-        return None
-    rows = with_waits(rows, captured)
-    use_style()
-    sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
-    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False)
-    for axis, size in zip(axes[0], sizes):
-        group = pick(rows, size=size)
-        contexts = sorted(group["context_length"].unique())
-        bottom = np.zeros(len(contexts))
-        for phase, color in PHASE_COLORS.items():
-            of_phase = pick(group, phase=phase).set_index("context_length").reindex(contexts)
-            values = of_phase["median_ms"].fillna(0).to_numpy()
-            bars = axis.bar(range(len(contexts)), values, bottom=bottom, color=color, edgecolor="white",
-                            linewidth=0.5)
-            for bar, waits in zip(bars, of_phase["waits"]):
-                if waits == GPU:
-                    bar.set_hatch("////")
-            bottom += values
-        whole = pick(group, phase=WHOLE).set_index("context_length").reindex(contexts)
-        axis.errorbar(range(len(contexts)), whole["median_ms"], fmt="none", ecolor="black",
-                      yerr=[whole["median_ms"] - whole["ci_low_ms"],
-                            whole["ci_high_ms"] - whole["median_ms"]])
-        axis.set_xticks(range(len(contexts)), contexts, rotation=45 if len(sizes) > 3 else 0)
-        axis.set(title=size, xlabel="context")
-        axis.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel("time of a step (ms)")
-    handles = [Patch(color=color, label=phase) for phase, color in PHASE_COLORS.items()]
-    if (rows["waits"] == GPU).any():
-        handles.append(Patch(facecolor="white", edgecolor="black", hatch="////", label=GPU))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    figure.suptitle(f"A full training step by phase ({where})", x=0.01, ha="left", fontweight="bold")
-    return figure
 
 
 def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
@@ -68,28 +28,6 @@ def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figu
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.suptitle(f"Model FLOPs utilisation ({where})", x=0.01, ha="left", fontweight="bold")
-    return figure
-
-
-def scaling(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figure | None:
-    """Forward time over context, both axes logarithmic; a dashed line is proportional growth."""
-    rows = whole_steps(times, captured)
-    rows = pick(rows, mode="forward") if len(rows) else rows
-    if rows.empty:
-        return None
-    use_style()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.72, 4.2))
-    _lines(axis, rows, "median_ms")
-    for _, group in rows.groupby("size", observed=True):
-        last = group.iloc[-1]
-        contexts = group["context_length"].to_numpy()
-        axis.plot(contexts, last["median_ms"] * contexts / last["context_length"], "--", color="0.6",
-                  linewidth=1, zorder=1)
-    axis.plot([], [], "--", color="0.6", label="proportional to context")
-    axis.set(yscale="log", ylabel="forward pass (ms)", xlabel="context",
-             title=f"Forward time over context ({where})")
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

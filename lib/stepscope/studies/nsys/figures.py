@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from stepscope.config import PHASE_NAMES, PHASES
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
-from stepscope.studies.nsys.facts import clocks_beside
+from stepscope.studies.nsys.facts import AGREE, clocks_beside
 from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
 from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, shown_family
@@ -128,26 +128,30 @@ def _phase_bars(axis: Axes, rows: pd.DataFrame, last_ms: float) -> None:
 
 
 def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where: str) -> Figure | None:
-    """Forward alone by every clock, a panel a size."""
+    """Forward alone by every clock, as multiples of the plain pass's wall time; a line a profile."""
     rows = pick(clocks_beside(clocks, walls, times), mode="forward")
+    rows = rows[rows["unprofiled_ms"].notna()] if len(rows) else rows
     if rows.empty:
         return None
     use_style()
-    sizes = sizes_of(rows)
-    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.5), squeeze=False)
-    kinds = {"unprofiled_ms": ("wall, plain", "#000000"), "projected_ms": ("on the device", "#0072B2"),
-             "operations_ms": ("sum of operations", "#56B4E9"), "host_ms": ("host range", "#E69F00")}
-    for axis, size in zip(axes[0], sizes, strict=True):
-        group = pick(rows, size=size).sort_values("context_length")
-        for offset, (column, (label, color)) in enumerate(kinds.items()):
-            places = [x + (offset - 1.5) * 0.2 for x in range(len(group))]
-            axis.bar(places, group[column], 0.2, color=color, label=label)
-        axis.set_xticks(range(len(group)), group["context_length"], rotation=45 if len(sizes) > 3 else 0)
-        axis.set(title=size, xlabel="context")
-        axis.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel("forward pass (ms)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    title(figure, f"Forward by every clock ({where})")
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.9 + 0.3 * len(rows)))
+    kinds = {"host_ms": ("host's range", "D", "#E69F00"),
+             "operations_ms": ("sum of operations", "s", "#56B4E9"),
+             "projected_ms": ("first to last operation", "o", "#0072B2")}
+    for column, (label, marker, color) in kinds.items():
+        axis.plot(rows[column] / rows["unprofiled_ms"], range(len(rows)), marker, color=color, label=label,
+                  markersize=8)
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks(range(len(rows)), [f"{row.size_}, {row.context_length}" for row in
+                                       rows.rename(columns={"size": "size_"}).itertuples()])
+    axis.tick_params(labelsize=13)
+    axis.set_xlabel("times the same pass's wall time without a profiler", fontsize=14)
+    axis.set_xlim(left=0)
+    axis.invert_yaxis()
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=14)
+    close = ((rows["projected_ms"] / rows["unprofiled_ms"] - 1).abs() < AGREE).sum()
+    title(figure, f"In {close} of {len(rows)} forward passes the GPU's time under nsys is the plain one\n"
+                  f"({where})")
     return figure
 
 

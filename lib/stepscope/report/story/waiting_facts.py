@@ -1,0 +1,139 @@
+"""When the GPU waits for the host's launches, how one sees it, and what helps."""
+import pandas as pd
+
+from stepscope.runs.tables import by_size
+from stepscope.say.formats import runs_of
+from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
+from stepscope.studies.benchmark import facts as benchmark
+from stepscope.studies.compile.pairs import ALL_VARIANTS
+from stepscope.studies.ladder import facts as ladder
+from stepscope.studies.waits import facts as waits
+from stepscope.traces.waits import GPU, UNDECIDED, WAITED
+
+SHAPE = ["size", "context_length", "precision"]
+UNLIKE = 1.2   # times as long: then the same step differs between runs
+LITTLE = 1.05  # times faster: below it a change does not help
+
+
+def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """Phases of full steps as torch runs them (eager, not compiled) on a GPU, in fp32 and in bf16, with who
+    waits for whom and ``waited_share`` (see ``benchmark.facts.with_waits``); without the loss, and without
+    those that no capture tells of."""
+    tables = [pick(rows, mode="step", status="ok", device="cuda", attention="eager", optimizer="foreach")
+              for rows in (times, low) if len(rows)]
+    rows = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    if rows.empty:
+        return rows
+    rows = rows[~rows["compile"].astype(bool) & rows["precision"].isin(["fp32", "bf16"])]
+    # The benchmark has been here first, so where both timed a configuration its times count.
+    rows = rows.drop_duplicates([*SHAPE, "phase"]).astype({"size": str})
+    if rows.empty:
+        return rows
+    rows = benchmark.with_waits(rows, captured)
+    rows = rows[~rows["phase"].isin([WHOLE, "loss"]) & (rows["waits"] != UNDECIDED)]
+    return by_size(rows) if len(rows) else rows
+
+
+def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
+    """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision; the
+    phase of fp32 in which it waits ``most``; ``flat`` has steps whose doubled context takes hardly longer."""
+    rows = decided(times, low, captured)
+    if rows.empty:
+        return None
+    sums = rows.groupby(SHAPE, observed=True)[["waited_ms", "plain_ms"]].sum()
+    shares = sums["waited_ms"] / sums["plain_ms"]
+    waiting = shares[shares > 0]
+    shapes = [{"size": size, "context": context, "precision": precision, "share": share}
+              for (size, context, precision), share in waiting.items()]
+    phases = rows[rows["waits"] == GPU]
+    most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
+    calm = set(shares[shares == 0].index)
+    return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
+            "waited": WAITED,
+            "waiting_in": [{"precision": precision, "shapes": own} for precision in ("fp32", "bf16")
+                           if (own := [one for one in shapes if one["precision"] == precision])],
+            "only_low": sorted({size for size, context, precision in waiting.index
+                                if precision == "bf16" and (size, context, "fp32") in calm}),
+            "most": most and most | {"operations": round(most["operations"])},
+            "runs": runs_of(rows)}
+
+
+def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame) -> dict | None:
+    """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations, the phase
+    that the capture lengthens ``most``, shapes that hardly take longer with a doubled context (``flat``), and
+    whether the verdict was right where its answer was known (``tested``)."""
+    rows = decided(times, low, captured)
+    if rows.empty:
+        return None
+    told = captured[["run_id", "mode", "phase", "device_ms"]]
+    stretched = rows.drop(columns="device_ms", errors="ignore").merge(
+        pick(captured, mode="step", attention="eager")[["size", "context_length", "precision", "phase",
+                                                        "device_ms"]].astype({"size": str}),
+        on=["context_length", "precision", "phase"], suffixes=("", "_of"))
+    stretched = stretched[stretched["size"].astype(str) == stretched["size_of"]]
+    longer = stretched["device_ms"] / stretched["plain_ms"]
+    most = stretched.loc[longer.idxmax()] if len(stretched) else None
+    tested = waits.verdicts(arms) if len(arms) else None
+    flat = benchmark.flat_shapes(benchmark.matrix(times)) if len(times) else []
+    return {"gap_us": captured["gap_us"].dropna().median(), "waited": WAITED, "flat": flat[:1],
+            "stretched": None if most is None or not len(told) else {
+                "size": str(most["size"]), "context": most["context_length"], "phase": most["phase"],
+                "plain_ms": most["plain_ms"], "captured_ms": most["device_ms"], "times": longer.max(),
+                "much": bool(longer.max() > UNLIKE)},
+            "tested": tested if tested and tested["arises"] and tested["settled"] else None,
+            "runs": runs_of(rows)}
+
+
+def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """One run's full step in each variant of compiling, of the smallest size that was run with CUDA graphs:
+    variant, ms, ``faster`` than eager, and of its forward + backward ``kernels`` and the share of its GPU
+    time that they take (``busy``), NaN where none were captured. Fused attention where it was run."""
+    rows = pick(compiled, status="ok", device="cuda") if len(compiled) else compiled
+    if rows.empty or not (rows["variant"] == "cuda_graphs").any():
+        return pd.DataFrame()
+    graphs = by_size(rows[rows["variant"] == "cuda_graphs"])
+    own = graphs.sort_values(["size", "attention"], ascending=[True, False], kind="stable").iloc[0]
+    rows = pick(rows, run_id=own["run_id"], attention=own["attention"])
+    steps = pick(rows, mode="step", phase=WHOLE).set_index("variant")["median_ms"]
+    if not {"eager", "cuda_graphs"} <= set(steps.index):
+        return pd.DataFrame()
+    plain = rows[(rows["mode"] == "forward_backward") & (rows["phase"] != WHOLE)]
+    plain = plain.groupby("variant")["median_ms"].sum()
+    table = pd.DataFrame({"ms": steps, "faster": steps["eager"] / steps})
+    if len(kernels):
+        found = pick(kernels, run_id=own["run_id"], attention=own["attention"], mode="forward_backward")
+        found = found.groupby("variant")[["count", "total_ms"]].sum()
+        table = table.assign(kernels=found["count"], busy=found["total_ms"] / plain)
+    table = table.reindex(columns=["ms", "faster", "kernels", "busy"])
+    return table.reindex([name for name in ALL_VARIANTS if name in table.index]).assign(
+        **{name: own[name] for name in (*SHAPE, "attention", "study", "run_id")})
+
+
+def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+    """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
+    the ladder and where ``not_helped``, and what a batch that fills the memory gains most (``filled``); and
+    by how much the eager step of that shape differs between runs (``hosts``)."""
+    table = remedies(compiled, kernels)
+    if table.empty:
+        return None
+    own = table.iloc[0]
+    eager = pick(compiled, status="ok", mode="step", phase=WHOLE, variant="eager", optimizer="foreach",
+                 **{name: own[name] for name in (*SHAPE, "attention")})["median_ms"]
+    others = ladder.climbed(rungs) if len(rungs) else rungs
+    others = pick(others, rung="cuda_graphs") if len(others) else others
+    gained = [ladder.shape_of(row) | {"gain": row["gain"], "helps": bool(row["gain"] > LITTLE)}
+              for row in others.to_dict("records") if row["gain"] > 0]
+    filled = ladder.filled(rungs) if len(rungs) else None
+    return {"table": table, "size": str(own["size"]), "context": own["context_length"],
+            "precision": own["precision"], "fused_attention": own["attention"] == "sdpa",
+            "before": table.loc["eager"].to_dict(), "after": table.loc["cuda_graphs"].to_dict(),
+            "busy_known": bool(table["busy"].notna().all()),
+            "over_compiled": table["ms"].get("model", float("nan")) / table["ms"]["cuda_graphs"],
+            "graph_known": "model" in table.index,
+            "helped": [one for one in gained if one["helps"]],
+            "not_helped": [one for one in gained if not one["helps"]],
+            "filled": filled and filled["rows"].loc[filled["rows"]["over_small"].idxmax()].to_dict(),
+            "hosts": {"low": eager.min(), "high": eager.max(), "runs": len(eager)}
+            if len(eager) > 1 and eager.max() > UNLIKE * eager.min() else None,
+            "runs": runs_of(table)}

@@ -1,0 +1,90 @@
+"""When the GPU waits: verdicts recomputed from what was timed and captured, and other data told otherwise."""
+from collections import defaultdict
+
+import pandas as pd
+import pytest
+
+from reference import changed, tables
+from stepscope.report.story import waiting_facts as facts
+from stepscope.report.story.part import tell
+from stepscope.report.story.waiting import PART, waiting_map
+
+
+def given():
+    return (tables("benchmark")["times"], tables("nsys")["phases"], tables("mixed_precision")["times"])
+
+
+def told(times, captured, low, **others):
+    named = {"benchmark.times": times, "nsys.phases": captured, "mixed_precision.times": low}
+    others = {name.replace("__", "."): table for name, table in others.items()}
+    return {one.key: one for one in tell(PART, defaultdict(pd.DataFrame, named | others))}
+
+
+def variants():
+    """One run's steps in three variants, on a GPU, and what was captured of them."""
+    shape = {"size": "small", "context_length": 512, "precision": "bf16", "attention": "sdpa", "device": "cuda",
+             "status": "ok", "optimizer": "foreach", "study": "compile", "run_id": "a"}
+    rows = [shape | {"variant": variant, "mode": mode, "phase": phase, "median_ms": ms}
+            for variant, step in (("eager", 40.0), ("model", 20.0), ("cuda_graphs", 8.0))
+            for mode, phase, ms in (("step", "step", step), ("forward_backward", "forward", step / 4),
+                                    ("forward_backward", "backward", step / 4),
+                                    ("forward_backward", "step", step / 2))]
+    kernels = pd.DataFrame([shape | {"variant": variant, "mode": "forward_backward", "count": 10, "total_ms": 2.0}
+                            for variant in ("eager", "model", "cuda_graphs") for _ in range(2)])
+    return pd.DataFrame(rows), kernels
+
+
+def test_the_share_of_a_step_is_what_its_phases_take_beyond_their_operations():
+    times, captured, low = given()
+    shapes = {(one["size"], one["context"], one["precision"]): one["share"]
+              for one in facts.where(times, captured, low)["shapes"]}
+    for (size, context), shown in {("small", 128): True, ("2.7B", 512): False}.items():
+        plain = times[(times["size"].astype(str) == size) & (times["context_length"] == context)
+                      & (times["mode"] == "step") & (times["precision"] == "fp32")
+                      & (times["optimizer"] == "foreach")].set_index("phase")["median_ms"]
+        own = captured[(captured["size"].astype(str) == size) & (captured["context_length"] == context)
+                       & (captured["mode"] == "step") & (captured["precision"] == "fp32")
+                       & (captured["attention"] == "eager")].drop_duplicates("phase", keep="last")
+        own = own.set_index("phase").loc[["forward", "backward", "optimizer"]]
+        more = plain[own.index] - own["operations_ms"] - own["operations"] * own["gap_us"] / 1e3
+        waited = more[(more > 0.05 * plain[own.index]) & (own["deepest"] < 1000)]
+        assert ((size, context, "fp32") in shapes) == shown == bool(len(waited))
+        if shown:
+            assert shapes[size, context, "fp32"] == pytest.approx(waited.sum() / plain[own.index].sum())
+
+
+def test_other_times_take_other_words():
+    times, captured, low = given()
+    assert "in fp32 that is small at context 128" in told(*given())["waiting-where"].text
+    exact = captured.assign(operations_ms=captured["operations_ms"] * 10)
+    calm = told(times, exact, low)["waiting-where"]
+    assert "in none of the 25 steps measured" in calm.text and "This is because" not in calm.more
+    late = changed(times, lambda rows: rows["size"].astype(str) == "large",
+                   median_ms=lambda rows: rows["median_ms"] * 3)
+    shallow = captured.assign(deepest=5.0)
+    assert "large at context 512" in told(late, shallow, low)["waiting-where"].text
+    assert "in none of" in waiting_map(times, exact, low, "here").get_suptitle()
+
+
+def test_remedies_are_ratios_within_one_run():
+    times, kernels = variants()
+    found = facts.helps(times, kernels, pd.DataFrame())
+    assert found["after"]["faster"] == 5 and found["over_compiled"] == 2.5
+    assert found["table"]["kernels"].to_list() == [20] * 3
+    assert found["table"]["busy"].to_list() == pytest.approx([0.2, 0.4, 1.0])
+    assert found["hosts"] is None
+    other = times.assign(run_id="b", median_ms=times["median_ms"] * 2)
+    both = facts.helps(pd.concat([times, other[other["variant"] == "eager"]]), kernels, pd.DataFrame())
+    assert both["hosts"] == {"low": 40, "high": 80, "runs": 2} and both["after"]["faster"] == 5
+    answer = told(*given(), compile__times=times, compile__kernels=pd.DataFrame())["waiting-helps"]
+    assert list(answer.tables[0][1].columns) == ["full step", "ms", "faster"]
+
+
+def test_nothing_is_said_without_captures_or_of_a_cpu():
+    times, captured, low = given()
+    assert tell(PART, defaultdict(pd.DataFrame)) == []
+    assert facts.where(times.assign(device="cpu"), captured, low.assign(device="cpu")) is None
+    unlike = captured.assign(batch_size=1)
+    assert facts.where(times, unlike, low) is None and waiting_map(times, unlike, low, "here") is None
+    steps, kernels = variants()
+    assert facts.helps(steps[steps["variant"] != "cuda_graphs"], kernels, pd.DataFrame()) is None
