@@ -1,4 +1,5 @@
-"""What precision buys and costs: facts of the studies of mixed precision, of captures and of the ladder, joined."""
+"""What precision buys and costs: facts of mixed precision, of captures and of the ladder, joined."""
+
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.colors import LogNorm
@@ -38,17 +39,24 @@ def main_precision(steps: pd.DataFrame) -> str:
     return MAIN if MAIN in found else found[0]
 
 
-def speeds(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, operations: pd.DataFrame,
-           operations_low: pd.DataFrame, captured: pd.DataFrame, casts: pd.DataFrame,
-           rungs: pd.DataFrame) -> dict | None:
+def speeds(
+    speedups: pd.DataFrame,
+    times: pd.DataFrame,
+    benchmark: pd.DataFrame,
+    operations: pd.DataFrame,
+    operations_low: pd.DataFrame,
+    captured: pd.DataFrame,
+    casts: pd.DataFrame,
+    rungs: pd.DataFrame,
+) -> dict | None:
     """How many times faster than fp32's a full step is, and why.
 
-    ``first`` and ``last`` are the smallest and the largest size at the reference context, each with
-    every precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision, ``flat``
-    the sizes whose step takes as long at the shortest context as at the reference one, so that work on the GPU
+    ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
+    precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the
+    sizes whose step takes as long at the shortest context as at the reference one, so that the GPU's work
     does not set its time (None: there are none); ``trend`` why the speedup changes with the size, ``rest``
-    how many times longer all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won
-    without them; ``left`` what a step in low precision consists of at the largest size.
+    how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won without
+    them; ``left`` what a step in low precision consists of at the largest size.
     """
     steps = whole_steps(speedups)
     if steps.empty:
@@ -60,18 +68,28 @@ def speeds(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
     on_gpu = "cuda" in set(times["device"])
     cost = facts_operations.casts(pd.DataFrame(), casts)
     return {
-        "on_gpu": on_gpu, "precision": main, "context": context,
-        "first": _of_size(here, here["size"].iloc[0], main), "last": _of_size(here, here["size"].iloc[-1], main),
+        "on_gpu": on_gpu,
+        "precision": main,
+        "context": context,
+        "first": _of_size(here, here["size"].iloc[0], main),
+        "last": _of_size(here, here["size"].iloc[-1], main),
         "several": here["size"].nunique() > 1,
-        "slower": [{"context": at, "sizes": list(rows["size"].astype(str)), "slowdown": 1 / rows["speedup"]}
-                   for at, rows in slower.groupby("context_length")],
+        "slower": [
+            {"context": at, "sizes": list(rows["size"].astype(str))}
+            for at, rows in slower.groupby("context_length")
+        ],
+        "slowdown": 1 / slower["speedup"],
         "flat": _flat(own, context) if on_gpu else None,
         "more_operations": _more_operations(operations, operations_low, main),
-        "trend": told["trend"], "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
+        "trend": told["trend"],
+        "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
         "rest_slower": told["trend"] is not None and bool((told["trend"]["table"]["others"] < 1).all()),
-        "casts": cost and cost["cost"], "no_casts": _no_casts(rungs),
+        "casts": cost and cost["cost"],
+        "no_casts": _no_casts(rungs),
         "left": _left(facts_operations.left(operations_low, operations, times, captured)),
-        "marked": bool(steps["unlike_clocks"].any()), "runs": runs_of(steps)}
+        "marked": bool(steps["unlike_clocks"].any()),
+        "runs": runs_of(steps),
+    }
 
 
 def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
@@ -80,8 +98,11 @@ def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
     rows = pick(here, size=size)
     speedup = dict(zip(rows["precision"], rows["speedup"]))
     order = [name for name in (main, *MAPPED) if name in speedup]
-    return {"size": size, "all": [_way(speedup[name]) | {"precision": name} for name in dict.fromkeys(order)],
-            "main": _way(speedup[main]) if main in speedup else None}
+    return {
+        "size": size,
+        "all": [_way(speedup[name]) | {"precision": name} for name in dict.fromkeys(order)],
+        "main": _way(speedup[main]) if main in speedup else None,
+    }
 
 
 def _way(speedup: float) -> dict:
@@ -89,15 +110,24 @@ def _way(speedup: float) -> dict:
 
 
 def _flat(own: pd.DataFrame, context: int) -> dict | None:
-    """Sizes whose step is no shorter (by :data:`NEARLY`) at the shortest context than at the reference one."""
+    """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference."""
     shortest = own["context_length"].min()
     if shortest == context:
         return None
-    both = pick(own, context_length=shortest).merge(pick(own, context_length=context), on="size",
-                                                    suffixes=("", "_reference"))
+    both = pick(own, context_length=shortest).merge(
+        pick(own, context_length=context), on="size", suffixes=("", "_reference")
+    )
     flat = both[both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]]
-    return {"sizes": list(flat["size"].astype(str)), "shortest": shortest, "context": context,
-            "tokens": context / shortest} if len(flat) else None
+    return (
+        {
+            "sizes": list(flat["size"].astype(str)),
+            "shortest": shortest,
+            "context": context,
+            "tokens": context / shortest,
+        }
+        if len(flat)
+        else None
+    )
 
 
 def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame, main: str) -> pd.Series | None:
@@ -115,8 +145,11 @@ def _no_casts(rungs: pd.DataFrame) -> dict | None:
     row = None if own is None else ladder_facts.of_rung(own, "no_casts")
     if row is None or not row["gain_low"] > 1:
         return None
-    return ladder_facts.shape_of(row) | {"gain": row["gain"], "after_ms": row["median_ms"],
-                                         "before_ms": row["median_ms"] * row["gain"]}
+    return ladder_facts.shape_of(row) | {
+        "gain": row["gain"],
+        "after_ms": row["median_ms"],
+        "before_ms": row["median_ms"] * row["gain"],
+    }
 
 
 def _left(left: dict | None) -> dict | None:
@@ -126,8 +159,12 @@ def _left(left: dict | None) -> dict | None:
         return None
     largest = left["table"].iloc[-1]
     rest = sorted(((one["shares"].iloc[-1], one["part"]) for one in left["rest"]), reverse=True)
-    return {"size": largest["size"], "products": left["products"][-1]["share"], "limit": largest["limit"],
-            "rest": [{"part": PART_WORDS.get(part, part), "share": share} for share, part in rest[:3]]}
+    return {
+        "size": largest["size"],
+        "products": left["products"][-1]["share"],
+        "limit": largest["limit"],
+        "rest": [{"part": PART_WORDS.get(part, part), "share": share} for share, part in rest[:3]],
+    }
 
 
 def trend_table(facts: dict) -> pd.DataFrame | None:
@@ -135,15 +172,19 @@ def trend_table(facts: dict) -> pd.DataFrame | None:
     if facts["trend"] is None:
         return None
     rows = facts["trend"]["table"]
-    return pd.DataFrame({
-        "size": rows["size"].astype(str), "matrix products in fp32": rows["share"].map(percent),
-        "products": [_faster(value) for value in rows["products"]],
-        "all else": [_faster(value) for value in rows["others"]],
-        "whole step": [_faster(value) for value in rows["measured"]]})
+    return pd.DataFrame(
+        {
+            "size": rows["size"].astype(str),
+            "matrix products in fp32": rows["share"].map(percent),
+            "products": [_faster(value) for value in rows["products"]],
+            "all else": [_faster(value) for value in rows["others"]],
+            "whole step": [_faster(value) for value in rows["measured"]],
+        }
+    )
 
 
 def _faster(ratio: float) -> str:
-    """"2.1x faster", or "1.3x slower" where a ratio of times is under 1."""
+    """ "2.1x faster", or "1.3x slower" where a ratio of times is under 1."""
     way, times = ("slower", 1 / ratio) if ratio < 1 else ("faster", ratio)
     return "same" if number(times) == "1.00" else f"{number(times)}x {way}"
 
@@ -159,20 +200,35 @@ def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
     sizes = list(dict.fromkeys(by_size(steps)["size"].astype(str)))
     contexts = sorted(set(steps["context_length"]))
     use_style()
-    figure, axes = plt.subplots(1, len(shown), figsize=(WIDTH_IN, 1.5 + 0.72 * len(sizes)), squeeze=False,
-                                sharey=True)
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(WIDTH_IN, 1.5 + 0.72 * len(sizes)), squeeze=False, sharey=True
+    )
     scale = LogNorm(1, max(2.0, 1.6 * steps["speedup"].max()))
     for axis, name in zip(axes[0], shown):
         for row in pick(steps, precision=name).itertuples(index=False):
             x, y = contexts.index(row.context_length), sizes.index(str(row.size))
             slower = row.change == "slower"
             color = "white" if row.change != "faster" else plt.get_cmap("Blues")(scale(max(row.speedup, 1.0)))
-            axis.add_patch(Rectangle((x - 0.47, y - 0.46), 0.94, 0.92, facecolor=color,
-                                     edgecolor="#D55E00" if slower else "none", linewidth=2.5))
-            times = 1 / row.speedup if slower else row.speedup
-            words = f"{times:.2g}x\nslower" if slower else "same" if row.change == "none" else f"{times:.3g}x" if times < 1.1 else f"{times:.1f}x"
-            axis.text(x, y, words + ("†" if row.unlike_clocks else ""), ha="center", va="center",
-                      fontsize=13 if slower else 17, color="white" if row.speedup > 1 and scale(row.speedup) > 0.62 else "black")
+            axis.add_patch(
+                Rectangle(
+                    (x - 0.47, y - 0.46),
+                    0.94,
+                    0.92,
+                    facecolor=color,
+                    edgecolor="#D55E00" if slower else "none",
+                    linewidth=2.5,
+                )
+            )
+            dark = row.speedup > 1 and scale(row.speedup) > 0.62
+            axis.text(
+                x,
+                y,
+                _label(row.speedup, row.change) + ("†" if row.unlike_clocks else ""),
+                ha="center",
+                va="center",
+                fontsize=13 if slower else 17,
+                color="white" if dark else "black",
+            )
         axis.set(xlim=(-0.5, len(contexts) - 0.5), ylim=(len(sizes) - 0.5, -0.5))
         axis.set_xticks(range(len(contexts)), contexts, fontsize=14)
         axis.set_yticks(range(len(sizes)), sizes, fontsize=15)
@@ -183,6 +239,14 @@ def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
         axis.tick_params(length=0)
     figure.suptitle(map_title(steps, main), x=0.01, ha="left", fontweight="bold", fontsize=17)
     return figure
+
+
+def _label(speedup: float, change: str) -> str:
+    if change == "none":
+        return "same"
+    if change == "slower":
+        return f"{number(1 / speedup, 2)}x\nslower"
+    return f"{number(speedup, 3 if speedup < 1.1 else 2)}x"
 
 
 def map_title(steps: pd.DataFrame, main: str) -> str:
@@ -200,6 +264,7 @@ def map_title(steps: pd.DataFrame, main: str) -> str:
 
 # -- memory --------------------------------------------------------------------------------------------------
 
+
 def memory(times: pd.DataFrame) -> dict | None:
     """Peaks in bf16 against fp32's. ``forward`` and ``step`` have what changes at all (percent; forward's is
     more, the step's less; None where it is not so everywhere); ``copies`` what forward takes more at the
@@ -212,17 +277,24 @@ def memory(times: pd.DataFrame) -> dict | None:
     forward, step = ratio[modes == "forward"], ratio[modes == "step"]
     copies = _copies(told["peaks_mib"], times)
     _, context = reference(times)
-    return {"context": context, "several": len(step) > 1,
-            "forward_more": forward - 1 if len(forward) and (forward > 1).all() else None,
-            "step_less": (1 - step).clip(lower=0) if len(step) and (step < 1 + NEARLY).all() else None,
-            "little": LITTLE, "little_mostly": bool(len(step)) and bool((1 - step).median() < LITTLE),
-            "level": told["level"],
-            "copies_explain": copies is not None and bool(((copies - 1).abs() < LITTLE).all()),
-            "peaks": told["peaks_mib"], "runs": told["runs"]}
+    return {
+        "context": context,
+        "several": len(step) > 1,
+        "forward_more": forward - 1 if len(forward) and (forward > 1).all() else None,
+        "step_less": (1 - step).clip(lower=0) if len(step) and (step < 1 + NEARLY).all() else None,
+        "little": LITTLE,
+        "little_mostly": bool(len(step)) and bool((1 - step).median() < LITTLE),
+        "level": told["level"],
+        "copies_explain": copies is not None and bool(((copies - 1).abs() < LITTLE).all()),
+        "peaks": told["peaks_mib"],
+        "runs": told["runs"],
+    }
 
 
 def _copies(peaks: pd.DataFrame, times: pd.DataFrame) -> pd.Series | None:
-    rows = peaks.xs("forward", level="mode") if "forward" in peaks.index.get_level_values("mode") else peaks[:0]
+    rows = (
+        peaks.xs("forward", level="mode") if "forward" in peaks.index.get_level_values("mode") else peaks[:0]
+    )
     if rows.empty:
         return None
     shortest = rows.index.get_level_values("context_length").min()
@@ -240,17 +312,29 @@ def peaks_table(facts: dict) -> pd.DataFrame | None:
     names = {"forward": "forward alone", "forward_backward": "forward + backward", "step": "full step"}
     if any(own.empty for own in wide.values()):
         return None
-    table = pd.DataFrame({names[mode]: own["fp32"].div(1024).map(number) + " to "
-                          + own["bf16"].div(1024).map(number) for mode, own in wide.items()})
+    table = pd.DataFrame(
+        {
+            names[mode]: own["fp32"].div(1024).map(number) + " to " + own["bf16"].div(1024).map(number)
+            for mode, own in wide.items()
+        }
+    )
     return table.rename_axis("size").reset_index().astype(str)
 
 
 # -- numerics ------------------------------------------------------------------------------------------------
 
-def numerics(health: pd.DataFrame, sums: pd.DataFrame, steps: pd.DataFrame, norms: pd.DataFrame,
-             reductions: pd.DataFrame, rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
+
+def numerics(
+    health: pd.DataFrame,
+    sums: pd.DataFrame,
+    steps: pd.DataFrame,
+    norms: pd.DataFrame,
+    reductions: pd.DataFrame,
+    rungs: pd.DataFrame,
+    curves: pd.DataFrame,
+) -> dict | None:
     """What low types do to gradients, sums and norms. ``sums``, ``norms``, ``training`` are None where they
-    were not measured; ``gradient_off`` is the relative norm of the whole gradient's difference from fp32's."""
+    were not measured; ``gradient_off`` is the norm of the gradient's difference from fp32's, relative."""
     told = facts_memory.health(health)
     if told is None:
         return None
@@ -258,13 +342,20 @@ def numerics(health: pd.DataFrame, sums: pd.DataFrame, steps: pd.DataFrame, norm
     training = ladder_facts.training(rungs, curves) if len(rungs) else None
     added = facts_numerics.additions(sums, steps) if len(sums) and len(steps) else None
     norm = facts_numerics.norms(norms, reductions) if len(norms) else None
-    return {"bf16": ways.get("bf16"), "tf32": ways.get("tf32"), "unscaled": told["unscaled"],
-            "scaled": told["scaled"], "lost_bf16": told["bf16"],
-            "sums": added and {name: added[name] for name in ("term", "additions", "worst", "mended")}
-            | {"exact": added["term"] * added["additions"]},
-            "norms": norm and {name: norm[name] for name in ("overflows_from", "only_fp16_loses", "reduction")},
-            "gradient_off": training["low"]["gradient_off"] if training and training["low"] else None,
-            "trained": _trained(training), "runs": told["runs"]}
+    return {
+        "bf16": ways.get("bf16"),
+        "tf32": ways.get("tf32"),
+        "unscaled": told["unscaled"],
+        "scaled": told["scaled"],
+        "lost_bf16": told["bf16"],
+        "sums": added
+        and {name: added[name] for name in ("term", "additions", "worst", "mended")}
+        | {"exact": added["term"] * added["additions"]},
+        "norms": norm and {name: norm[name] for name in ("overflows_from", "only_fp16_loses", "reduction")},
+        "gradient_off": training["low"]["gradient_off"] if training and training["low"] else None,
+        "trained": _trained(training),
+        "runs": told["runs"],
+    }
 
 
 def _trained(training: dict | None) -> dict | None:
@@ -272,7 +363,8 @@ def _trained(training: dict | None) -> dict | None:
     if not training or training["curves"] is None:
         return None
     return {name: training[name] for name in ("compared", "inside", "steps", "seeds", "training_size")} | {
-        "all_inside": training["inside"] == training["compared"]}
+        "all_inside": training["inside"] == training["compared"]
+    }
 
 
 SPEEDUPS, TIMES, RUNGS = "mixed_precision.speedups", "mixed_precision.times", "ladder.rungs"
@@ -280,13 +372,28 @@ SPEEDUPS, TIMES, RUNGS = "mixed_precision.speedups", "mixed_precision.times", "l
 PART = Part(
     "What precision buys and costs",
     (
-        Question("precision-speed", speeds, (SPEEDUPS, TIMES),
-                 ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases", "nsys.casts", RUNGS),
-                 printed={"trend": trend_table}, pictures=("precision_map",)),
+        Question(
+            "precision-speed",
+            speeds,
+            (SPEEDUPS, TIMES),
+            ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases", "nsys.casts", RUNGS),
+            printed={"trend": trend_table},
+            pictures=("precision_map",),
+        ),
         Question("precision-memory", memory, (TIMES,), printed={"peaks": peaks_table}),
-        Question("precision-numerics", numerics, ("mixed_precision.health",),
-                 ("mixed_precision.sums", "mixed_precision.steps", "mixed_precision.norms",
-                  "mixed_precision.reductions", RUNGS, "ladder.curves")),
+        Question(
+            "precision-numerics",
+            numerics,
+            ("mixed_precision.health",),
+            (
+                "mixed_precision.sums",
+                "mixed_precision.steps",
+                "mixed_precision.norms",
+                "mixed_precision.reductions",
+                RUNGS,
+                "ladder.curves",
+            ),
+        ),
     ),
     (Picture("precision_map", draw_map, (SPEEDUPS,)),),
 )
