@@ -625,7 +625,6 @@ def test_what_did_not_fit_is_named_and_the_rest_is_answered():
     assert {(run["size"], run["variant"]) for run in found["out_of_memory"]} == {("large", "block")}
     assert not facts.whole_model(times)["out_of_memory"]
     assert all(not re.search(r"\bnan\b", answered(key, gone).text) for key in QUESTIONS)
-    assert figures.whole_model(gone, "here") is not None
     nothing = facts.whole_model(gone.loc[rows])
     assert nothing["pairs"] is None and len(nothing["out_of_memory"]) == 6
     answer = answered("compile-model", gone.loc[rows])
@@ -639,10 +638,6 @@ def test_without_data_there_are_no_facts():
     assert facts.peak_memory(compiled_alone) is None
     assert facts_launches.cost(gpu_times().query("variant == 'eager'")) is None
     assert facts.sdpa(gpu_times().query("attention == 'sdpa'")) is None
-    assert (
-        figures.whole_model(pd.DataFrame(), "here") is None
-        and figures.whole_model(compiled_alone, "here") is None
-    )
 
 
 def test_a_cpus_tables_are_answered_and_drawn(cpu_tables):
@@ -653,21 +648,4 @@ def test_a_cpus_tables_are_answered_and_drawn(cpu_tables):
         assert all(len(table) and not table.isna().any().any() for _, table in found.tables)
     launches = facts_launches.launches(cpu_times, cpu_tables["kernels"])
     assert not launches["on_gpu"] and launches["busy"] is None and launches["adamw"]
-    assert not facts.peak_memory(cpu_times)["measured"] and figures.whole_model(cpu_times, "here") is not None
-
-
-def test_bars_are_multiples_of_eager_with_the_ends_of_both_intervals():
-    times = gpu_times(sizes=["small"])
-    row = pairs.relative(times).set_index(PART).sort_index().loc["sdpa", "block", "step"]
-    assert (row["relative"], row["relative_low"], row["relative_high"]) == pytest.approx(
-        (0.55, 0.55 * 0.99 / 1.01, 0.55 * 1.01 / 0.99)
-    )
-    drawn = figures.whole_model(times, "here")
-    (backward,), (step,) = (
-        [axis for axis in drawn.axes if axis.get_title(loc="left").startswith(words)]
-        for words in ("forward", "full step")
-    )
-    assert [bar.get_height() for bar in step.patches] == pytest.approx([1, 0.55, 1, 0.55])
-    assert len(backward.patches) == 4
-    assert [label.get_text() for label in step.get_xticklabels()] == ["small\n100 ms"]
-    assert step.get_yscale() == "linear"
+    assert not facts.peak_memory(cpu_times)["measured"]

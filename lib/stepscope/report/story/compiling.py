@@ -1,4 +1,425 @@
-"""Compiling."""
-from stepscope.report.story.part import Part
+"""Compiling: facts of the study of the compiled model and of the ladder, joined.
 
-PART = Part('Compiling')
+Pairs are of one process each; of several processes with one configuration the one with the fastest eager step
+is spoken of (:func:`settled`), since a busy host only ever adds time.
+"""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from stepscope.report.story.part import Part
+from stepscope.say.chapter import Picture, Question
+from stepscope.say.formats import NEARLY, number, runs_of
+from stepscope.say.selections import pick, precisions, reference
+from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.step.timing import WHOLE
+from stepscope.studies.compile import facts as compile_facts
+from stepscope.studies.compile import facts_kernels, facts_launches
+from stepscope.studies.compile.pairs import (
+    ATTENTIONS,
+    beside,
+    by_optimizer,
+    marks,
+    optimizer_phase,
+)
+from stepscope.studies.compile.printed import ATTENTION_WORDS
+from stepscope.studies.ladder import facts as ladder_facts
+from stepscope.studies.mixed_precision.figures import PRECISION_COLORS
+
+SAME_SHAPE = ["size", "context_length", "batch_size", "precision", "attention", "mode"]
+SHOWN = ("sdpa", "eager")  # whose times a table shows: the first that was run
+
+
+def settled(both: pd.DataFrame) -> pd.DataFrame:
+    """Pairs at the reference context, of each configuration the one whose first side is the fastest."""
+    if both.empty:
+        return both
+    both = pick(both, context_length=reference(both)[1])
+    kept = both.groupby(SAME_SHAPE, observed=True)["median_ms"].idxmin()
+    return both.loc[sorted(kept)].reset_index(drop=True)
+
+
+def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+    """What compiling each block gains, by precision (``steps``, ``backward``: speedups over sizes and
+    attentions), and why: ``why`` the kernels, ``adamw`` what it leaves alone, ``peak`` of forward + backward.
+
+    ``written_more``: more with written-out attention than with SDPA, everywhere; ``fused`` what a fused AdamW
+    gains for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely got slower.
+    """
+    both = settled(beside(times))
+    if both.empty or (both["mode"] == "step").sum() == 0:
+        return None
+    steps, backward = pick(both, mode="step"), pick(both, mode="forward_backward")
+    wide = steps.pivot_table(
+        index=["size", "precision"], columns="attention", values="speedup", observed=True
+    )
+    wide = wide.dropna() if {*ATTENTIONS} <= set(wide) else wide[:0]
+    slower = steps[steps["sure"] & (steps["speedup"] < 1)]
+    return {
+        "context": steps["context_length"].iloc[0],
+        "sizes": list(dict.fromkeys(steps["size"].astype(str))),
+        "steps": _by_precision(steps),
+        "backward": _by_precision(backward),
+        "backward_more": _more(steps, backward),
+        "all_faster": all(one["all_faster"] for one in _by_precision(steps)),
+        "slower": [
+            {"size": row.size, "precision": row.precision, "slowdown": 1 / row.speedup}
+            for row in slower.itertuples(index=False)
+        ],
+        "written_more": len(wide) > 0 and bool((wide["eager"] > wide["sdpa"]).all()),
+        "on_gpu": bool((steps["device"] == "cuda").all()),
+        "unlike": _unlike(steps),
+        "why": _why(times, kernels),
+        "adamw": _adamw(times),
+        "peak": _peak(times),
+        "taken": compile_facts.taken(times),
+        "marked": _marked(both),
+        "pairs": both,
+        "runs": runs_of(both),
+    }
+
+
+def _marked(both: pd.DataFrame) -> bool:
+    """Whether samples of a pair that the picture shows are not steady."""
+    low = precisions(both)[-1]
+    return bool(
+        both.loc[
+            (both["mode"] == "step") | ((both["mode"] == "forward_backward") & (both["precision"] == low)),
+            "flagged",
+        ].any()
+    )
+
+
+def _by_precision(rows: pd.DataFrame) -> list[dict]:
+    """Speedups in each precision, the lower one first; the best with its size."""
+    found = []
+    for name in reversed(precisions(rows)):
+        own = pick(rows, precision=name)
+        best = own.loc[own["speedup"].idxmax()]
+        found.append(
+            {
+                "precision": name,
+                "speedups": own["speedup"],
+                "size": best["size"],
+                "attention": ATTENTION_WORDS[best["attention"]],
+                "all_faster": bool((own["sure"] & (own["speedup"] > 1)).all()),
+            }
+        )
+    return found
+
+
+def _more(steps: pd.DataFrame, backward: pd.DataFrame) -> bool:
+    """Whether forward + backward gains more than the full step, everywhere."""
+    both = steps.merge(backward, on=["run_id", "attention"], suffixes=("", "_backward"))
+    return len(both) > 0 and bool((both["speedup_backward"] > both["speedup"]).all())
+
+
+def _unlike(steps: pd.DataFrame) -> dict | None:
+    """Sizes whose compiled steps ran at lower clocks than eager ones, and both clocks."""
+    rows = steps[steps["unlike"] & (steps["sm_clock_mhz_after"] < steps["sm_clock_mhz"])]
+    if rows.empty:
+        return None
+    return {
+        "sizes": list(dict.fromkeys(rows["size"].astype(str))),
+        "mhz": rows["sm_clock_mhz_after"],
+        "eager_mhz": rows["sm_clock_mhz"],
+        "capped": marks(rows)["capped"],
+    }
+
+
+def _why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+    """The pair of a captured forward + backward that saves most."""
+    told = facts_kernels.why(times, kernels) if len(kernels) else None
+    if told is None or not told["fused"]:
+        return None
+    most = told["most"]
+    return {
+        "size": most["size"],
+        "precision": most["precision"],
+        "attention": ATTENTION_WORDS[most["attention"]],
+        "count": int(most["rest_count"]),
+        "count_after": int(most["rest_count_after"]),
+        "ms": most["rest_ms"],
+        "ms_after": most["rest_ms_after"],
+        "ratio": told["rest_ratio"],
+        "products_alike": told["products_alike"],
+        "products_ms": most["products_ms"],
+        "kept": told["kept"]
+        and {"gib": told["kept"]["most"]["saved_gib"], "gib_after": told["kept"]["most"]["saved_gib_after"]},
+    }
+
+
+def _adamw(times: pd.DataFrame) -> dict | None:
+    """Of the full step of which it takes the most once compiled: AdamW's share, before and after, and what
+    the fused one gains for the same size (None where it was not run)."""
+    rows = optimizer_phase(times)
+    if rows.empty:
+        return None
+    most = rows.loc[rows["share_after"].idxmax()]
+    fused = by_optimizer(times)
+    fused = (
+        pick(fused, size=most["size"], precision=most["precision"], attention=most["attention"])
+        if len(fused)
+        else fused
+    )
+    fused = fused[fused["sure"] & (fused["speedup"] > 1)] if len(fused) else fused
+    return {
+        "size": most["size"],
+        "precision": most["precision"],
+        "share": most["share"],
+        "share_after": most["share_after"],
+        "rises": bool((rows["share_after"] > rows["share"]).all()),
+        "fused": fused["speedup"].min() if len(fused) else None,
+    }
+
+
+def _peak(times: pd.DataFrame) -> dict | None:
+    """What forward + backward peak lower by, and the full step; None where not measured."""
+    told = compile_facts.peak_memory(times)
+    if told is None or not told["backward"]:
+        return None
+    step = next((rows for rows in told["by_mode"] if rows["mode"] == "step"), None)
+    less = None if step is None else step["lower_percent"].clip(lower=0)
+    return {"backward": told["backward"]["lower_percent"], "step": less}
+
+
+def gain_title(steps: pd.DataFrame) -> str:
+    low = precisions(steps)[-1]
+    own = pick(steps, precision=low)
+    best = own.loc[own["speedup"].idxmax()]
+    if best["speedup"] < 1:
+        return f"Compiling makes no {low} step faster"
+    return f"Compiling makes a {low} step up to {number(best['speedup'], 2)}x faster ({best['size']})"
+
+
+def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
+    """How many times faster compiled blocks are than eager ones: a panel an attention, a row a size, a dot
+    each for the full step in every precision and for forward + backward in the lowest."""
+    both = settled(beside(times))
+    if both.empty or not (both["mode"] == "step").any():
+        return None
+    use_style()
+    shown = [name for name in ATTENTIONS if (both["attention"] == name).any()]
+    names = precisions(both)
+    sizes = list(dict.fromkeys(both["size"].astype(str)))
+    low = names[-1]
+    kinds = [(name, "step", "full step") for name in names] + [
+        (low, "forward_backward", "forward + backward")
+    ]
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(WIDTH_IN, 2.3 + 0.55 * len(sizes)), squeeze=False, sharex=True, sharey=True
+    )
+    for axis, attention in zip(axes[0], shown):
+        for name, mode, words in kinds:
+            rows = pick(both, attention=attention, precision=name, mode=mode)
+            places = [sizes.index(str(size)) for size in rows["size"]]
+            hollow, square = mode != "step", name == "fp32"
+            axis.plot(
+                rows["speedup"],
+                places,
+                linestyle="none",
+                marker="s" if square else "o",
+                markersize=13,
+                color=PRECISION_COLORS[name],
+                markerfacecolor="white" if hollow else None,
+                markeredgewidth=2.5,
+                label=f"{name}, {words}",
+                zorder=3,
+            )
+            for row, place in zip(rows.itertuples(), places):
+                if row.flagged:
+                    axis.annotate("†", (row.speedup, place), (9, 7), textcoords="offset points", fontsize=14)
+        axis.axvline(1, color="0.4", linewidth=1.5, linestyle="--")
+        axis.set_ylim(len(sizes) - 0.5, -0.5)
+        axis.set_yticks(range(len(sizes)), sizes, fontsize=15)
+        axis.tick_params(axis="x", labelsize=14)
+        axis.set_title(f"attention: {ATTENTION_WORDS[attention]}", fontsize=15)
+        axis.set_xlabel("times faster than eager", fontsize=14)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=14,
+        handletextpad=0.1,
+        columnspacing=1,
+    )
+    figure.suptitle(gain_title(pick(both, mode="step")), x=0.01, ha="left", fontweight="bold", fontsize=17)
+    return figure
+
+
+# -- what it costs, and how much of the model at once --------------------------------------------------------
+
+
+def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame, eager: pd.DataFrame) -> dict | None:
+    """Seconds of compiling blocks and the ``whole`` forward as one graph, and what the latter and CUDA graphs
+    gain.
+
+    ``blocks_s`` where something was compiled before, ``first_s`` where not; ``table`` has a row a size of the
+    lowest precision: seconds, the full step's ms by variant and after how many steps blocks are ``earned``
+    back. ``rungs`` are the ladder's of the largest model; ``eager`` the times of another study (mixed
+    precision's), by which a host that was slow is told.
+    """
+    told = facts_launches.cost(times)
+    if told is None or not told["blocks"]:
+        return None
+    seconds = {rows["first"]: rows["training_s"] for rows in told["blocks"]}
+    whole = told["seconds"].query("variant == 'model'")["training_s"]
+    rungs = {name: _rung(rungs, name) for name in ("blocks", "graph", "cuda_graphs")}
+    return {
+        "blocks_s": seconds.get(False),
+        "first_s": seconds.get(True),
+        "one_for_all": told["two_graphs"],
+        "whole_s": whole if len(whole) else None,
+        "better": _better(times),
+        "graphed": _graphed(times, kernels, eager),
+        "rungs": rungs if all(rungs.values()) else None,
+        **_costs(times, told["seconds"]),
+        "on_gpu": "cuda" in set(times["device"]),
+        "runs": told["runs"],
+    }
+
+
+def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
+    own = ladder_facts.reference(rungs) if len(rungs) else None
+    row = None if own is None else ladder_facts.of_rung(own, name)
+    return row and {
+        "size": row["size"],
+        "compile_s": row["compile_s"],
+        "gain": row["gain"],
+        "helps": bool(row["gain_low"] > 1) and row["gain"] > 1 + ladder_facts.HELPS,
+    }
+
+
+def _better(times: pd.DataFrame) -> dict | None:
+    """Full steps as one graph against blocks: where surely faster (:data:`NEARLY`), and where not."""
+    both = settled(beside(times, "block", "model"))
+    steps = pick(both, mode="step") if len(both) else both
+    if steps.empty:
+        return None
+    well = steps["sure"] & (steps["speedup"] > 1 + NEARLY)
+
+    def named(rows: pd.DataFrame) -> list[str]:
+        return list(dict.fromkeys(rows["size"].astype(str) + " in " + rows["precision"]))
+
+    return {"speedups": steps.loc[well, "speedup"], "well": named(steps[well]), "not": named(steps[~well])}
+
+
+def _graphed(times: pd.DataFrame, kernels: pd.DataFrame, elsewhere: pd.DataFrame) -> dict | None:
+    """The full step with CUDA graphs against the same graph without, where they gain most; the GPU's busy
+    share of forward + backward in both (None where not captured); how many times as long the eager step took
+    in this process as in another study's (``slow_host``; None where about as long, or not known)."""
+    both = beside(times, "model", "cuda_graphs")
+    steps = pick(both, mode="step") if len(both) else both
+    if steps.empty:
+        return None
+    most = steps.loc[steps["speedup"].idxmax()]
+    busy = facts_launches.busy(times, kernels)
+    share = {}
+    if busy and {"model", "cuda_graphs"} <= set(busy["table"]):
+        own = pick(busy["table"], run_id=most["run_id"], attention=most["attention"])
+        share = own.iloc[0][["model", "cuda_graphs"]].to_dict() if len(own) else {}
+    here, there = (
+        pick(
+            rows,
+            phase=WHOLE,
+            mode="step",
+            attention="eager",
+            status="ok",
+            size=most["size"],
+            context_length=most["context_length"],
+            batch_size=most["batch_size"],
+            precision=most["precision"],
+        )
+        if len(rows)
+        else pd.DataFrame({"median_ms": []})
+        for rows in (pick(times, run_id=most["run_id"], variant="eager"), elsewhere)
+    )
+    slow = here["median_ms"].min() / there["median_ms"].min() if len(here) and len(there) else 1.0
+    return {
+        "size": most["size"],
+        "precision": most["precision"],
+        "speedups": steps["speedup"],
+        "ms": most["median_ms"],
+        "ms_after": most["median_ms_after"],
+        "faster": bool((steps["sure"] & (steps["speedup"] > 1)).all()),
+        "busy": share.get("model"),
+        "busy_after": share.get("cuda_graphs"),
+        "slow_host": slow if slow > 1 + 2 * NEARLY else None,
+    }
+
+
+def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
+    """``table`` (see :func:`cost`) and what it is of, in the lowest precision."""
+    both = settled(beside(times))
+    if both.empty:
+        return {"table": both, "table_of": None}
+    low = precisions(both)[-1]
+    attention = next(name for name in SHOWN if (both["attention"] == name).any())
+    steps = pick(both, mode="step", precision=low, attention=attention)
+    whole = settled(beside(times, "eager", "model"))
+    whole = pick(whole, mode="step", precision=low, attention=attention) if len(whole) else whole
+    rows = []
+    for row in steps.to_dict("records"):
+        own = pick(seconds, run_id=row["run_id"], attention=attention).set_index("variant")["training_s"]
+        model = pick(whole, run_id=row["run_id"])["median_ms_after"] if len(whole) else whole
+        saved_s = (row["median_ms"] - row["median_ms_after"]) / 1e3
+        rows.append(
+            {
+                "size": row["size"],
+                "eager_ms": row["median_ms"],
+                "block_ms": row["median_ms_after"],
+                "model_ms": model.iloc[0] if len(model) else None,
+                "block_s": own.get("block"),
+                "model_s": own.get("model"),
+                "earned": own["block"] / saved_s if "block" in own and saved_s > 0 else None,
+            }
+        )
+    return {
+        "table": pd.DataFrame(rows),
+        "table_of": {
+            "precision": low,
+            "attention": ATTENTION_WORDS[attention],
+            "context": reference(both)[1],
+        },
+    }
+
+
+def cost_table(facts: dict) -> pd.DataFrame | None:
+    """A row a size: a step's ms by variant, seconds of compiling, steps after which blocks pay."""
+    rows = facts["table"]
+    if rows.empty:
+        return None
+    cells = {"size": rows["size"].astype(str)}
+    for column, words in (
+        ("eager_ms", "eager, ms"),
+        ("block_ms", "blocks, ms"),
+        ("model_ms", "one graph, ms"),
+        ("block_s", "blocks compile in, s"),
+        ("model_s", "one graph in, s"),
+        ("earned", "blocks pay after, steps"),
+    ):
+        values = rows[column].astype(float)
+        if values.notna().any():
+            cells[words] = [
+                number(value, 2 if column in ("earned", "block_s", "model_s") else 3) for value in values
+            ]
+    return pd.DataFrame(cells)
+
+
+TIMES, KERNELS = "compile.times", "compile.kernels"
+
+PART = Part(
+    "Compiling",
+    (
+        Question("compiling-gain", gain, (TIMES,), (KERNELS,), pictures=("compiling_gain",)),
+        Question(
+            "compiling-cost",
+            cost,
+            (TIMES,),
+            (KERNELS, "ladder.rungs", "mixed_precision.times"),
+            printed={"costs": cost_table},
+        ),
+    ),
+    (Picture("compiling_gain", draw_gain, (TIMES,)),),
+)

@@ -1,4 +1,399 @@
-"""What precision buys and costs."""
-from stepscope.report.story.part import Part
+"""What precision buys and costs: facts of mixed precision, of captures and of the ladder, joined."""
 
-PART = Part('What precision buys and costs')
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from stepscope.report.story.part import Part
+from stepscope.runs.tables import by_size
+from stepscope.say.chapter import Picture, Question
+from stepscope.say.formats import NEARLY, number, percent, runs_of, to
+from stepscope.say.formats import precision as written
+from stepscope.say.selections import pick, reference
+from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.step.timing import WHOLE
+from stepscope.studies.ladder import facts as ladder_facts
+from stepscope.studies.mixed_precision import (
+    facts_memory,
+    facts_numerics,
+    facts_operations,
+    facts_slower,
+    facts_speed,
+)
+
+MAIN = "bf16"  # what is spoken of first where it was measured
+MAPPED = ("tf32", "bf16", "fp16")
+PART_WORDS = {"optimizer": "AdamW", "softmax, mask, scale": "softmax with mask and scale"}
+LITTLE = 0.1  # of a peak
+COPY_BYTES = 2  # of a weight's copy in a low type
+
+
+def whole_steps(speedups: pd.DataFrame) -> pd.DataFrame:
+    return pick(speedups, phase=WHOLE, mode="step")
+
+
+def main_precision(steps: pd.DataFrame) -> str:
+    found = list(dict.fromkeys(steps["precision"]))
+    return MAIN if MAIN in found else found[0]
+
+
+def speeds(
+    speedups: pd.DataFrame,
+    times: pd.DataFrame,
+    benchmark: pd.DataFrame,
+    operations: pd.DataFrame,
+    operations_low: pd.DataFrame,
+    captured: pd.DataFrame,
+    casts: pd.DataFrame,
+    rungs: pd.DataFrame,
+) -> dict | None:
+    """How many times faster than fp32's a full step is, and why.
+
+    ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
+    precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the
+    sizes whose step takes as long at the shortest context as at the reference one, so that the GPU's work
+    does not set its time (None: there are none); ``trend`` why the speedup changes with the size, ``rest``
+    how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won without
+    them; ``left`` what a step in low precision consists of at the largest size.
+    """
+    steps = whole_steps(speedups)
+    if steps.empty:
+        return None
+    main, (_, context) = main_precision(steps), reference(steps)
+    here, own = pick(steps, context_length=context), pick(steps, precision=main)
+    told = facts_speed.speed(speedups, times, benchmark, operations, operations_low, captured)
+    slower = own[own["change"] == "slower"]
+    on_gpu = "cuda" in set(times["device"])
+    cost = facts_operations.casts(pd.DataFrame(), casts)
+    return {
+        "on_gpu": on_gpu,
+        "precision": main,
+        "context": context,
+        "first": _of_size(here, here["size"].iloc[0], main),
+        "last": _of_size(here, here["size"].iloc[-1], main),
+        "several": here["size"].nunique() > 1,
+        "slower": [
+            {"context": at, "sizes": list(rows["size"].astype(str))}
+            for at, rows in slower.groupby("context_length")
+        ],
+        "slowdown": 1 / slower["speedup"],
+        "flat": _flat(own, context) if on_gpu else None,
+        "more_operations": _more_operations(operations, operations_low, main),
+        "trend": told["trend"],
+        "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
+        "rest_slower": told["trend"] is not None and bool((told["trend"]["table"]["others"] < 1).all()),
+        "casts": cost and cost["cost"],
+        "no_casts": _no_casts(rungs),
+        "left": _left(facts_operations.left(operations_low, operations, times, captured)),
+        "marked": bool(steps["unlike_clocks"].any()),
+        "runs": runs_of(steps),
+    }
+
+
+def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
+    """A size's full step in every precision, the main one first; ``times`` is how many times faster it is, or
+    how many times ``slower``."""
+    rows = pick(here, size=size)
+    speedup = dict(zip(rows["precision"], rows["speedup"]))
+    order = [name for name in (main, *MAPPED) if name in speedup]
+    return {
+        "size": size,
+        "all": [_way(speedup[name]) | {"precision": name} for name in dict.fromkeys(order)],
+        "main": _way(speedup[main]) if main in speedup else None,
+    }
+
+
+def _way(speedup: float) -> dict:
+    return {"slower": speedup < 1, "times": 1 / speedup if speedup < 1 else speedup}
+
+
+def _flat(own: pd.DataFrame, context: int) -> dict | None:
+    """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference."""
+    shortest = own["context_length"].min()
+    if shortest == context:
+        return None
+    both = pick(own, context_length=shortest).merge(
+        pick(own, context_length=context), on="size", suffixes=("", "_reference")
+    )
+    flat = both[both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]]
+    return (
+        {
+            "sizes": list(flat["size"].astype(str)),
+            "shortest": shortest,
+            "context": context,
+            "tokens": context / shortest,
+        }
+        if len(flat)
+        else None
+    )
+
+
+def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame, main: str) -> pd.Series | None:
+    """How many times as many operations a full step launches as in fp32."""
+    if operations.empty or operations_low.empty:
+        return None
+    ratio = facts_slower.launches(pick(operations_low, precision=main)) / facts_slower.launches(operations)
+    ratio = ratio.dropna()
+    return ratio if len(ratio) and (ratio > 1).all() else None
+
+
+def _no_casts(rungs: pd.DataFrame) -> dict | None:
+    """The ladder's rung on which the optimizer keeps copies in bf16, where it surely is faster."""
+    own = ladder_facts.reference(rungs) if len(rungs) else None
+    row = None if own is None else ladder_facts.of_rung(own, "no_casts")
+    if row is None or not row["gain_low"] > 1:
+        return None
+    return ladder_facts.shape_of(row) | {
+        "gain": row["gain"],
+        "after_ms": row["median_ms"],
+        "before_ms": row["median_ms"] * row["gain"],
+    }
+
+
+def _left(left: dict | None) -> dict | None:
+    """The largest size's step in low precision: its products' share, how many times faster it were without
+    them, and its largest other parts."""
+    if left is None:
+        return None
+    largest = left["table"].iloc[-1]
+    rest = sorted(((one["shares"].iloc[-1], one["part"]) for one in left["rest"]), reverse=True)
+    return {
+        "size": largest["size"],
+        "products": left["products"][-1]["share"],
+        "limit": largest["limit"],
+        "rest": [{"part": PART_WORDS.get(part, part), "share": share} for share, part in rest[:3]],
+    }
+
+
+def trend_table(facts: dict) -> pd.DataFrame | None:
+    """A row for each size: why its step gets faster as it does."""
+    if facts["trend"] is None:
+        return None
+    rows = facts["trend"]["table"]
+    return pd.DataFrame(
+        {
+            "size": rows["size"].astype(str),
+            "matrix products in fp32": rows["share"].map(percent),
+            "products": [_faster(value) for value in rows["products"]],
+            "all else": [_faster(value) for value in rows["others"]],
+            "whole step": [_faster(value) for value in rows["measured"]],
+        }
+    )
+
+
+def _faster(ratio: float) -> str:
+    """ "2.1x faster", or "1.3x slower" where a ratio of times is under 1."""
+    way, times = ("slower", 1 / ratio) if ratio < 1 else ("faster", ratio)
+    return "same" if number(times) == "1.00" else f"{number(times)}x {way}"
+
+
+def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
+    """How many times faster than fp32's a full step is: a panel a precision, sizes down, contexts across. A
+    slower cell is framed and says so."""
+    steps = whole_steps(speedups)
+    if steps.empty:
+        return None
+    main = main_precision(steps)
+    shown = [name for name in ("tf32", main) if name in set(steps["precision"])]
+    sizes = list(dict.fromkeys(by_size(steps)["size"].astype(str)))
+    contexts = sorted(set(steps["context_length"]))
+    use_style()
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(WIDTH_IN, 1.5 + 0.72 * len(sizes)), squeeze=False, sharey=True
+    )
+    scale = LogNorm(1, max(2.0, 1.6 * steps["speedup"].max()))
+    for axis, name in zip(axes[0], shown):
+        for row in pick(steps, precision=name).itertuples(index=False):
+            x, y = contexts.index(row.context_length), sizes.index(str(row.size))
+            slower = row.change == "slower"
+            color = "white" if row.change != "faster" else plt.get_cmap("Blues")(scale(max(row.speedup, 1.0)))
+            axis.add_patch(
+                Rectangle(
+                    (x - 0.47, y - 0.46),
+                    0.94,
+                    0.92,
+                    facecolor=color,
+                    edgecolor="#D55E00" if slower else "none",
+                    linewidth=2.5,
+                )
+            )
+            dark = row.speedup > 1 and scale(row.speedup) > 0.62
+            axis.text(
+                x,
+                y,
+                _label(row.speedup, row.change) + ("†" if row.unlike_clocks else ""),
+                ha="center",
+                va="center",
+                fontsize=13 if slower else 17,
+                color="white" if dark else "black",
+            )
+        axis.set(xlim=(-0.5, len(contexts) - 0.5), ylim=(len(sizes) - 0.5, -0.5))
+        axis.set_xticks(range(len(contexts)), contexts, fontsize=14)
+        axis.set_yticks(range(len(sizes)), sizes, fontsize=15)
+        axis.set_xlabel("context", fontsize=14)
+        axis.set_title(written(name), fontsize=16)
+        axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0)
+    figure.suptitle(map_title(steps, main), x=0.01, ha="left", fontweight="bold", fontsize=17)
+    return figure
+
+
+def _label(speedup: float, change: str) -> str:
+    if change == "none":
+        return "same"
+    if change == "slower":
+        return f"{number(1 / speedup, 2)}x\nslower"
+    return f"{number(speedup, 3 if speedup < 1.1 else 2)}x"
+
+
+def map_title(steps: pd.DataFrame, main: str) -> str:
+    """The finding of the picture: the largest gain, and whether any step is slower."""
+    own = pick(steps, precision=main)
+    best, slower = own.loc[own["speedup"].idxmax()], own[own["change"] == "slower"]
+    if best["speedup"] < 1:
+        return f"{written(main)} makes no full step faster than fp32"
+    title = f"{written(main)} makes a full step up to {number(best['speedup'], 2)}x faster"
+    if len(slower):
+        contexts = sorted(set(slower["context_length"]))
+        title += f", at context {to(contexts[0], contexts[-1])} also slower"
+    return title
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def memory(times: pd.DataFrame) -> dict | None:
+    """Peaks in bf16 against fp32's. ``forward`` and ``step`` have what changes at all (percent; forward's is
+    more, the step's less; None where it is not so everywhere); ``copies`` what forward takes more at the
+    shortest context over two bytes a parameter, ``copies_explain`` whether that is all of it."""
+    told = facts_memory.memory(times)
+    if not told["measurable"] or not {"bf16", "fp32"} <= set(told["peaks_mib"]):
+        return None
+    ratio = told["ratio"].dropna()
+    modes = ratio.index.get_level_values("mode")
+    forward, step = ratio[modes == "forward"], ratio[modes == "step"]
+    copies = _copies(told["peaks_mib"], times)
+    _, context = reference(times)
+    return {
+        "context": context,
+        "several": len(step) > 1,
+        "forward_more": forward - 1 if len(forward) and (forward > 1).all() else None,
+        "step_less": (1 - step).clip(lower=0) if len(step) and (step < 1 + NEARLY).all() else None,
+        "little": LITTLE,
+        "little_mostly": bool(len(step)) and bool((1 - step).median() < LITTLE),
+        "level": told["level"],
+        "copies_explain": copies is not None and bool(((copies - 1).abs() < LITTLE).all()),
+        "peaks": told["peaks_mib"],
+        "runs": told["runs"],
+    }
+
+
+def _copies(peaks: pd.DataFrame, times: pd.DataFrame) -> pd.Series | None:
+    rows = (
+        peaks.xs("forward", level="mode") if "forward" in peaks.index.get_level_values("mode") else peaks[:0]
+    )
+    if rows.empty:
+        return None
+    shortest = rows.index.get_level_values("context_length").min()
+    rows = rows.xs(shortest, level="context_length")
+    parameters = times.astype({"size": str}).groupby("size")["parameters"].first()
+    copies_mib = COPY_BYTES * parameters.reindex(rows.index.astype(str)).to_numpy() / 2**20
+    return ((rows["bf16"] - rows["fp32"]) / copies_mib).dropna()
+
+
+def peaks_table(facts: dict) -> pd.DataFrame | None:
+    """GiB at the reference context, a row a size: fp32 to bf16, forward alone and the full step."""
+    rows = facts["peaks"].reset_index()
+    rows = rows[rows["context_length"] == facts["context"]]
+    wide = {mode: pick(rows, mode=mode).set_index("size") for mode in ("forward", "forward_backward", "step")}
+    names = {"forward": "forward alone", "forward_backward": "forward + backward", "step": "full step"}
+    if any(own.empty for own in wide.values()):
+        return None
+    table = pd.DataFrame(
+        {
+            names[mode]: own["fp32"].div(1024).map(number) + " to " + own["bf16"].div(1024).map(number)
+            for mode, own in wide.items()
+        }
+    )
+    return table.rename_axis("size").reset_index().astype(str)
+
+
+# -- numerics ------------------------------------------------------------------------------------------------
+
+
+def numerics(
+    health: pd.DataFrame,
+    sums: pd.DataFrame,
+    steps: pd.DataFrame,
+    norms: pd.DataFrame,
+    reductions: pd.DataFrame,
+    rungs: pd.DataFrame,
+    curves: pd.DataFrame,
+) -> dict | None:
+    """What low types do to gradients, sums and norms. ``sums``, ``norms``, ``training`` are None where they
+    were not measured; ``gradient_off`` is the norm of the gradient's difference from fp32's, relative."""
+    told = facts_memory.health(health)
+    if told is None:
+        return None
+    ways = {one["way"]: one for one in told["ways"]}
+    training = ladder_facts.training(rungs, curves) if len(rungs) else None
+    added = facts_numerics.additions(sums, steps) if len(sums) and len(steps) else None
+    norm = facts_numerics.norms(norms, reductions) if len(norms) else None
+    return {
+        "bf16": ways.get("bf16"),
+        "tf32": ways.get("tf32"),
+        "unscaled": told["unscaled"],
+        "scaled": told["scaled"],
+        "lost_bf16": told["bf16"],
+        "sums": added
+        and {name: added[name] for name in ("term", "additions", "worst", "mended")}
+        | {"exact": added["term"] * added["additions"]},
+        "norms": norm and {name: norm[name] for name in ("overflows_from", "only_fp16_loses", "reduction")},
+        "gradient_off": training["low"]["gradient_off"] if training and training["low"] else None,
+        "trained": _trained(training),
+        "runs": told["runs"],
+    }
+
+
+def _trained(training: dict | None) -> dict | None:
+    """Whether trainings on the rungs stay within the band of fp32's seeds."""
+    if not training or training["curves"] is None:
+        return None
+    return {name: training[name] for name in ("compared", "inside", "steps", "seeds", "training_size")} | {
+        "all_inside": training["inside"] == training["compared"]
+    }
+
+
+SPEEDUPS, TIMES, RUNGS = "mixed_precision.speedups", "mixed_precision.times", "ladder.rungs"
+
+PART = Part(
+    "What precision buys and costs",
+    (
+        Question(
+            "precision-speed",
+            speeds,
+            (SPEEDUPS, TIMES),
+            ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases", "nsys.casts", RUNGS),
+            printed={"trend": trend_table},
+            pictures=("precision_map",),
+        ),
+        Question("precision-memory", memory, (TIMES,), printed={"peaks": peaks_table}),
+        Question(
+            "precision-numerics",
+            numerics,
+            ("mixed_precision.health",),
+            (
+                "mixed_precision.sums",
+                "mixed_precision.steps",
+                "mixed_precision.norms",
+                "mixed_precision.reductions",
+                RUNGS,
+                "ladder.curves",
+            ),
+        ),
+    ),
+    (Picture("precision_map", draw_map, (SPEEDUPS,)),),
+)

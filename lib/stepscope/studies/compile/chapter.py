@@ -5,8 +5,8 @@ import pandas as pd
 
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
-from stepscope.say.chapter import Chapter, Picture, Question
-from stepscope.studies.compile import facts, facts_kernels, facts_launches, figures, printed
+from stepscope.say.chapter import Chapter, Question
+from stepscope.studies.compile import facts, facts_kernels, facts_launches, printed
 from stepscope.studies.compile.tables import all_kernels, all_times
 
 
@@ -21,8 +21,7 @@ KERNELS = ("compile.kernels",)
 CHAPTER = Chapter(
     Path(__file__).parent, "The compiled model", load,
     questions=(
-        Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times},
-                 pictures=("compile_model",)),
+        Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times}),
         Question("compile-why", facts_kernels.why, (*NEEDS, *KERNELS),
                  printed={"kernels": printed.kernels}),
         Question("compile-launches", facts_launches.launches, NEEDS, KERNELS,
@@ -33,5 +32,4 @@ CHAPTER = Chapter(
                  printed={"seconds": printed.seconds, "whole": printed.whole}),
         Question("compile-sdpa", facts.sdpa, NEEDS, printed={"steps": printed.steps}),
     ),
-    pictures=(Picture("compile_model", figures.whole_model, NEEDS),),
 )

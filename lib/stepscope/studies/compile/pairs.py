@@ -98,22 +98,6 @@ def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
     return paired(pick(phases, variant="eager"), pick(phases, variant="block"), ["run_id", "attention"])
 
 
-def relative(times: pd.DataFrame) -> pd.DataFrame:
-    """Whole steps as multiples of eager with written-out attention in the same run and mode: ``relative``
-    with ``relative_low`` and ``relative_high``, the farthest that the ends of both 95% intervals allow;
-    ``base_ms``."""
-    steps = whole_steps(times)
-    if steps.empty:
-        return steps
-    base = steps[(steps["attention"] == "eager") & (steps["variant"] == "eager")]
-    base = base[["run_id", "mode", "median_ms", *INTERVAL]].set_axis(
-        ["run_id", "mode", "base_ms", "base_low", "base_high"], axis=1)
-    both = steps.merge(base, on=["run_id", "mode"])
-    return by_size(both.assign(relative=both["median_ms"] / both["base_ms"],
-                               relative_low=both["ci_low_ms"] / both["base_high"],
-                               relative_high=both["ci_high_ms"] / both["base_low"]))
-
-
 # -- what is told of pairs -----------------------------------------------------------------------------------
 
 def gain(both: pd.DataFrame) -> dict:

@@ -29,7 +29,7 @@ CHAPTER = Chapter(
         Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases"),
                  printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
-                          | {"trend": printed.trend, "phases": printed.phases}), pictures=("mixed_speed",)),
+                          | {"trend": printed.trend, "phases": printed.phases})),
         Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases"),
                  printed={"causes": printed.causes}),
@@ -49,7 +49,6 @@ CHAPTER = Chapter(
     pictures=(
         Picture("mixed_running", figures.running, ("mixed_precision.running",)),
         Picture("mixed_norms", figures.norms, ("mixed_precision.norms",)),
-        Picture("mixed_speed", figures.speed, ("mixed_precision.speedups",)),
         Picture("mixed_left", figures.left, ("nsys.operations_low",), ("nsys.operations",)),
         Picture("mixed_memory", figures.memory, ("mixed_precision.times",)),
         Picture("mixed_health", figures.health, ("mixed_precision.health",)),

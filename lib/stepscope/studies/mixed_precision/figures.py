@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, PercentFormatter
 
 from stepscope.say.formats import MODE_WORDS, ms
 from stepscope.say.selections import pick, reference
@@ -36,46 +36,6 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
     axis.set(ylabel="times as fast as fp32", title=f"Full step by phase: {title}")
     axis.grid(axis="x", visible=False)
     axis.legend(ncols=3)
-    return figure
-
-
-def speed(speedups: pd.DataFrame, where: str) -> Figure | None:
-    """Times as fast as fp32 against the model's size, a panel a mode: the reference context as lines with
-    intervals, the other contexts as small points; a hollow point is no change."""
-    use_style()
-    rows = pick(speedups, phase=WHOLE)
-    _, context = reference(rows)
-    sizes = list(rows["size"].cat.remove_unused_categories().cat.categories)
-    precisions = [precision for precision in PRECISION_COLORS if precision in set(rows["precision"])]
-    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.9), sharey=True)
-    for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
-        for index, precision in enumerate(precisions):
-            group = pick(rows, mode=mode, precision=precision)
-            color, marker = PRECISION_COLORS[precision], MARKERS[index]
-            places = group["size"].map({size: place for place, size in enumerate(sizes)}).astype(float)
-            x = places + (index - (len(precisions) - 1) / 2) * 0.16
-            main = group["context_length"] == context
-            axis.plot(x[~main], group["speedup"][~main], ".", color=color, alpha=0.5, markersize=5)
-            axis.errorbar(x[main], group["speedup"][main],
-                          yerr=[(group["speedup"] - group["speedup_low"])[main],
-                                (group["speedup_high"] - group["speedup"])[main]],
-                          color=color, marker=marker, label=precision, linewidth=1.6, markersize=5)
-            same = main & (group["change"] == "none")
-            axis.plot(x[same], group["speedup"][same], marker, color=color, markerfacecolor="white",
-                      markeredgewidth=1.6)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(sizes)), sizes)
-        axis.set(title=words.capitalize(), yscale="log", xlim=(-0.5, len(sizes) - 0.5))
-        axis.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 20]))
-        axis.yaxis.set_minor_locator(FixedLocator([]))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.grid(axis="x", visible=False)
-    axes[0].set_ylabel("times as fast as fp32")
-    if others := sorted(set(rows["context_length"]) - {context}):
-        axes[-1].plot([], [], ".", color="0.4", label=f"contexts {', '.join(map(str, others))}")
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.suptitle(f"Speed-up over fp32, lines at context {context} ({where})", x=0.01, ha="left",
-                    fontweight="bold")
     return figure
 
 

@@ -1,0 +1,104 @@
+"""The chapter on precision says what the H200 records say, and other things of other records."""
+import pandas as pd
+import pytest
+
+from reference import changed, tables
+from stepscope.report.story.part import tell
+from stepscope.report.story.precision import PART, draw_map, map_title, memory, numerics, speeds, whole_steps
+
+LADDER = pd.DataFrame({"rung": ["cuda_graphs", "no_casts"], "kind": "rung", "status": "ok", "size": "2.7B",
+                       "context_length": 512, "vocab_size": 10000, "median_ms": [110.0, 100.0],
+                       "gain": [1.01, 1.1], "gain_low": [1.0, 1.09], "runs": "ladder/some"})
+NOTHING = pd.DataFrame()
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return tables("mixed_precision")
+
+
+def facts_of(mixed, speedups=None, nsys=None, rungs=NOTHING):
+    nsys = nsys or {}
+    captures = [nsys.get(name, NOTHING) for name in ("operations", "operations_low", "phases", "casts")]
+    return speeds(mixed["speedups"] if speedups is None else speedups, mixed["times"], NOTHING, *captures, rungs)
+
+
+def given(mixed, **replaced):
+    """All tables that the part asks for: this study's, and nothing of the others."""
+    asked = {name for question in PART.questions for name in (*question.needs, *question.uses)}
+    own = {f"mixed_precision.{name}": table for name, table in (mixed | replaced).items()}
+    return {name: own.get(name, NOTHING) for name in asked}
+
+
+def step_ms(mixed, **cell):
+    rows = mixed["times"].query("mode == 'step' and phase == 'step'")
+    for column, value in cell.items():
+        rows = rows[rows[column].astype(str) == str(value)]
+    return float(rows["median_ms"].iloc[0])
+
+
+def test_ratios_are_of_the_medians_and_flat_steps_are_those_that_a_short_context_does_not_shorten(mixed):
+    found = facts_of(mixed)
+    own = {"size": "2.7B", "context_length": 512}
+    for one in found["last"]["all"]:
+        assert one["times"] == pytest.approx(step_ms(mixed, precision="fp32", **own)
+                                             / step_ms(mixed, precision=one["precision"], **own))
+    assert [one["precision"] for one in found["last"]["all"]] == ["bf16", "tf32", "fp16"]
+    flat = [size for size in ("small", "medium", "large", "xl", "2.7B")
+            if step_ms(mixed, precision="bf16", size=size, context_length=128)
+            > 0.95 * step_ms(mixed, precision="bf16", size=size, context_length=512)]
+    assert flat and found["flat"]["sizes"] == flat and found["flat"]["tokens"] == 4
+
+
+def test_why_a_larger_model_gains_more_is_of_the_captures(mixed):
+    nsys = tables("nsys")
+    found = facts_of(mixed, nsys=nsys, rungs=LADDER)
+    steps = nsys["operations"].query("mode == 'step' and size == '2.7B' and context_length == 512")
+    share = (steps.loc[steps["family"] == "matrix multiply", "total_ns"].sum() / steps["total_ns"].sum())
+    assert found["trend"]["last"]["share"] == pytest.approx(share)
+    assert found["rest_slower"] and found["no_casts"]["gain"] == 1.1
+    assert not facts_of(mixed, rungs=LADDER.assign(gain_low=0.99))["no_casts"]
+
+
+def test_other_records_take_other_words(mixed):
+    speedups = mixed["speedups"]
+    quick = changed(speedups, lambda t: t["change"] == "slower", change="none", speedup=1.0)
+    slow = speedups.assign(speedup=speedups["speedup"] / 10, change="slower")
+    said = [tell(PART, given(mixed, speedups=table))[0].text for table in (speedups, quick, slow)]
+    assert ["get slower" in text for text in said] == [True, False, True]
+    assert "faster" not in said[2] and "makes no full step faster" in map_title(whole_steps(slow), "bf16")
+    assert "also slower" not in map_title(whole_steps(quick), "bf16")
+    cell = changed(speedups, lambda t: t["size"].astype(str) == "small", size="small")
+    labels = {text.get_text() for axis in draw_map(cell, "here").axes for text in axis.texts}
+    assert "4.3x" in labels and any("slower" in label for label in labels)
+
+
+def test_forward_grows_by_copies_of_the_weights_and_the_step_hardly_shrinks(mixed):
+    found = memory(mixed["times"])
+    own = mixed["times"].query("mode == 'forward' and phase == 'step' and context_length == 128 and size == 'xl'")
+    peaks, parameters = own.set_index("precision")["peak_allocated_mib"], own["parameters"].iloc[0]
+    assert (peaks["bf16"] - peaks["fp32"]) * 2**20 / parameters == pytest.approx(2, rel=0.1)
+    assert found["copies_explain"] and found["little_mostly"] and found["forward_more"].min() > 0
+    more = changed(mixed["times"], lambda t: (t["mode"] == "forward") & (t["precision"] == "bf16"),
+                   peak_allocated_mib=lambda rows: 2 * rows["peak_allocated_mib"])
+    assert not memory(more)["copies_explain"]
+    assert memory(mixed["times"].assign(peak_allocated_mib=float("nan"))) is None
+
+
+def test_numbers_are_those_of_the_gradients_and_training_needs_its_curves(mixed):
+    found = numerics(mixed["health"], mixed["sums"], mixed["steps"], mixed["norms"], NOTHING, NOTHING, NOTHING)
+    own = mixed["health"].set_index(["run_id", "precision", "scale"])["gradient_norm"].unstack("run_id")
+    assert found["bf16"]["norm_off"] == pytest.approx((own.loc["bf16", 1] / own.loc["fp32", 1] - 1).abs().max())
+    assert found["sums"]["worst"]["type"] == "bf16" and found["trained"] is None and found["gradient_off"] is None
+    assert numerics(mixed["health"], *[NOTHING] * 6)["sums"] is None
+
+
+def test_without_records_nothing_is_said(mixed):
+    assert tell(PART, {name: NOTHING for name in given(mixed)}) == []
+    assert speeds(mixed["speedups"].iloc[:0], mixed["times"], *[NOTHING] * 6) is None
+    assert draw_map(mixed["speedups"].iloc[:0], "here") is None
+    for size in ("small", "2.7B"):  # one size at one context has no trend and no map of several
+        one = {name: table[(table["size"].astype(str) == size) & (table["context_length"] == 512)]
+               for name, table in mixed.items() if name in ("speedups", "times")}
+        told = tell(PART, given({}, **one))
+        assert "; " not in told[0].text.split(size)[0] and "nan" not in " ".join(a.text + a.more for a in told)
