@@ -52,15 +52,6 @@ def steps_of(table: pd.DataFrame) -> list[int]:
     return sorted(table.loc[table["phase"].isin(PHASE_NAMES), "step"].unique().tolist())
 
 
-def reference_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, mode: str, where: str) -> Figure | None:
-    """:func:`timeline` of the run that sentences speak of."""
-    run = reference(runs, mode)
-    if run is None:
-        return None
-    title = f"{run['size']}, context {run['context_length']}, {MODE_WORDS[mode]}, {run['precision']}, {where}"
-    return timeline(allocations[allocations["run_id"] == run["run_id"]], title)
-
-
 def timeline(table: pd.DataFrame, title: str) -> Figure:
     """Live memory by category over the allocator's events, the first step beside the last, phases marked,
     peaks labelled."""
