@@ -6,9 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.studies.memory.facts import GIB, matrix, reference
+from stepscope.studies.memory.facts import GIB, matrix
 from stepscope.studies.memory.facts_options import curve
 
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
