@@ -350,10 +350,6 @@ def test_figures(tables):
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["forward alone", "full step"]
     assert figures.checkpoints(tables["checkpoints"], tables["runs"], tables["samples"], "here") is not None
     assert figures.peaks(tables["runs"].assign(device="cpu"), "here") is None
-    for mode in ("forward", "step"):
-        assert figures.reference_timeline(tables["runs"], tables["allocations"], mode, "here") is not None
-    assert figures.reference_timeline(tables["runs"].assign(device="cpu"), tables["allocations"], "step",
-                                      "here") is None
 
 
 def test_what_the_figure_stacks_is_what_lives(tables):

@@ -26,7 +26,7 @@ CHAPTER = Chapter(
         Question("attention-time", facts_time.how_long, CELLS,
                  printed={"at_one_point": printed.at_one_point, "written_out": printed.written_out,
                           "compiled": printed.compiled, "best": printed.best},
-                 pictures=("attention_time", "attention_speedup")),
+                 pictures=("attention_speedup",)),
         Question("attention-ceiling", facts.against_ceiling, CELLS, printed={"ceilings": printed.ceilings},
                  pictures=("attention_ceiling",)),
         Question("attention-generations", facts_generations.generations, ("attention.generations",),
@@ -42,7 +42,6 @@ CHAPTER = Chapter(
                  printed={"ratios": printed.published_ratios, "tf32": printed.published_tf32}),
     ),
     pictures=(
-        Picture("attention_time", figures.over_sequence, CELLS, ("attention.ends",)),
         Picture("attention_speedup", figures.speedup, CELLS),
         Picture("attention_ceiling", figures.ceiling, CELLS),
     ),

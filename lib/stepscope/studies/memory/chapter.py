@@ -1,10 +1,8 @@
 """What the memory study brings to the report."""
-from functools import partial
 from pathlib import Path
 
 from stepscope.say.chapter import Chapter, Page, Picture, Question
 from stepscope.studies.memory import facts, facts_accounting, facts_options, figures, printed
-from stepscope.studies.memory.figures import reference_timeline
 from stepscope.studies.memory.tables import all_runs
 from stepscope.studies.memory.timeline_page import reference_page
 
@@ -14,8 +12,7 @@ CHECKPOINTS = ("memory.checkpoints", RUNS)
 CHAPTER = Chapter(
     Path(__file__).parent, "Memory", all_runs,
     questions=(
-        Question("memory-timeline", facts.timeline, (RUNS,), (LEVELS,), printed={"phases": printed.phases},
-                 pictures=("memory_timeline", "memory_timeline_forward")),
+        Question("memory-timeline", facts.timeline, (RUNS,), (LEVELS,), printed={"phases": printed.phases}),
         Question("memory-peaks", facts.peaks, (RUNS,), (LEVELS,),
                  printed={"by_context": printed.by_context, "when": printed.when},
                  pictures=("memory_peaks",)),
@@ -34,8 +31,6 @@ CHAPTER = Chapter(
                  printed={"pairs": printed.pairs}),
     ),
     pictures=(
-        Picture("memory_timeline", partial(reference_timeline, mode="step"), (RUNS, ALLOCATIONS)),
-        Picture("memory_timeline_forward", partial(reference_timeline, mode="forward"), (RUNS, ALLOCATIONS)),
         Picture("memory_peaks", figures.peaks, (RUNS,)),
         Picture("memory_checkpoints", figures.checkpoints, CHECKPOINTS, ("memory.samples",)),
     ),

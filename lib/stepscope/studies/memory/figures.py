@@ -6,9 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
-from stepscope.studies.memory.facts import GIB, matrix, reference
+from stepscope.studies.memory.facts import GIB, matrix
 from stepscope.studies.memory.facts_options import curve
 
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
@@ -50,15 +49,6 @@ def bounds(table: pd.DataFrame, step: int) -> dict[str, tuple[int, int]]:
 
 def steps_of(table: pd.DataFrame) -> list[int]:
     return sorted(table.loc[table["phase"].isin(PHASE_NAMES), "step"].unique().tolist())
-
-
-def reference_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, mode: str, where: str) -> Figure | None:
-    """:func:`timeline` of the run that sentences speak of."""
-    run = reference(runs, mode)
-    if run is None:
-        return None
-    title = f"{run['size']}, context {run['context_length']}, {MODE_WORDS[mode]}, {run['precision']}, {where}"
-    return timeline(allocations[allocations["run_id"] == run["run_id"]], title)
 
 
 def timeline(table: pd.DataFrame, title: str) -> Figure:

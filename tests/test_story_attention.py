@@ -1,0 +1,130 @@
+"""The main text on attention: its facts by another path, and that words and titles follow the data."""
+import pandas as pd
+import pytest
+
+from stepscope.report.story import attention
+from stepscope.report.story.part import tell
+from stepscope.traces.families import MATMUL
+from test_attention_facts import EMPTY, gpu_cells
+
+KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e6)],
+           "attention.mask": [("where", "elementwise", 2e6)],
+           "attention.softmax": [("MaxNan", "reduction and norm", 1e6), ("CUDAFunctor_add", "elementwise", 2e6),
+                                 ("exp_kernel", "elementwise", 2e6), ("sum_functor", "reduction and norm", 1e6),
+                                 ("DivFunctor", "elementwise", 4e6)],
+           "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
+TABLES = ("nsys.operations", "nsys.operations_fused", "benchmark.ceilings", "benchmark.times", "compile.times",
+          "attention.cells", "attention.ends", "attention.predicted", "attention.accounting")
+
+
+def operations(device="cuda", **columns):
+    """Two captured forward passes of one size, as Nsight Systems lists them."""
+    rows = [{"region": region, "name": name, "family": family, "total_ns": 2 * ns}
+            for region, kernels in KERNELS.items() for name, family, ns in kernels]
+    shape = {"size": "small", "context_length": 512, "batch_size": 4, "d_model": 768, "d_ff": 3072,
+             "num_layers": 12, "num_heads": 12, "vocab_size": 10_000}
+    return pd.DataFrame(rows).assign(mode="forward", phase="forward", steps=2, precision="fp32", device=device,
+                                     study="nsys", run_id="small", **shape | columns)
+
+
+def ceilings():
+    return pd.DataFrame([{"ceiling": "copy", "value": 4.0, "run_id": "a"},
+                         {"ceiling": "matmul_fp32", "value": 50.0, "run_id": "a"}])
+
+
+def steps(**columns):
+    """Full steps of two sizes, written out and fused; small waits for the host."""
+    rows = [("small", "eager", 40, 5000, 0.9), ("small", "sdpa", 36, 4000, 0.9),
+            ("large", "eager", 120, 9000, 0.0), ("large", "sdpa", 80, 9500, 0.0)]
+    table = pd.DataFrame(rows, columns=["size", "attention", "median_ms", "peak_allocated_mib",
+                                        "launch_bound_share"])
+    return table.assign(**{"mode": "step", "phase": "step", "variant": "eager", "optimizer": "foreach",
+                           "device": "cuda", "precision": "bf16", "context_length": 512,
+                           "run_id": table["size"]} | columns)
+
+
+def told(key, **tables):
+    """One section's answer, None where it is silent; tables by their short name."""
+    every = dict.fromkeys(TABLES, EMPTY) | {name.replace("__", "."): table for name, table in tables.items()}
+    return next((one for one in tell(attention.PART, every) if one.key == key), None)
+
+
+def test_softmax_is_compared_with_both_products_and_a_fused_kernel_with_all_that_it_replaces():
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY)
+    assert found["own"]["softmax_ms"] == pytest.approx(10) and found["own"]["products_ms"] == pytest.approx(5)
+    assert found["writing_share"] == pytest.approx(0.8)  # subtract, exponentiate, divide
+    assert found["replaced_ms"] == pytest.approx(18) and found["replaced_share"] == pytest.approx(18 / 24)
+    assert found["fused_ms"] is None
+    fused = operations().assign(region="attention.fused", name="flash").head(1)
+    assert attention.softmax(operations(), ceilings(), EMPTY, EMPTY, fused)["fused_ms"] == pytest.approx(3)
+
+
+def test_what_a_step_gains_leaves_out_those_that_wait_for_the_host():
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY)
+    assert [list(one["gains"]) for one in found["gained"]] == [[1.5]]
+    printed = attention.printed_gains(found).set_index("size")
+    assert printed.loc["small", "x faster"].endswith("*") and not printed.loc["large", "x faster"].endswith("*")
+    assert printed.loc["large", "peak falls (GiB)"] == "not" and found["no_less"]
+    assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY)) is None
+
+
+def test_the_softmax_pictures_title_is_what_was_measured():
+    title = attention.draw_softmax(operations(), ceilings(), EMPTY, EMPTY, "here").axes[0].get_title("left")
+    slow = operations()
+    slow.loc[slow["region"] == "attention.softmax", "total_ns"] *= 2
+    other = attention.draw_softmax(slow, ceilings(), EMPTY, EMPTY, "here").axes[0].get_title("left")
+    assert "2.0x" in title and "4.0x" in other
+    assert attention.draw_softmax(operations("cpu"), ceilings(), EMPTY, EMPTY, "here") is None
+
+
+def test_a_cpu_and_missing_tables_say_nothing_of_a_gpu():
+    assert told("softmax", nsys__operations=operations("cpu"), benchmark__ceilings=ceilings()) is None
+    assert told("which-kernel", attention__cells=gpu_cells(device="cpu")) is None
+    assert told("attention-memory", attention__cells=gpu_cells(device="cpu")) is None
+    assert tell(attention.PART, dict.fromkeys(TABLES, EMPTY)) == []
+    assert told("softmax", nsys__operations=operations(), benchmark__ceilings=ceilings()) is not None
+
+
+def test_the_fastest_kernel_follows_the_data():
+    cells = gpu_cells()
+    cells = cells[cells["implementation"] != "fa4"]
+    fast = (cells["implementation"] == "cudnn") & (cells["sequence"] > 1024)
+    times = [column for column in cells if column.endswith("_ms")]
+    cells.loc[fast, times] /= 10
+    found = attention.which_kernel(cells)
+    assert (found["precision"], found["top"]["implementation"]) == ("bf16", "cudnn")
+    assert found["top"]["faster"] == pytest.approx(40)
+    assert [one["implementation"] for one in found["from"]][-1] == "cudnn"
+    assert found["from"][-1]["sequence"] == 4096
+    assert "cuDNN" in attention.draw_time(cells, EMPTY, "here").get_suptitle()
+    slow = cells.copy()
+    slow.loc[slow["implementation"] != "eager", times] *= 1e3
+    assert not attention.which_kernel(slow)["fused_wins"]
+    words = told("which-kernel", attention__cells=slow).text
+    assert "faster than attention written out" not in words
+
+
+def test_tf32_is_said_to_help_only_where_it_does():
+    cells = gpu_cells()
+    cells = cells[(cells["implementation"] != "efficient") | (cells["precision"] != "tf32")]
+    same = cells[(cells["implementation"] == "efficient") & (cells["precision"] == "fp32")]
+    cells = pd.concat([cells, same.assign(precision="tf32")], ignore_index=True)
+    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells)["tf32"]}
+    assert helps == {"eager": True, "compiled": True, "efficient": False}
+    assert attention.which_kernel(cells[cells["precision"] == "bf16"])["tf32"] is None
+
+
+def test_an_end_is_said_where_it_was_looked_for():
+    cells = gpu_cells()
+    probes = pd.DataFrame([{"part": "pass", "implementation": "eager", "sequence": sequence, "status": status,
+                            "reason": "", "expandable": False, "run_id": f"d64-{precision}",
+                            "precision": precision, "d_model": 64, "mask_peak_bytes": float("nan")}
+                           for precision in ("fp32", "bf16")
+                           for sequence, status in ((32768, "ok"), (36864, "oom"))])
+    found = attention.where_it_ends(cells, probes, EMPTY, EMPTY)
+    assert found["ended"] == [{"implementation": "eager", "fits": 32768, "fails": 36864}]
+    assert "flash" in found["open"] and "eager" not in found["open"]
+    figure = attention.draw_time(cells, probes, "here")
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert any("out of" in text and "36,864" in text for text in words)
+    assert told("attention-memory", attention__cells=gpu_cells(find_end=False)) is None
