@@ -25,15 +25,16 @@ STUDIED = {question.key: question for chapter in (
 
 
 def answers(key: str, asks: tuple[str, ...], add: Add, uses: tuple[str, ...] = (),
-            printed: Printed | None = None) -> Question:
+            printed: Printed | None = None, beside: tuple[str, ...] = ()) -> Question:
     """One question whose facts are those of several of the studies', each under its key ("nsys-a": ``nsys_a``)
     and None where it is not answered; None where none is.
 
     Args:
         asks: keys of the studies' questions.
+        beside: keys of further ones, which alone make no answer.
         add: gives further facts from those and from the tables by name (``uses`` among them).
     """
-    asked = [STUDIED[name] for name in asks]
+    asked = [STUDIED[name] for name in (*asks, *beside)]
     names = tuple(dict.fromkeys(chain(uses, *((*one.needs, *one.uses) for one in asked))))
 
     def facts(*tables: pd.DataFrame) -> Facts | None:
@@ -43,7 +44,7 @@ def answers(key: str, asks: tuple[str, ...], add: Add, uses: tuple[str, ...] = (
             rows = given(by_name, one)
             found[one.key.replace("-", "_")] = None if rows is None else one.facts(*rows)
         known = [one for one in found.values() if one is not None]
-        if not known:
+        if all(found[name.replace("-", "_")] is None for name in asks):
             return None
         runs = sorted(set().union(*(one["runs"] for one in known)))
         return found | add(found, by_name) | {"runs": runs}
@@ -52,8 +53,8 @@ def answers(key: str, asks: tuple[str, ...], add: Add, uses: tuple[str, ...] = (
 
 
 PART = Part("The assignment's questions, answered", (
-    answers("answers-benchmarking", ("how-long", "how-variable", "nsys-phases", "between-processes", "warmup",
-                                     "first-step", "enough"), own.benchmarking),
+    answers("answers-benchmarking", ("how-long", "how-variable", "warmup"), own.benchmarking,
+            beside=("nsys-phases", "between-processes", "first-step", "enough")),
     answers("answers-nsys", ("nsys-a", "nsys-b", "nsys-c", "nsys-d", "nsys-e"), own.profiles),
     answers("answers-mixed", ("mixed-sums", "mixed-toy", "mixed-norms", "mixed-speed"), own.mixed),
     answers("answers-memory", ("memory-timeline", "memory-peaks", "memory-residual", "memory-largest",

@@ -167,7 +167,7 @@ def written_out(facts: Facts) -> pd.DataFrame | None:
 
 def compiled(found: Facts, tables: Tables) -> Facts:
     """``all_faster``: the range of speed-ups of the modes in which every pair got faster. ``fastest``:
-    :func:`_fastest`. ``missing``: named booleans, what 2026's edition asks for and these runs do not have."""
+    :func:`_fastest`. ``missing``: named booleans, what 2026's edition asks for and these runs on a GPU do not have."""
     model = found["compile_model"]
     times, checkpoints = tables["benchmark.times"], tables["memory.checkpoints"]
     clocks, runs = tables["nsys.clocks"], tables["memory.runs"]
@@ -177,8 +177,13 @@ def compiled(found: Facts, tables: Tables) -> Facts:
         "checkpoints_at_2048": checkpoints.empty or not (checkpoints["context_length"] == 2048).any()}
     has_xl = len(times) > 0 and all(column in times for column in XL_2026) and bool(
         np.logical_and.reduce([times[column] == value for column, value in XL_2026.items()]).any())
-    gains = model["gains"] if model else []
+    gains, why = model["gains"] if model else [], found["compile_why"]
+    if not any((table["device"] == "cuda").any() for table in (times, clocks) if len(table)):
+        missing = dict.fromkeys(missing, False)
     return {"missing": missing, "something_missing": any(missing.values()), "has_xl": has_xl,
+            "kernels": why and {
+                "low": int(why["rest_count"].min()), "high": int(why["rest_count"].max()),
+                "low_after": int(why["rest_count_after"].min()), "high_after": int(why["rest_count_after"].max())},
             "all_faster": [{"mode": one["mode"], "low": one["ways"][0]["lowest"]["speedup"],
                             "high": (one["ways"][0]["highest"] or one["ways"][0]["lowest"])["speedup"]}
                            for one in gains if one["all_faster"]],

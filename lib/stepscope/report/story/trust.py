@@ -11,7 +11,7 @@ PART = Part(
     questions=(
         Question("trust-repeats", facts.repeats, (),
                  (SPREAD, "processes.samples", "warmup.samples", "benchmark.samples", "warmup.costs",
-                  "warmup.calls"), pictures=("trust_spread",)),
+                  "warmup.calls", "nsys.phases", "nsys.walls", TIMES), pictures=("trust_spread",)),
         Question("trust-clocks", facts.clocks_and_profilers, (),
                  ("ladder.rungs", "compile.times", "mixed_precision.speedups", "nsys.clocks", "nsys.walls", TIMES,
                   "nsys.phases", "nsys.operations", "nsys.statuses")),

@@ -9,11 +9,11 @@ from stepscope.say.selections import pick
 from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.facts import whole_model
-from stepscope.studies.nsys.facts import conserved, forward_total
+from stepscope.studies.nsys.facts import conserved, forward_total, waiting_phases
 from stepscope.studies.warmup.facts import enough, first_step
+from stepscope.traces.waits import GPU
 
-HARDLY = 0.05  # of a time: less than this is hardly a difference between processes
-FEW = 3        # processes, which a spread between them needs at least
+FEW = 3  # processes, which a spread between them needs at least
 
 
 def step_spreads(spread: pd.DataFrame) -> pd.DataFrame:
@@ -29,11 +29,13 @@ def step_spreads(spread: pd.DataFrame) -> pd.DataFrame:
 
 
 def repeats(spread: pd.DataFrame, samples: pd.DataFrame, warmups: pd.DataFrame, benchmarks: pd.DataFrame,
-            costs: pd.DataFrame, calls: pd.DataFrame) -> Facts | None:
+            costs: pd.DataFrame, calls: pd.DataFrame, phases: pd.DataFrame, walls: pd.DataFrame,
+            times: pd.DataFrame) -> Facts | None:
     """``slow``: of :func:`enough`, with how many of its processes had ``settled`` after one step, ``most`` slow
     steps and, where it is clear, what the first step pays ``once`` in ms; ``apart``: the cells of
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows less
-    than processes differ in all of them (``hidden``), and whether the least differ hardly."""
+    than processes differ in all of them (``hidden``), and whether by the profiles the GPU waits for launches in
+    the widest of them and not in the least (``waiting``)."""
     slow = enough(warmups, benchmarks)
     first = first_step(costs, calls, warmups, benchmarks) if len(costs) else None
     cells = step_spreads(spread)
@@ -44,25 +46,34 @@ def repeats(spread: pd.DataFrame, samples: pd.DataFrame, warmups: pd.DataFrame, 
                 "processes": slow["processes"], "settled": slow["processes"] - slow["more_than_one"],
                 "share": slow["settled"], "most": slow["most"], "all_settled": slow["more_than_one"] == 0},
             "once_ms": first["once"]["ms"] if first and first["once"] and first["once"]["clear"] else None,
-            "apart": None if cells.empty else _apart(cells),
+            "apart": None if cells.empty else _apart(cells, _waiting(phases, walls, times)),
             "runs": sorted(runs | set(runs_of(samples) if len(cells) else ()))}
 
 
-def _apart(cells: pd.DataFrame) -> Facts:
+def _waiting(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame) -> dict[tuple[str, int, str], bool]:
+    """By size, context and mode, whether the GPU waits for launches in some phase."""
+    if phases.empty:
+        return {}
+    rows = waiting_phases(phases, walls, times).astype({"size": str})
+    return (rows["waits"] == GPU).groupby([rows["size"], rows["context_length"], rows["mode"]]).any().to_dict()
+
+
+def _apart(cells: pd.DataFrame, waiting: dict[tuple[str, int, str], bool]) -> Facts:
     ends = {name: cells.loc[index, ["size", "context_length", "mode", "range_share", "within_share"]].to_dict()
             for name, index in (("least", cells["range_share"].idxmin()), ("widest", cells["range_share"].idxmax()))}
+    waits = {name: waiting.get((end["size"], end["context_length"], end["mode"])) for name, end in ends.items()}
     return ends | {"processes": int(cells["processes"].max()), "several": len(cells) > 1,
                    "hidden": bool((cells["range_share"] > cells["within_share"]).all()),
-                   "hardly": bool(ends["least"]["range_share"] < HARDLY),
-                   "far": bool(ends["widest"]["range_share"] > HARDLY)}
+                   "waiting": waits["widest"] is True and waits["least"] is False}
 
 
 def clocks_and_profilers(rungs: pd.DataFrame, compiled: pd.DataFrame, speedups: pd.DataFrame, clocks: pd.DataFrame,
                          walls: pd.DataFrame, times: pd.DataFrame, phases: pd.DataFrame,
                          operations: pd.DataFrame, statuses: pd.DataFrame) -> Facts | None:
     """``held``, where the driver held the SM clock back during timed steps (None where it did not, or no clock was
-    read); ``touched``, the comparisons whose two sides ran at unlike clocks; ``profiler``, what annotating and
-    capturing cost; ``conserved``, the profiles in which every operation is accounted for. None on a CPU, and
+    read); ``touched``, the comparisons whose two sides ran at unlike clocks (``understated``: in
+    all of them what is faster ran at the lower clock); ``profiler``, what annotating and
+    capturing cost (``capture``: captured over annotated, in one process, or over plain where there is none); ``conserved``, the profiles in which every operation is accounted for. None on a CPU, and
     where nothing of these was measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
     told = forward_total(clocks, walls, times, phases) if len(clocks) else None
@@ -72,7 +83,9 @@ def clocks_and_profilers(rungs: pd.DataFrame, compiled: pd.DataFrame, speedups: 
         cost = kept = None
     if held is None and not touched and cost is None:
         return None
-    return {"held": held, "touched": touched, "profiler": cost, "conserved": kept,
+    return {"held": held, "touched": touched, "in_process": bool(cost and cost["captured"]),
+            "capture": cost and (cost["captured"] or cost["together"]),
+            "understated": all(one["understated"] for one in touched), "profiler": cost, "conserved": kept,
             "annotating_is_free": bool(cost and cost["annotated"] and cost["annotated"]["slower"] == 0),
             "runs": sorted(set(told["runs"] if told else ()) | set(kept["runs"] if kept else ())
                            | set(runs_of(rungs) if "run_id" in rungs else ()))}
@@ -102,16 +115,22 @@ def _touched(compiled: pd.DataFrame, speedups: pd.DataFrame) -> list[Facts]:
     model = whole_model(compiled) if len(compiled) else None
     if model is not None and model["marks"]["unlike"]:
         pairs = model["pairs"]
-        apart = pairs["unlike_clocks"] if "unlike_clocks" in pairs else pairs["size"].notna()
+        apart, after, before = pairs["unlike"], pairs["sm_clock_mhz_after"], pairs["sm_clock_mhz"]
         found.append({"compiling": True, "pairs": int(model["marks"]["unlike"]), "of": len(pairs),
-                      "key": "compile-model",
+                      "key": "compile-model", "understated": _lower_is_faster(pairs[apart], after, before),
                       "sizes": list(dict.fromkeys(by_size(pairs[apart])["size"].astype(str)))})
     if len(speedups):
         rows = speedups[speedups["phase"] == WHOLE]
         if (unlike := rows["unlike_clocks"].astype(bool)).any():
             found.append({"compiling": False, "pairs": int(unlike.sum()), "of": len(rows), "key": "mixed-speed",
+                          "understated": _lower_is_faster(rows[unlike], rows["sm_clock_mhz"], rows["fp32_mhz"]),
                           "sizes": list(dict.fromkeys(by_size(rows[unlike])["size"].astype(str)))})
     return found
+
+
+def _lower_is_faster(pairs: pd.DataFrame, after_mhz: pd.Series, before_mhz: pd.Series) -> bool:
+    """In all these pairs the second side is the faster one, at the lower clock."""
+    return bool(((pairs["speedup"] > 1) & (after_mhz < before_mhz)[pairs.index]).all())
 
 
 def recipe(times: pd.DataFrame, spread: pd.DataFrame, warmups: pd.DataFrame, benchmarks: pd.DataFrame) -> Facts | None:

@@ -20,23 +20,21 @@ def apart(spread: pd.DataFrame, where: str) -> Figure | None:
     use_style()
     cells = cells.iloc[::-1].reset_index(drop=True)
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.9 + 0.42 * len(cells)))
-    axis.hlines(cells.index, 100 * cells["within_share"], 100 * cells["range_share"], color="0.75", linewidth=2, zorder=1)
+    axis.hlines(cells.index, 100 * cells["within_share"], 100 * cells["range_share"], color="0.75", linewidth=2,
+                zorder=1)
     axis.scatter(100 * cells["within_share"], cells.index, s=80, facecolor="white", edgecolor=PALETTE[5], linewidth=2,
-                 zorder=2)
-    axis.scatter(100 * cells["range_share"], cells.index, s=80, marker="s", color=PALETTE[0], zorder=2)
-    top = cells.index[-1]
-    axis.annotate("one process:\nits 95% interval (±)", (100 * cells["within_share"][top], top), xytext=(0, 14),
-                  textcoords="offset points", ha="center", va="bottom", color=PALETTE[5], fontsize=FONT)
-    axis.annotate(f"{cells['processes'].max():g} processes:\nslowest over fastest",
-                  (100 * cells["range_share"][top], top), xytext=(0, 14), textcoords="offset points", ha="center",
-                  va="bottom", color=PALETTE[0], fontsize=FONT)
+                 zorder=2, label="one process: its interval (±)")
+    axis.scatter(100 * cells["range_share"], cells.index, s=80, marker="s", color=PALETTE[0], zorder=2,
+                 label=f"{cells['processes'].max():g} processes: slowest over fastest")
+    axis.legend(loc="upper left", bbox_to_anchor=(-0.2, 1.0), ncols=2, fontsize=FONT, handletextpad=0.1,
+                labelcolor=[PALETTE[5], PALETTE[0]])
     axis.set_yticks(cells.index, [f"{row.size_name}, {row.context_length}" for row in
                                   cells.rename(columns={"size": "size_name"}).itertuples()], fontsize=FONT)
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.tick_params(axis="x", labelsize=FONT)
-    axis.set_ylim(-0.6, len(cells) + 1.2)
+    axis.set_ylim(-0.6, len(cells) + 0.4)
     axis.margins(x=0.12)
     axis.grid(axis="y", visible=False)
     mode = MODE_WORDS[cells["mode"].iloc[0]]
