@@ -63,7 +63,7 @@ def test_other_times_take_other_words():
                    median_ms=lambda rows: rows["median_ms"] * 3)
     shallow = captured.assign(deepest=5.0)
     assert "large at context 512" in told(late, shallow, low)["waiting-where"].text
-    assert "in none of" in waiting_map(times, exact, low, "here").get_suptitle()
+    assert "in no step" in waiting_map(times, exact, low, "here").get_suptitle()
 
 
 def test_remedies_are_ratios_within_one_run():

@@ -50,6 +50,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
+            "several": len(shares) > 1,
             "waited": WAITED,
             "waiting_in": [{"precision": precision, "shapes": own} for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],
