@@ -1,4 +1,6 @@
 """Attention and compile runs in which something is broken: nothing wrong is timed, nothing measured lost."""
+import dataclasses
+
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
@@ -47,8 +49,9 @@ def test_no_compiler_costs_the_compiled_variant_alone(monkeypatch, tiny):
 
         def fail(tokens):
             raise BackendCompilerFailed(lambda: None, RuntimeError("No working C++ compiler found"), None)
-        monkeypatch.setattr(step.model, "forward", fail)
-        return step
+        model = compiled.twin(step.model)
+        model.forward = fail
+        return dataclasses.replace(step, model=model)
     monkeypatch.setattr(compiled, "with_compiled", no_compiler)
     variants = compiled.measure_variants(tiny(study="compile"))["variants"]
     found = variants.groupby("variant")["status"].unique().explode().to_dict()

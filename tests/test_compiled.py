@@ -17,8 +17,8 @@ from stepscope.studies.compile import facts, facts_kernels, facts_launches, figu
 from stepscope.studies.compile import measure as compiled
 from stepscope.studies.compile.chapter import CHAPTER
 from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, variant_times
+from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.families import families
-from stepscope.traces.in_process import sdpa_taken
 
 COMPILE = TINY | {"warmup_steps": 1, "timed_steps": 3}
 TURNS = {"turns": 2, "captured_steps": 2}

@@ -13,7 +13,8 @@ from bs4 import BeautifulSoup
 from reference import PNG, STORE, records, tables
 from stepscope.report.load import chapters, load_data
 from stepscope.report.page import render_page
-from stepscope.report.render import writeup
+from stepscope.report.render import compose, whole
+from stepscope.report.story import STORY
 from stepscope.runs.store import Store
 from stepscope.say.style import save
 from stepscope.studies.warmup import figures
@@ -80,12 +81,11 @@ def markup(folder, runs, text):
     write(folder / "runs", runs, text)
     data = load_data(Store(folder / "runs"))
     assert not data.errors
-    stems = [stem for chapter in chapters()
-             for stem in (picture.stem for picture in chapter.pictures)]
+    stems = [picture.stem for one in (*STORY, *chapters()) for picture in one.pictures]
     (folder / "figures").mkdir()
     for stem in stems:  # only their captions matter
         (folder / "figures" / f"{stem}.png").write_bytes(PNG)
-    page = BeautifulSoup(render_page(writeup(data, stems, "runs", "figures"), folder), "html.parser")
+    page = BeautifulSoup(render_page(whole(compose(data, stems), "runs"), folder), "html.parser")
     elements = Counter((tag.name, *sorted(set(tag.attrs) - {"class"}))
                        for tag in page.find_all(True) if tag.name != "code")
     headings = [re.sub(r"\W+", "", tag.get_text()) for tag in page.find_all(re.compile("h[1-6]"))]

@@ -137,7 +137,7 @@ def test_a_folder_and_a_line_are_a_study(toy):
 
     from stepscope.config import configure
     from stepscope.report.load import load_data
-    from stepscope.report.render import draw_figures, writeup
+    from stepscope.report.render import compose, draw_figures, whole
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import run_sweep
 
@@ -159,8 +159,8 @@ def test_a_folder_and_a_line_are_a_study(toy):
     assert [record.run_id for record in data.records] == [
         configure("toy", d_model=2, context_length=1, device="cpu").run_id
     ]
-    text = writeup(data, draw_figures(data, toy / "figures"), ".", "figures")
-    assert "## CPU preset: Toys" in text, text[-3000:]
+    text = whole(compose(data, draw_figures(data, toy / "figures")), ".")
+    assert "<summary>CPU preset: Toys</summary>" in text, text[-3000:]
     assert "The mean is 3.50: fair." in text
     assert (toy / "figures" / "toy_throws.png").exists()
     shutil.rmtree(toy / "runs")

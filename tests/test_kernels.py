@@ -16,7 +16,7 @@ import pytest
 from stepscope.runs.store import Store
 from stepscope.studies.nsys.figures import FAMILY_COLORS
 from stepscope.studies.nsys.tables import all_runs
-from stepscope.traces.families import FAMILIES, families, family, rules
+from stepscope.traces.families import ATTENTION_SOFTMAX, FAMILIES, LOSS_SOFTMAX, families, family, rules
 from stepscope.traces.kernel_names import identifiers, short_name, short_names, split, words
 
 DATA = Path(__file__).parent / "data"
@@ -84,7 +84,8 @@ def test_the_own_name_decides_before_the_template_and_parameters_never(name, exp
 def test_every_family_has_a_rule_a_reason_and_a_colour():
     assert sorted(rules()["family"]) == sorted(set(FAMILIES) - {"other"})
     assert all(rules()["reason"])
-    assert set(FAMILY_COLORS) == set(FAMILIES) and len(set(FAMILY_COLORS.values())) == len(FAMILIES)
+    shown = {*FAMILIES, ATTENTION_SOFTMAX, LOSS_SOFTMAX}
+    assert set(FAMILY_COLORS) == shown and len(set(FAMILY_COLORS.values())) == len(shown)
 
 
 def test_families_of_a_column_are_those_of_its_names():
@@ -102,8 +103,8 @@ def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
 
 
 def test_operations_measured_under_older_rules_have_the_families_of_these(tmp_path):
-    run = "small-ctx128-all-fp32-9beec75f"
-    folder = shutil.copytree(RUNS / "nsys" / run, tmp_path / "nsys" / run)
+    [run] = (RUNS / "nsys").glob("small-ctx128-all-fp32-*")
+    folder = shutil.copytree(run, tmp_path / "nsys" / run.name)
     measured = pd.read_parquet(folder / "operations.parquet")
     measured.assign(family="of older rules").to_parquet(folder / "operations.parquet")
     store = Store(tmp_path)

@@ -19,6 +19,7 @@ from stepscope.config import ConfigError, configure, from_notebook
 from stepscope.say.chapter import answer
 from stepscope.step.ceilings import measure_ceilings
 from stepscope.step.flops import parameter_count
+from stepscope.step.rates import data_sheet
 from stepscope.studies.ladder import chapter, facts, floor, fp8, measure, printed
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
@@ -362,9 +363,9 @@ def test_the_floor_is_products_and_traffic(config):
     faster = floor.floor_ms(config(), ceilings.assign(value=[4.0, 0.5]))
     assert faster["products_ms"] == pytest.approx(one["products_ms"] / 2)
     assert (
-        floor.data_sheet("NVIDIA H200")["tb_s"] == 4.8 and floor.data_sheet("NVIDIA H100 PCIe")["bf16"] == 756
+        data_sheet("NVIDIA H200")["tb_s"] == 4.8 and data_sheet("NVIDIA H100 PCIe")["bf16"] == 756
     )
-    assert floor.data_sheet("a CPU") == {}
+    assert data_sheet("a CPU") == {}
 
 
 def burst(rung, steps, time_ms):

@@ -17,8 +17,9 @@ from stepscope.studies.nsys import measure as profiles
 from stepscope.studies.nsys.tables import load
 from stepscope.traces import nsys_program as nsys
 from stepscope.traces import watched
-from stepscope.traces.attention_kernels import implementation
+from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, activity_totals, load_trace
+from stepscope.traces.families import families
 from stepscope.traces.named_steps import UNMATCHED, carry_regions
 from stepscope.traces.nsys_program import NsysError, capture
 from stepscope.traces.torch_profiler import convert, write_export
@@ -179,19 +180,20 @@ def test_a_phase_whose_operations_are_others_has_no_regions(tmp_path, statement)
 
 @pytest.mark.parametrize("names, expected", [
     (["void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>>(x)",
-      "void at::native::vectorized_elementwise_kernel<4>(int)"], "flash"),
+      "void at::native::vectorized_elementwise_kernel<4>(int)"], "FlashAttention-2"),
     (["fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
       "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)"],
      "memory-efficient"),
     (["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
       "cudnn::fusion::compute_dot_do_o"], "cuDNN"),
-    (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
+    (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash on a CPU"),
     (["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_32",
-      "void pytorch_flash::flash_fwd_kernel<x>(y)"], "cuDNN, flash"),
-    (["void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)", "aten::bmm"], None),
+      "void pytorch_flash::flash_fwd_kernel<x>(y)"], "cuDNN and FlashAttention-2"),
+    (["void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)", "aten::bmm"], "math"),
 ])
 def test_which_implementation_of_attention_ran(names, expected):
-    assert implementation(names) == expected
+    table = pd.DataFrame({"name": names, "family": families(names).astype(str)})
+    assert sdpa_taken(table) == expected
 
 
 def test_tables_over_phases_and_families(tables):
@@ -315,7 +317,7 @@ def test_a_warm_up_is_long_enough_without_its_first_step(step_ms, least, expecte
 def test_fused_and_compiled_steps_are_captured(fields, fused):
     """What was compiled is one region, backward included; the loss is not compiled and keeps its own."""
     tables, _, results = profile_here(warmup_steps=1, timed_steps=1, **fields)
-    assert results["captured_profiles"] == 3 and results["attention_implementation"] == "flash"
+    assert results["captured_profiles"] == 3 and results["attention_implementation"] == "flash on a CPU"
     operations = tables["operations"][tables["operations"]["mode"] == "step"]
     regions = {phase: set(own["region"]) for phase, own in operations.groupby("phase")}
     assert fused <= regions["forward"] and fused <= regions["backward"]

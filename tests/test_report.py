@@ -17,7 +17,7 @@ from reference import STORE, records
 from stepscope.cli import main
 from stepscope.report.check import StaleReport, check
 from stepscope.report.load import Data, chapters, load_data, tables_of
-from stepscope.report.render import OutputError, draw_figures, pages, render, sections, writeup
+from stepscope.report.render import OutputError, compose, draw_figures, pages, render, whole, writeup
 from stepscope.runs.record import RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -95,7 +95,7 @@ def few():
 
 
 def text_of(data):
-    return writeup(data, [], "runs", "figures")
+    return whole(compose(data), "runs")
 
 
 def test_the_committed_records_are_whole():
@@ -111,7 +111,7 @@ def test_the_committed_sweeps_are_complete():
 
 
 def test_every_answer_has_evidence_that_exists_and_no_gap(data, every_kind):
-    answers = [answer for of_chapter in sections(data).values() for answer in of_chapter]
+    answers = compose(data).answers
     assert len({answer.key for answer in answers}) == len(answers) > 20
     for answer in answers:
         assert answer.text and not re.search(r"\bnan\b|(?<![.] )\bNone\b", answer.text), answer.key
@@ -127,11 +127,11 @@ def test_every_figure_that_there_are_data_for_is_drawn(data, tmp_path):
 
 def test_without_records_every_question_says_so_in_its_place(tmp_path):
     empty = load_data(Store(tmp_path))
-    said = {answer.text for of_chapter in sections(empty).values() for answer in of_chapter}
+    said = {answer.text for answer in compose(empty).answers}
     assert all("stepscope " in text for text in said)
     assert len(said) <= len(chapters()) + 2  # a sentence for each study, and little else
     assert draw_figures(empty, tmp_path) == []
-    assert "Nothing has been measured yet" in writeup(empty, [], ".", "figures")
+    assert "Nothing has been measured yet" in writeup(compose(empty))
 
 
 def test_the_cpu_preset_is_named_in_every_heading(few):
@@ -163,11 +163,12 @@ def report(rendered, tmp_path):
 def test_check_passes_on_what_was_rendered_and_fails_on_any_change(report):
     store, folder = report
     check(store, folder)
-    page = (folder / "writeup.md").read_text()
-    (folder / "writeup.md").write_text(page.replace("backward", "Backward", 1))
-    with pytest.raises(StaleReport, match=r"writeup.md, line \d+: is .* but the records say"):
-        check(store, folder)
-    (folder / "writeup.md").write_text(page)
+    for path in (folder / "writeup.md", folder / "evidence" / "benchmark.md", folder / "evidence" / "runs.md"):
+        page = path.read_text()
+        path.write_text(page.replace("run", "Run", 1))
+        with pytest.raises(StaleReport, match=rf"{path.name}, line \d+: is .* but the records say"):
+            check(store, folder)
+        path.write_text(page)
     figures = sorted((folder / "figures").glob("*.png"))
     shutil.copy(figures[0], figures[1])
     with pytest.raises(StaleReport, match=f"{figures[1].name}: shows something else"):
@@ -226,7 +227,7 @@ def test_a_profile_beside_benchmarks_that_all_ran_out_of_memory_is_a_report(tmp_
     link(BY_STUDY["nsys"], tmp_path)
     copy(STEP, tmp_path, status="oom", cause="no memory left", tables={}, results={})
     data = load_data(Store(tmp_path))
-    answers = {answer.key: answer for of_chapter in sections(data).values() for answer in of_chapter}
+    answers = {answer.key: answer for answer in compose(data).answers}
     assert f"nsys/{BY_STUDY['nsys'].run_id}" in answers["nsys-a"].runs
     assert f"benchmark/{STEP.run_id}" in answers["how-long"].runs
 
@@ -303,7 +304,7 @@ def test_what_no_answer_is_made_from_is_listed():
     low = own.tables | {"benchmark.times": times.assign(precision="bf16"),
                         "benchmark.samples": own.tables["benchmark.samples"].assign(precision="bf16")}
     text = text_of(dataclasses.replace(own, tables=low))
-    assert text[text.index("## Other runs"):].count("| bf16 |") == len(runs)
+    assert text[text.index('id="other_runs"'):].count("| bf16 |") == len(runs)
 
 
 def test_shapes_without_a_name_are_named_by_their_dimensions():

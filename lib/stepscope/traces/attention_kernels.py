@@ -1,21 +1,30 @@
 """Which implementation torch's scaled_dot_product_attention took, by the names of the kernels it ran."""
 import re
-from collections.abc import Iterable
 
-# By what only that implementation's kernels are called; on a CPU by the operators.
-IMPLEMENTATIONS = {
-    "cuDNN": r"cudnn\w*_sdpa|cudnn.*flash_[fb]prop",
-    "memory-efficient": r"fmha_cutlass|PyTorchMemEffAttention|_efficient_attention",
-    "flash": r"flash_(fwd|bwd)|FlashAttn|_flash_attention",
-}
-MATH, WRITTEN_OUT = "math", "written out"
+import pandas as pd
+
+# NVIDIA's own, FlashAttention's later generations (which torch has not by itself), xFormers' memory-efficient
+# one, and torch's copy of FlashAttention-2. The first that fits decides.
+SDPA = [("cuDNN", r"cudnn"), ("FlashAttention-4", r"flash_attn\W?cute|FlashAttention(For|Back)ward"),
+        ("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"), ("memory-efficient", r"fmha_cutlass|MemEff"),
+        ("FlashAttention-2", r"pytorch_flash|flash_(fwd|bwd)"),
+        ("flash on a CPU", r"flash_attention_for_cpu")]
+MATH, WRITTEN_OUT = "math", "written out"  # no fused kernel: products and a softmax; not SDPA at all
 
 
-def implementation(names: Iterable[str]) -> str | None:
-    """The implementation that has a kernel among these names, None where none has (then the math, in single
-    products); several are joined by a comma.
+def sdpa_taken(table: pd.DataFrame) -> str:
+    """Which implementations of :data:`SDPA` are among the kernels of steps whose attention is SDPA, those of
+    forward and backward together; :data:`MATH` if none is.
+
+    Args:
+        table: columns family and name, a row for each kernel.
     """
-    names = list(names)
-    found = [which for which, pattern in IMPLEMENTATIONS.items()
-             if any(re.search(pattern, name) for name in names)]
-    return ", ".join(found) or None
+    fused = table.loc[table["family"] == "fused attention", "name"]
+    found = dict.fromkeys(implementation(name) for name in fused)
+    return " and ".join(found) or MATH
+
+
+def implementation(name: str) -> str:
+    """The implementation that a fused attention kernel is of; its own name where it is of none that is
+    known."""
+    return next((known for known, pattern in SDPA if re.search(pattern, name)), name)

@@ -3,7 +3,6 @@
 Only the device is watched where there is one, so that a capture of thousands of kernels costs a second; what
 a launch takes meanwhile is longer, a kernel is not.
 """
-import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +15,6 @@ from stepscope.traces.families import families
 from stepscope.traces.torch_profiler import operations
 
 KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
-# What scaled_dot_product_attention took, by the names of its kernels: NVIDIA's own, FlashAttention's later
-# generations (which torch has not by itself), xFormers' memory-efficient one, and torch's copy of
-# FlashAttention-2. The first that fits decides.
-SDPA = [("cuDNN", r"cudnn"), ("FlashAttention-4", r"flash_attn\W?cute|FlashAttention(For|Back)ward"),
-        ("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"), ("memory-efficient", r"fmha_cutlass|MemEff"),
-        ("FlashAttention-2", r"pytorch_flash|flash_(fwd|bwd)"),
-        ("flash on a CPU", r"flash_attention_for_cpu")]
-MATH = "math"  # no fused kernel: products and a softmax
 
 
 def kernels(run: Callable[[], None], device: str, steps: int = 1) -> pd.DataFrame:
@@ -46,21 +37,3 @@ def kernels(run: Callable[[], None], device: str, steps: int = 1) -> pd.DataFram
     table = table.groupby("name", sort=False)["total_ms"].agg(["size", "sum"]).div(steps).reset_index()
     table = table.set_axis(["name", "count", "total_ms"], axis=1).sort_values("total_ms", ascending=False)
     return table.assign(family=families(table["name"]).astype(str))[KERNEL_COLUMNS].reset_index(drop=True)
-
-
-def sdpa_taken(table: pd.DataFrame) -> str:
-    """Which implementations of :data:`SDPA` are among the kernels of steps whose attention is SDPA, those of
-    forward and backward together; :data:`MATH` if none is.
-
-    Args:
-        table: rows of :func:`kernels`.
-    """
-    fused = table.loc[table["family"] == "fused attention", "name"]
-    found = dict.fromkeys(implementation(name) for name in fused)
-    return " and ".join(found) or MATH
-
-
-def implementation(name: str) -> str:
-    """The implementation that a fused attention kernel is of; its own name where it is of none that is
-    known."""
-    return next((known for known, pattern in SDPA if re.search(pattern, name)), name)

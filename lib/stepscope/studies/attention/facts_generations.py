@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.studies.attention.cells import POINT, timed
 from stepscope.studies.attention.names import NAMES
-from stepscope.traces.in_process import implementation
+from stepscope.traces.attention_kernels import implementation
 
 FUSED = ("flash", "cudnn", "fa4")
 KEYS = [*POINT, "causal"]

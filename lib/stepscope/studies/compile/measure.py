@@ -17,7 +17,8 @@ from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
 from stepscope.studies.compile.tables import PART
-from stepscope.traces.in_process import KERNEL_COLUMNS, kernels, sdpa_taken
+from stepscope.traces.attention_kernels import sdpa_taken
+from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 
 # Training first: the graph that forward and backward share is compiled in its first step, inference's in
 # forward's own. Kernels are captured of the first, which all that is compiled is in.

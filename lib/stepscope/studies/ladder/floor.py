@@ -13,13 +13,10 @@ can keep (the roofline of Williams, Waterman & Patterson 2009, with its two term
 all gradients first).
 """
 
-from pathlib import Path
-
 import pandas as pd
 
 from stepscope.config import StepConfig
 from stepscope.step.flops import forward_flops, parameter_count, step_flops
-from stepscope.yaml_files import load_yaml
 
 MOVED_BYTES = 28  # a parameter
 
@@ -38,13 +35,6 @@ def floor_ms(config: StepConfig, ceilings: pd.DataFrame) -> dict[str, float]:
     products = needed_flops(config) / rates["matmul_bf16"] / 1e9
     moving = MOVED_BYTES * parameter_count(config) / rates["copy"] / 1e9
     return {"products_ms": products, "moving_ms": moving, "floor_ms": products + moving}
-
-
-def data_sheet(device_name: str) -> dict:
-    """What a GPU's data sheet says, in TFLOP/s without sparsity by precision; empty for one that is not
-    listed."""
-    sheets = load_yaml(Path(__file__).parent / "data_sheets.yaml")
-    return next((sheet for sheet in sheets if all(word in device_name for word in sheet["words"])), {})
 
 
 def utilisations(

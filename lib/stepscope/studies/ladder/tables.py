@@ -10,9 +10,10 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import by_size, load_table, runs_frame
+from stepscope.step.rates import data_sheet
 from stepscope.step.summary import CONFIDENCE, flags
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
-from stepscope.studies.ladder.floor import data_sheet, floor_ms, utilisations
+from stepscope.studies.ladder.floor import floor_ms, utilisations
 from stepscope.studies.ladder.names import snippet
 from stepscope.studies.ladder.rungs import BRANCHES, before, products_of
 

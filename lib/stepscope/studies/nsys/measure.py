@@ -10,7 +10,7 @@ import pandas as pd
 
 from stepscope.config import PHASES
 from stepscope.studies.nsys.config import Config
-from stepscope.traces.attention_kernels import MATH, WRITTEN_OUT, implementation
+from stepscope.traces.attention_kernels import WRITTEN_OUT, sdpa_taken
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import (
     OUTSIDE,
@@ -165,9 +165,7 @@ def profile_run(config: Config, kept: Path | None,
 
 def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
     """Which implementation of attention ran, by its kernels: "written out" where the model does the parts."""
-    if config.attention == "eager":
-        return WRITTEN_OUT
-    return implementation(operations["name"].unique()) or MATH
+    return WRITTEN_OUT if config.attention == "eager" else sdpa_taken(operations)
 
 
 def _tables(item: Capture, nsys: Path | None) -> tuple[dict[str, pd.DataFrame], Path | None, dict]:
