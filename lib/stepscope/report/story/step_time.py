@@ -111,7 +111,8 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
     axis.invert_yaxis()
     axis.grid(visible=False)
     handles = [*patches(used), *([Patch(color="0.85", label="the rest")] if (rest > 0.001).any() else [])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) // 2 or 1, fontsize=FONT - 1)
+    figure.legend(handles=handles, loc="outside lower center", ncols=(len(handles) + 1) // 2,
+                  fontsize=FONT - 2)
     title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of a full fp32 step\n"
                   f"(eager, context {facts.context_of(operations[operations['mode'] == 'step'])}, {where})")
     return figure
