@@ -3,6 +3,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from stepscope.report.story import step_time_facts as facts
@@ -103,13 +104,15 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
         left = left + shares[family]
     axis.barh(labels, rest, left=left, color="0.85")
     low, high = percent(shares[MATMUL].min()), percent(shares[MATMUL].max())
-    axis.set(xlim=(0, 1), xlabel="share of the operations' time, in the order of the names below")
+    axis.set(xlim=(0, 1), xlabel="share of the operations' time")
     axis.xaxis.label.set_size(FONT)
     axis.xaxis.set_major_formatter(PercentFormatter(1))
     axis.tick_params(labelsize=FONT)
     axis.invert_yaxis()
     axis.grid(visible=False)
-    figure.legend(handles=patches(used), loc="outside lower center", ncols=3, fontsize=FONT - 1)
+    handles = [*patches(used), *([Patch(color="0.85", label="the rest")] if (rest > 0.001).any() else [])]
+    figure.legend(handles=handles, loc="outside lower center", ncols=(len(handles) + 1) // 2,
+                  fontsize=FONT - 2)
     title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of a full fp32 step\n"
                   f"(eager, context {facts.context_of(operations[operations['mode'] == 'step'])}, {where})")
     return figure

@@ -50,8 +50,8 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         axis.tick_params(labelsize=FONT - 3)
         axis.tick_params(axis="y", labelsize=FONT)
         axis.grid(visible=False)
-    found = facts.where(times, captured, low)
-    many = f"{found['waiting']} of {found['steps']} steps" if found["waiting"] else "no step here"
+    waiting = rows.groupby(facts.SHAPE, observed=True)["waited_ms"].sum() > 0
+    many = f"{waiting.sum()} of {len(waiting)} steps" if waiting.any() else "no step here"
     title(figure, f"The GPU waits for launches in {many}\n(share of each phase's time, {where})")
     return figure
 

@@ -20,12 +20,12 @@ from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, shown_fam
 FAMILY_COLORS = {
     "matrix multiply": "#0072B2", "fused attention": "#56B4E9", ATTENTION_SOFTMAX: "#CC79A7",
     LOSS_SOFTMAX: "#F4C2D7", "softmax": "#AA5588",
-    "reduction and norm": "#E69F00", "elementwise": "#F0E442", "copy and cast": "#009E73",
-    "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#D55E00",
+    "reduction and norm": "#D55E00", "elementwise": "#F0E442", "copy and cast": "#009E73",
+    "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#E69F00",
     "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
     "convolution": "#1B4F72", "pooling": "#A0522D", "quantization": "#C5B0D5", "other": "#000000"}
 # What is written on these is black.
-LIGHT = ("elementwise", "memory", "reduction and norm", "fused attention", "quantization", LOSS_SOFTMAX)
+LIGHT = ("elementwise", "memory", "optimizer", "fused attention", "quantization", LOSS_SOFTMAX)
 ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask",
                    "attention.softmax", "attention.value", "attention.output"]
 
