@@ -29,7 +29,7 @@ def scaled(times, factor, query):
 
 def told(times, **replaced):
     asked = {name for question in PART.questions for name in (*question.needs, *question.uses)}
-    given = {name: NOTHING for name in asked} | {"compile.times": times} | replaced
+    given = dict.fromkeys(asked, NOTHING) | {"compile.times": times} | replaced
     return tell(PART, given)
 
 

@@ -94,7 +94,7 @@ def test_numbers_are_those_of_the_gradients_and_training_needs_its_curves(mixed)
 
 
 def test_without_records_nothing_is_said(mixed):
-    assert tell(PART, {name: NOTHING for name in given(mixed)}) == []
+    assert tell(PART, dict.fromkeys(given(mixed), NOTHING)) == []
     assert speeds(mixed["speedups"].iloc[:0], mixed["times"], *[NOTHING] * 6) is None
     assert draw_map(mixed["speedups"].iloc[:0], "here") is None
     for size in ("small", "2.7B"):  # one size at one context has no trend and no map of several

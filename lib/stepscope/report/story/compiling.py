@@ -45,7 +45,8 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     attentions), and why: ``why`` the kernels, ``adamw`` what it leaves alone, ``peak`` of forward + backward.
 
     ``written_more``: more with written-out attention than with SDPA, everywhere; ``fused`` what a fused AdamW
-    gains for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely got slower.
+    gains for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely
+    got slower; ``helps``: more than half of the steps surely got faster.
     """
     both = settled(beside(times))
     if both.empty or (both["mode"] == "step").sum() == 0:
@@ -58,10 +59,11 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     slower = steps[steps["sure"] & (steps["speedup"] < 1)]
     return {
         "context": steps["context_length"].iloc[0],
-        "sizes": list(dict.fromkeys(steps["size"].astype(str))),
         "steps": _by_precision(steps),
         "backward": _by_precision(backward),
-        "backward_more": _more(steps, backward),
+        "best": _best(steps),
+        "any_faster": bool((steps["sure"] & (steps["speedup"] > 1)).any()),
+        "helps": bool((steps["sure"] & (steps["speedup"] > 1)).mean() > 1 / 2),
         "all_faster": all(one["all_faster"] for one in _by_precision(steps)),
         "slower": [
             {"size": row.size, "precision": row.precision, "slowdown": 1 / row.speedup}
@@ -78,6 +80,11 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "pairs": both,
         "runs": runs_of(both),
     }
+
+
+def _best(steps: pd.DataFrame) -> dict:
+    row = steps.loc[steps["speedup"].idxmax()]
+    return {"size": row["size"], "precision": row["precision"], "times": row["speedup"]}
 
 
 def _marked(both: pd.DataFrame) -> bool:
@@ -107,12 +114,6 @@ def _by_precision(rows: pd.DataFrame) -> list[dict]:
             }
         )
     return found
-
-
-def _more(steps: pd.DataFrame, backward: pd.DataFrame) -> bool:
-    """Whether forward + backward gains more than the full step, everywhere."""
-    both = steps.merge(backward, on=["run_id", "attention"], suffixes=("", "_backward"))
-    return len(both) > 0 and bool((both["speedup_backward"] > both["speedup"]).all())
 
 
 def _unlike(steps: pd.DataFrame) -> dict | None:
@@ -264,6 +265,7 @@ def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame, eager:
     if told is None or not told["blocks"]:
         return None
     seconds = {rows["first"]: rows["training_s"] for rows in told["blocks"]}
+    table = _costs(times, told["seconds"])
     whole = told["seconds"].query("variant == 'model'")["training_s"]
     rungs = {name: _rung(rungs, name) for name in ("blocks", "graph", "cuda_graphs")}
     return {
@@ -273,8 +275,9 @@ def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame, eager:
         "whole_s": whole if len(whole) else None,
         "better": _better(times),
         "graphed": _graphed(times, kernels, eager),
+        "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
         "rungs": rungs if all(rungs.values()) else None,
-        **_costs(times, told["seconds"]),
+        **table,
         "on_gpu": "cuda" in set(times["device"]),
         "runs": told["runs"],
     }

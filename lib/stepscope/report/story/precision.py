@@ -55,8 +55,8 @@ def speeds(
     precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the
     sizes whose step takes as long at the shortest context as at the reference one, so that the GPU's work
     does not set its time (None: there are none); ``trend`` why the speedup changes with the size, ``rest``
-    how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won without
-    them; ``left`` what a step in low precision consists of at the largest size.
+    how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won
+    without them; ``left`` what a step in low precision consists of at the largest size.
     """
     steps = whole_steps(speedups)
     if steps.empty:
