@@ -56,6 +56,7 @@ def what_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     forward = reference(runs, "forward")
     found = facts.peaks(runs, levels)
     return {"run": facts.shape_of(run), "peak_gib": top.sum() / GIB, "phase": phase,
+            "asked_gib": top.drop(facts.ROUNDING, errors="ignore").sum() / GIB,
             "parts": [{"kind": KINDS[kind], "share": share} for kind, share in shares.items()
                       if share > WORTH_SAYING],
             "fixed_gib": top.reindex(["parameters", "optimizer state"]).sum() / GIB,
@@ -170,7 +171,7 @@ def draw_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, where: str) -> 
         axis.set_xlabel("allocations and frees", fontsize=FONT)
         axis.set_xticks([])
         axis.tick_params(labelsize=FONT)
-    axes[0, 0].set_ylabel("live memory (GiB)", fontsize=FONT)
+    axes[0, 0].set_ylabel("memory asked for (GiB)", fontsize=FONT)
     axes[0, 0].set_ylim(0, 1.09 * max(total for total, _ in tops.values()))
     peak_gib, phase = tops["a full step"]
     figure.suptitle(f"A full step peaks at {number(peak_gib)} GiB in {phase}"
