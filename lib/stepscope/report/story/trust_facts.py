@@ -216,20 +216,13 @@ def recipe(
         return None
     slow = enough(warmups, benchmarks)
     steps = int(rows["warmup_steps"].mode().iloc[0])
-    covered = (
-        None
-        if slow is None
-        else sum(one["processes"] for one in slow["slow_counts"] if one["steps"] <= steps)
-    )
-    none_slow = (
-        0 if slow is None else slow["processes"] - sum(one["processes"] for one in slow["slow_counts"])
-    )
+    late = sum(one["processes"] for one in slow["slow_counts"] if one["steps"] > steps) if slow else 0
     cells = step_spreads(spread)
     return {
         "on_gpu": bool((rows["device"] == "cuda").any()),
         "warmups": steps,
         "steps": int(rows["timed_steps"].mode().iloc[0]),
-        "covered": None if slow is None else covered + none_slow,
+        "covered": slow["processes"] - late if slow else None,
         "processes": None if slow is None else slow["processes"],
         "repeated": 0 if cells.empty else int(cells["processes"].max()),
         "unlike": UNLIKE_CLOCKS,
