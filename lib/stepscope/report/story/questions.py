@@ -1,4 +1,5 @@
 """The assignment's questions, answered: each letter from the facts of the study that measured it."""
+
 from collections.abc import Callable, Mapping
 from itertools import chain
 
@@ -20,14 +21,23 @@ Add = Callable[[Facts, Tables], Facts]
 Printed = Mapping[str, Callable[[Facts], pd.DataFrame | None]]
 
 
-STUDIED = {question.key: question for chapter in (
-    BENCHMARK, PROCESSES, WARMUP, NSYS, MIXED, MEMORY, ATTENTION, COMPILE) for question in chapter.questions}
+STUDIED = {
+    question.key: question
+    for chapter in (BENCHMARK, PROCESSES, WARMUP, NSYS, MIXED, MEMORY, ATTENTION, COMPILE)
+    for question in chapter.questions
+}
 
 
-def answers(key: str, asks: tuple[str, ...], add: Add, uses: tuple[str, ...] = (),
-            printed: Printed | None = None, beside: tuple[str, ...] = ()) -> Question:
-    """One question whose facts are those of several of the studies', each under its key ("nsys-a": ``nsys_a``)
-    and None where it is not answered; None where none is.
+def answers(
+    key: str,
+    asks: tuple[str, ...],
+    add: Add,
+    uses: tuple[str, ...] = (),
+    printed: Printed | None = None,
+    beside: tuple[str, ...] = (),
+) -> Question:
+    """One question whose facts are those of several of the studies', each under its key ("nsys-a":
+    ``nsys_a``) and None where it is not answered; None where none is.
 
     Args:
         asks: keys of the studies' questions.
@@ -52,16 +62,43 @@ def answers(key: str, asks: tuple[str, ...], add: Add, uses: tuple[str, ...] = (
     return Question(key, facts, (), names, printed=printed or {})
 
 
-PART = Part("The assignment's questions, answered", (
-    answers("answers-benchmarking", ("how-long", "how-variable", "warmup"), own.benchmarking,
-            beside=("nsys-phases", "between-processes", "first-step", "enough")),
-    answers("answers-nsys", ("nsys-a", "nsys-b", "nsys-c", "nsys-d", "nsys-e"), own.profiles),
-    answers("answers-mixed", ("mixed-sums", "mixed-toy", "mixed-norms", "mixed-speed"), own.mixed),
-    answers("answers-memory", ("memory-timeline", "memory-peaks", "memory-residual", "memory-largest",
-                               "memory-block", "memory-checkpointing"), own.memory, printed={"peaks": own.peaks}),
-    answers("answers-attention", ("attention-time", "attention-end", "attention-saved", "attention-tf32"),
-            own.attention, ("attention.ends",), {"written_out": own.written_out}),
-    answers("answers-compile", ("compile-model", "compile-why", "compile-sdpa"), own.compiled,
+PART = Part(
+    "The assignment's questions, answered",
+    (
+        answers(
+            "answers-benchmarking",
+            ("how-long", "how-variable", "warmup"),
+            own.benchmarking,
+            beside=("nsys-phases", "between-processes", "first-step", "enough"),
+        ),
+        answers("answers-nsys", ("nsys-a", "nsys-b", "nsys-c", "nsys-d", "nsys-e"), own.profiles),
+        answers("answers-mixed", ("mixed-sums", "mixed-toy", "mixed-norms", "mixed-speed"), own.mixed),
+        answers(
+            "answers-memory",
+            (
+                "memory-timeline",
+                "memory-peaks",
+                "memory-residual",
+                "memory-largest",
+                "memory-block",
+                "memory-checkpointing",
+            ),
+            own.memory,
+            printed={"peaks": own.peaks},
+        ),
+        answers(
+            "answers-attention",
+            ("attention-time", "attention-end", "attention-saved", "attention-tf32"),
+            own.attention,
+            ("attention.ends",),
+            {"written_out": own.written_out},
+        ),
+        answers(
+            "answers-compile",
+            ("compile-model", "compile-why", "compile-sdpa"),
+            own.compiled,
             ("benchmark.times", "memory.runs", "memory.checkpoints", "nsys.clocks"),
-            {"speedups": own.speedups}),
-))
+            {"speedups": own.speedups},
+        ),
+    ),
+)

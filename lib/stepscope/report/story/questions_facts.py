@@ -1,5 +1,6 @@
-"""What the answers to the assignment's questions say beyond the studies' own facts; each function is given those
-facts by key and the tables by name."""
+"""What the answers to the assignment's questions say beyond the studies' own facts; each function is given
+those facts by key and the tables by name."""
+
 import numpy as np
 import pandas as pd
 
@@ -8,17 +9,17 @@ from stepscope.say.formats import MODE_WORDS, number
 from stepscope.say.selections import pick
 
 MIB, GIB = 2**20, 2**30
-HARDLY = 0.1           # a ratio this near to 1 has hardly changed
+HARDLY = 0.1  # a ratio this near to 1 has hardly changed
 BEYOND_GRID = 65536  # positions that 2026's edition asks for
-TEN_B = 4608         # d_model of 2026's largest size
+TEN_B = 4608  # d_model of 2026's largest size
 XL_2026 = {"d_model": 2560, "num_layers": 32}
 
 
 def benchmarking(found: Facts, tables: Tables) -> Facts:
-    """``backward``: over all profiles, how many times as long as forward's the matrix products of backward and
-    everything else take (series), and whether the rest ``holds_it_down``. ``between``: standard deviation between
-    processes where the host is ``ahead`` of the GPU (the worst cell) and the widest range where it is
-    ``behind``."""
+    """``backward``: over all profiles, how many times as long as forward's the matrix products of backward
+    and everything else take (series), and whether the rest ``holds_it_down``. ``between``: standard
+    deviation between processes where the host is ``ahead`` of the GPU (the worst cell) and the widest range
+    where it is ``behind``."""
     return {"backward": _backward(found["nsys_phases"]), "between": _between(found["between_processes"])}
 
 
@@ -26,8 +27,11 @@ def _backward(phases: Facts | None) -> Facts | None:
     ratios = phases and phases["backward"]
     if not ratios:
         return None
-    return {"products": ratios["products"], "rest": ratios["rest"],
-            "holds_it_down": bool(ratios["rest"].median() < min(2, ratios["products"].median()))}
+    return {
+        "products": ratios["products"],
+        "rest": ratios["rest"],
+        "holds_it_down": bool(ratios["rest"].median() < min(2, ratios["products"].median())),
+    }
 
 
 def _between(processes: Facts | None) -> Facts | None:
@@ -35,24 +39,34 @@ def _between(processes: Facts | None) -> Facts | None:
         return None
     kinds = {kind["host_ahead"]: kind for kind in processes["kinds"]}
     behind = kinds.get(False)
-    return {"processes": processes["processes"],
-            "ahead": float(kinds[True]["range"].median()) if True in kinds else None,
-            "behind": None if behind is None or not processes["on_gpu"] else
-            {"times": 1 + behind["widest"]["range_share"],
-             "size": behind["widest"]["size"], "context": behind["widest"]["context_length"],
-             "mode": behind["widest"]["mode"]}}
+    return {
+        "processes": processes["processes"],
+        "ahead": float(kinds[True]["range"].median()) if True in kinds else None,
+        "behind": None
+        if behind is None or not processes["on_gpu"]
+        else {
+            "times": 1 + behind["widest"]["range_share"],
+            "size": behind["widest"]["size"],
+            "context": behind["widest"]["context_length"],
+            "mode": behind["widest"]["mode"],
+        },
+    }
 
 
 def profiles(found: Facts, tables: Tables) -> Facts:
-    """``gaps_alone``: in all profiles whose device time is not the plain one, the operations themselves fit into
-    the plain time, so that only the gaps between them grew. ``adamw_makes_it``: the products' share falls in
-    most full steps, and in none without the optimizer's phase. ``fades``: AdamW's share of the step at the
-    ``first`` and ``last`` context, None where its median does not fall at every longer one. ``moves_more``:
-    softmax has fewer FLOPs than the two products, and more bytes."""
-    return {"several_profiles": found["nsys_b"] is not None and found["nsys_b"]["profiles"] > 1,
-            "gaps_alone": _gaps_alone(found["nsys_a"]), **_pattern(found["nsys_d"]),
-            "moves_more": found["nsys_e"] is not None and found["nsys_e"]["own"]["bytes_ratio"] > 1
-            and found["nsys_e"]["own"]["flops_ratio"] < 1}
+    """``gaps_alone``: in all profiles whose device time is not the plain one, the operations themselves fit
+    into the plain time, so that only the gaps between them grew. ``adamw_makes_it``: the products' share
+    falls in most full steps, and in none without the optimizer's phase. ``fades``: AdamW's share of the step
+    at the ``first`` and ``last`` context, None where its median does not fall at every longer one.
+    ``moves_more``: softmax has fewer FLOPs than the two products, and more bytes."""
+    return {
+        "several_profiles": found["nsys_b"] is not None and found["nsys_b"]["profiles"] > 1,
+        "gaps_alone": _gaps_alone(found["nsys_a"]),
+        **_pattern(found["nsys_d"]),
+        "moves_more": found["nsys_e"] is not None
+        and found["nsys_e"]["own"]["bytes_ratio"] > 1
+        and found["nsys_e"]["own"]["flops_ratio"] < 1,
+    }
 
 
 def _pattern(step: Facts | None) -> Facts:
@@ -61,8 +75,10 @@ def _pattern(step: Facts | None) -> Facts:
     contexts = [{"context": one["context"], "shares": one["optimizer"]} for one in step["by_context"]]
     medians = [one["shares"].median() for one in contexts]
     fades = len(medians) > 1 and bool((np.diff(medians) < 0).all())
-    return {"adamw_makes_it": 2 * step["falls"] > step["profiles"] and step["falls_without"] == 0,
-            "fades": {"first": contexts[0], "last": contexts[-1]} if fades else None}
+    return {
+        "adamw_makes_it": 2 * step["falls"] > step["profiles"] and step["falls_without"] == 0,
+        "fades": {"first": contexts[0], "last": contexts[-1]} if fades else None,
+    }
 
 
 def _gaps_alone(told: Facts | None) -> bool:
@@ -70,28 +86,41 @@ def _gaps_alone(told: Facts | None) -> bool:
         return False
     rows = told["by_clock"]
     grown = rows[rows["projected_ms"] > (1 + told["agree"]) * rows["unprofiled_ms"]]
-    return (len(grown) > 0 and len(grown) == len(told["slowdown"]["mismatches"])
-            and bool((grown["operations_ms"] <= grown["unprofiled_ms"]).all()))
+    return (
+        len(grown) > 0
+        and len(grown) == len(told["slowdown"]["mismatches"])
+        and bool((grown["operations_ms"] <= grown["unprofiled_ms"]).all())
+    )
 
 
 def mixed(found: Facts, tables: Tables) -> Facts:
-    """``low``: the full step's speed-up in bf16 by size, None where not measured. ``trend_has_its_cause``: with
-    the size the products' share of the step and their own speed-up rise, and all else hardly changes."""
+    """``low``: the full step's speed-up in bf16 by size, None where not measured. ``trend_has_its_cause``:
+    with the size the products' share of the step and their own speed-up rise, and all else hardly
+    changes."""
     speed = found["mixed_speed"]
     rows = [one for one in speed["by_precision"] if one["precision"] == "bf16"] if speed else []
     trend = speed["trend"] if speed else None
-    return {"low": rows[0] if rows else None, "trend_has_its_cause": bool(
-        trend and trend["share_rises"] and trend["products_rise"]
-        and all(abs(trend[end]["others"] - 1) < HARDLY for end in ("first", "last")))}
+    return {
+        "low": rows[0] if rows else None,
+        "trend_has_its_cause": bool(
+            trend
+            and trend["share_rises"]
+            and trend["products_rise"]
+            and all(abs(trend[end]["others"] - 1) < HARDLY for end in ("first", "last"))
+        ),
+    }
 
 
 def memory(found: Facts, tables: Tables) -> Facts:
-    """``five``: the largest contributors to what a block saves. ``autocast``: what it does to a peak wherever it
-    goes one way only. ``squares``: the largest tensors are all made in attention."""
+    """``five``: the largest contributors to what a block saves. ``autocast``: what it does to a peak
+    wherever it goes one way only. ``squares``: the largest tensors are all made in attention."""
     block, largest, peak = found["memory_block"], found["memory_largest"], found["memory_peaks"]
-    return {"five": block["five"][["names", "mib"]].to_dict("records") if block else [],
-            "autocast": [one for one in peak["autocast"] if one["raises"] or one["lowers"]] if peak else [],
-            "squares": bool(largest) and all(one["region"].startswith("attention.") for one in largest["biggest"])}
+    return {
+        "five": block["five"][["names", "mib"]].to_dict("records") if block else [],
+        "autocast": [one for one in peak["autocast"] if one["raises"] or one["lowers"]] if peak else [],
+        "squares": bool(largest)
+        and all(one["region"].startswith("attention.") for one in largest["biggest"]),
+    }
 
 
 def peaks(facts: Facts) -> pd.DataFrame | None:
@@ -102,9 +131,15 @@ def peaks(facts: Facts) -> pd.DataFrame | None:
     rows = rows[rows["mode"].isin(["forward", "step"]) & rows["precision"].isin(["fp32", "bf16"])]
     if rows.empty:
         return None
-    rows = rows.assign(cell=[number(row.steady_peak_allocated_mib * MIB / GIB)
-                             if row.status == "ok" else "out of memory" for row in rows.itertuples()])
-    wide = rows.pivot_table(index="context_length", columns=["mode", "precision"], values="cell", aggfunc="first")
+    rows = rows.assign(
+        cell=[
+            number(row.steady_peak_allocated_mib * MIB / GIB) if row.status == "ok" else "out of memory"
+            for row in rows.itertuples()
+        ]
+    )
+    wide = rows.pivot_table(
+        index="context_length", columns=["mode", "precision"], values="cell", aggfunc="first"
+    )
     wanted = [(mode, precision) for mode in ("forward", "step") for precision in ("fp32", "bf16")]
     wide = wide.reindex(columns=[cell for cell in wanted if cell in wide]).fillna("–")
     wide.columns = [f"{MODE_WORDS[mode]}, {precision} (GiB)" for mode, precision in wide.columns]
@@ -116,14 +151,21 @@ def attention(found: Facts, tables: Tables) -> Facts:
     ``beyond``: which implementations ran at :data:`BEYOND_GRID` positions, and which did not (None where
     nothing was tried there). ``tf32_ends``: what TF32 saves of a pass at the least and the largest width."""
     time = found["attention_time"]
-    rows = pd.DataFrame() if time is None else pick(
-        time["written_out"], precision="fp32", d_model=time["d"]).sort_values("sequence")
+    rows = (
+        pd.DataFrame()
+        if time is None
+        else pick(time["written_out"], precision="fp32", d_model=time["d"]).sort_values("sequence")
+    )
     tf32 = found["attention_tf32"]
     changes = sorted(tf32["by_d"], key=lambda one: one["d"]) if tf32 else []
     ends = [changes[0], changes[-1]] if len(changes) > 1 else changes
     saves = all(one["change"] < 0 for one in ends)
-    return {"rows": rows, "beyond": _beyond(tables["attention.ends"], time), "compiled_times": _compiled(time),
-            "tf32_ends": [{"d": one["d"], "saving": -one["change"]} for one in ends] if saves else []}
+    return {
+        "rows": rows,
+        "beyond": _beyond(tables["attention.ends"], time),
+        "compiled_times": _compiled(time),
+        "tf32_ends": [{"d": one["d"], "saving": -one["change"]} for one in ends] if saves else [],
+    }
 
 
 def _beyond(ends: pd.DataFrame, time: Facts | None) -> Facts | None:
@@ -136,9 +178,15 @@ def _beyond(ends: pd.DataFrame, time: Facts | None) -> Facts | None:
     if longest.empty or max(longest.max(), failed.max() if len(failed) else 0) < BEYOND_GRID:
         return None
     names = time["names"]
-    return {"fits": [names[one] for one in longest.index if longest[one] >= BEYOND_GRID],
-            "fails": [{"name": names[one], "longest": int(longest[one])} for one in longest.index
-                      if longest[one] < BEYOND_GRID], "positions": BEYOND_GRID}
+    return {
+        "fits": [names[one] for one in longest.index if longest[one] >= BEYOND_GRID],
+        "fails": [
+            {"name": names[one], "longest": int(longest[one])}
+            for one in longest.index
+            if longest[one] < BEYOND_GRID
+        ],
+        "positions": BEYOND_GRID,
+    }
 
 
 def _compiled(time: Facts | None) -> list[Facts]:
@@ -147,9 +195,15 @@ def _compiled(time: Facts | None) -> list[Facts]:
     for one in time["times"] if time else ():
         cells = {cell["implementation"]: cell["ms"] for cell in one["cells"]}
         if one["precision"] != "tf32" and {"eager", "compiled"} <= set(cells):
-            found.append({"precision": one["precision"], "eager_ms": cells["eager"],
-                          "compiled_ms": cells["compiled"], "times": cells["eager"] / cells["compiled"],
-                          "faster": cells["compiled"] < cells["eager"]})
+            found.append(
+                {
+                    "precision": one["precision"],
+                    "eager_ms": cells["eager"],
+                    "compiled_ms": cells["compiled"],
+                    "times": cells["eager"] / cells["compiled"],
+                    "faster": cells["compiled"] < cells["eager"],
+                }
+            )
     return found
 
 
@@ -158,37 +212,57 @@ def written_out(facts: Facts) -> pd.DataFrame | None:
     rows = facts["rows"]
     if rows.empty:
         return None
-    return pd.DataFrame({
-        "sequence": [f"{one:,}" for one in rows["sequence"]],
-        "forward (ms)": [number(one) for one in rows["forward_median_ms"]],
-        "backward (ms)": [number(one) for one in rows["backward_median_ms"]],
-        "in use before backward (MiB)": [number(one / MIB) for one in rows["in_use_bytes"]]})
+    return pd.DataFrame(
+        {
+            "sequence": [f"{one:,}" for one in rows["sequence"]],
+            "forward (ms)": [number(one) for one in rows["forward_median_ms"]],
+            "backward (ms)": [number(one) for one in rows["backward_median_ms"]],
+            "in use before backward (MiB)": [number(one / MIB) for one in rows["in_use_bytes"]],
+        }
+    )
 
 
 def compiled(found: Facts, tables: Tables) -> Facts:
     """``all_faster``: the range of speed-ups of the modes in which every pair got faster. ``fastest``:
-    :func:`_fastest`. ``missing``: named booleans, what 2026's edition asks for and these runs on a GPU do not have."""
+    :func:`_fastest`. ``missing``: named booleans, what 2026's edition asks for and these runs do not have
+    (told only of runs of the assignment's size, those that have 2026's xl: ``has_xl``)."""
     model = found["compile_model"]
     times, checkpoints = tables["benchmark.times"], tables["memory.checkpoints"]
     clocks, runs = tables["nsys.clocks"], tables["memory.runs"]
     missing = {
         "ten_b": not any(TEN_B in set(table["d_model"]) for table in (times, runs) if "d_model" in table),
         "longer_profiles": clocks.empty or clocks["context_length"].max() <= 1024,
-        "checkpoints_at_2048": checkpoints.empty or not (checkpoints["context_length"] == 2048).any()}
-    has_xl = len(times) > 0 and all(column in times for column in XL_2026) and bool(
-        np.logical_and.reduce([times[column] == value for column, value in XL_2026.items()]).any())
+        "checkpoints_at_2048": checkpoints.empty or not (checkpoints["context_length"] == 2048).any(),
+    }
+    has_xl = (
+        len(times) > 0
+        and all(column in times for column in XL_2026)
+        and bool(np.logical_and.reduce([times[column] == value for column, value in XL_2026.items()]).any())
+    )
     gains, why = model["gains"] if model else [], found["compile_why"]
-    if not any((table["device"] == "cuda").any() for table in (times, clocks) if len(table)):
-        missing = dict.fromkeys(missing, False)
-    return {"missing": missing, "something_missing": any(missing.values()), "has_xl": has_xl,
-            "kernels": why and {
-                "low": int(why["rest_count"].min()), "high": int(why["rest_count"].max()),
-                "low_after": int(why["rest_count_after"].min()), "high_after": int(why["rest_count_after"].max())},
-            "all_faster": [{"mode": one["mode"], "low": one["ways"][0]["lowest"]["speedup"],
-                            "high": (one["ways"][0]["highest"] or one["ways"][0]["lowest"])["speedup"]}
-                           for one in gains if one["all_faster"]],
-            "contexts": [str(context) for context in model["shape"]["contexts"]] if model else [],
-            "fastest": None if model is None else _fastest(model["pairs"])}
+    return {
+        "missing": missing,
+        "something_missing": has_xl and any(missing.values()),
+        "has_xl": has_xl,
+        "kernels": why
+        and {
+            "low": int(why["rest_count"].min()),
+            "high": int(why["rest_count"].max()),
+            "low_after": int(why["rest_count_after"].min()),
+            "high_after": int(why["rest_count_after"].max()),
+        },
+        "all_faster": [
+            {
+                "mode": one["mode"],
+                "low": one["ways"][0]["lowest"]["speedup"],
+                "high": (one["ways"][0]["highest"] or one["ways"][0]["lowest"])["speedup"],
+            }
+            for one in gains
+            if one["all_faster"]
+        ],
+        "contexts": [str(context) for context in model["shape"]["contexts"]] if model else [],
+        "fastest": None if model is None else _fastest(model["pairs"]),
+    }
 
 
 def _fastest(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -203,10 +277,12 @@ def speedups(facts: Facts) -> pd.DataFrame | None:
     rows = facts["fastest"]
     if rows is None or rows.empty:
         return None
-    rows = rows.assign(cell=[f"{number(row.median_ms)} → {number(row.median_ms_after)}"
-                             for row in rows.itertuples()])
-    wide = rows.pivot_table(index="size", columns=["precision", "mode"], values="cell", aggfunc="first",
-                            observed=True, sort=False)
+    rows = rows.assign(
+        cell=[f"{number(row.median_ms)} → {number(row.median_ms_after)}" for row in rows.itertuples()]
+    )
+    wide = rows.pivot_table(
+        index="size", columns=["precision", "mode"], values="cell", aggfunc="first", observed=True, sort=False
+    )
     order = [(precision, mode) for precision in ("fp32", "bf16") for mode in MODE_WORDS]
     wide = wide.reindex(columns=[cell for cell in order if cell in wide]).fillna("–")
     wide.columns = [f"{precision} {MODE_WORDS[mode]}" for precision, mode in wide.columns]
