@@ -3,10 +3,11 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
-from stepscope import StepscopeError, studies
+from stepscope import PROJECT, StepscopeError, studies
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -68,6 +69,37 @@ def load_data(store: Store) -> Data:
                 raise
             everything = [record for record in everything if id(record) not in found]
             errors = [*errors, *found.values()]
+
+
+def load(*wanted: str, runs: str | Path = "") -> dict[str, pd.DataFrame]:
+    """The tables of some studies, for questions of one's own: ``load("ladder")["ladder.rungs"]``.
+
+    They are those that the report is made from, a row an observation, with the configuration of its run and
+    its ``run_id``; a column's unit is in its name. Every run is in them, also those that no answer of the
+    report is made from. ``nsys``, ``compile``, ``processes`` and ``mixed_precision`` take some seconds each.
+
+    Args:
+        wanted: names of studies (``stepscope.studies.STUDIES``); none: all, which takes half a minute.
+        runs: a folder of runs; empty: the committed reference.
+
+    Returns the tables by ``"<study>.<table>"``; a study that has no runs there has empty ones.
+
+    Raises:
+        RecordError: there is no such folder, it holds no run that can be used, or its tables cannot be read.
+        StepscopeError: there is no such study.
+    """
+    known = studies.STUDIES
+    if unknown := sorted(set(wanted) - set(known)):
+        raise StepscopeError(f"study: got {listing(unknown)}, but known studies are {', '.join(known)}")
+    if not runs and not PROJECT:
+        raise RecordError("runs: an installed package has no reference; name a folder of runs")
+    store = Store(Path(runs) if runs else Path(str(PROJECT), "runs", "h200"))
+    records, errors = store.records(check_tables=True)
+    if not records:
+        raise RecordError(f"{store.root}: {errors[0] if errors else 'no such runs folder, or an empty one'}")
+    asked = [chapter for chapter in chapters() if chapter.study in (wanted or known)]
+    return {f"{chapter.study}.{name}": table
+            for chapter in asked for name, table in _tables(chapter, store, records).items()}
 
 
 def tables_of(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:

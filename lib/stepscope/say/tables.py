@@ -1,10 +1,17 @@
-"""Tables of text as GitHub markdown."""
+"""Tables of text: as GitHub markdown, and as a notebook shows them."""
+import math
 import re
+from collections.abc import Sequence
+from numbers import Integral, Real
 
 import pandas as pd
+from IPython.display import Markdown
 from markupsafe import Markup
 
+from stepscope.say.formats import number
 from stepscope.say.words import escape
+
+MOST_COLUMNS = 8
 
 
 def markdown_table(table: pd.DataFrame) -> Markup:
@@ -21,3 +28,39 @@ def markdown_table(table: pd.DataFrame) -> Markup:
 
 def _cell(value: object) -> object:
     return re.sub(r"(?<!\\)\|", r"\\|", escape(value)) if isinstance(value, str) else value
+
+
+def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") -> pd.DataFrame | Markdown:
+    """A notebook's table: at most eight columns of text, the telling ones first.
+
+    Args:
+        columns: those to show, in their order; one that the table lacks, or that has no value, is left out.
+        empty: what is said where there is no row.
+
+    Numbers have three significant digits; bytes become MiB, and so does the column's name.
+
+    Raises:
+        ValueError: more than eight columns.
+    """
+    if len(columns) > MOST_COLUMNS:
+        raise ValueError(f"{len(columns)} columns are more than a reader takes in")
+    if table.empty:
+        return Markdown(empty)
+    shown = {}
+    for column in columns:
+        if column in table and not table[column].isin(["", None]).all() and table[column].notna().any():
+            cells = table[column]
+            if column.endswith("bytes"):
+                cells, column = cells / 2**20, column.removesuffix("bytes") + "mib"
+            shown[column] = [_brief_cell(cell) for cell in cells]
+    return pd.DataFrame(shown)
+
+
+def _brief_cell(cell: object) -> str:
+    if isinstance(cell, bool | str):
+        return str(cell)
+    if isinstance(cell, Integral):
+        return f"{cell:,}"
+    if isinstance(cell, Real) and math.isfinite(cell) and 0 < abs(cell) < 1e-3:
+        return f"{cell:.1e}"
+    return number(cell) if isinstance(cell, Real) or cell is None else str(cell)
