@@ -37,7 +37,7 @@ def steps(**columns):
     rows = [("small", "eager", 40, 5000, 0.9), ("small", "sdpa", 36, 4000, 0.9),
             ("large", "eager", 120, 9000, 0.0), ("large", "sdpa", 80, 9500, 0.0)]
     table = pd.DataFrame(rows, columns=["size", "attention", "median_ms", "peak_allocated_mib",
-                                        "launch_bound_share"])
+                                        "trailing_ms"])
     return table.assign(**{"mode": "step", "phase": "step", "variant": "eager", "optimizer": "foreach",
                            "device": "cuda", "precision": "bf16", "context_length": 512,
                            "run_id": table["size"]} | columns)

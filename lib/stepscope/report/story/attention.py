@@ -30,7 +30,7 @@ REPLACED = ("attention.scores", "attention.mask", "attention.softmax", "attentio
 DRAWN = ("eager", "compiled", "efficient", "flash", "cudnn")
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
             "math": "MATH"}  # torch.nn.attention.SDPBackend
-MOSTLY = 0.5  # of a step's time in phases that launches set: it waits for the host
+TO_THE_END = 0.05  # of a step: its last launch is so near its end
 PARTS = ("what", "ms", "faster")  # of a winner
 MUCH_FASTER = 1.1  # from here on a kernel is called faster, and not about as fast
 FONT = 14
@@ -83,9 +83,9 @@ def total_ms(operations: pd.DataFrame) -> float:
 def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
     """Full steps, not compiled, with attention written out (``_eager``) and by SDPA, AdamW as torch runs it
     by default, at the context that most were measured at: size, context_length, precision, median_ms,
-    peak_allocated_mib, ``gain`` (times as fast), ``saved_mib`` and whether one of both ``waits`` for the
-    host."""
-    columns = ["run_id", "size", "context_length", "precision", "median_ms", "launch_bound_share",
+    peak_allocated_mib, ``gain`` (times as fast), ``saved_mib`` and whether the host launched one of
+    both to the end (``waits``), so that it is the host's pace, too."""
+    columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
     if times.empty:
         return pd.DataFrame(columns=columns)
@@ -96,7 +96,8 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
         return both
     both = both[both["context_length"] == both["context_length"].mode().iloc[0]].copy()
     both["gain"] = both["median_ms_eager"] / both["median_ms"]
-    both["waits"] = both[["launch_bound_share", "launch_bound_share_eager"]].max(axis=1) > MOSTLY
+    trailing = [both[f"trailing_ms{of}"] / both[f"median_ms{of}"] for of in ("", "_eager")]
+    both["waits"] = pd.concat(trailing, axis=1).min(axis=1) < TO_THE_END
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
     # Of several runs of one kind the quickest: the others may wait for the host.
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
