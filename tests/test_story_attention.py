@@ -34,8 +34,8 @@ def ceilings():
 
 def steps(**columns):
     """Full steps of two sizes, written out and fused; small waits for the host."""
-    rows = [("small", "eager", 40, 5000, 0.9), ("small", "sdpa", 36, 4000, 0.9),
-            ("large", "eager", 120, 9000, 0.0), ("large", "sdpa", 80, 9500, 0.0)]
+    rows = [("small", "eager", 40, 5000, 1.0), ("small", "sdpa", 36, 4000, 1.0),
+            ("large", "eager", 120, 9000, 30.0), ("large", "sdpa", 80, 9500, 30.0)]
     table = pd.DataFrame(rows, columns=["size", "attention", "median_ms", "peak_allocated_mib",
                                         "trailing_ms"])
     return table.assign(**{"mode": "step", "phase": "step", "variant": "eager", "optimizer": "foreach",
