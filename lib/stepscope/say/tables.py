@@ -52,6 +52,8 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
             cells = table[column]
             if column.endswith("bytes"):
                 cells, column = cells / 2**20, column.removesuffix("bytes") + "mib"
+            if pd.api.types.is_float_dtype(cells) and (cells.dropna() % 1 == 0).all():
+                cells = cells.astype("Int64")  # counts, of which some are missing
             shown[column] = [_brief_cell(cell) for cell in cells]
     return pd.DataFrame(shown)
 
@@ -59,6 +61,8 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
 def _brief_cell(cell: object) -> str:
     if isinstance(cell, bool | str):
         return str(cell)
+    if cell is pd.NA:
+        return "–"
     if isinstance(cell, Integral):
         return f"{cell:,}"
     if isinstance(cell, Real) and math.isfinite(cell) and 0 < abs(cell) < 1e-3:
