@@ -1,5 +1,4 @@
 """Tables of text: as GitHub markdown, and as a notebook shows them."""
-import math
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -65,6 +64,7 @@ def _brief_cell(cell: object) -> str:
         return "–"
     if isinstance(cell, Integral):
         return f"{cell:,}"
-    if isinstance(cell, Real) and math.isfinite(cell) and 0 < abs(cell) < 1e-3:
-        return f"{cell:.1e}"
-    return number(cell) if isinstance(cell, Real) or cell is None else str(cell)
+    if not isinstance(cell, Real):
+        return "–" if cell is None else str(cell)
+    value = float(cell)
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else number(value)
