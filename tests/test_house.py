@@ -58,6 +58,7 @@ def test_every_study_in_the_list_is_a_folder_and_every_folder_in_the_list():
         runs = (PACKAGE / "studies" / name / "config.py").exists()
         assert (PACKAGE / "notebooks" / f"{name}.ipynb").exists() == runs
         assert (PACKAGE / "studies" / name / "sweep.yaml").exists() == runs
+    assert {path.stem for path in (PACKAGE / "notebooks").glob("*.ipynb")} <= folders | {"explore"}
 
 
 TOY = {

@@ -1,6 +1,7 @@
 """The notebook's side of a run: note what it runs on, hand over what it found."""
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Run:
 
     def __init__(self, config: RunConfig, run_folder: str | Path):
         require_device(config)
+        # torch's profiler says on stderr, which a notebook shows, that it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software(),

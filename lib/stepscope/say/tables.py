@@ -1,5 +1,4 @@
 """Tables of text: as GitHub markdown, and as a notebook shows them."""
-import math
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -52,6 +51,8 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
             cells = table[column]
             if column.endswith("bytes"):
                 cells, column = cells / 2**20, column.removesuffix("bytes") + "mib"
+            if pd.api.types.is_float_dtype(cells) and (cells.dropna() % 1 == 0).all():
+                cells = cells.astype("Int64")  # counts, of which some are missing
             shown[column] = [_brief_cell(cell) for cell in cells]
     return pd.DataFrame(shown)
 
@@ -59,8 +60,11 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
 def _brief_cell(cell: object) -> str:
     if isinstance(cell, bool | str):
         return str(cell)
+    if cell is pd.NA:
+        return "–"
     if isinstance(cell, Integral):
         return f"{cell:,}"
-    if isinstance(cell, Real) and math.isfinite(cell) and 0 < abs(cell) < 1e-3:
-        return f"{cell:.1e}"
-    return number(cell) if isinstance(cell, Real) or cell is None else str(cell)
+    if not isinstance(cell, Real):
+        return "–" if cell is None else str(cell)
+    value = float(cell)
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else number(value)

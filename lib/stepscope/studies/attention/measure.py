@@ -124,6 +124,7 @@ def _measure(config: Config) -> dict[str, pd.DataFrame]:
                 if name not in names:
                     continue
                 row, passes = measure_cell(name, implementations, inputs, expected, config)
+                print(f"{sequence}{', causal' if causal else ''}, {name}: {row['status']}", flush=True)
                 release(config.device, after_error=row["status"] == "oom")
                 inputs.clear_gradients()
                 samples.append(passes.assign(cell=len(rows)))

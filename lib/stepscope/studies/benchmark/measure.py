@@ -28,6 +28,11 @@ def reading(times: pd.DataFrame) -> str:
         text += f" Its longest phase is {longest.phase}, {share:.0%} of the phases' time."
     flagged = times[times["flags"] != ""]
     if len(flagged):
-        unsteady = "; ".join(f"{row.phase} ({row.flags})" for row in flagged.itertuples())
+        unsteady = ", ".join(f"{row.phase} ({_kinds(row.flags)})" for row in flagged.itertuples())
         text += f" Not steady: {unsteady}."
     return text
+
+
+def _kinds(flags: str) -> str:
+    """``noisy and drifting`` of the flags' whole text."""
+    return " and ".join(flag.partition(":")[0] for flag in flags.split("; "))

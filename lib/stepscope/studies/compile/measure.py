@@ -88,6 +88,7 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                                         for variant in config.variants}
             for variant, warmup, timed in schedule(config):
                 of_mode[variant].take(config, warmup, timed)
+                print(f"{attention}, {mode}, {variant}: {of_mode[variant].row['status']}", flush=True)
             parts += of_mode.values()
         if "eager" in steps:
             steps["eager"].optimizer.state.clear()

@@ -43,6 +43,7 @@ def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
             except torch.OutOfMemoryError as error:
                 cell |= {"status": "oom", "cause": str(error).split(". ")[0]}
             cells.append(cell)
+            print(f"{precision}, {mode}: {cell['status']}", flush=True)
     if not samples:
         raise torch.OutOfMemoryError(cells[0]["cause"])
     columns = ["precision", "mode"]

@@ -2,10 +2,13 @@
 import dataclasses
 import random
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from stepscope.runs.machine import sm_clock_mhz
+from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.compiling import release
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 from stepscope.step.training_step import Step, build_step
@@ -58,6 +61,7 @@ def measure_cells(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
                 step.clear_gradients()
                 step.optimizer.state.clear()
             release(config.device, after_error=True)
+        print(f"{size}, context {context_length}, {mode}: {cells[-1]['status']}", flush=True)
     if not samples:
         raise torch.OutOfMemoryError(cells[0]["cause"])
     return pd.concat(samples, ignore_index=True)[[*CELL, *SAMPLE_COLUMNS]], pd.DataFrame(cells)
@@ -68,3 +72,27 @@ def medians(samples: pd.DataFrame) -> pd.DataFrame:
     timed = samples[samples["timed"] & (samples["phase"] == WHOLE)]
     return timed.groupby(CELL, sort=False)["time_ms"].agg(
         median_ms="median", least_ms="min", most_ms="max").reset_index()
+
+
+def reading(samples: pd.DataFrame) -> str:
+    """What one process says, in two sentences of markdown."""
+    cells = medians(samples)
+    spread = cells["most_ms"] / cells["least_ms"]
+    cell, widest = cells.loc[spread.idxmax()], spread.max()
+    return (f"In this process the slowest step of {cell['size']}, context {cell['context_length']},"
+            f" {cell['mode']} takes {widest:.2f} times as long as its fastest, the most of all."
+            " How far processes are apart, one alone does not tell: the report compares several.")
+
+
+def spread_of_steps(samples: pd.DataFrame, title: str) -> Figure:
+    """Every timed step of a cell over the cell's median, as dots: a row a cell."""
+    use_style()
+    timed = samples[samples["timed"] & (samples["phase"] == WHOLE)]
+    over = timed["time_ms"] / timed.groupby(CELL)["time_ms"].transform("median")
+    label = timed["size"] + ", " + timed["context_length"].astype(str) + ", " + timed["mode"]
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1 + 0.3 * label.nunique()))
+    axis.plot(over, label, "o", alpha=0.6)
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set(xlabel="a step's time over the median of its cell", title=title)
+    axis.invert_yaxis()
+    return figure

@@ -1,0 +1,65 @@
+"""The report's tables for one's own questions, and the notebook that asks some."""
+import re
+import shutil
+
+import nbformat
+import pandas as pd
+import papermill
+import pytest
+
+from stepscope import StepscopeError
+from stepscope.report.load import load
+from stepscope.runs.one_run import NOTEBOOKS
+from stepscope.runs.record import RecordError
+from stepscope.say.tables import brief
+
+ROOT = NOTEBOOKS.resolve().parent
+
+
+def test_it_runs_from_top_to_bottom_and_shows_six_pictures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # from wherever it is opened
+    done = papermill.execute_notebook(NOTEBOOKS / "explore.ipynb", tmp_path / "done.ipynb",
+                                      parameters={"device": "cpu"}, progress_bar=False)
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
+    assert [output.text for output in outputs if output.output_type == "stream"] == []
+
+
+def test_no_cell_of_it_is_longer_than_a_screen():
+    for cell in nbformat.read(NOTEBOOKS / "explore.ipynb", as_version=4).cells:
+        assert len(cell.source.splitlines()) <= 30
+
+
+def test_the_readmes_lines_run():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [lines] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load(" in block]
+    found: dict = {}
+    exec(lines, found)
+    assert len(found["rungs"]) and set(found["rungs"]["size"]) == {"2.7B"}
+
+
+def test_a_folder_of_ones_own_is_loaded_with_what_the_report_sets_aside(tmp_path):
+    found = {path.parent for path in (ROOT / "runs" / "h200" / "benchmark").glob("small-ctx128*/record.json")}
+    for folder in found:
+        shutil.copytree(folder, tmp_path / "benchmark" / folder.name)
+    tables = load("benchmark", "ladder", runs=tmp_path)
+    assert set(tables["benchmark.times"]["run_id"]) == {folder.name for folder in found}
+    assert tables["ladder.rungs"].empty
+
+
+def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path):
+    with pytest.raises(RecordError, match="no such runs folder"):
+        load(runs=tmp_path / "nowhere")
+    with pytest.raises(StepscopeError, match="got lunch, but known studies are ladder"):
+        load("lunch")
+
+
+def test_a_brief_table_has_no_empty_column_and_numbers_a_reader_takes_in():
+    table = pd.DataFrame({"part": ["a", "b"], "cause": [None, None], "flags": ["", ""], "n": [1, 20_000],
+                          "saved_bytes": [2**20, 4202496.0], "error": [2.004912e-07, float("nan")]})
+    shown = brief(table, ["error", "part", "saved_bytes", "cause", "n", "flags", "absent"])
+    assert shown.to_dict("list") == {"error": ["2.0e-07", "–"], "part": ["a", "b"],
+                                     "saved_mib": ["1.00", "4.01"], "n": ["1", "20,000"]}
+    assert brief(table.head(0), ["part"], "None.").data == "None."
+    with pytest.raises(ValueError, match="9 columns"):
+        brief(table, list("abcdefghi"))
