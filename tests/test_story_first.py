@@ -2,8 +2,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from reference import tables
 
+from reference import tables
 from stepscope.report.story import advice, first
 from stepscope.report.story.part import tell
 

@@ -49,7 +49,8 @@ def tidy(text: str) -> str:
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         if paragraph.startswith("|"):
-            paragraphs.append("\n".join(" ".join(row.split()) for row in paragraph.splitlines() if row.strip()))
+            rows = (" ".join(row.split()) for row in paragraph.splitlines() if row.strip())
+            paragraphs.append("\n".join(rows))
             continue
         items = re.split(r"\n\s*(?=[*-] )", paragraph)
         paragraphs.append(
