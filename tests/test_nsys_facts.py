@@ -164,6 +164,7 @@ def test_backward_over_forward_is_by_products_and_the_rest(operations):
     low, high = found["rest"].combine(found["products"], min), found["rest"].combine(found["products"], max)
     assert ((low <= found["all"]) & (found["all"] <= high)).all()
     assert facts.backward_over_forward(operations[operations["mode"] == "forward"]) is None
+    assert facts.backward_over_forward(operations.assign(family="other")) is None
 
 
 def test_the_first_kernel_and_its_launches_follow_the_data(operations):

@@ -28,12 +28,12 @@ def where_it_ends(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFra
     there is nothing of it.
     """
     if is_cpu(cells):
-        return {"on_cpu": True, "searched": False, "names": NAMES, "squares": squares_at_peak(predicted),
-                "runs": runs_of(cells)}
+        return {"on_cpu": True, "searched": False, "first": None, "names": NAMES,
+                "squares": squares_at_peak(predicted), "runs": runs_of(cells)}
     table = ends_table(cells, ends, predicted)
     out = cells.loc[cells["status"] == "oom", ["implementation", "precision", "d_model", "sequence"]]
     out_at = out.drop_duplicates().sort_values(list(out))
-    found = {"on_cpu": False, "names": NAMES, "cells": len(cells), "out": len(out),
+    found = {"on_cpu": False, "first": None, "names": NAMES, "cells": len(cells), "out": len(out),
              "out_at": out_at.to_dict("records"), "searched": len(table) > 0, "table": table,
              "account": smallest_failing(accounting), "runs": runs_of(table if len(table) else cells)}
     if table.empty:

@@ -358,7 +358,7 @@ def _products_share(operations: pd.DataFrame) -> pd.Series:
 def backward_over_forward(operations: pd.DataFrame) -> dict | None:
     """Backward's operations against forward's in full steps: how many times the time all of them take
     (``all``), the matrix products, whose FLOPs are twice forward's (``products``), and the ``rest``; ``own``
-    is the reference's. Series by profile."""
+    is the reference's. Series by profile. None where the reference's kernels do not tell all three."""
     step = pick(operations, mode="step")
     step = step[step["phase"].isin(["forward", "backward"])]
     if step["phase"].nunique() < 2:
@@ -367,11 +367,12 @@ def backward_over_forward(operations: pd.DataFrame) -> dict | None:
     times = {name: rows.groupby([*PROFILE, "phase"], observed=True)["total_ns"].sum().unstack()
              for name, rows in (("all", step), ("products", step[product]), ("rest", step[~product]))}
     ratios = pd.DataFrame({name: table.get("backward", float("nan")) / table.get("forward", float("nan"))
-                           for name, table in times.items()})
+                           for name, table in times.items()}).dropna()
     size, context = reference(step)
-    return {"all": ratios["all"].dropna(), "products": ratios["products"].dropna(),
-            "rest": ratios["rest"].dropna(), "own": ratios.loc[(size, context)].to_dict(),
-            "size": size, "context": context}
+    if (size, context) not in ratios.index:
+        return None
+    return {"all": ratios["all"], "products": ratios["products"], "rest": ratios["rest"],
+            "own": ratios.loc[(size, context)].to_dict(), "size": size, "context": context}
 
 
 def share_of_optimizer(operations: pd.DataFrame) -> pd.Series:
