@@ -115,8 +115,8 @@ def others(field):
     if get_origin(field.annotation) is Literal:
         return [value for value in get_args(field.annotation) if value != field.default]
     if isinstance(field.default, list):
-        allowed = get_args(get_args(field.annotation)[0])
-        return [field.default[:-1] or [allowed[-1] if allowed else 1]]
+        item = get_args(field.annotation)[0]
+        return [field.default[:-1] or [get_args(item)[-1] if get_origin(item) is Literal else 1]]
     return [not field.default if isinstance(field.default, bool) else field.default + 1]
 
 

@@ -19,7 +19,8 @@ def times():
 
 
 def given(**replaced):
-    empty = {f"memory.{name}": pd.DataFrame() for name in ("checkpoints", "runs", "samples")}
+    names = ("memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups")
+    empty = {name: pd.DataFrame() for name in names}
     return empty | {"ladder.rungs": pd.DataFrame(), "benchmark.times": pd.DataFrame()} | replaced
 
 
@@ -42,7 +43,7 @@ def test_a_ladder_of_one_size_names_no_other(rungs):
 
 
 def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
-    found = advice.advice(rungs, *[pd.DataFrame()] * 3)
+    found = advice.advice(rungs, *[pd.DataFrame()] * 4)
     for rung, change in found["changes"].items():
         gains = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain"]
         assert change["most"]["gain"] == gains.max() and change["least"]["gain"] == gains.min()
@@ -50,6 +51,16 @@ def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
     assert found["checkpoints"] is None
     [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
     assert "Out of memory" not in told.text and told.text.count("\n|") > 5
+
+
+def test_where_a_precision_alone_makes_no_step_faster_is_said(rungs):
+    speedups = tables("mixed_precision")["speedups"]
+    found = advice.advice(rungs, *[pd.DataFrame()] * 3, speedups)
+    steps = speedups[(speedups["mode"] == "step") & (speedups["phase"] == "step")
+                     & (speedups["precision"] == "bf16") & (speedups["speedup"] < 1 + first.HELPS)]
+    told = {(shape["size"], shape["context"]) for shape in found["changes"]["bf16"]["idle"]}
+    assert {(str(row.size_), row.context_length)
+            for row in steps.rename(columns={"size": "size_"}).itertuples()} <= told
 
 
 def test_a_sweep_of_ones_own_is_told_by_what_it_varied(times):

@@ -55,7 +55,7 @@ def compose(data: Data, figures: Collection[str] = ()) -> Report:
                                                for question in chapter.questions]) for chapter in chapters()}
     told_of = {part.title: answers for part in STORY if (answers := tell(part, data.tables))}
     report = Report(data, told_of, studies, [])
-    shown = {run for one in report.answers for run in one.runs}
+    shown = {run for _, answers in studies.values() for one in answers for run in one.runs}
     report.left = [run for record in data.records if record.done
                    and (run := f"{record.study}/{record.run_id}") not in shown]
     if report.left:
@@ -147,7 +147,7 @@ def whole(report: Report, runs_link: str) -> str:
     """
     parts = [writeup(report)]
     for name, text in evidence(report, runs_link).items():
-        heading, _, rest = text.partition("\n")
+        heading, _, rest = text.replace("\n## ", "\n#### ").partition("\n")
         parts.append(f"<details class=\"study\" id=\"{name.removesuffix('.md')}\"><summary>"
                      f"{heading.lstrip('# ')}</summary>\n\n{rest.strip()}\n\n</details>\n")
     text = "\n".join(parts).replace("](../figures/", "](figures/")

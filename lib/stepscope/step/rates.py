@@ -10,8 +10,6 @@ from stepscope.step.summary import summarize
 from stepscope.step.timing import WHOLE
 from stepscope.yaml_files import load_yaml
 
-LAUNCH_BOUND = 0.10  # of a phase's time: how soon after the host's last launch the GPU is done with it
-
 
 def data_sheet(device_name: str) -> dict[str, Any]:
     """What a GPU's data sheet says: TFLOP/s without sparsity by precision, ``tb_s`` of its memory, and its
@@ -38,27 +36,7 @@ def with_rates(times: pd.DataFrame, config: StepConfig, ceilings: pd.DataFrame) 
     return times
 
 
-def with_launch_bound(times: pd.DataFrame) -> pd.DataFrame:
-    """Add ``launch_bound_share`` to one run's summary: 1 for a phase that is launch-bound, else 0; for the
-    whole step the share of its phases' time that is so.
-
-    A phase counts when the GPU is done with it less than 10% of its time after the host has enqueued it: the
-    GPU kept up with the host. A host that is nearly as slow and makes no one wait looks the same, so that
-    ``traces.waits`` decides wherever there is a capture of the same work. (That the host was busy enqueuing
-    all the while would not tell: a host far ahead blocks on the full launch queue, and then the GPU has that
-    queue, a thousand launches, still to do.)
-    """
-    bound = (times["trailing_ms"] < LAUNCH_BOUND * times["median_ms"]).astype(float)
-    phases = times["phase"] != WHOLE
-    weights = times["median_ms"].where(phases, 0.0)
-    return times.assign(launch_bound_share=bound.where(phases, (bound * weights).sum() / weights.sum()))
-
-
 def run_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: StepConfig) -> pd.DataFrame:
-    """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and the two
-    functions above.
-
-    A CPU's host waits for each operation, so there nothing is launch-bound and the column is left out.
-    """
-    times = with_rates(summarize(samples, ["phase"]), config, ceilings)
-    return with_launch_bound(times) if config.device == "cuda" else times
+    """One run's table: a row a phase and one for the whole step, columns of ``summarize`` and of
+    :func:`with_rates`."""
+    return with_rates(summarize(samples, ["phase"]), config, ceilings)

@@ -4,27 +4,41 @@ import pandas as pd
 from stepscope.report.story.first import HELPS
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
+from stepscope.say.selections import pick
+from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder.facts import runs_in
 from stepscope.studies.memory.facts_options import checkpointing
 
 # The changes that advice is given on, in the order of its rows.
-ADVISED = ("tf32", "bf16", "cuda_graphs", "sdpa", "blocks", "fused", "no_casts")
+ADVISED = ("tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graphs", "no_casts")
 
 
-def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame,
-           samples: pd.DataFrame) -> dict | None:
+def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
+           speedups: pd.DataFrame) -> dict | None:
     """A change a key: the shapes where it gained least and most (``single`` where that is one shape), and
-    those where it did not help (``idle``); under ``checkpoints`` what checkpointing spares and costs, None
-    where that was not measured."""
+    those where it did not help (``idle``; a precision's also of the eager steps in the study of precisions);
+    under ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
     gained = rungs[rungs["gain"].notna() & rungs["rung"].isin(ADVISED)]
     if gained.empty:
         return None
     found = {rung: _gain(rows) for rung, rows in gained.groupby("rung", sort=False)}
-    spared = checkpointing(checkpoints, runs, samples) if len(checkpoints) and len(runs) else None
-    against = spared and spared["measured"] and spared["measured"]["against_none"]
+    for rung in {"tf32", "bf16"} & found.keys():
+        found[rung]["idle"] += _idle_alone(speedups, rung)
+    spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
+    against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
+
+
+def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:
+    """Shapes whose eager full step a precision does not make faster."""
+    if speedups.empty:
+        return []
+    rows = pick(speedups, precision=precision, mode="step", phase=WHOLE)
+    rows = rows[rows["speedup"] < 1 + HELPS]
+    return [{"size": str(row["size"]), "context": int(row["context_length"]), "gain": row["speedup"]}
+            for row in rows.to_dict("records")]
 
 
 def _gain(rows: pd.DataFrame) -> dict:
@@ -35,4 +49,5 @@ def _gain(rows: pd.DataFrame) -> dict:
 
 
 PART = Part("What to do", questions=(
-    Question("advice", advice, ("ladder.rungs",), ("memory.checkpoints", "memory.runs", "memory.samples")),))
+    Question("advice", advice, ("ladder.rungs",), (
+        "memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups")),))

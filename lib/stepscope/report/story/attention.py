@@ -187,7 +187,8 @@ def which_kernel(cells: pd.DataFrame) -> dict | None:
         return None
     rows = rows[rows["d_model"] == head(rows)]
     long = rows[rows["sequence"] == rows["sequence"].max()]
-    at = [{"precision": name, "cells": ranked(long[long["precision"] == name])} for name in precisions(rows)]
+    at: list[dict] = [{"precision": name, "cells": ranked(long[long["precision"] == name])}
+                      for name in precisions(rows)]
     best = winners(rows)
     masked = facts.the_mask(cells)
     narrow = "bf16" if "bf16" in set(rows["precision"]) else at[-1]["precision"]
@@ -316,7 +317,8 @@ def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
     labels = []
     for name in (one for one in DRAWN if one in set(rows["implementation"])):
         of, style = rows[rows["implementation"] == name].sort_values("sequence"), STYLES[name]
-        axis.plot(of["sequence"], of["pass_median_ms"], linewidth=1.8, markersize=6, **style)
+        axis.plot(of["sequence"], of["pass_median_ms"], linewidth=1.8, markersize=6,
+                  **style)  # type: ignore[arg-type]
         x, y = of["sequence"].iloc[-1], of["pass_median_ms"].iloc[-1]
         words = NAMES[name].removeprefix("SDPA ")
         failed = probes.loc[probes["implementation"] == name, "sequence"].min() if len(probes) else np.nan

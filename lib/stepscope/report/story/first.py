@@ -2,10 +2,12 @@
 compares."""
 import pandas as pd
 
+from stepscope.config import SIZES, StepConfig
 from stepscope.report.story.part import Part
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import MODE_WORDS, number, runs_of
+from stepscope.step.flops import parameter_count
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
 from stepscope.studies.ladder.figures import hero
@@ -41,9 +43,19 @@ def story(rungs: pd.DataFrame) -> dict | None:
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
             "products_ms", "moving_ms", "several", "runs")
     return {name: found[name] for name in told} | {
+        "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
         "best": best, "changes": len(best), "elsewhere": elsewhere,
         "beside_ms": beside and beside["median_ms"], "over_beside": beside and beside["over_best"],
         "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS)}
+
+
+def _billions(size: str, vocabulary: int, context: int) -> float | None:
+    """Parameters of a named size, in 1e9; None for a shape without a name."""
+    if size not in SIZES:
+        return None
+    shape = SIZES[size]._asdict()
+    config = StepConfig(size=size, vocab_size=vocabulary, context_length=context, device="cpu", **shape)
+    return parameter_count(config) / 1e9
 
 
 def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:

@@ -262,6 +262,8 @@ def checkpointed(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Data
     if checkpoints.empty:
         return []
     found = facts_options.checkpointing(checkpoints, runs, samples)
+    if found is None:
+        return []
     measured, run = found["measured"], found["run"]
     if not measured or not measured["against_none"]:
         return []

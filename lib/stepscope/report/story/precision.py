@@ -270,7 +270,7 @@ def memory(times: pd.DataFrame) -> dict | None:
     more, the step's less; None where it is not so everywhere); ``copies`` what forward takes more at the
     shortest context over two bytes a parameter, ``copies_explain`` whether that is all of it."""
     told = facts_memory.memory(times)
-    if not told["measurable"] or not {"bf16", "fp32"} <= set(told["peaks_mib"]):
+    if told is None or not told["measurable"] or not {"bf16", "fp32"} <= set(told["peaks_mib"]):
         return None
     ratio = told["ratio"].dropna()
     modes = ratio.index.get_level_values("mode")

@@ -28,23 +28,24 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.barh(range(len(rows)), rows["median_ms"], color=colors, height=0.72)
     for y, row in enumerate(rows.itertuples()):
         axis.text(
-            row.median_ms,
+            row.median_ms + widest / 60,
             y,
-            f" {number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
+            f"{number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
             f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
             va="center",
             fontsize=LARGE,
             fontweight="bold",
         )
     axis.axvline(found["floor_ms"], color="black", linestyle="--", linewidth=2)
-    axis.text(found["floor_ms"], -0.85, f" floor {number(found['floor_ms'])} ms", fontsize=LARGE, va="center")
+    beside_line, floor = widest / 60, found["floor_ms"]
+    axis.text(floor + beside_line, -0.85, f"floor {number(floor)} ms", fontsize=LARGE, va="center")
     if found["beside"]:
         beside_ms = found["beside"]["median_ms"]
         axis.plot(beside_ms, len(rows), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
         axis.text(
-            beside_ms,
+            beside_ms + widest / 25,
             len(rows),
-            f"  Hugging Face, compiled: {number(beside_ms)} ms",
+            f"Hugging Face, compiled: {number(beside_ms)} ms",
             va="center",
             fontsize=LARGE,
             color=PALETTE[5],

@@ -15,7 +15,7 @@ NAMES = dict(
             "fused AdamW",
             "blocks compiled",
             "one compiled graph",
-            "CUDA graph of the step",
+            "one CUDA graph of the step",
             "no casts",
             "wider products",
             "chunked cross-entropy",
