@@ -1,11 +1,11 @@
 """The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER ASKER`` runs
 the library's own step, plain, annotated and captured.
 
-It imports what it needs and then waits for ``requests.json`` in FOLDER, a list of configurations, as long as
-the process ASKER lives. Each is warmed up; its plain and annotated steps take turns before and after its
-capture; and its outcome is written at once, so that what ends the process later costs nothing that came
-before. Under nsys a capture is what lies between the calls of cudaProfilerApi; torch.profiler's is left as
-``<mode>.trace.json``.
+It imports what it needs and then waits for ``requests.json`` in FOLDER, the modes of one configuration, as
+long as the process ASKER lives. They share the model and one capture, since a profiler takes seconds to end
+one: each mode is warmed up, its plain and annotated steps take turns before and after the capture, and in it
+the modes' steps follow one another. Under nsys a capture is what lies between the calls of cudaProfilerApi;
+torch.profiler's is left as ``capture.trace.json``.
 """
 import gc
 import json
@@ -13,8 +13,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,12 +24,14 @@ from stepscope.config import StepConfig
 from stepscope.files import write_text_durably
 from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.step.timing import PhaseClock
-from stepscope.step.training_step import build_step, out_of_memory_names
-from stepscope.traces.nsys_program import PID, REQUESTS, lives
+from stepscope.step.training_step import Step, build_step, out_of_memory_names
+from stepscope.traces.nsys_program import OUTCOME, PID, REQUESTS, TRACE
+from stepscope.traces.turns import alone, lives, own_mark
 
 WARM_MS, MOST_WARM = 200, 20         # of short steps, so many ms after the first, and so many at most
 CAPTURED_MS, FEWEST = 1000, 3        # captured steps: as many as last so long together, but not fewer
 TURNS_MS, MOST_TURNS = 400, 5        # plain and annotated steps in turns, on either side of the capture
+REPORT_S, STILL_S = 15, 0.3          # nsys's report is waited for so long; it is whole when it grows no more
 # Steps so long do not notice the naming of their regions, so all that are annotated are named.
 LONG_MS = 500
 
@@ -53,18 +56,24 @@ CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
 
 
 class Steps:
-    """Runs one configuration's steps and notes each by the clocks of :mod:`stepscope.step.timing`.
+    """Runs one mode's steps and notes each by the clocks of :mod:`stepscope.step.timing`.
 
     A plain step opens no range. An annotated one opens ranges for itself and its phases, and where it is
     ``named`` for every region of the model, forward and backward.
+
+    Args:
+        step: the model that it shares with other modes; None builds one.
     """
 
-    def __init__(self, config: StepConfig):
-        self.step, self.clock = build_step(config), PhaseClock(config.device)
+    def __init__(self, config: StepConfig, step: Step | None = None):
+        self.step = replace(step, config=config) if step else build_step(config)
+        self.clock = PhaseClock(config.device)
         # kind, place among all steps, number within its kind, phase (``step``: the whole), GPU ms of a phase
         # and host ms of the whole, ms to enqueue it
         self.walls: list[tuple[str, int, int, str, float, float]] = []
         self.made: Counter[str] = Counter()
+        self.opened = 0  # ranges of a step
+        self.cause: str | None = None  # of having run out of memory
 
     def run(self, kind: str, named: bool = False) -> float:
         """One step; its host wall time in ms."""
@@ -83,6 +92,7 @@ class Steps:
                 rows = self.clock.stop()
             else:
                 with nvtx_range("step"):
+                    self.opened += 1
                     self.step(phase)
                     rows = self.clock.stop()
         number = self.made[kind]
@@ -108,31 +118,89 @@ def how_many(step_ms: float, most: int) -> tuple[int, int, bool]:
     return captured, turns, step_ms > LONG_MS
 
 
-def profile(config: StepConfig, tool: str, trace: Path) -> dict:
-    """Warm up, then run and capture one configuration's steps; every step is on the clocks, in ``walls``.
+def profile(configs: list[StepConfig], tool: str, folder: Path) -> dict:
+    """Warm up, then run and capture the steps of one configuration's modes; every step is on the clocks.
 
     The warm-up is the configuration's and, of short steps, more of the same; ``timed_steps`` is the most that
-    are captured. Unless steps are long, the first step in the capture is the only one with named regions.
+    are captured. Unless steps are long, a mode's first step in the capture is the only one with named
+    regions.
     """
-    steps, warm_ms = Steps(config), []
-    with out_of_memory_names("warming up"):
-        while not warm_enough(warm_ms, config.warmup_steps):
-            warm_ms.append(steps.run("warm-up"))
-    captured, turns, all_named = how_many(max(warm_ms[-1:], default=1.0), config.timed_steps)
+    shared = build_step(max(configs, key=lambda config: config.mode == "step"))
+    modes, plans = [Steps(config, shared) for config in configs], {}
+    inside: list[str] = []  # the mode of each step in the capture
 
-    def take_turns() -> None:
+    def warm_up(steps: Steps) -> None:
+        warm_ms: list[float] = []
+        with out_of_memory_names("warming up"):
+            while not warm_enough(warm_ms, steps.step.config.warmup_steps):
+                warm_ms.append(steps.run("warm-up"))
+        plans[steps] = how_many(max(warm_ms[-1:], default=1.0), steps.step.config.timed_steps)
+        take_turns(steps)
+
+    def take_turns(steps: Steps) -> None:
+        _, turns, all_named = plans[steps]
         for _ in range(turns):
             steps.run("plain")
             steps.run("annotated", all_named)
 
-    take_turns()
-    with CAPTURES[tool](trace):
-        if not all_named:
-            steps.run("named", named=True)
-        for _ in range(captured):
-            steps.run("captured", all_named)
-    take_turns()
-    return {"status": "captured", "walls": steps.walls}
+    def captured(steps: Steps) -> None:
+        (count, _, all_named), before = plans[steps], steps.opened
+        try:
+            for kind in [*["named"] * (not all_named), *["captured"] * count]:
+                steps.run(kind, all_named or kind == "named")
+        finally:
+            inside.extend([steps.step.config.mode] * (steps.opened - before))
+
+    for steps in modes:
+        try_part(warm_up, steps)
+    if any(steps.cause is None for steps in modes):
+        with CAPTURES[tool](folder / TRACE):
+            for steps in modes:
+                try_part(captured, steps)
+    waited_s = wait_for_report(folder) if tool == "nsys" and inside else 0.0
+    for steps in modes:
+        try_part(take_turns, steps)
+    outcomes = {steps.step.config.mode: {"status": "oom", "cause": steps.cause} if steps.cause
+                else {"status": "captured", "walls": steps.walls} for steps in modes}
+    return {"modes": outcomes, "inside": inside, "report_s": waited_s}
+
+
+def try_part(part: Callable[[Steps], None], steps: Steps) -> None:
+    """One mode's part, unless it has run out of memory before, which costs the other modes nothing."""
+    if steps.cause is None:
+        try:
+            part(steps)
+        except torch.OutOfMemoryError as error:
+            steps.cause = str(error)
+    if steps.cause is not None:  # not in the handler: the error holds what its frames hold
+        step = steps.step
+        step.clear_gradients()
+        if step.config.mode == "step":
+            step.optimizer.state.clear()
+        free_memory(step.config.device)
+
+
+def wait_for_report(folder: Path) -> float:
+    """Seconds until nsys has made its report of the capture, which it does beside the process it watches.
+
+    It is waited for, since nothing is timed beside it, but not for ever: the steps that follow are worth more
+    than their being alone.
+    """
+    started, size, since = time.perf_counter(), 0, time.perf_counter()
+    while (now := time.perf_counter()) - started < REPORT_S:
+        found = sum(path.stat().st_size for path in folder.glob("capture*.nsys-rep"))
+        if found != size:
+            size, since = found, now
+        if size and now - since >= STILL_S:
+            break
+        time.sleep(0.05)
+    return time.perf_counter() - started
+
+
+def free_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def asked(folder: Path, asker: int) -> list[dict]:
@@ -151,16 +219,25 @@ def main(tool: str, folder: Path, asker: int) -> None:
         use_profiler_ranges()
     else:
         from torch import _dynamo  # noqa: F401  AdamW would import it between the captures: two seconds
-    for values in asked(folder, asker):
-        config = StepConfig(**values)
+    configs = [StepConfig(**values) for values in asked(folder, asker)]
+    if not configs:
+        return
+    device = configs[0].device
+    if device == "cuda":
+        torch.zeros(1, device=device)  # making its context takes a second or more
+    ready = time.perf_counter()
+    ready_at = time.time()
+    with alone(own_mark()):
+        turn = time.perf_counter()
         try:
-            outcome = profile(config, tool, folder / f"{config.mode}.trace.json")
-        except torch.OutOfMemoryError as error:
-            outcome = {"status": "oom", "cause": str(error)}
-        write_text_durably(folder / f"{config.mode}.json", json.dumps(outcome))
-        gc.collect()
-        if config.device == "cuda":
-            torch.cuda.empty_cache()
+            outcome = profile(configs, tool, folder)
+        except torch.OutOfMemoryError as error:  # the weights alone
+            oom = {"status": "oom", "cause": str(error)}
+            outcome = {"modes": {config.mode: oom for config in configs}, "inside": [], "report_s": 0.0}
+        free_memory(device)
+        outcome |= {"ready_at": ready_at, "turn_s": turn - ready,
+                    "steps_s": time.perf_counter() - turn - outcome["report_s"]}
+        write_text_durably(folder / OUTCOME, json.dumps(outcome))
 
 
 if __name__ == "__main__":
