@@ -248,8 +248,9 @@ def test_every_step_is_on_the_clocks_and_plain_and_annotated_take_turns(run_here
         assert own["place"].tolist() == list(range(len(own)))
         inside = [at for at, kind in enumerate(kinds) if kind in ("named", "captured")]
         assert kinds.count("captured") == 2 and inside == list(range(inside[0], inside[-1] + 1))
-        before, after = kinds[kinds.count("warm-up"):inside[0]], kinds[inside[-1] + 1:]
-        assert kinds[0] == "warm-up" and before == after == ["plain", "annotated"] * (len(before) // 2) != []
+        before = kinds[kinds.count("warm-up"):inside[0]]
+        assert kinds[0] == "warm-up" and before == ["plain", "annotated"] * (len(before) // 2) != []
+        assert inside[-1] == len(kinds) - 1  # nothing is timed beside the profiler's end of a capture
         phases = walls[(walls["mode"] == mode) & (walls["phase"] != "step")]
         assert (phases.groupby("place").size() == {"forward": 1, "forward_backward": 3, "step": 4}[mode]).all()
         # On a CPU a phase's time is the host's, and the phases make the step but for the way between them.
@@ -298,7 +299,7 @@ def test_a_plain_step_opens_no_range_and_an_annotated_one_those_of_its_phases(mo
 
 
 @pytest.mark.parametrize("step_ms, captured, turns, named",
-                         [(1, 10, 5, False), (60, 10, 3, False), (200, 5, 1, False), (2000, 3, 1, True)])
+                         [(1, 10, 10, False), (60, 10, 6, False), (200, 5, 2, False), (2000, 3, 2, True)])
 def test_short_steps_are_run_more_often(step_ms, captured, turns, named):
     assert watched.how_many(step_ms, 10) == (captured, turns, named)
     assert watched.how_many(step_ms, 2)[0] == 2

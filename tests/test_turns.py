@@ -29,6 +29,7 @@ for _ in range(3):
     spend("work")
     with alone(mark):
         spend("alone")
+    begin_work(mark)
     spend("work")
     end_work(mark)
     begin_work(mark)
@@ -65,9 +66,12 @@ def test_what_a_dead_worker_has_left_holds_nobody_up(tmp_path, suffix):
     turns.begin_work(mark)
     with turns.alone(mark):
         assert not (tmp_path / f"1{turns.WORK}").exists()
+    assert not [*tmp_path.glob("1.*")]
+    turns.begin_work(mark)
     assert (tmp_path / f"1{turns.WORK}").exists()
     turns.end_work(mark)
     turns.end_work(mark)
+    assert not [*tmp_path.glob("1.*")]
 
 
 def test_a_run_by_itself_waits_for_nobody(monkeypatch):
@@ -90,16 +94,15 @@ def test_only_runs_that_take_turns_share_a_gpu(monkeypatch, tmp_path, write_swee
 
 
 def test_a_sweep_of_profiles_on_one_machine_takes_turns(tmp_path, write_sweep):
-    """Real kernels, profilers and captures: three runs at once, and the steps of each while none is at work."""
-    path = write_sweep([{"study": "nsys", "axes": {"context_length": [8, 12, 16]}, "fixed": {
+    """Real kernels, profilers and captures: two runs at once, and the steps of each while none is at work."""
+    path = write_sweep([{"study": "nsys", "axes": {"context_length": [8, 12]}, "fixed": {
         "device": "cpu", "size": "nano", "vocab_size": 50, "batch_size": 1, "warmup_steps": 1, "timed_steps": 2}}])
     store, began = Store(tmp_path / "runs"), time.time()
-    end = run_sweep([path], store, How(workers="3"), Console(quiet=True))
-    assert end.counts["ok"] == 3 and not end.left
+    end = run_sweep([path], store, How(workers="2"), Console(quiet=True))
+    assert end.counts["ok"] == 2 and not end.left
     records = store.records()[0]
-    assert {len(record.beside) for record in records} <= {1, 2}
     for record in records:
-        seconds = {name: record.results[name] for name in ("ready_s", "turn_s", "steps_s", "report_s", "export_s")}
+        seconds = {name: record.results[name] for name in ("ready_s", "turn_s", "steps_s", "others_s", "analysis_s")}
         assert min(seconds.values()) >= 0 and sum(seconds.values()) < time.time() - began
         assert record.results["captured_profiles"] == 3
     assert max(record.results["turn_s"] for record in records) > 0

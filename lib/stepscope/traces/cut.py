@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from stepscope.traces.export import NVTX, PUSH_POP, ConservationError, TraceError, load_trace
+from stepscope.traces.export import (
+    NVTX,
+    PUSH_POP,
+    ConservationError,
+    TraceError,
+    activity_totals,
+    load_trace,
+)
 
 
 def cut(export: Path, modes: Sequence[str]) -> dict[str, Path]:
@@ -19,23 +26,25 @@ def cut(export: Path, modes: Sequence[str]) -> dict[str, Path]:
         modes: of each step in the capture, in order; a mode's steps follow one another.
 
     Returns:
-        Their paths by mode. Of one mode, its export is all of it.
+        Their paths by mode.
 
     Raises:
         TraceError: the capture has not so many steps, or cannot be read.
-        ConservationError: a row is in none of them, or in two.
+        ConservationError: an operation is in none of them, or in two.
     """
     ranges = load_trace(export)[1]
-    begins = ranges.loc[ranges["role"] == "step", "start_ns"].sort_values().tolist()
+    steps = ranges[ranges["role"] == "step"].sort_values("start_ns")
+    begins = steps["start_ns"].tolist()
     if len(begins) != len(modes):
         raise TraceError(f"{export}: holds {len(begins)} steps, expected the {len(modes)} that were run")
     names = list(dict.fromkeys(modes))
-    edges = [None, *(begins[modes.index(name)] for name in names[1:]), None]
+    # What follows the last step is the freeing of its memory, which is nobody's.
+    edges = [None, *(begins[modes.index(name)] for name in names[1:]), int(steps["end_ns"].max())]
     made = {name: _between(export, name, *edges[at:at + 2]) for at, name in enumerate(names)}
-    whole, parts = _counts(export), [_counts(path) for path in made.values()]
-    for table, rows in whole.items():
-        if rows != (found := sum(part[table] for part in parts)):
-            raise ConservationError(f"{export}: {table} holds {rows} rows, and its parts {found}")
+    whole, parts = activity_totals(export), sum(activity_totals(path) for path in made.values())
+    if not whole.equals(parts):
+        raise ConservationError(f"{export}: its operations, {whole.to_dict('index')}, are not those of its"
+                                f" parts, {parts.to_dict('index')}")
     return made
 
 
@@ -57,9 +66,3 @@ def _timed(connection: sqlite3.Connection) -> dict[str, str]:
     starts = [table for table in tables
               if "start" in {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}]
     return {table: f"eventType = {PUSH_POP}" if table == NVTX else "1" for table in starts}
-
-
-def _counts(path: Path) -> dict[str, int]:
-    with closing(sqlite3.connect(path)) as connection:
-        return {table: connection.execute(f'SELECT count(*) FROM "{table}" WHERE {rows}').fetchone()[0]
-                for table, rows in _timed(connection).items()}

@@ -79,7 +79,7 @@ class Capture:
     file: Path | None
     outcomes: dict[str, dict]  # by mode: status (captured, oom, crashed), cause, walls (of watched.Steps)
     inside: list[str]          # the mode of each step in the file, in order
-    seconds: dict[str, float]  # start_s, turn_s, steps_s, report_s of the process; none of one that crashed
+    seconds: dict[str, float]  # ready_s, turn_s, steps_s, others_s of the process; none of one that crashed
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
@@ -177,7 +177,7 @@ def _capture(configs: list[StepConfig], place: Path, nsys: Path | None, process:
             raise NsysError(f"no report was made of the capture of {', '.join(said['modes'])};"
                             f" the profiler said: {ended[-2000:]}")
     seconds = {"ready_s": max(0.0, said["ready_at"] - asked_at),
-               **{name: said[name] for name in ("turn_s", "steps_s", "report_s")}}
+               **{name: said[name] for name in ("turn_s", "steps_s", "others_s")}}
     return Capture(file, said["modes"], said["inside"], seconds)
 
 

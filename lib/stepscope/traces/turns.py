@@ -54,7 +54,7 @@ def end_work(mark: Path | None) -> None:
 
 @contextmanager
 def alone(mark: Path | None) -> Iterator[None]:
-    """Wait for a turn and have it. From its end on the run is at work again."""
+    """Wait for a turn and have it. At its end the run is not at work: it has to :func:`begin_work` again."""
     if mark is None:
         yield
         return
@@ -64,10 +64,7 @@ def alone(mark: Path | None) -> Iterator[None]:
         with _held(mark):  # whoever else wants anything waits for this lock, and looks at nothing meanwhile
             if not _any(mark, WORK):
                 mark.with_suffix(WANTS).unlink()
-                try:
-                    yield
-                finally:
-                    mark.with_suffix(WORK).touch()
+                yield
                 return
         time.sleep(LOOK_S)
 

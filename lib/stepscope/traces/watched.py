@@ -3,9 +3,11 @@ the library's own step, plain, annotated and captured.
 
 It imports what it needs and then waits for ``requests.json`` in FOLDER, the modes of one configuration, as
 long as the process ASKER lives. They share the model and one capture, since a profiler takes seconds to end
-one: each mode is warmed up, its plain and annotated steps take turns before and after the capture, and in it
-the modes' steps follow one another. Under nsys a capture is what lies between the calls of cudaProfilerApi;
-torch.profiler's is left as ``capture.trace.json``.
+one: each mode is warmed up, and its plain and annotated steps take turns; then the capture begins, in which
+the modes' steps follow one another. It ends when no other run is timed on this GPU. Under nsys a capture is
+what lies between the calls of cudaProfilerApi; torch.profiler's is left as ``capture.trace.json``.
+
+Nothing is timed after the capture: nsys makes its report beside the process that it watches.
 """
 import gc
 import json
@@ -14,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,12 +28,11 @@ from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
 from stepscope.traces.nsys_program import OUTCOME, PID, REQUESTS, TRACE
-from stepscope.traces.turns import alone, lives, own_mark
+from stepscope.traces.turns import alone, begin_work, lives, own_mark
 
 WARM_MS, MOST_WARM = 200, 20         # of short steps, so many ms after the first, and so many at most
 CAPTURED_MS, FEWEST = 1000, 3        # captured steps: as many as last so long together, but not fewer
-TURNS_MS, MOST_TURNS = 400, 5        # plain and annotated steps in turns, on either side of the capture
-REPORT_S, STILL_S = 15, 0.3          # nsys's report is waited for so long; it is whole when it grows no more
+TURNS_MS, MOST_TURNS = 400, 10       # plain and annotated steps in turns: so long of either, but not more
 # Steps so long do not notice the naming of their regions, so all that are annotated are named.
 LONG_MS = 500
 
@@ -110,20 +111,23 @@ def warm_enough(warm_ms: list[float], least: int) -> bool:
 
 
 def how_many(step_ms: float, most: int) -> tuple[int, int, bool]:
-    """Of steps that last so long: how many are captured, how many turns plain and annotated ones take on
-    either side of the capture, and whether all that are annotated have their regions named.
+    """Of steps that last so long: how many are captured, how many turns plain and annotated ones take, and
+    whether all that are annotated have their regions named.
     """
     captured = min(most, max(FEWEST, int(CAPTURED_MS / step_ms)))
-    turns = max(1, min(MOST_TURNS, captured // 2, int(TURNS_MS / 2 / step_ms)))
+    turns = max(2, min(MOST_TURNS, captured, int(TURNS_MS / step_ms)))
     return captured, turns, step_ms > LONG_MS
 
 
-def profile(configs: list[StepConfig], tool: str, folder: Path) -> dict:
+def profile(configs: list[StepConfig], capture: Callable[[], None]) -> dict:
     """Warm up, then run and capture the steps of one configuration's modes; every step is on the clocks.
 
     The warm-up is the configuration's and, of short steps, more of the same; ``timed_steps`` is the most that
     are captured. Unless steps are long, a mode's first step in the capture is the only one with named
     regions.
+
+    Args:
+        capture: begins the capture.
     """
     shared = build_step(max(configs, key=lambda config: config.mode == "step"))
     modes, plans = [Steps(config, shared) for config in configs], {}
@@ -135,7 +139,6 @@ def profile(configs: list[StepConfig], tool: str, folder: Path) -> dict:
             while not warm_enough(warm_ms, steps.step.config.warmup_steps):
                 warm_ms.append(steps.run("warm-up"))
         plans[steps] = how_many(max(warm_ms[-1:], default=1.0), steps.step.config.timed_steps)
-        take_turns(steps)
 
     def take_turns(steps: Steps) -> None:
         _, turns, all_named = plans[steps]
@@ -143,7 +146,7 @@ def profile(configs: list[StepConfig], tool: str, folder: Path) -> dict:
             steps.run("plain")
             steps.run("annotated", all_named)
 
-    def captured(steps: Steps) -> None:
+    def be_captured(steps: Steps) -> None:
         (count, _, all_named), before = plans[steps], steps.opened
         try:
             for kind in [*["named"] * (not all_named), *["captured"] * count]:
@@ -153,16 +156,14 @@ def profile(configs: list[StepConfig], tool: str, folder: Path) -> dict:
 
     for steps in modes:
         try_part(warm_up, steps)
-    if any(steps.cause is None for steps in modes):
-        with CAPTURES[tool](folder / TRACE):
-            for steps in modes:
-                try_part(captured, steps)
-    waited_s = wait_for_report(folder) if tool == "nsys" and inside else 0.0
-    for steps in modes:
         try_part(take_turns, steps)
+    if any(steps.cause is None for steps in modes):
+        capture()
+        for steps in modes:
+            try_part(be_captured, steps)
     outcomes = {steps.step.config.mode: {"status": "oom", "cause": steps.cause} if steps.cause
                 else {"status": "captured", "walls": steps.walls} for steps in modes}
-    return {"modes": outcomes, "inside": inside, "report_s": waited_s}
+    return {"modes": outcomes, "inside": inside}
 
 
 def try_part(part: Callable[[Steps], None], steps: Steps) -> None:
@@ -178,23 +179,6 @@ def try_part(part: Callable[[Steps], None], steps: Steps) -> None:
         if step.config.mode == "step":
             step.optimizer.state.clear()
         free_memory(step.config.device)
-
-
-def wait_for_report(folder: Path) -> float:
-    """Seconds until nsys has made its report of the capture, which it does beside the process it watches.
-
-    It is waited for, since nothing is timed beside it, but not for ever: the steps that follow are worth more
-    than their being alone.
-    """
-    started, size, since = time.perf_counter(), 0, time.perf_counter()
-    while (now := time.perf_counter()) - started < REPORT_S:
-        found = sum(path.stat().st_size for path in folder.glob("capture*.nsys-rep"))
-        if found != size:
-            size, since = found, now
-        if size and now - since >= STILL_S:
-            break
-        time.sleep(0.05)
-    return time.perf_counter() - started
 
 
 def free_memory(device: str) -> None:
@@ -225,18 +209,20 @@ def main(tool: str, folder: Path, asker: int) -> None:
     device = configs[0].device
     if device == "cuda":
         torch.zeros(1, device=device)  # making its context takes a second or more
-    ready = time.perf_counter()
-    ready_at = time.time()
-    with alone(own_mark()):
-        turn = time.perf_counter()
-        try:
-            outcome = profile(configs, tool, folder)
-        except torch.OutOfMemoryError as error:  # the weights alone
-            oom = {"status": "oom", "cause": str(error)}
-            outcome = {"modes": {config.mode: oom for config in configs}, "inside": [], "report_s": 0.0}
-        free_memory(device)
-        outcome |= {"ready_at": ready_at, "turn_s": turn - ready,
-                    "steps_s": time.perf_counter() - turn - outcome["report_s"]}
+    mark, ready_at, ready = own_mark(), time.time(), time.perf_counter()
+    with ExitStack() as opened:
+        with alone(mark):
+            turn = time.perf_counter()
+            try:
+                outcome = profile(configs, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
+            except torch.OutOfMemoryError as error:  # the weights alone
+                oom = {"status": "oom", "cause": str(error)}
+                outcome = {"modes": {config.mode: oom for config in configs}, "inside": []}
+            free_memory(device)
+            ended = time.perf_counter()
+        begin_work(mark)
+        outcome |= {"ready_at": ready_at, "turn_s": turn - ready, "steps_s": ended - turn,
+                    "others_s": time.perf_counter() - ended}
         write_text_durably(folder / OUTCOME, json.dumps(outcome))
 
 

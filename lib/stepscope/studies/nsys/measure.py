@@ -136,8 +136,9 @@ def profile_run(config: Config, kept: Path | None,
             left out, and ``statuses`` says why.
         results: tool, the number of profiles by status, which implementation of attention ran, and seconds:
             ``watched_s`` of the watched process since it was asked, of which ``ready_s`` until it was ready,
-            ``turn_s`` until nobody was at work beside it, ``steps_s`` of steps, ``report_s`` until the
-            profiler's report was made; ``export_s`` of exports; ``analysis_s`` of all after the process.
+            ``turn_s`` until it had its turn (see ``traces/turns.py``), ``steps_s`` of steps, ``others_s``
+            while others had theirs, and the rest until the profiler had made its report; ``analysis_s`` of
+            all after the process, of which ``export_s`` of the export and its parts.
 
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
