@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 
 import pandas as pd
 import pytest
@@ -296,6 +297,20 @@ def test_runs_that_differ_in_what_no_table_shows_are_told_apart():
     warm = [small.model_copy(update={"study": "warmup", "run_id": str(n),
                                      "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
     assert told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
+
+
+def test_of_runs_that_differ_in_timed_steps_the_newest_counts_however_many_there_are_of_the_others():
+    old = benchmarks()
+    new = old[0].model_copy(update={"run_id": "new", "config": old[0].config | {"timed_steps": 3},
+                                    "started_at": old[0].started_at + timedelta(days=1)})
+    rest = [run for run in old if run is not old[0]]
+    for order in ([new, *old], [*old, new]):
+        kept, aside = told_apart(order)
+        assert aside == [old[0]] and {run.run_id for run in kept} == {"new", *(run.run_id for run in rest)}
+    failed = new.model_copy(update={"status": "failed"})
+    assert told_apart([*old, failed]) == (old, [failed])
+    batch = new.model_copy(update={"config": new.config | {"batch_size": 8}})
+    assert told_apart([*old, batch]) == (old, [batch])  # newer, but of another kind than the study's
 
 
 def test_what_no_answer_is_made_from_is_listed():

@@ -68,7 +68,8 @@ def machine(data: Data) -> dict[str, str]:
     ended: Counter[str] = Counter(record.status for record in records)
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
-    rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"
+    waited_s = sum(r.results.get(name, 0) for r in records for name in ("turn_s", "others_s"))
+    rows["time in runs"] = f"{(sum(r.duration_s for r in records) - waited_s) / 60:.0f} min"
     if on_gpu:
         rows |= _clocks(data.tables)
         busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
@@ -105,6 +106,9 @@ def _hosts(records: list[Record]) -> dict[str, str]:
         rows["memory of the hosts"] = ", ".join(f"{ram:.0f} GiB" for ram in hosts)
     of_study = Counter(r.study for r in records)
     if beside := Counter(r.study for r in records if r.beside):
-        parts = listing(f"{n} of {of_study[study]} in {study}" for study, n in beside.items())
+        turns = Counter(r.study for r in records if r.beside and r.results.get("took_turns"))
+        parts = listing(f"{n} of {of_study[study]} in {study}"
+                        + (f" ({turns[study]} timed in turns, the others idle)" if turns[study] else "")
+                        for study, n in beside.items())
         rows["runs with others beside them"] = f"{beside.total()} of {len(records)}: {parts}"
     return rows
