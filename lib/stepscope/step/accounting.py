@@ -375,14 +375,14 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: StepConfig, memory_mib: float, allowance: float = 0.0,
+def what_fits(config: StepConfig, memory_mib: float, allowance: float = ALLOWANCE,
               blocks_per_checkpoint: int = 0) -> "pd.DataFrame":
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
     Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits (into the
-    memory), tight (but it leaves less than the ``allowance``, a share of it, free), largest_context (at the
-    batch given) and largest_batch (at the context given), both with the allowance left free. Forward alone
-    has no checkpoints.
+    memory), tight (but it leaves less than the ``allowance``, a share of it, free); largest_context (at the
+    batch given) and largest_batch (at the context given) with the allowance left free, and most_context and
+    most_batch with nothing left free. Forward alone has no checkpoints.
     """
     import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
     rows = []
@@ -392,9 +392,11 @@ def what_fits(config: StepConfig, memory_mib: float, allowance: float = 0.0,
             blocks = 0 if mode == "forward" else blocks_per_checkpoint
             top, safe_mib = peak(variant, blocks), (1 - allowance) * memory_mib
             fits = top.allocated <= memory_mib * MIB
-            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB,
-                         "phase": top.phase, "operation": top.operation,
-                         "fits": fits, "tight": fits and top.allocated > safe_mib * MIB,
-                         "largest_context": largest_that_fits(variant, "context_length", safe_mib, blocks),
-                         "largest_batch": largest_that_fits(variant, "batch_size", safe_mib, blocks)})
+            row = {"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase,
+                   "operation": top.operation, "fits": fits, "tight": fits and top.allocated > safe_mib * MIB}
+            for name, within_mib in (("largest", safe_mib), ("most", memory_mib)):
+                for field in ("context_length", "batch_size"):
+                    largest = largest_that_fits(variant, field, within_mib, blocks)
+                    row[f"{name}_{field.partition('_')[0]}"] = largest
+            rows.append(row)
     return pd.DataFrame(rows)
