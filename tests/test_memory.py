@@ -279,8 +279,8 @@ def test_what_fits():
     beyond = config.model_copy(update={"context_length": largest + 1})
     assert accounting.peak(at).allocated <= 143_156 * MIB < accounting.peak(beyond).allocated
     assert accounting.largest_that_fits(config, "batch_size", 1_000) == 0
-    with pytest.raises(accounting.AccountingError, match="sdpa"):
-        accounting.peak(config.model_copy(update={"attention": "sdpa"}))
+    with pytest.raises(accounting.AccountingError, match="compile"):
+        accounting.peak(config.model_copy(update={"compile": True}))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ def histories(runs: pd.DataFrame) -> pd.DataFrame:
 
 def matrix(runs: pd.DataFrame) -> pd.DataFrame:
     """Of :func:`histories`, those of the largest size that has any, forward and full step; one of each
-    context, mode and precision, AdamW as torch runs it by default where there is a choice."""
+    context, mode and precision, attention written out and AdamW as torch runs it by default."""
     runs = histories(runs)
-    runs = runs[runs["mode"].isin(["forward", "step"])]
+    runs = runs[runs["mode"].isin(["forward", "step"]) & (runs["attention"] == "eager")]
     if runs.empty:
         return runs
     runs = runs[runs["size"] == runs["size"].max()]
@@ -48,7 +48,7 @@ def config_of(run: pd.Series) -> StepConfig:
     """A run's configuration as it is on a GPU, for formulas."""
     fields = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size")
     config = on_gpu(**{name: int(run[name]) for name in fields}, mode=run["mode"], precision=run["precision"],
-                    optimizer=run["optimizer"])
+                    optimizer=run["optimizer"], attention=run["attention"])
     assert isinstance(config, StepConfig)
     return config.model_copy(update={"device": run["device"]})
 

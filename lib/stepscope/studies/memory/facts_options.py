@@ -108,8 +108,8 @@ def fragmentation(runs: pd.DataFrame) -> dict | None:
                    idle_share=1 - ok["steady_peak_allocated_mib"] / reserved)
     expandable = ok["expandable_segments"].astype(bool)
     plain = ok[~expandable]
-    pairs = plain.merge(ok[expandable], on=["size", "context_length", "mode", "precision"],
-                        suffixes=("", "_expandable"))
+    same = ["size", "context_length", "mode", "precision", "attention", "optimizer"]
+    pairs = plain.merge(ok[expandable], on=same, suffixes=("", "_expandable"))
     pairs = pairs.assign(change_share=pairs["reserved_mib_expandable"] / pairs["reserved_mib"] - 1)
     by_idle = plain.sort_values("idle_share", kind="stable")
     least, most = by_idle.iloc[:1], by_idle[by_idle["idle_share"] == by_idle["idle_share"].max()].iloc[:1]
