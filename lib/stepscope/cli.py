@@ -145,7 +145,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, or cpu (all, over tiny models)."
+            help="Sweep files (YAML), or what ships: a study's name, cpu (all, over tiny models) or 2026."
         ),
     ],
     runs: RunsOption = None,
