@@ -157,7 +157,7 @@ def measure_checkpoints(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     for context in sorted(config.contexts) or [config.context_length]:
         failed = {row["blocks_per_checkpoint"] for row in rows if row["status"] == "oom"}
         here = config.model_copy(update={"context_length": context})
-        settings = [blocks for blocks in config.checkpoints if blocks not in failed]
+        settings = [blocks for blocks in config.checkpoints or [0] if blocks not in failed]
         if not settings:
             break
         step = build_step(here)
