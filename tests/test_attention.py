@@ -10,9 +10,8 @@ from conftest import record_of
 from stepscope.config import configure
 from stepscope.say.chapter import answer, given
 from stepscope.step.compiling import reason
-from stepscope.studies.attention import ending, following, implementations
+from stepscope.studies.attention import checking, ending, following, implementations
 from stepscope.studies.attention.chapter import CHAPTER
-from stepscope.studies.attention import checking
 from stepscope.studies.attention.checking import errors, reference
 from stepscope.studies.attention.implementations import Implementations, Inputs
 from stepscope.studies.attention.measure import measure_attention, measure_cell

@@ -401,8 +401,8 @@ def test_arrangements_over_the_number_of_blocks(further):
 
 @pytest.mark.parametrize("name, functions", printed.BY_NUMBER.items())
 def test_the_functions_of_n_that_are_printed_are_those_of_the_arrangements(name, functions):
-    """The number of runs, at powers of two that have a root; what grows as told grows so."""
-    kept, runs, memory_grows, compute_grows = functions
+    """At powers of two that have a root."""
+    kept, runs, *_ = functions
     for blocks in (4, 16, 64):
         said_runs = runs.replace("² / ", "²/").replace("log₂N", str(blocks.bit_length() - 1))
         said_runs = said_runs.replace("N²", f"{blocks}*N").replace(" · ", "*").replace("3N", "3*N").replace("2N", "2*N")

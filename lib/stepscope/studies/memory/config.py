@@ -8,7 +8,8 @@ from stepscope.config import Layers, Length, StepConfig, Steps
 
 class Config(StepConfig):
     """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each
-    setting, with ``contexts`` at each of these; or, with ``stacks``, of each arrangement of checkpoints over so many blocks."""
+    setting, with ``contexts`` at each of these; or, with ``stacks``, of each arrangement of checkpoints over
+    so many blocks."""
 
     study: Literal["memory"] = "memory"
     warmup_steps: int = Field(1, ge=0, le=10**6)

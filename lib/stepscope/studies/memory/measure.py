@@ -184,12 +184,12 @@ def measure_stacks(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     GPU ``state_bytes`` before the step and its peaks, as :func:`measure_checkpoints`'s.
     """
     samples, rows = [], []
+    runs: list[None] = []
     for blocks in config.stacks:
         here = config.step(num_layers=blocks, mode="forward_backward")
         step = KeepingGradients(**vars(build_step(here)))
         with nesting.arranged(step.model, nesting.every(blocks, 1)):
             step()  # makes the gradients
-        runs: list[None] = []
         for block in step.model.blocks:
             block.register_forward_pre_hook(lambda *called: runs.append(None))
         stream, saved = value("4X", here), value(require_formulas(here).saved, here)
