@@ -115,6 +115,8 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # Fields that records of before have and this study has no longer, with the only value they ever had.
     retired: ClassVar[dict[str, Any]] = {}
+    # Whether runs time their steps in turns (see traces/turns.py), so that several may share a GPU.
+    takes_turns: ClassVar[bool] = False
 
     study: str
     d_model: int = Field(ge=2, le=2**20)

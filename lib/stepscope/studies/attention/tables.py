@@ -12,8 +12,8 @@ GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest sequenc
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """:func:`all_cells` of the grid (``cells``), of runs of longer sequences only (``long``) and of runs with
-    FlashAttention-4 (``generations``, see :func:`with_kernels`), and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its
-    configuration."""
+    FlashAttention-4 (``generations``, see :func:`with_kernels`), and the tables ``ends``, ``predicted`` and
+    ``accounting`` of every run of the grid with its configuration."""
     records = [record for record in records if record.study == "attention" and record.status == "ok"]
     kernels = load_table(store, records, "kernels")
     # Runs beside FlashAttention-4 measure some cells of the grid once more: they are a table of their own.

@@ -198,7 +198,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     run = runs.set_index("run_id").loc[rows["run_id"].iloc[0]]
     last = rows[rows["blocks"] == numbers[-1]].set_index("arrangement")
     sizes = [f"{last[column].get(name, np.nan) / 1024:.2g} GiB {words}" for name, words in
-             (("none", "without checkpoints"), ("every block", "one a block"), ("halved", "halved"))]
-    figure.suptitle(f"{numbers[-1]} blocks of {run['size']}: {', '.join(sizes)}\n"
-                    f"(context {run['context_length']}, {run['precision']}, {where})", **HEADING)
+             (("none", "without checkpoints"), ("every block", "with one a block"), ("halved", "halved"))]
+    figure.suptitle(f"{numbers[-1]} blocks: {', '.join(sizes)}\n({run['size']}, context "
+                    f"{run['context_length']}, {run['precision']}, {where})", **HEADING)
     return figure

@@ -159,7 +159,7 @@ def outcome(rows: pd.DataFrame) -> list[str]:
             for status, peak_mib in zip(rows["status"], rows["peak_mib"])]
 
 
-# What each arrangement of N blocks keeps and costs, as functions of N (see nesting.py, where they are tested).
+# What each arrangement of N blocks keeps and costs, as functions of N (nesting.py).
 BY_NUMBER = {
     "none": ("N blocks", "N", "O(N)", "O(N)"),
     "square root": ("√N inputs, √N blocks", "2N", "O(√N)", "O(N)"),
