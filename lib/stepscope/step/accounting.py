@@ -336,7 +336,8 @@ def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 
-def largest_that_fits(config: StepConfig, field: str, memory_mib: float, blocks_per_checkpoint: int = 0) -> int:
+def largest_that_fits(config: StepConfig, field: str, memory_mib: float,
+                      blocks_per_checkpoint: int = 0) -> int:
     """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
     memory, in MiB.
 

@@ -86,9 +86,8 @@ def fits(facts: dict) -> pd.DataFrame:
     free, none = f"{percent(group['free_share'])} left free", "nothing left free"
     context, batch = f"context at batch {group['batch']}", f"batch at context {group['context']}"
     whole = rows[["largest_context", "most_context", "largest_batch", "most_batch"]].map(fixed, decimals=0)
-    return pd.DataFrame({"mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
-                         f"{context}, {free}": whole["largest_context"], f"{context}, {none}": whole["most_context"],
-                         f"{batch}, {free}": whole["largest_batch"], f"{batch}, {none}": whole["most_batch"]})
+    whole.columns = [f"{context}, {free}", f"{context}, {none}", f"{batch}, {free}", f"{batch}, {none}"]
+    return pd.concat([rows["mode"].map(MODE_WORDS), rows["precision"], whole], axis=1)
 
 
 def residual(facts: dict) -> pd.DataFrame:
