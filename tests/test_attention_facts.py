@@ -11,6 +11,7 @@ from stepscope.studies.attention import (
     facts_compile,
     facts_ends,
     facts_generations,
+    facts_long,
     facts_memory,
     facts_time,
     following,
@@ -65,6 +66,25 @@ def said(key, cells, **tables):
 
 
 # -- correctness and time ------------------------------------------------------------------------------------
+
+def test_a_sequence_beyond_the_grid_is_told_by_itself():
+    cells = gpu_cells()
+    long = gpu_cells().query("sequence == 256 and precision != 'tf32'").assign(sequence=65536)
+    long.loc[long["implementation"].isin(QUADRATIC), "status"] = "oom"
+    found = facts_long.at_the_longest(long, cells)
+    assert found["sequence"] == 65536 and found["heads"] == [64]
+    by_precision = {one["precision"]: one for one in found["by_precision"]}
+    assert by_precision["bf16"]["square_gib"] == 64 and by_precision["fp32"]["square_gib"] == 128
+    assert all(set(one["out"]) == set(QUADRATIC) and one["squares"] for one in found["by_precision"])
+    assert (found["growth"]["times"], found["growth"]["expected"]) == (4, 16)
+    assert facts_long.at_the_longest(long, EMPTY)["growth"] is None
+    long.loc[long["implementation"] == "flex", "status"] = "oom"
+    turned = facts_long.at_the_longest(long, cells)
+    assert not any(one["squares"] for one in turned["by_precision"])
+    assert said("attention-long", cells, long=long).text
+    nothing = long.assign(status="oom")
+    assert "none runs" in said("attention-long", cells, long=nothing).text
+
 
 def test_wrong_and_unsupported_cells_are_told_apart():
     cells = gpu_cells()

@@ -371,6 +371,19 @@ def test_sweeps_are_found_by_their_studys_name():
     ]
 
 
+def test_what_2026_asks_is_a_sweep_with_the_profiles_of_the_nsys_sweep():
+    asked = {(config.study, config.run_id) for path in find_sweeps("2026") for config in load_sweep(path)}
+    profiles = {name for study, name in asked if study == "nsys"}
+    assert len(profiles) == 6 and {study for study, _ in asked} == {"memory", "attention", "nsys"}
+    assert profiles <= {config.run_id for config in load_sweep(find_sweeps("nsys")[0])}
+
+
+def test_arrangements_are_measured_in_a_run_of_their_own(tiny):
+    with pytest.raises(ConfigError, match="stacks"):
+        tiny(study="memory", stacks=[2], checkpoints=[1])
+    assert tiny(study="memory", contexts=[8, 4]).context_length == 8
+
+
 def test_the_shipped_benchmark_sweep_holds_the_handouts_matrix():
     asked = [
         c

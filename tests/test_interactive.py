@@ -8,6 +8,7 @@ import pytest
 
 from browser import DESKTOP, PHONE, browser, shown, too_wide, violations
 from conftest import record_of
+from reference import tables
 from stepscope.config import PHASES, PRECISIONS, SIZES, configure
 from stepscope.report.interactive import (
     LETTERS,
@@ -21,6 +22,7 @@ from stepscope.report.interactive import (
 )
 from stepscope.report.page import render_page
 from stepscope.step import accounting
+from stepscope.studies.memory.facts_options import fragmentation
 
 DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size")
 TEXT = '# Report\n\n<div id="ladder-picker"></div>\n\n## Fit\n\n<div id="calculator">\n\nElsewhere a form.\n\n</div>\n'
@@ -66,7 +68,7 @@ def shapes(number, seed):
             "vocab_size": draw.choice([2, 777, 10_000, 128_256]), "batch_size": draw.choice([1, 3, 4, 64]),
             "context_length": draw.choice([1, 17, 128, 512, 1000, 4096, 131_072]),
             "mode": draw.choice([*PHASES]), "precision": draw.choice(PRECISIONS),
-            "optimizer": draw.choice(["foreach", "fused"])}
+            "optimizer": draw.choice(["foreach", "fused"]), "attention": draw.choice(["eager", "sdpa"])}
 
 
 def of(config):
@@ -78,7 +80,7 @@ def test_a_letter_is_the_product_of_the_same_dimensions_as_in_python():
         config, sizes = of(shape), shape | {"head_dim": shape["d_model"] // shape["num_heads"]}
         assert {letter: prod(sizes[name] for name in names) for letter, names in LETTERS.items()} == accounting.terms(config)
         for name, formula in (("saved", accounting.FORMULAS["bf16"].saved), ("end", accounting.FORMULAS["bf16"].end)):
-            terms = calculator_data()["formulas"]["bf16"][name]
+            terms = calculator_data()["formulas"]["eager"]["bf16"][name]
             assert sum(n * accounting.terms(config)[letter] for n, letter in terms) == accounting.value(formula, config)
 
 
@@ -132,16 +134,34 @@ def fill(page, **fields):
 def test_the_form_says_whether_it_fits(page):
     shape = {"mode": "step", "precision": "fp32", "optimizer": "foreach", "context_length": 512, "batch_size": 4}
     top = accounting.peak(of(SIZES["2.7B"]._asdict() | shape)).allocated / 2**30
-    said = fill(page, size="2.7B", **shape, memory_gib=top + 1)
-    assert said.startswith("It fits") and f"{top:.2f} GiB at the peak, 1.00 GiB to spare" in said
+    said = fill(page, size="2.7B", **shape, memory_gib=2 * top)
+    assert said.startswith("It fits") and f"{top:.2f} GiB at the peak, {top:.2f} GiB to spare" in said
+    said = fill(page, memory_gib=top + 1)  # which is less than the allowance
+    assert said.startswith("It is tight") and "1.00 GiB to spare" in said
     assert "does not fit" in fill(page, memory_gib=top - 1)
     assert page.locator("#fits-parts li").count() >= 5
-    assert "It fits" in fill(page, blocks_per_checkpoint=1)  # only the blocks' inputs are kept
+    assert "It is tight" in fill(page, blocks_per_checkpoint=1)  # only the blocks' inputs are kept
+    lean = accounting.peak(of(SIZES["2.7B"]._asdict() | shape | {"attention": "sdpa", "optimizer": "fused"}), 1)
+    assert f"{lean.allocated / 2**30:.2f} GiB at the peak" in fill(page, attention="sdpa", optimizer="fused")
+    fill(page, attention="eager", optimizer="foreach")
     assert "even whole number" in fill(page, num_heads=7)
     assert page.locator("#fits-size").input_value() == "custom" and page.locator("#fits-parts li").count() == 0
     assert "Batch: a whole number from 1" in fill(page, size="small", batch_size="1.5")
     assert page.locator("#fits-num_heads").input_value() == str(SIZES["small"].num_heads)
     fill(page, batch_size=4, blocks_per_checkpoint=0)
+
+
+def test_a_size_says_whose_name_it_has():
+    assert "2.7B (2026&#39;s xl)" in calculator([]).html and "xl (2025&#39;s)" in calculator([]).html
+
+
+def test_what_is_left_free_is_what_the_runs_measured():
+    runs = tables("memory")["runs"]
+    measured = fragmentation(runs)["most"]["idle_share"]
+    assert calculator([], {"memory.runs": runs}).data["allowance"] == measured
+    half = runs.assign(steady_peak_allocated_mib=runs["steady_peak_allocated_mib"] / 2)
+    assert calculator([], {"memory.runs": half}).data["allowance"] > measured
+    assert calculator([]).data["allowance"] == accounting.ALLOWANCE
 
 
 def test_the_gpu_to_begin_with_is_the_records_one(tiny):

@@ -17,6 +17,8 @@ from rich.table import Column, Table
 from stepscope import PROJECT, StepscopeError, __version__
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from stepscope.config import StepConfig
     from stepscope.runs.record import Record
 
@@ -119,6 +121,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
         _seconds(timeout, "--timeout"),
         _seconds(time_budget, "--time-budget"),
     )
+    _say_editions([path for path in paths if runs / "sweeps" not in path.parents])
     try:
         end = run_sweep(paths, Store(runs), how, console)
     except Stopped as stop:
@@ -138,6 +141,18 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
         raise typer.Exit(EXIT_LEFT)
     if end.failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _say_editions(paths: list[Path]) -> None:
+    """Which model a size of two editions is, where a sweep file of one's own does not say its edition."""
+    from stepscope.config import EDITIONS, SIZES, size_of
+    from stepscope.runs.sweep_file import SHIPPED, sizes_of_two_editions
+    own = [path for path in paths if SHIPPED not in path.parents]
+    for size in dict.fromkeys(size for path in own for size in sizes_of_two_editions(path)):
+        shapes = ["/".join(map(str, SIZES[size_of(size, year)])) for year in EDITIONS]
+        first, last = EDITIONS
+        console.print(f"size: {size} is {first}'s, {shapes[0]}; with edition: {last} beside it, {shapes[-1]}",
+                      soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()
@@ -430,7 +445,9 @@ def fit(
     attention: Annotated[
         str, typer.Option(metavar="eager|sdpa", help="Written out, or torch's fused attention.")
     ] = "eager",
-    optimizer: Annotated[str, typer.Option(metavar="foreach|fused", help="AdamW's implementation.")] = "foreach",
+    optimizer: Annotated[
+        str, typer.Option(metavar="foreach|fused", help="AdamW's implementation.")
+    ] = "foreach",
     checkpoint: Annotated[
         int, typer.Option(help="Activation checkpoints, each around so many blocks; 0: none.", min=0)
     ] = 0,
@@ -452,7 +469,9 @@ def fit(
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     if allowance is not None and not 0 <= allowance < 100:
-        raise StepscopeError(f"--allowance: got {allowance:g}, but expected a percentage below 100, such as 25")
+        raise StepscopeError(
+            f"--allowance: got {allowance:g}, but expected a percentage below 100, such as 25"
+        )
     from stepscope.config import device_here
     from stepscope.runs.machine import machine
     from stepscope.say.formats import MODE_WORDS
@@ -475,19 +494,26 @@ def fit(
     for row in found.itertuples():
         table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
                       "tight" if row.tight else "yes" if row.fits else "no",
-                      _from_to(row.largest_context, row.most_context), _from_to(row.largest_batch, row.most_batch))
+                      _from_to(row.largest_context, row.most_context),
+                      _from_to(row.largest_batch, row.most_batch))
     out = Console()
     out.print(table)
-    whose = "" if allowance is not None else (
-        ": at the worst peak of the reference so much of what the allocator reserved was in no tensor"
-        " (evidence/memory.md#memory-fragmentation)")
+    for words in _fit_words(found, free, measured=allowance is None):
+        out.print(words, soft_wrap=True, highlight=False, markup=False)
+
+
+def _fit_words(found: "pd.DataFrame", free: float, measured: bool) -> list[str]:
+    """What the table's words mean, and why bf16 may need more."""
+    words = []
     if free:
-        out.print(f"Tight: it leaves less than {free:.0%} of the memory free{whose}. The largest context and batch are"
-                  " that which leaves it and that which just fits.", soft_wrap=True, highlight=False)
+        whose = ", the most of what the allocator reserved that was in no tensor at a peak of the reference"
+        words.append(f"Tight: it leaves less than {free:.0%} of the memory free{whose if measured else ''}."
+                     " The largest context and batch are that which leaves it and that which just fits.")
     alone = found[found["mode"] == "forward"].set_index("precision")["peak_mib"] / 1024
     if alone["bf16"] > alone["fp32"]:
-        out.print(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32, because"
-                  " autocast keeps a bf16 copy of each weight until forward ends.", soft_wrap=True, highlight=False)
+        words.append(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32,"
+                     " because autocast keeps a bf16 copy of each weight until forward ends.")
+    return words
 
 
 def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | None, ...]) -> dict:
@@ -496,7 +522,9 @@ def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | 
     own = dict(zip(Dimensions._fields, dimensions, strict=True))
     if size is None and None in own.values():
         missing = ", ".join(name for name, value in own.items() if value is None)
-        raise StepscopeError(f"size: not given; name one, such as small, or give the shape ({missing} missing)")
+        raise StepscopeError(
+            f"size: not given; name one, such as small, or give the shape ({missing} missing)"
+        )
     if size is None and edition is not None:
         raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
     return own if size is None else own | {"size": size_of(size, edition)}

@@ -17,9 +17,10 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stepscope.config import PHASES, PRECISIONS, SIZES
+from stepscope.config import PHASES, PRECISIONS, SIZES, size_label
 from stepscope.runs.record import Record
 from stepscope.step import accounting
+from stepscope.studies.memory.facts_options import fragmentation
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Of a GPU that no record names, to begin with; any other can be typed in.
@@ -86,33 +87,38 @@ def pieces(records: Iterable[Record], tables: Mapping[str, pd.DataFrame],
            rung_names: Mapping[str, str] | None = None) -> list[Piece]:
     """Every interactive part that there are data for."""
     rows = ladder_rows(tables.get("ladder.times", pd.DataFrame()), rung_names or {})
-    return [calculator(records), *([ladder_picker(rows)] if rows else [])]
+    return [calculator(records, tables), *([ladder_picker(rows)] if rows else [])]
 
 
-def calculator(records: Iterable[Record]) -> Piece:
-    """Whether a training step fits a GPU's memory, by the report's own formula."""
+def calculator(records: Iterable[Record], tables: Mapping[str, pd.DataFrame] | None = None) -> Piece:
+    """Whether a training step fits a GPU's memory, by the report's own formula; it is tight where it leaves
+    less free than the allocator had reserved and unused at worst, in these runs or else in the reference."""
+    runs = (tables or {}).get("memory.runs", pd.DataFrame())
+    idle = fragmentation(runs) if len(runs) else None
+    allowance = idle["most"]["idle_share"] if idle and idle["most"] else accounting.ALLOWANCE
     gpus = {record.machine["device_name"]: round(record.machine["gpu_memory_mib"] / 1024, 2)
             for record in records if record.machine.get("gpu_memory_mib")}
     gpu = max(gpus.items(), key=lambda one: one[1], default=USUAL_GPU)
-    html = _html("calculator.html.j2", named=[(name, name) for name in SIZES], start=START,
+    html = _html("calculator.html.j2", named=[(name, size_label(name)) for name in SIZES], start=START,
                  shape=SIZES[START], modes=[(mode, MODE_NAMES[mode]) for mode in PHASES],
-                 precisions=[(name, name) for name in PRECISIONS], gpu=gpu)
-    return Piece("calculator", html, calculator_data(), "calculator.js")
+                 precisions=[(name, name) for name in PRECISIONS], gpu=gpu, allowance=f"{allowance:.0%}")
+    return Piece("calculator", html, calculator_data(allowance), "calculator.js")
 
 
-def calculator_data() -> dict:
-    """The memory formulas as data: each a list of [bytes, letter], each letter a list of dimensions."""
-    formulas = {}
-    for name, of_precision in accounting.FORMULAS.items():
-        found: dict[str, Any] = {}
-        for field in fields(of_precision):
-            value = getattr(of_precision, field.name)
-            found[field.name] = ({key: _terms(text) for key, text in value.items()} if isinstance(value, dict)
-                                 else _terms(value))
-        formulas[name] = found
+def calculator_data(allowance: float = accounting.ALLOWANCE) -> dict:
+    """The memory formulas as data, by attention and type: each a list of [bytes, letter], each letter a list
+    of dimensions; and the share of the memory to leave free."""
+    def of(formulas: accounting.Formulas) -> dict[str, Any]:
+        values = {field.name: getattr(formulas, field.name) for field in fields(formulas)}
+        return {name: {key: _terms(text) for key, text in value.items()} if isinstance(value, dict)
+                else _terms(value) for name, value in values.items()}
+    by_attention = {"eager": accounting.FORMULAS, "sdpa": accounting.FUSED_FORMULAS}
     return {
         "letters": LETTERS,
-        "formulas": formulas,
+        "formulas": {attention: {name: of(formulas) for name, formulas in by_type.items()}
+                     for attention, by_type in by_attention.items()},
+        "fused_backward": accounting.FUSED_BACKWARD,
+        "allowance": allowance,
         "of_precision": {name: "fp32" if name in ("fp32", "tf32") else "bf16" for name in PRECISIONS},
         "block_gradients": _terms(accounting.BLOCK_GRADIENTS),
         "head_gradients": _terms(accounting.HEAD_GRADIENTS),

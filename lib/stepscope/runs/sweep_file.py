@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure
+from stepscope.config import ConfigError, RunConfig, configure, needs_edition
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
@@ -24,7 +24,7 @@ def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
 
     The file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and
     ``axes`` (field: list of values); the block stands for the product of its axes, the last axis varying
-    fastest.
+    fastest. ``edition`` beside ``size`` says which edition of the handout's names it has, and is no field.
 
     Args:
         device: what ``auto`` means where they will run.
@@ -86,6 +86,23 @@ def _expand(block: object, device: str) -> Iterator[RunConfig]:
         if fields.get("device", "auto") == "auto":
             fields["device"] = device
         yield configure(block["study"], **fields)
+
+
+def sizes_of_two_editions(path: Path) -> list[str]:
+    """Names of sizes that editions of the handout differ about, in the blocks of a sweep file that say no
+    ``edition``: they are 2025's.
+
+    Raises:
+        SweepError: the file cannot be read.
+    """
+    content, found = _read(path), []
+    for block in content if isinstance(content, list) else [content]:
+        parts = [block.get(key) for key in ("fixed", "axes")] if isinstance(block, dict) else []
+        fields = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+        sizes = fields.get("size", [])
+        if "edition" not in fields:
+            found += sizes if isinstance(sizes, list) else [sizes]
+    return list(dict.fromkeys(size for size in found if isinstance(size, str) and needs_edition(size)))
 
 
 def find_sweeps(name: str) -> list[Path]:

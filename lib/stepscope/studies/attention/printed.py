@@ -48,6 +48,13 @@ def at_one_point(facts: dict) -> pd.DataFrame:
     return measured(rows, {"precision": rows["precision"], "implementation": names})
 
 
+def long(facts: dict) -> pd.DataFrame:
+    """Precision, d and implementation down."""
+    rows = facts["cells"]
+    return measured(rows, {"precision": rows["precision"], "d": rows["d_model"],
+                           "implementation": rows["implementation"].map(NAMES)})
+
+
 def written_out(facts: dict) -> pd.DataFrame:
     """The handout's table: precision, d and sequence down."""
     rows = facts["written_out"]

@@ -94,10 +94,11 @@ def case(mode: str, precision: str, rows: pd.DataFrame) -> dict | None:
 
 
 def reach(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
-    """How far the largest model runs that was tried at several contexts on a GPU. ``ways``, a mode, checkpoints and
-    precision each: the longest context that ``fits`` and the first that ``fails`` (each None), with peaks
-    measured and predicted; ``as_predicted``: every one that fits was predicted below the GPU's memory, and
-    every one that fails above. ``bytes_each``: what weights, gradients and AdamW's moments take a parameter.
+    """How far the largest model runs that was tried at several contexts on a GPU. ``ways``, a mode,
+    checkpoints and precision each: the longest context that ``fits`` and the first that ``fails`` (each
+    None), with peaks measured and predicted; ``as_predicted``: every one that fits was predicted below the
+    GPU's memory, and every one that fails above (``surprises`` were not). ``bytes_each``: what weights,
+    gradients and AdamW's moments take a parameter.
     """
     rows = settings(checkpoints, runs, samples, "reach")
     if rows.empty:
@@ -167,7 +168,8 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
     if not whole.any():
         return None
     most, fewest = int(whole[whole].index.max()), int(whole[whole].index.min())
-    at_most, at_fewest = (rows[rows["blocks"] == number].set_index("arrangement") for number in (most, fewest))
+    at_most, at_fewest = (rows[rows["blocks"] == number].set_index("arrangement")
+                          for number in (most, fewest))
     base = at_most["time_ms"].get("none", float("nan"))
     at_most = at_most.assign(times=at_most["time_ms"] / base, growth=at_most[by] / at_fewest[by],
                              run_times=at_most["block_runs"] / most).sort_values(by, kind="stable")

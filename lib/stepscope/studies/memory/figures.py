@@ -175,15 +175,15 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
 
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
     """Memory beyond the state and time of a step over the number of blocks, a line an arrangement of
-    checkpoints; without a GPU's peaks, what is kept by formula."""
+    checkpoints (out of memory: a gap); without a GPU's peaks, what is kept by formula."""
     rows = stacked_blocks(stacks, runs, samples)
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2))
     on_gpu = rows["beyond_mib"].notna().any()
-    numbers = sorted(rows["blocks"].unique())
+    numbers, column = sorted(rows["blocks"].unique()), "beyond_mib" if on_gpu else "kept_mib"
     for (name, group), color, marker in zip(rows.groupby("arrangement", sort=False), PALETTE, MARKERS):
         ok = group[group["status"] == "ok"]
-        axes[0].plot(ok["blocks"], ok["beyond_mib" if on_gpu else "kept_mib"] / 1024, f"{marker}-",
+        axes[0].plot(ok["blocks"], ok[column] / 1024, f"{marker}-",
                      color=color, label=name)
         axes[1].plot(ok["blocks"], ok["time_ms"], f"{marker}-", color=color)
     for axis in axes:
@@ -196,6 +196,9 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     axes[1].set(ylabel="ms", title="forward + backward")
     figure.legend(loc="outside lower center", ncols=5, title="checkpoints")
     run = runs.set_index("run_id").loc[rows["run_id"].iloc[0]]
-    figure.suptitle(f"Blocks of {run['size']}, context {run['context_length']}, {run['precision']}, {where}",
-                    **HEADING)
+    last = rows[rows["blocks"] == numbers[-1]].set_index("arrangement")
+    sizes = [f"{last[column].get(name, np.nan) / 1024:.2g} GiB {words}" for name, words in
+             (("none", "without checkpoints"), ("every block", "with one a block"), ("halved", "halved"))]
+    figure.suptitle(f"{numbers[-1]} blocks: {', '.join(sizes)}\n({run['size']}, context "
+                    f"{run['context_length']}, {run['precision']}, {where})", **HEADING)
     return figure

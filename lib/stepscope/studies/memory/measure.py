@@ -157,7 +157,7 @@ def measure_checkpoints(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     for context in sorted(config.contexts) or [config.context_length]:
         failed = {row["blocks_per_checkpoint"] for row in rows if row["status"] == "oom"}
         here = config.model_copy(update={"context_length": context})
-        settings = [blocks for blocks in config.checkpoints if blocks not in failed]
+        settings = [blocks for blocks in config.checkpoints or [0] if blocks not in failed]
         if not settings:
             break
         step = build_step(here)
@@ -184,12 +184,12 @@ def measure_stacks(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     GPU ``state_bytes`` before the step and its peaks, as :func:`measure_checkpoints`'s.
     """
     samples, rows = [], []
+    runs: list[None] = []
     for blocks in config.stacks:
         here = config.step(num_layers=blocks, mode="forward_backward")
         step = KeepingGradients(**vars(build_step(here)))
         with nesting.arranged(step.model, nesting.every(blocks, 1)):
             step()  # makes the gradients
-        runs: list[None] = []
         for block in step.model.blocks:
             block.register_forward_pre_hook(lambda *called: runs.append(None))
         stream, saved = value("4X", here), value(require_formulas(here).saved, here)

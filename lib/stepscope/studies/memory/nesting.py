@@ -1,4 +1,4 @@
-"""Activation checkpoints inside one another: arrangements of N blocks, what they keep and how often blocks run.
+"""Activation checkpoints inside one another: arrangements of N blocks, what they keep, how often blocks run.
 
 An arrangement is a list of parts: a number is a block that runs and saves what its backward needs; a list is
 an arrangement under a checkpoint, of which forward keeps the input only. ``[[0, 1], [2, 3]]`` are two
