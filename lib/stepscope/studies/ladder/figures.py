@@ -121,6 +121,7 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
     windows = windows[(windows[SHAPE] == windows[SHAPE].iloc[0]).all(axis=1)]
     rows, found = off_fp32(windows), trained(curves)
     apart = rows.groupby("window")["range"].first()
+    limit = 1.15 * max(apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max())  # the start is far up
     steps = (apart.index.to_numpy() + 1) * found["smoothed"]
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
     axis.fill_between(steps, -apart, apart, color="0.88", label=f"{found['seeds']} seeds of fp32")
@@ -134,7 +135,7 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
     axis.set(
         xlabel=f"steps of training (means of {found['smoothed']})",
         ylabel="loss less fp32's (nats)",
-        ylim=(-1.15 * apart.iloc[1:].max(), 1.15 * apart.iloc[1:].max()),
+        ylim=(-limit, limit),
         title=f"{title}\nsize {windows['size'].iloc[0]}, {where}",
     )
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
