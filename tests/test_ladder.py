@@ -184,6 +184,32 @@ def test_fp8_is_as_much_coarser_in_a_model_as_its_mantissa_is_shorter(config, mo
     assert off["fp32"] == 0 and 4 < off["fp8"] / off["bf16"] < 16
 
 
+def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
+    """Rounded to 4 significant bits with any range products are off as much, to 3 bits, as e5m2 has, more."""
+    from stepscope.studies.ladder import rungs
+
+    def rounded(bits):
+        def rounds(x):
+            fraction, exponent = torch.frexp(x.float())
+            return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
+
+        return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
+
+    monkeypatch.setattr(rungs.fp8, "has_fp8", lambda device: True)
+    mine, off = config(d_model=64, d_ff=128, num_layers=4, num_heads=2, size="custom"), {}
+    kinds = {"fp32": None, "fp8": fp8.product, "4 bits": rounded(4), "3 bits": rounded(3)}
+    for name, product in kinds.items():
+        changes = frozenset({"fp8"} if product else ())
+        monkeypatch.setattr(rungs, "changes_of", lambda _, own=changes: own)
+        monkeypatch.setattr(fp8, "product", product or fp8.product)
+        rung = Rung(mine, "fp32", {})
+        loss = rung.gradients().item()
+        if not product:
+            reference = loss, {of: sampled(gradient) for of, gradient in rung.plain_gradients()}
+        off[name] = difference(rung, loss, reference)["gradient_off"]
+    assert 0.7 < off["fp8"] / off["4 bits"] < 1.4 < off["3 bits"] / off["4 bits"]
+
+
 def test_rungs_are_one_change_apart():
     for rung in CHANGES:
         assert changes_of(rung) - changes_of(before(rung, RUNGS)) == {rung}
