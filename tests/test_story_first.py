@@ -19,25 +19,26 @@ def times():
 
 
 def given(**replaced):
-    names = ("memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups")
+    names = ("memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups", "ladder.curves")
     empty = {name: pd.DataFrame() for name in names}
     return empty | {"ladder.rungs": pd.DataFrame(), "benchmark.times": pd.DataFrame()} | replaced
 
 
 def test_the_story_is_the_ladder_from_its_first_rung_to_its_fastest(rungs):
-    found = first.story(rungs)
+    found = first.story(rungs, pd.DataFrame())
     own = rungs[(rungs["size"].astype(str) == found["size"]) & (rungs["kind"] == "rung")
                 & ~rungs["rung"].isin(["fp8", "fill"]) & (rungs["status"] == "ok")]
     assert found["first_ms"] == own.set_index("rung").loc["fp32", "median_ms"]
     assert found["best_ms"] == own["median_ms"].min()
-    assert found["faster"] == pytest.approx(found["first_ms"] / found["best_ms"])
+    fastest = own.loc[own["median_ms"].idxmin()]
+    assert found["faster"] == fastest["times_as_fast"] and found["gains"], "of times within a process"
     assert all(one["gain"] > 1 + first.HELPS for one in found["best"])
     assert found["elsewhere"]["gain"] > found["elsewhere"]["here"]
 
 
 def test_a_ladder_of_one_size_names_no_other(rungs):
-    own = rungs[rungs["size"].astype(str) == first.story(rungs)["size"]]
-    assert first.story(own)["elsewhere"] is None
+    own = rungs[rungs["size"].astype(str) == first.story(rungs, pd.DataFrame())["size"]]
+    assert first.story(own, pd.DataFrame())["elsewhere"] is None
     [told] = tell(first.PART, given(**{"ladder.rungs": own}))
     assert "What helps depends" not in told.text
 
@@ -47,10 +48,33 @@ def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
     for rung, change in found["changes"].items():
         gains = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain"]
         assert change["most"]["gain"] == gains.max() and change["least"]["gain"] == gains.min()
-        assert len(change["idle"]) == (gains < 1 + first.HELPS).sum()
+        low = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain_low"]
+        assert len(change["idle"]) == ((gains < 1 + first.HELPS) | (low <= 1)).sum()
     assert found["checkpoints"] is None
     [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
     assert "Out of memory" not in told.text and told.text.count("\n|") > 5
+
+
+def test_a_gain_that_is_not_sure_is_none(rungs):
+    """Where each interval holds 1 nothing is said to have helped, and no headline says so."""
+    unsure = rungs.assign(gain_low=0.9, times_as_fast_low=0.9)
+    assert not first.story(unsure, pd.DataFrame())["gains"]
+    [told] = tell(first.PART, given(**{"ladder.rungs": unsure}))
+    [sure] = tell(first.PART, given(**{"ladder.rungs": rungs}))
+    assert "no rung" in told.text and "no rung" not in sure.text
+    changes = advice.advice(unsure, *[pd.DataFrame()] * 4)["changes"]
+    assert all(not shape["surely"] for change in changes.values() for shape in change["idle"])
+    shapes = len(rungs[["size", "context_length"]].drop_duplicates())
+    assert len(changes["bf16"]["idle"]) == shapes
+
+
+def test_advice_says_from_how_many_processes(rungs):
+    found = advice.advice(rungs.assign(processes=3), *[pd.DataFrame()] * 4)
+    assert (found["fewest"], found["most"], found["alike"]) == (3, 3, True)
+    [told] = tell(advice.PART, given(**{"ladder.rungs": rungs.assign(processes=3)}))
+    assert "3 processes" in told.text
+    one = rungs.assign(processes=[1 + index % 3 for index in range(len(rungs))])
+    assert not advice.advice(one, *[pd.DataFrame()] * 4)["alike"]
 
 
 def test_where_a_precision_alone_makes_no_step_faster_is_said(rungs):

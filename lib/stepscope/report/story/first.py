@@ -18,19 +18,21 @@ HELPS = 0.02  # a gain under this share is none
 VARIED = ("precision", "attention", "compile", "optimizer", "batch_size", "vocab_size")
 
 
-def story(rungs: pd.DataFrame) -> dict | None:
+def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     """The ladder of the largest size from its first rung to its fastest, and the rungs that gain most.
 
-    ``best`` are the rungs of :data:`FEW` that gain more than :data:`HELPS`, the most first; ``elsewhere``
-    the largest gain of one rung at another size, None where there is one size or none gains more there.
+    ``best`` are the rungs that surely gain more than :data:`HELPS`, the most first; ``elsewhere`` the largest
+    gain of one rung at another size, None where there is one size or none gains more there; ``trained`` what
+    loss curves say, None where there are none.
     """
     found = ladder_facts.ladder(rungs)
     if found is None:
         return None
     rows = found["rows"]
-    gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS)].sort_values("gain", ascending=False)
+    gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS) & (rows["gain_low"] > 1)]
+    gained = gained.sort_values("gain", ascending=False)
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]} for row in gained.to_dict("records")]
-    other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna()]
+    other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
     other = other[other["size"].astype(str) != found["size"]]
     elsewhere = None
     if len(other):
@@ -41,12 +43,22 @@ def story(rungs: pd.DataFrame) -> dict | None:
                          "here": here.iloc[0], "useless_here": bool(here.iloc[0] < 1 + HELPS)}
     beside = found["beside"]
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
-            "products_ms", "moving_ms", "several", "runs")
+            "products_ms", "moving_ms", "several", "processes", "gains", "runs")
     return {name: found[name] for name in told} | {
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
         "best": best, "changes": len(best), "elsewhere": elsewhere,
         "beside_ms": beside and beside["median_ms"], "over_beside": beside and beside["over_best"],
-        "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS)}
+        "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS and beside["over_best_low"] > 1),
+        "trained": _trained(curves)}
+
+
+def _trained(curves: pd.DataFrame) -> dict | None:
+    """Whether rungs train nearer to fp32 than another seed would; None without the curves of several seeds."""
+    if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
+        return None
+    found = ladder_facts.trained(curves)
+    named = ("steps", "seeds", "training_size", "inside", "compared", "all_inside", "out", "apart", "seeds_apart")
+    return {name: found[name] for name in named}
 
 
 def _billions(size: str, vocabulary: int, context: int) -> float | None:
@@ -114,7 +126,7 @@ def pairs(facts: dict) -> pd.DataFrame:
 PART = Part(
     "",
     questions=(
-        Question("story", story, ("ladder.rungs",), pictures=("ladder",)),
+        Question("story", story, ("ladder.rungs",), ("ladder.curves",), pictures=("ladder",)),
         Question("compared", compared, ("benchmark.times",), ("ladder.rungs",), printed={"pairs": pairs}),
     ),
     pictures=(Picture("ladder", hero, ("ladder.rungs",)),),

@@ -359,7 +359,7 @@ def numerics(
 
 
 def _trained(training: dict | None) -> dict | None:
-    """Whether trainings on the rungs stay within the band of fp32's seeds."""
+    """Whether trainings on the rungs stay nearer to fp32 than its seeds are to one another."""
     if not training or training["curves"] is None:
         return None
     return {name: training[name] for name in ("compared", "inside", "steps", "seeds", "training_size")} | {

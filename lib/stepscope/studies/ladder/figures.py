@@ -9,7 +9,14 @@ from stepscope.say.formats import number
 from stepscope.say.style import PALETTE, WIDTH_IN, use_style
 from stepscope.studies.ladder import facts
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_shape, climbed, smoothed
+from stepscope.studies.ladder.facts import (
+    OTHER_ARITHMETIC,
+    by_shape,
+    climbed,
+    off_fp32,
+    smoothed,
+    trained,
+)
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.ladder.tables import SHAPE
 
@@ -30,7 +37,7 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
         axis.text(
             row.median_ms + widest / 60,
             y,
-            f"{number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
+            f"{number(row.median_ms)} ms · {first / row.median_ms:.1f}×"
             f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
             va="center",
             fontsize=LARGE,
@@ -53,12 +60,13 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     names = [name_of(rung) + (" *" if rung == OTHER_ARITHMETIC else "") for rung in rows["rung"]]
     axis.set_yticks(range(len(rows)), names, fontsize=LARGE)
     axis.set_ylim(len(rows) + 0.5, -1.4)
-    axis.set_xlim(0, widest * 2.15)
+    axis.set_xlim(0, widest * 2.35)
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    faster = f"{number(found['faster'], 2)}× faster"
-    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
+    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {found['faster']:.1f}× faster"
+    if not found["gains"]:
+        title = f"{number(first)} ms: no rung is surely faster here"
     shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
     figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")
     return figure
@@ -71,9 +79,9 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     if rows.empty:
         return None
     use_style()
-    several = rows["vocab_size"].nunique() > 1
+    usual = rows["vocab_size"].mode().iloc[0]
     rows["shape"] = [
-        f"{size}\n{context}" + (f"\nV {vocabulary:,}" if several else "")
+        f"{size}\n{context}" + (f"\nV {vocabulary:,}" if vocabulary != usual else "")
         for size, context, vocabulary in zip(rows["size"], rows["context_length"], rows["vocab_size"])
     ]
     table = rows.pivot(index="rung", columns="shape", values="gain").reindex(columns=rows["shape"].unique())
@@ -85,7 +93,7 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
             axis.text(
                 x,
                 y,
-                f"{value:.2f}×",
+                f"{value:.2f}",
                 ha="center",
                 va="center",
                 fontsize=11,
@@ -96,46 +104,38 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.xaxis.tick_top()
     axis.grid(visible=False)
     least, most = (table[shape] for shape in table.columns[[0, -1]])
-    title = f"Most gained by {name_of(most.idxmax())} for {most.name.splitlines()[0]}"
+    title = f"{most.name.splitlines()[0]} gains most by {name_of(most.idxmax())}"
     if least.notna().any() and least.idxmax() != most.idxmax():
-        title += f", by {name_of(least.idxmax())} for {least.name.splitlines()[0]}"
-    axis.set_title(f"{title}\neach rung against the one before it; {where}", pad=12)
+        title += f",\n{least.name.splitlines()[0]} by {name_of(least.idxmax())}"
+    axis.set_title(f"{title}\ntimes as fast as the rung before; {where}", pad=12)
     figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5×", "1×", "2×"])
     return figure
 
 
 def curves(curves: pd.DataFrame, where: str) -> Figure | None:
-    """Loss against fp32's band: each rung's distance from the mean of fp32's seeds."""
+    """Loss less fp32's from the same weights, beside how far apart fp32's seeds are."""
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return None
     use_style()
     windows = smoothed(curves)
     windows = windows[(windows[SHAPE] == windows[SHAPE].iloc[0]).all(axis=1)]
-    band = windows[windows["rung"] == "fp32"].groupby("window")["loss"].agg(["min", "max", "mean"])
+    rows, found = off_fp32(windows), trained(curves)
+    apart = rows.groupby("window")["range"].first()
+    limit = 1.15 * max(apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max())  # the start is far up
+    steps = (apart.index.to_numpy() + 1) * found["smoothed"]
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
-    axis.fill_between(
-        band.index,
-        band["min"] - band["mean"],
-        band["max"] - band["mean"],
-        color="0.85",
-        label="fp32, three seeds",
-    )
-    others = [rung for rung in RUNGS if rung in set(windows["rung"]) and rung != "fp32"]
-    for index, rung in enumerate(others):
-        own = windows[windows["rung"] == rung].groupby("window")["loss"].mean()
-        axis.plot(
-            own.index,
-            own - band["mean"],
-            color=PALETTE[index % len(PALETTE)],
-            linewidth=1.4,
-            linestyle="-" if index < len(PALETTE) else "--",
-            label=name_of(rung),
-        )
-    inside = int((beyond_band(windows)["beyond"] == 0).sum())
-    title = f"{inside} of {len(others)} rungs train within the band of fp32's seeds throughout"
+    axis.fill_between(steps, -apart, apart, color="0.88", label=f"{found['seeds']} seeds of fp32")
+    for index, rung in enumerate(rung for rung in RUNGS if rung in set(rows["rung"])):
+        own = rows[rows["rung"] == rung].groupby("window")["off"].mean()
+        style = "-" if index < len(PALETTE) else "--"
+        color = PALETTE[index % len(PALETTE)]
+        axis.plot(steps[own.index], own, color=color, linewidth=1.4, linestyle=style, label=name_of(rung))
+    compared = f"{found['inside']} of {found['compared']} rungs"
+    title = f"{compared} train nearer to fp32 than its seeds are to one another"
     axis.set(
-        xlabel="training, in means of ten steps",
-        ylabel="loss less fp32's mean (nats)",
+        xlabel=f"steps of training (means of {found['smoothed']})",
+        ylabel="loss less fp32's (nats)",
+        ylim=(-limit, limit),
         title=f"{title}\nsize {windows['size'].iloc[0]}, {where}",
     )
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
