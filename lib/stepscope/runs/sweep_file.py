@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure
+from stepscope.config import ConfigError, RunConfig, configure, studies
+from stepscope.step.accounting import MIB, on_gpu, peak
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
 BLOCK_KEYS = ("study", "fixed", "axes")
+TOUR_SIZES = ("small", "medium", "large", "xl", "2.7B")  # one of them is the tour's largest
+MOST_USED = 0.9  # of a GPU's memory by what is predicted; the CUDA context and the allocator's gaps are not
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 
 
@@ -48,7 +51,8 @@ def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
 
 def _read(path: Path) -> object:
     if not path.exists():
-        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {"cpu"}))
+        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")}
+                                   | {"cpu", "reference"}))
         raise SweepError(f"{path}: cannot be read (No such file or directory);"
                          f" sweeps that ship with stepscope: {shipped}")
     try:
@@ -88,10 +92,33 @@ def _expand(block: object, device: str) -> Iterator[RunConfig]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``,
-    all studies' over tiny models."""
-    shipped = sorted(SHIPPED.glob("*/sweep_cpu.yaml")) if name == "cpu" else [SHIPPED / name / "sweep.yaml"]
-    return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's,
+    ``reference``, all studies' on a GPU, or ``cpu``, all studies' over tiny models, the soonest done first.
+    """
+    if Path(name).exists():
+        return [Path(name)]
+    kind = {"cpu": "sweep_cpu.yaml", "reference": "sweep.yaml"}.get(name)
+    if kind is None:
+        path = SHIPPED / name / "sweep.yaml"
+        return [path if path.exists() else Path(name)]
+    listed = sorted(studies(), key=lambda study: name == "cpu" and study != "benchmark")
+    return [path for study in listed if (path := SHIPPED / study / kind).exists()]
+
+
+def largest_that_fits(memory_mib: float) -> str:
+    """Of the tour's sizes the largest whose step at context 512, as the assignment writes it, is predicted
+    to fit into a GPU's memory."""
+    def peak_mib(size: str) -> float:
+        return peak(on_gpu(size=size, context_length=512)).allocated / MIB
+
+    return max((size for size in TOUR_SIZES if peak_mib(size) <= MOST_USED * memory_mib), key=peak_mib,
+               default=TOUR_SIZES[0])
+
+
+def tour(memory_mib: float) -> str:
+    """The sweep file of the tour: all studies, on the small model and the largest that fits such a GPU."""
+    text = (SHIPPED / "tour.yaml").read_text(encoding="utf-8")
+    return text.replace("LARGEST", largest_that_fits(memory_mib))
 
 
 def sweep_name(path: Path) -> str:
