@@ -193,7 +193,7 @@ def test_the_installed_wheel_makes_a_run(installed, tmp_path, write_sweep):
 # Notebooks
 
 def make(folder: Path, *arguments) -> list[str]:
-    return ["make", "--no-print-directory", "-C", str(folder), "-f", str(ROOT / "Makefile"), "READY=",
+    return ["make", "--no-print-directory", "-C", str(folder), "-f", str(ROOT / "Makefile"), "READY=", "LAB=",
             f"BIN={Path(sys.executable).parent}", *arguments]
 
 

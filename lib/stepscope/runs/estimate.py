@@ -92,7 +92,7 @@ def write(folders: Iterable[Path], to: Path = TABLE) -> None:
     """The table with the runs of some folders in it, in place of what it had of the same; others stay."""
     rows = [row for folder in folders for row in rows_of(Store(folder).records()[0])]
     made_anew = {(row["study"], row["run_id"]) for row in rows}
-    kept = [row for row in table() if (row["study"], row["run_id"]) not in made_anew] if to.exists() else []
+    kept = [row for row in table() if (row["study"], row["run_id"]) not in made_anew]
     with to.open("w", encoding="utf-8", newline="") as file:
         made = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         made.writeheader()
