@@ -11,6 +11,7 @@ from stepscope.step.accounting import MIB, on_gpu, peak
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
+ACROSS = ("cpu", "reference")  # names of sweeps that are of several studies
 BLOCK_KEYS = ("study", "fixed", "axes")
 TOUR_SIZES = ("small", "medium", "large", "xl", "2.7B")  # one of them is the tour's largest
 MOST_USED = 0.9  # of a GPU's memory by what is predicted; the CUDA context and the allocator's gaps are not
@@ -51,8 +52,7 @@ def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
 
 def _read(path: Path) -> object:
     if not path.exists():
-        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")}
-                                   | {"cpu", "reference"}))
+        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {*ACROSS}))
         raise SweepError(f"{path}: cannot be read (No such file or directory);"
                          f" sweeps that ship with stepscope: {shipped}")
     try:
@@ -97,12 +97,10 @@ def find_sweeps(name: str) -> list[Path]:
     """
     if Path(name).exists():
         return [Path(name)]
-    kind = {"cpu": "sweep_cpu.yaml", "reference": "sweep.yaml"}.get(name)
-    if kind is None:
-        path = SHIPPED / name / "sweep.yaml"
-        return [path if path.exists() else Path(name)]
     listed = sorted(studies(), key=lambda study: name == "cpu" and study != "benchmark")
-    return [path for study in listed if (path := SHIPPED / study / kind).exists()]
+    kind = "sweep.yaml" if name == "reference" else f"sweep_{name}.yaml"
+    paths = [SHIPPED / name / "sweep.yaml", *(SHIPPED / study / kind for study in listed)]
+    return [path for path in paths if path.exists()] or [Path(name)]
 
 
 def largest_that_fits(memory_mib: float) -> str:
