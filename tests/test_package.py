@@ -205,11 +205,17 @@ def test_the_installed_wheel_works_outside_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.trials
-def test_the_installed_wheel_makes_a_run(installed, tmp_path, write_sweep):
+def test_the_installed_wheel_makes_a_report_in_an_empty_folder(installed, tmp_path, write_sweep):
     file = write_sweep({"study": "benchmark", "fixed": TINY})
-    ran = said(installed / "stepscope", "sweep", file, "--runs", tmp_path / "mine", cwd=tmp_path, env=alone())
+    (tmp_path / "empty").mkdir()
+    here = {"cwd": tmp_path / "empty", "env": alone()}
+    ran = said(installed / "stepscope", "report", file, **here)
     assert ran.returncode == 0, ran.stderr
-    assert [*tmp_path.glob("mine/benchmark/*/record.json")]
+    assert [*here["cwd"].glob("runs/local-*/benchmark/*/record.json")]
+    assert all(Path(line).is_file() for line in ran.stdout.split()) and "writeup.html" in ran.stdout
+    assert "1 run" in ran.stderr and "One step takes" in ran.stderr  # announced, and its finding
+    fits = said(installed / "stepscope", "fit", "small", **here)
+    assert fits.returncode == 0 and "forward" in fits.stdout, fits.stderr
 
 
 # Notebooks

@@ -5,24 +5,16 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from stepscope.config import RunConfig, StepConfig, require_device, studies
@@ -285,17 +277,19 @@ def work_estimate(config: RunConfig) -> int:
     )  # attention's two products
 
 
-class _Doing(ProgressColumn):
-    """What is going on, a line of its own for what a run's notebook said last."""
+class _Shown(Progress):
+    """The progress, and under it what a run's notebook printed last."""
 
-    max_refresh = 0.5  # seconds
+    def __init__(self, said: Callable[[], str], console: Console):
+        self.said = said
+        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                         TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console,
+                         refresh_per_second=2)
 
-    def __init__(self, words: Callable[[], str]):
-        super().__init__()
-        self.words = words
-
-    def render(self, task: Task) -> Text:
-        return Text(self.words(), overflow="ellipsis", no_wrap=True)
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if words := self.said():
+            yield Text(f"  {words}", style="dim", overflow="ellipsis", no_wrap=True)
 
 
 class _Sweep:
@@ -322,9 +316,7 @@ class _Sweep:
         self.todo = sorted(todo, key=self._alone)
         self.started = time.monotonic()
         self.console.print(said_before(todo), soft_wrap=True, markup=False, highlight=False)
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeElapsedColumn(), TextColumn("{task.fields[left]}"), _Doing(self._said),
-                                 console=self.console)
+        self.progress = _Shown(self._said, self.console)
         with self.progress:
             before = self.total - len(todo)
             self.task = self.progress.add_task("", total=self.total, completed=before, left="")
