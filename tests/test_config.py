@@ -17,6 +17,7 @@ from stepscope.config import (
     require_device,
     studies,
 )
+from stepscope.runs import estimate
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
 from stepscope.runs.sweep_file import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name, tour
 
@@ -375,6 +376,12 @@ def test_the_tours_largest_model_fits_the_gpu(memory_mib, largest, tmp_path):
     """2.7B's peak is 67,449 MiB as measured, and large's 28,490."""
     sizes = {c.size for c in toured(memory_mib, tmp_path) if hasattr(c, "size")}
     assert sizes == {"small", largest}
+
+
+def test_what_is_known_of_the_tours_runs_fits_into_the_quarter_of_an_hour_that_is_promised(tmp_path):
+    known = {(row["study"], row["run_id"]): float(row["seconds"]) for row in estimate.table()}
+    took = [known.get((config.study, config.run_id), 0) for config in toured(H200_MIB, tmp_path)]
+    assert 200 < sum(took) < 14 * 60  # a minute is for rendering
 
 
 def test_the_tour_shares_its_runs_with_the_reference(tmp_path):
