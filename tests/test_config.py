@@ -381,7 +381,7 @@ def test_the_tours_largest_model_fits_the_gpu(memory_mib, largest, tmp_path):
 def test_what_is_known_of_the_tours_runs_fits_into_the_quarter_of_an_hour_that_is_promised(tmp_path):
     known = {(row["study"], row["run_id"]): float(row["seconds"]) for row in estimate.table()}
     took = [known.get((config.study, config.run_id), 0) for config in toured(H200_MIB, tmp_path)]
-    assert 200 < sum(took) < 14 * 60  # a minute is for rendering
+    assert 0 < sum(took) < 14 * 60  # a minute is for rendering
 
 
 def test_the_tour_shares_its_runs_with_the_reference(tmp_path):
