@@ -344,7 +344,8 @@ def report(
     committed reference results stay as they are.
     """
     _end_on_signals()
-    console.print("Looking at this machine; the first time, this takes some seconds.")
+    if console.is_terminal:  # torch takes seconds to import, the first time many
+        console.print("Looking at this machine.")
     folder, end = _local_runs(runs), None
     with tempfile.TemporaryDirectory() as temporary:
         paths = _named(sweeps, scheduler) if sweeps else _first_sweep(Path(temporary))
