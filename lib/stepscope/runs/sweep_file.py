@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, needs_edition
+from stepscope.config import ConfigError, RunConfig, configure, needs_edition, studies
+from stepscope.step.accounting import MIB, on_gpu, peak
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
-ACROSS = ("cpu", "2026")  # names of sweeps that are of several studies
+ACROSS = ("cpu", "reference", "2026")  # names of sweeps that are of several studies
 BLOCK_KEYS = ("study", "fixed", "axes")
+TOUR_SIZES = ("small", "medium", "large", "xl", "2.7B")  # one of them is the tour's largest
+MOST_USED = 0.9  # of a GPU's memory by what is predicted; the CUDA context and the allocator's gaps are not
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 
 
@@ -106,12 +109,12 @@ def sizes_of_two_editions(path: Path) -> list[str]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, ``cpu``, all
-    studies' over tiny models, or ``2026``, what that edition of the handout asks beyond the first."""
-    shipped = [SHIPPED / name / "sweep.yaml"]
-    if name in ACROSS:
-        shipped = sorted(SHIPPED.glob(f"*/sweep_{name}.yaml"))
-    return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
+from stepscope.config import ConfigError, RunConfig, configure, needs_edition, studies
+from stepscope.step.accounting import MIB, on_gpu, peak
+from stepscope.yaml_files import YamlFileError, load_yaml
+
+SHIPPED = PACKAGE / "studies"
+ACROSS = ("cpu", "reference", "2026")  # names of sweeps that are of several studies
 
 
 def sweep_name(path: Path) -> str:
