@@ -164,7 +164,8 @@ def ladder_picker(rows: list[dict]) -> Piece:
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     contexts = sorted({row["context_length"] for row in rows})
     products = [name for name in PRODUCTS if any(row["products"] == name for row in rows)]
-    html = _html("ladder.html.j2", sizes=sizes, contexts=contexts, products=products)
+    html = _html("ladder.html.j2", sizes=sizes, contexts=contexts, products=products,
+                 start="bf16" if "bf16" in products else products[-1])  # FP8 is another arithmetic
     return Piece("ladder-picker", html, rows, "ladder.js")
 
 

@@ -74,7 +74,8 @@ def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     for field in (field for field in VARIED if whole[field].nunique() > 1):
         rest = [*(other for other in VARIED if other != field), "size", "context_length", "mode"]
         for _, group in whole.groupby(rest, observed=True):
-            before, *others = group.drop_duplicates(field).sort_values(field, key=_defaults_first).to_dict("records")
+            ordered = group.drop_duplicates(field).sort_values(field, key=_defaults_first)
+            before, *others = ordered.to_dict("records")
             found += [_pair(field, before, other) for other in others]
     if not found:
         return None
@@ -87,7 +88,8 @@ def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
 
 def _defaults_first(values: pd.Series) -> pd.Series:
     """The order of a field's values: its default first, then as numbers or words are ordered."""
-    ordered = sorted(values.unique(), key=lambda value: (value not in ("fp32", "eager", False, "foreach"), value))
+    defaults = ("fp32", "eager", False, "foreach")
+    ordered = sorted(values.unique(), key=lambda value: (value not in defaults, value))
     return values.map({value: place for place, value in enumerate(ordered)})
 
 
@@ -109,10 +111,9 @@ def _change(rows: pd.DataFrame) -> dict:
     least = losses.loc[losses["faster"].idxmin()].to_dict() if len(losses) else None
     first = rows.iloc[0]
     return {"field": first["field"], "before": first["before"], "after": first["after"], "gain": most,
-            "loss": least and least | {"slower": 1 / least["faster"]}, "pairs": len(rows), "one": len(rows) == 1,
-            "gains": len(gains), "losses": len(losses), "same": len(rows) - len(told),
-            "all_same": told.empty, "gain_everywhere": len(gains) == len(rows),
-            "loss_everywhere": len(losses) == len(rows)}
+            "loss": least and least | {"slower": 1 / least["faster"]}, "pairs": len(rows),
+            "one": len(rows) == 1, "same": len(rows) - len(told), "all_same": told.empty,
+            "everywhere": len(told) == len(rows)}
 
 
 def pairs(facts: dict) -> pd.DataFrame:

@@ -28,7 +28,8 @@ def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figu
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     known = rows[rows["utilisation"].notna()]
-    least, most = (known.loc[place] for place in (known["utilisation"].idxmin(), known["utilisation"].idxmax()))
+    shares = known["utilisation"]
+    least, most = known.loc[shares.idxmin()], known.loc[shares.idxmax()]
     low, high = (f"{percent(one['utilisation'])} ({one['size']} at {one['context_length']},"
                  f" {MODE_WORDS[one['mode']]})" for one in (least, most))
     figure.suptitle(f"A step reaches {low if low == high else f'{low} to {high}'}\n"

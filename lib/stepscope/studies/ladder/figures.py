@@ -94,7 +94,9 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
             fontweight="bold",
         )
     other = " (other arithmetic)"
-    names = [NAMES_SHORT.get(rung, name_of(rung)) + other * (rung == OTHER_ARITHMETIC) for rung in rows["rung"]]
+    names = [
+        NAMES_SHORT.get(rung, name_of(rung)) + other * (rung == OTHER_ARITHMETIC) for rung in rows["rung"]
+    ]
     axis.set_yticks(range(len(rows)), names, fontsize=LARGE)
     low = min(left, *times)
     axis.set_xlim(low, low + span * 2.5)

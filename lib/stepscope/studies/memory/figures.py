@@ -128,7 +128,8 @@ def _peaks_title(runs: pd.DataFrame, mode: str) -> str:
     peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']:,}"
     if last["status"] == "oom":
         return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']:,}"
-    return f"{words.capitalize()}: {peak}, {number(last['predicted_mib'] / 1024)} at {last['context_length']:,}"
+    longest_gib = number(last["predicted_mib"] / 1024)
+    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']:,}"
 
 
 def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from stepscope.say.formats import MODE_WORDS, ms
+from stepscope.say.formats import MODE_WORDS, ms, number, percent_change
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
@@ -67,7 +67,7 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
     change = (peaks["bf16"] / peaks["fp32"] - 1).dropna()
     ends = [(MODE_WORDS[mode], change.xs(mode, level="mode")) for mode in ("forward", "step")
             if mode in change.index.get_level_values("mode")]
-    says = ", ".join(f"{words} {own.min():+.0%} to {own.max():+.0%}" for words, own in ends)
+    says = ", ".join(f"{words} {percent_change(own.min())} to {percent_change(own.max())}" for words, own in ends)
     figure.suptitle(f"Peak memory in bf16: {says}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
@@ -123,7 +123,8 @@ def _left_title(rows: pd.DataFrame, size: str, names: list[str]) -> str:
         return f"Products are {found.loc[low, PRODUCTS] / found.loc[low, 'total']:.0%} of {size}'s {low} step"
     gain = found.loc["fp32", PRODUCTS] / found.loc[low, PRODUCTS]
     rest = found["total"] - found[PRODUCTS]
-    return f"{low}: {size}'s products take 1/{gain:.2g} of the time, all else {rest[low] / rest['fp32']:.2f} times"
+    return (f"{low} makes {size}'s matrix products {number(gain)}x faster;"
+            f" all else takes {number(rest[low] / rest['fp32'])}x as long")
 
 
 def health(table: pd.DataFrame, where: str) -> Figure | None:
@@ -224,7 +225,8 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
     axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
     found = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(found.values(), found, loc="outside lower center", ncols=5)
-    beyond = table[(table["nonfinite"] > LOST) & (table["quantity"] != "input")].groupby("dtype")["scale"].min()
+    lost = table[(table["nonfinite"] > LOST) & (table["quantity"] != "input")]
+    beyond = lost.groupby("dtype")["scale"].min()
     says = ", ".join(f"{dtype} overflows from inputs of {beyond[dtype]:g} on" if dtype in beyond
                      else f"{dtype} nowhere overflows" for dtype in dtypes)
     figure.suptitle(f"In a norm {says}\n({where})", x=0.01, ha="left", fontweight="bold")

@@ -262,8 +262,9 @@ def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Fi
             rows = pick(points, region=region, size=size)
             axis.plot(rows["intensity"], rows["tflops"], marker, color=color, markersize=5, alpha=0.9)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte that the region's operations have to move",
-             ylabel="achieved TFLOP/s", title=f"{best['region']} of {best['size']} is nearest to the product rate:\n"
-                                             f"{number(best['tflops'])} of {number(peak_tflops)} TFLOP/s ({where})")
+             ylabel="achieved TFLOP/s",
+             title=f"{best['region']} of {best['size']} is nearest to the product rate:\n"
+                   f"{number(best['tflops'])} of {number(peak_tflops)} TFLOP/s ({where})")
     for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     shown = [*((region, color, "o") for region, color in colors.items()),

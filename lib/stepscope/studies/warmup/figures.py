@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stepscope.runs.tables import by_size
-from stepscope.say.formats import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS, span
 from stepscope.say.selections import pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.warmup.facts import RUN, SETTLED, whole_steps
@@ -79,6 +79,6 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=9)
     axes[0].invert_yaxis()
     extra = table["first step beyond steady"]
-    figure.suptitle(f"The first step takes {extra.min():.0f} to {extra.max():.0f} ms longer than a steady one\n"
+    figure.suptitle(f"The first step takes {span(extra, ' ms')} longer than a steady one\n"
                     f"({where}; two scales)", x=0.01, ha="left", fontweight="bold")
     return figure
