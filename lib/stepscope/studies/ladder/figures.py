@@ -45,11 +45,14 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis, beside = axes[-1, 0], found["beside"]
     last = [*near["median_ms"], *([beside["median_ms"]] if beside else [])]
     left, widest = min(floor, *last), max(last)
-    _bars(axis, near, floor, widest - left, first)
+    left = left if len(far) else 0.0
+    _bars(axis, near, floor if len(far) else left, widest - left, first)
     axis.axvline(floor, color="black", linestyle="--", linewidth=2)
     axis.spines["left"].set_visible(False)
-    larger = f" ({number(far['median_ms'].max() / (widest - left), 2)}x enlarged)" if len(far) else ""
-    words = f" left above the floor, {number(floor)} ms{larger}"
+    words = f" floor {number(floor)} ms"
+    if len(far):
+        larger = number(far["median_ms"].max() / (widest - left), 2)
+        words = f" left above the floor, {number(floor)} ms ({larger}x enlarged)"
     axis.text(floor, -1.0, words, fontsize=LARGE, va="center")
     if beside:
         axis.plot(beside["median_ms"], len(near), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
@@ -62,9 +65,11 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
             fontsize=LARGE,
             color=BESIDE_TEXT,
         )
-    axis.set_ylim(len(near) + 0.5, -1.4)
+    axis.set_ylim(len(near) + (0.5 if beside else -0.5), -1.4)
     faster = f"{number(found['faster'], 2)}x faster"
     title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
+    if found["faster"] < 1 + facts.HELPS:
+        title = f"No change makes the step of {number(first)} ms faster"
     shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
     figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")
     return figure
@@ -75,6 +80,10 @@ def last_rungs(rows: pd.DataFrame) -> pd.DataFrame:
     near = rows["median_ms"] < NEAR * rows["median_ms"].min()
     last = rows[near[::-1].cumprod()[::-1].astype(bool)]
     return last if 1 < len(last) < len(rows) else rows
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e3:,.1f}k" if value >= 1e3 else number(value)
 
 
 def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float) -> None:
@@ -88,7 +97,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
             max(row.median_ms, left) + span / 40,
             y,
             f"{number(row.median_ms)} ms · {number(first / row.median_ms)}x"
-            f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
+            f" · {_thousands(row.tokens_per_s)} tok/s",
             va="center",
             fontsize=LARGE,
             fontweight="bold",
@@ -99,7 +108,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
     ]
     axis.set_yticks(range(len(rows)), names, fontsize=LARGE)
     low = min(left, *times)
-    axis.set_xlim(low, low + span * 2.5)
+    axis.set_xlim(low, low + span * 2.65)
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)

@@ -67,7 +67,8 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
     change = (peaks["bf16"] / peaks["fp32"] - 1).dropna()
     ends = [(MODE_WORDS[mode], change.xs(mode, level="mode")) for mode in ("forward", "step")
             if mode in change.index.get_level_values("mode")]
-    says = ", ".join(f"{words} {percent_change(own.min())} to {percent_change(own.max())}" for words, own in ends)
+    says = ", ".join(f"{words} {percent_change(own.min())} to {percent_change(own.max())}"
+                     for words, own in ends)
     figure.suptitle(f"Peak memory in bf16: {says}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
