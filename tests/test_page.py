@@ -437,6 +437,20 @@ def test_the_report_is_one_file_of_a_bearable_size(report):
         assert len(table.select("tbody tr")) < LONG_TABLE or table.find_parent("details")
 
 
+def test_sentences_in_a_table_are_read_on_a_phone_without_moving_it(opened):
+    words = "a symptom that takes a whole sentence to say, and more than a phone has room for beside others"
+    text = f"# T\n\n| symptom | change | gain |\n|:--|:--|--:|\n| {words} | `{'long_name_' * 8}()` | 2.10x (small) |\n"
+    page, _ = opened(text, size=PHONE)
+    box = page.locator(".table")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    tops = [page.locator("td").nth(n).bounding_box()["y"] for n in range(3)]
+    assert tops == sorted(tops) and len({*tops}) == 3
+    names = page.locator("td").evaluate_all("cells => cells.map(one => getComputedStyle(one, '::before').content)")
+    assert ["symptom" in names[0], "change" in names[1], "gain" in names[2]] == [True] * 3
+    page, _ = opened(text)
+    assert len({page.locator("td").nth(n).bounding_box()["y"] for n in range(3)}) == 1
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")])
 def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme):
     with shown(chromium, report, size, color_scheme=scheme) as (page, said):
