@@ -161,7 +161,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, reference, 2026 or cpu (all, tiny models)."
+            help="Sweep files (YAML), or what ships: a study's name, reference, 2026, cpu (tiny models)."
         ),
     ],
     runs: RunsOption = None,

@@ -43,6 +43,8 @@ def sizes(data: Data) -> pd.DataFrame:
 
 
 def _parameters(n: int) -> str:
+    if n < 1e6:
+        return f"{n:,}"
     return f"{number(n / 1e6)} million" if n < 1e9 else f"{number(n / 1e9)} billion"
 
 

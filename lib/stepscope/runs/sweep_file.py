@@ -109,12 +109,32 @@ def sizes_of_two_editions(path: Path) -> list[str]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-from stepscope.config import ConfigError, RunConfig, configure, needs_edition, studies
-from stepscope.step.accounting import MIB, on_gpu, peak
-from stepscope.yaml_files import YamlFileError, load_yaml
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's,
+    ``reference``, all studies' on a GPU, ``2026``, what that edition of the handout asks beyond the first, or
+    ``cpu``, all studies' over tiny models, the soonest done first.
+    """
+    if Path(name).exists():
+        return [Path(name)]
+    listed = sorted(studies(), key=lambda study: name == "cpu" and study != "benchmark")
+    kind = "sweep.yaml" if name == "reference" else f"sweep_{name}.yaml"
+    paths = [SHIPPED / name / "sweep.yaml", *(SHIPPED / study / kind for study in listed)]
+    return [path for path in paths if path.exists()] or [Path(name)]
 
-SHIPPED = PACKAGE / "studies"
-ACROSS = ("cpu", "reference", "2026")  # names of sweeps that are of several studies
+
+def largest_that_fits(memory_mib: float) -> str:
+    """Of the tour's sizes the largest whose step at context 512, as the assignment writes it, is predicted
+    to fit into a GPU's memory."""
+    def peak_mib(size: str) -> float:
+        return peak(on_gpu(size=size, context_length=512)).allocated / MIB
+
+    return max((size for size in TOUR_SIZES if peak_mib(size) <= MOST_USED * memory_mib), key=peak_mib,
+               default=TOUR_SIZES[0])
+
+
+def tour(memory_mib: float) -> str:
+    """The sweep file of the tour: all studies, on the small model and the largest that fits such a GPU."""
+    text = (SHIPPED / "tour.yaml").read_text(encoding="utf-8")
+    return text.replace("LARGEST", largest_that_fits(memory_mib))
 
 
 def sweep_name(path: Path) -> str:

@@ -32,6 +32,11 @@ def percent(share: float, decimals: int = 0) -> str:
     return f"{share:.{decimals}%}"
 
 
+def share(value: float, digits: int = 2) -> str:
+    """A share in percent, to so many significant digits."""
+    return f"{number(100 * value, digits)}%"
+
+
 def plus_minus(mean: float, std: float) -> str:
     """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three
     below 10)."""
@@ -198,6 +203,6 @@ FILTERS: dict[str, Callable[..., object]] = {
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
                      signed_percent, code, signed, tiny, called, positions, to, with_error,
-                     percent_change)
+                     percent_change, share)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

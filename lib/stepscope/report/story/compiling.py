@@ -244,6 +244,8 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
         fontsize=14,
         handletextpad=0.1,
         columnspacing=1,
+        title="† samples are not steady" if both["flagged"].any() else None,
+        title_fontsize=13,
     )
     figure.suptitle(gain_title(pick(both, mode="step")), x=0.01, ha="left", fontweight="bold", fontsize=17)
     return figure

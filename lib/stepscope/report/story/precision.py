@@ -238,6 +238,8 @@ def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0)
     figure.suptitle(map_title(steps, main), x=0.01, ha="left", fontweight="bold", fontsize=17)
+    marks = "† at a lower clock than fp32's; " if steps["unlike_clocks"].any() else ""
+    figure.supxlabel(f"{marks}{where}", x=0.99, ha="right", fontsize=13)
     return figure
 
 

@@ -56,6 +56,7 @@ def how_variable(times: pd.DataFrame) -> dict | None:
     spread = walls["std_ms"] / walls["mean_ms"]
     flagged = walls[walls["flags"] != ""]
     return {"median_share": spread.median(), "worst_share": spread.max(), "total": len(walls),
+            "several": len(walls) > 1,
             "steady": int((spread < STEADY).sum()), "flagged_runs": len(flagged), "flagged": flagged,
             "runs": runs_of(flagged if len(flagged) else walls)}
 

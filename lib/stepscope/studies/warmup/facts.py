@@ -124,7 +124,7 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
     slow = slow_at_first(steps)
     counts = slow["slow"].value_counts().sort_index()
     clocks = steps.dropna(subset=["sm_clock_mhz"])
-    return {"settled": SETTLED, "processes": len(slow),
+    return {"settled": SETTLED, "processes": len(slow), "several": len(slow) > 1,
             "slow_counts": [{"steps": int(steps), "processes": int(n)} for steps, n in counts.items()],
             "most": int(counts.index.max()), "none_slow": bool(counts.index.max() == 0),
             "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": int((slow["slow"] > 1).sum()),
