@@ -526,11 +526,11 @@ def test_training_outside_the_band_is_told():
         loss=tables["curves"]["loss"].where(tables["curves"]["rung"] != "fp8", 4.0)
     )
     assert (
-        said("ladder-training", tables).finding
-        != said("ladder-training", {**tables, "curves": inside}).finding
+        said("ladder-training", tables).text
+        != said("ladder-training", {**tables, "curves": inside}).text
     )
     without = said("ladder-training", {**tables, "curves": pd.DataFrame()})
-    assert without.text and not without.finding
+    assert without.text
 
 
 @pytest.mark.parametrize("key", [question.key for question in chapter.CHAPTER.questions])
