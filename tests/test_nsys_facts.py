@@ -291,8 +291,8 @@ def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):
     fast = faster_softmax(operations, 10)
     answers = [Words(WORDS, "nsys-e.md").block("text", softmaxed(table, ceilings, times))
                for table in (operations, fast)]
-    assert re.search(rf" {PROFILES} of {PROFILES} ", answers[0])
-    assert re.search(rf" 0 of {PROFILES} ", answers[1])
+    assert re.search(rf"\b{PROFILES} of {PROFILES}\b", answers[0])
+    assert re.search(rf"\b0 of {PROFILES}\b", answers[1])
 
 
 def test_rates_are_those_of_the_same_size_and_context(ceilings, times):
