@@ -30,7 +30,7 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.nsys.measure import profiler_here
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
-from stepscope.traces.nsys_program import NsysError, capture, make_reports
+from stepscope.traces.nsys_program import NsysError, capture, export_capture
 
 ROUNDS = 5   # methods take turns, so that a clock or temperature that drifts meets all alike
 STEPS = 20   # a round
@@ -201,8 +201,8 @@ def _export(folder: Path, device: str, nsys: Path | None) -> Path:
     config = config_of(device=device, **CONFIGURATIONS[device][-1], warmup_steps=2, timed_steps=40)
     captured = capture([config], folder / "capture", nsys)[0]
     if captured.file is None:
-        raise NsysError(f"nothing was captured: {captured.outcome['cause']}")
-    return make_reports(nsys, captured.file, folder, "capture")
+        raise NsysError(f"nothing was captured: {captured.outcomes[config.mode]['cause']}")
+    return export_capture(nsys, captured.file, export)
 
 
 def _others(export: Path, folder: Path) -> dict[str, float | str]:

@@ -19,14 +19,7 @@ def main(size: str = "medium", context: str = "128") -> None:
         tables, files, results = profile_run(config, Path(folder) / "reports")
         print(f"{config.run_id}: {time.perf_counter() - started:.1f} s, {len(files)} reports, {results}")
     print(tables["statuses"].to_string(index=False))
-    walls = tables["walls"]
-    print(states(walls).round(3).to_string(index=False))
-    whole = walls[walls["phase"] == "step"]
-    captured = whole[whole["capture"] == "captured"].groupby("mode")["place"].min()
-    when = (whole["place"] > whole["mode"].map(captured)).map({True: "after", False: "before"})
-    turns = whole.assign(when=when)[whole["capture"].isin(["plain", "annotated"])]
-    medians = turns.groupby(["mode", "capture", "when"])["time_ms"].median()
-    print(medians.unstack().round(3).to_string())
+    print(states(tables["walls"]).round(3).to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ import torch
 
 from conftest import TINY
 from stepscope.config import (
+    EDITIONS,
     SIZES,
     ConfigError,
     configure,
     free_fields,
     from_notebook,
     require_device,
+    size_label,
+    size_of,
     studies,
 )
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
@@ -220,6 +223,28 @@ def test_the_sizes_of_the_handout():
         "10B": (4608, 12288, 50, 36),
     }
     assert {name: tuple(SIZES[name]) for name in handout} == handout
+
+
+def test_a_name_of_two_sizes_is_one_edition_s():
+    assert size_of("xl", 2025) == "xl" and size_of("xl", 2026) == "2.7B"
+    assert {size_of(name, year) for name in ("small", "10B") for year in (None, *EDITIONS)} == {"small", "10B"}
+    with pytest.raises(ConfigError, match="1600/6400/48/25 in the 2025 edition and 2560/10240/32/32 in the 2026"):
+        size_of("xl")
+    with pytest.raises(ConfigError, match="edition: got 1999.* 2025 and 2026"):
+        size_of("small", 1999)
+    labels = {name: size_label(name) for name in SIZES}
+    assert labels["2.7B"] == "2.7B (2026's xl)" and labels["xl"] == "xl (2025's)" and labels["small"] == "small"
+
+
+def test_an_edition_in_a_configuration_names_its_size_and_no_run_anew():
+    def of(**fields):
+        return configure("benchmark", context_length=512, device="cpu", **fields)
+    assert of(size="xl", edition=2026) == of(size="2.7B") and of(size="xl", edition=2025) == of(size="xl")
+    assert of(size="xl").d_model == 1600  # as records have it
+    for wrong in ({"size": "xl", "edition": "2026"}, {"size": "xl", "edition": [2026]}, {"size": ["xl"]},
+                  {**SIZES["nano"]._asdict(), "edition": 2026}):
+        with pytest.raises(ConfigError, match="^(edition|size): got"):
+            of(**wrong)
 
 
 def test_cuda_without_a_gpu(tiny, monkeypatch):

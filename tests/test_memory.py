@@ -15,7 +15,7 @@ from stepscope.runs.record import read_record
 from stepscope.step import accounting
 from stepscope.step.accounting import MIB
 from stepscope.step.training_step import Step, build_step
-from stepscope.studies.memory import facts, saved, snapshot
+from stepscope.studies.memory import facts, nesting, saved, snapshot
 from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.tables import predicted
 
@@ -90,7 +90,7 @@ def test_predicted_peak_with_checkpoints(blocks, monkeypatch):
     storages = stand_in(monkeypatch)
     with storages:
         step = build_step(config)
-        with memory.checkpointed(step.model, blocks):
+        with nesting.arranged(step.model, nesting.every(5, blocks)):
             for _ in range(2):
                 step.clear_gradients()
                 storages.reset_peak()
@@ -98,15 +98,53 @@ def test_predicted_peak_with_checkpoints(blocks, monkeypatch):
     assert storages.bytes["requested_bytes"]["peak"] == accounting.peak(config, blocks).bytes
 
 
-def test_checkpoints_change_no_gradient():
-    config = config_of(SHAPES[0], mode="forward_backward")
-    step, gradients = build_step(config), []
-    for blocks in (0, 2):
-        step.clear_gradients()
-        with memory.checkpointed(step.model, blocks):
+@pytest.mark.parametrize("blocks", [1, 5, 8])
+def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as_told(blocks, monkeypatch):
+    """What is kept is right to the byte: beyond it is the same for every number of blocks."""
+    beyond = {}
+    for number in (4, blocks):
+        config = config_of(SHAPES[0] | {"num_layers": number}, mode="forward_backward", stacks=[number])
+        storages = stand_in(monkeypatch)
+        gradients = []
+        with storages:
+            step = build_step(config)
             step()
-        gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
-    assert torch.equal(*gradients)
+            for name, arrange in nesting.ARRANGEMENTS.items():
+                runs = []
+                hooks = [block.register_forward_pre_hook(lambda *called: runs.append(1))
+                         for block in step.model.blocks]
+                step.model.zero_grad(set_to_none=False)
+                state = storages.bytes["requested_bytes"]["current"]
+                storages.reset_peak()
+                with nesting.arranged(step.model, arrange(number)):
+                    step()
+                for hook in hooks:
+                    hook.remove()
+                assert len(runs) == nesting.block_runs(arrange(number))
+                top = storages.bytes["requested_bytes"]["peak"] - state
+                stream, of_block = (accounting.value(formula, config)
+                                    for formula in ("4X", accounting.FORMULAS["fp32"].saved))
+                beyond.setdefault(name, set()).add(top - nesting.kept(arrange(number), stream, of_block))
+                gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
+        assert all(torch.equal(gradients[0], other) for other in gradients)
+    assert all(len(found) == 1 for name, found in beyond.items() if blocks > 1), beyond
+
+
+@pytest.mark.parametrize("power", range(1, 8))
+def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
+    """In inputs of blocks kept (beside one block at work, or as many as stand at a checkpoint) and in runs."""
+    blocks = 2**power
+    runs, inputs = ({name: make(arrange(blocks)) for name, arrange in nesting.ARRANGEMENTS.items()}
+                    for make in (nesting.block_runs, lambda parts: nesting.kept(parts, 1, 0)))
+    assert inputs["every block"] == blocks and inputs["halved"] == power + 1
+    assert inputs["from the start"] == inputs["none"] == 1
+    assert nesting.kept(list(range(blocks)), 0, 1) == blocks
+    assert nesting.kept(nesting.every(blocks, 4), 0, 1) == min(4, blocks)
+    assert all(nesting.kept(nesting.ARRANGEMENTS[name](blocks), 0, 1) == 1
+               for name in ("every block", "halved", "from the start"))
+    assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
+    assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
+    assert runs["from the start"] == blocks + blocks * (blocks + 1) // 2
 
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):
@@ -241,8 +279,8 @@ def test_what_fits():
     beyond = config.model_copy(update={"context_length": largest + 1})
     assert accounting.peak(at).allocated <= 143_156 * MIB < accounting.peak(beyond).allocated
     assert accounting.largest_that_fits(config, "batch_size", 1_000) == 0
-    with pytest.raises(accounting.AccountingError, match="sdpa"):
-        accounting.peak(config.model_copy(update={"attention": "sdpa"}))
+    with pytest.raises(accounting.AccountingError, match="compile"):
+        accounting.peak(config.model_copy(update={"compile": True}))
 
 
 @pytest.mark.parametrize(

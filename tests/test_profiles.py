@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope.config import configure
+from stepscope.config import PHASES, configure
 from stepscope.runs.store import Store
 from stepscope.step import annotate
 from stepscope.studies.nsys import measure as profiles
@@ -18,6 +18,7 @@ from stepscope.studies.nsys.tables import load
 from stepscope.traces import nsys_program as nsys
 from stepscope.traces import watched
 from stepscope.traces.attention_kernels import sdpa_taken
+from stepscope.traces.cut import cut
 from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, activity_totals, load_trace
 from stepscope.traces.families import families
 from stepscope.traces.named_steps import UNMATCHED, carry_regions
@@ -102,9 +103,10 @@ def test_reports_that_cannot_be_used_are_left_out_and_named(tmp_path):
     fake.chmod(0o755)
     report.touch()
     rows = [["captured", i, i, "step", 1.0, 0.5] for i in range(STEPS)]
-    config = configure("nsys", size="small", context_length=512, device="cpu", mode="all").step(mode="forward")
-    item = nsys.Capture(config, report, {"status": "captured", "walls": rows})
-    tables, export, reports = profiles._tables(item, fake)
+    outcome = {"status": "captured", "walls": rows}
+    item = nsys.Capture(report, {"forward": outcome}, ["forward"] * STEPS, {})
+    export = profiles._exports(item, fake)["forward"]
+    tables, reports = profiles._tables("forward", outcome, export, fake)
     assert not list(tmp_path.glob("forward-*.sqlite")) and export == tmp_path / "forward.sqlite"
     files = {file.name for file in profiles._keep(export, kept, reports, keep_export=True)}
     assert files == {f"forward_{name}.csv" for name in ("cuda_api_sum", "nvtx_pushpop_sum", "nvtx_gpu_proj_sum")} | {
@@ -120,7 +122,7 @@ def test_an_export_that_nsys_does_not_make_is_an_error_that_quotes_it(tmp_path):
     fake.chmod(0o755)
     report.touch()
     with pytest.raises(NsysError, match="nsys export made nothing of capture.1.nsys-rep; it said: importer failed"):
-        nsys.make_reports(fake, report, tmp_path, "forward")
+        nsys.export_capture(fake, report, tmp_path / "whole.sqlite")
 
 
 # Regions of steps that bear none
@@ -246,8 +248,9 @@ def test_every_step_is_on_the_clocks_and_plain_and_annotated_take_turns(run_here
         assert own["place"].tolist() == list(range(len(own)))
         inside = [at for at, kind in enumerate(kinds) if kind in ("named", "captured")]
         assert kinds.count("captured") == 2 and inside == list(range(inside[0], inside[-1] + 1))
-        before, after = kinds[kinds.count("warm-up"):inside[0]], kinds[inside[-1] + 1:]
-        assert kinds[0] == "warm-up" and before == after == ["plain", "annotated"] * (len(before) // 2) != []
+        before = kinds[kinds.count("warm-up"):inside[0]]
+        assert kinds[0] == "warm-up" and before == ["plain", "annotated"] * (len(before) // 2) != []
+        assert inside[-1] == len(kinds) - 1  # nothing is timed beside the profiler's end of a capture
         phases = walls[(walls["mode"] == mode) & (walls["phase"] != "step")]
         assert (phases.groupby("place").size() == {"forward": 1, "forward_backward": 3, "step": 4}[mode]).all()
         # On a CPU a phase's time is the host's, and the phases make the step but for the way between them.
@@ -296,7 +299,7 @@ def test_a_plain_step_opens_no_range_and_an_annotated_one_those_of_its_phases(mo
 
 
 @pytest.mark.parametrize("step_ms, captured, turns, named",
-                         [(1, 10, 5, False), (60, 10, 3, False), (200, 5, 1, False), (2000, 3, 1, True)])
+                         [(1, 10, 10, False), (60, 10, 6, False), (200, 5, 2, False), (2000, 3, 2, True)])
 def test_short_steps_are_run_more_often(step_ms, captured, turns, named):
     assert watched.how_many(step_ms, 10) == (captured, turns, named)
     assert watched.how_many(step_ms, 2)[0] == 2
@@ -343,29 +346,81 @@ def test_walls_of_before_are_read_as_those_of_today(tmp_path):
     assert old["operations_fused"].empty
 
 
-def test_running_out_of_memory_and_a_crash_cost_one_profile_each(tmp_path, monkeypatch):
-    """The process runs out of memory in its first profile and is killed in its third; another process makes
-    the fourth."""
-    real = nsys.subprocess.Popen
+# What the watched process runs instead of its own main, so that one of its steps goes wrong in earnest.
+WRONG = """
+import os, sys, torch
+import stepscope.traces.watched as watched
+from pathlib import Path
+run, call, kinds = watched.Steps.run, watched.Step.__call__, [None]
+def wrong_run(steps, kind, named=False):
+    kinds[0] = kind
+    return run(steps, kind, named)
+def wrong_call(step, phase):
+    if (step.config.mode, kinds[0]) == ("step", os.environ.get("DIES")):
+        os._exit(9)
+    if (step.config.mode, kinds[0]) == ("forward_backward", os.environ.get("FILLS")):
+        with watched.out_of_memory_names("filling"):
+            torch.empty(2**55)
+    return call(step, phase)
+watched.Steps.run, watched.Step.__call__ = wrong_run, wrong_call
+watched.main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+"""
+SMALL = {"size": "nano", "vocab_size": 100, "context_length": 8, "device": "cpu", "warmup_steps": 1,
+         "timed_steps": 1}
 
-    def start(command, **kwargs):
-        code = ("import os, sys, stepscope.traces.watched as p; real = p.profile\n"
-                "p.profile = lambda c, *rest: os._exit(9) if c.mode == 'step' else real(c, *rest)\n"
-                "p.main(sys.argv[1], p.Path(sys.argv[2]), int(sys.argv[3]))")
-        return real([command[0], "-c", code, *command[-3:]], **kwargs)
-    monkeypatch.setattr(nsys.subprocess, "Popen", start)
-    small = {"size": "nano", "vocab_size": 100, "device": "cpu", "warmup_steps": 0, "timed_steps": 1}
-    captures = capture(
-        [
-            configure("benchmark", **small, context_length=length, mode=mode)
-            for length, mode in ((4_000_000, "forward"), (8, "forward_backward"), (8, "step"), (8, "forward"))
-        ],
-        tmp_path,
-        None,
-    )
-    assert [item.outcome["status"] for item in captures] == ["oom", "captured", "crashed", "captured"]
-    assert "while building the model" in captures[0].outcome["cause"]
-    assert [bool(item.file and item.file.exists()) for item in captures] == [False, True, False, True]
+
+def capture_wrongly(tmp_path, monkeypatch, **environment):
+    real = nsys.subprocess.Popen
+    monkeypatch.setattr(nsys.subprocess, "Popen",
+                        lambda command, **kwargs: real([command[0], "-c", WRONG, *command[-3:]], **kwargs))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return capture([configure("benchmark", **SMALL, mode=mode) for mode in PHASES], tmp_path, None)
+
+
+def test_a_crash_costs_one_profile(tmp_path, monkeypatch):
+    """The process is killed in the capture; the next ones have a mode each, and one is killed again."""
+    captures = capture_wrongly(tmp_path, monkeypatch, DIES="captured")
+    found = {mode: outcome["status"] for item in captures for mode, outcome in item.outcomes.items()}
+    assert found == {"forward": "captured", "forward_backward": "captured", "step": "crashed"}
+    assert [item.file is None for item in captures] == [False, False, True]
+    assert set(profiles._exports(captures[1], None)) == {"forward_backward"}
+
+
+@pytest.mark.parametrize("kind, inside", [("warm-up", 0), ("captured", 2)])
+def test_running_out_of_memory_costs_one_profile(tmp_path, monkeypatch, kind, inside):
+    [item] = capture_wrongly(tmp_path, monkeypatch, FILLS=kind)
+    assert {mode: outcome["status"] for mode, outcome in item.outcomes.items()} == {
+        "forward": "captured", "forward_backward": "oom", "step": "captured"}
+    assert "while filling" in item.outcomes["forward_backward"]["cause"]
+    # A named step and a captured one; in the second the mode fails.
+    assert item.inside == ["forward"] * 2 + ["forward_backward"] * inside + ["step"] * 2
+    exports = profiles._exports(item, None)
+    assert set(exports) == {"forward", "step"}
+    assert set(profiles.analyse(exports["step"])["operations"]["phase"]) == {"forward", "loss", "backward", "optimizer"}
+
+
+def test_weights_that_do_not_fit_leave_no_capture(tmp_path):
+    huge = SMALL | {"context_length": 4_000_000}
+    [item] = capture([configure("benchmark", **huge, mode=mode) for mode in PHASES], tmp_path, None)
+    assert item.file is None and {outcome["status"] for outcome in item.outcomes.values()} == {"oom"}
+    assert all("while building the model" in outcome["cause"] for outcome in item.outcomes.values())
+    assert profiles._exports(item, None) == {}
+
+
+def test_a_capture_is_cut_so_that_every_operation_is_one_modes(tmp_path):
+    """The real capture's three steps, taken for two modes' : nothing is lost, and domains stay."""
+    whole = Path(shutil.copy(EXPORT, tmp_path / "whole.sqlite"))
+    parts = cut(whole, ["forward", "forward", "step"])
+    operations = load_trace(EXPORT)[0]
+    for mode, steps in (("forward", {0, 1}), ("step", {2})):
+        own, ranges = load_trace(parts[mode])
+        expected = operations[operations["step"].isin(steps)]
+        assert own["start_ns"].tolist() == expected["start_ns"].tolist()
+        assert own["region"].astype(str).tolist() == expected["region"].astype(str).tolist()
+        assert (ranges["role"] == "step").sum() == len(steps)
+    with pytest.raises(TraceError, match="holds 3 steps, expected the 2 that were run"):
+        cut(whole, ["forward", "step"])
 
 
 def test_nothing_profiled_is_an_error_that_quotes_the_profiler(tmp_path):

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from stepscope import PROJECT, StepscopeError, __version__
 
 if TYPE_CHECKING:
+    from stepscope.config import StepConfig
     from stepscope.runs.record import Record
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -46,6 +47,9 @@ ExclusiveOption = Annotated[list[str] | None, typer.Option("--exclusive", metava
                             help="Nothing runs beside runs of this study; may be given more than once.")]
 TimeoutOption = Annotated[str | None, typer.Option("--timeout", metavar="90s|20m|1h",
                           help="End a run's processes after this time; it has then failed.")]
+
+EditionOption = Annotated[int | None, typer.Option("--edition", metavar="2025|2026", show_default="none",
+                          help="Whose names of sizes: xl is another model in each.")]
 
 
 def _say_version(asked: bool) -> None:
@@ -141,7 +145,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, or cpu (all, over tiny models)."
+            help="Sweep files (YAML), or what ships: a study's name, cpu (all, over tiny models) or 2026."
         ),
     ],
     runs: RunsOption = None,
@@ -367,6 +371,7 @@ def ladder(
     size: Annotated[
         str | None, typer.Option(help="A named size.", show_default="small, or nano on a CPU")
     ] = None,
+    edition: EditionOption = None,
     shape: Annotated[
         str | None,
         typer.Option(metavar="D_MODEL,D_FF,LAYERS,HEADS", help="A shape of your own, in place of a size."),
@@ -387,7 +392,7 @@ def ladder(
 
     import yaml
 
-    from stepscope.config import device_here
+    from stepscope.config import device_here, size_of
     device = device_here("auto")
     context = context or (512 if device == "cuda" else 64)
     fixed: dict = {"context_length": context, "batch_size": batch,
@@ -398,7 +403,7 @@ def ladder(
             raise StepscopeError(f"--shape: got {shape!r}, but expected four numbers such as 768,3072,12,12")
         fixed |= dict(zip(("d_model", "d_ff", "num_layers", "num_heads"), map(int, numbers)))
     else:
-        fixed["size"] = size or ("small" if device == "cuda" else "nano")
+        fixed["size"] = size_of(size or ("small" if device == "cuda" else "nano"), edition)
     block = {"study": "ladder", "fixed": fixed, "axes": {"process": list(range(processes))}}
     folder = _local_runs(runs)
     with tempfile.TemporaryDirectory() as temporary:
@@ -409,32 +414,111 @@ def ladder(
 
 
 @app.command()
-def fit(size: Annotated[str, typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B.")],
-        context: Annotated[int, typer.Option(help="Context length.")] = 512,
-        batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
-        memory: Annotated[float | None, typer.Option(
-            help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")] = None) -> None:
-    """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
+def fit(
+    size: Annotated[
+        str | None,
+        typer.Argument(help="A size: small, medium, large, xl, 2.7B, 10B; or give the four dimensions."),
+    ] = None,
+    edition: EditionOption = None,
+    d_model: Annotated[int | None, typer.Option(help="Of a shape of your own.")] = None,
+    d_ff: Annotated[int | None, typer.Option(help="Of a shape of your own.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of a shape of your own.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Of a shape of your own.")] = None,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 10_000,
+    context: Annotated[int, typer.Option(help="Context length.")] = 512,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
+    attention: Annotated[
+        str, typer.Option(metavar="eager|sdpa", help="Written out, or torch's fused attention.")
+    ] = "eager",
+    optimizer: Annotated[str, typer.Option(metavar="foreach|fused", help="AdamW's implementation.")] = "foreach",
+    checkpoint: Annotated[
+        int, typer.Option(help="Activation checkpoints, each around so many blocks; 0: none.", min=0)
+    ] = 0,
+    memory: Annotated[
+        float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")
+    ] = None,
+    allowance: Annotated[
+        float | None,
+        typer.Option(
+            help="Percent of the memory to leave free for what the allocator reserves beyond tensors.",
+            show_default="the most that the reference measured",
+        ),
+    ] = None,
+) -> None:
+    """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch.
+
+    A step is tight that fits and leaves less than the allowance free: it may run or not.
+    """
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.config import SIZES, device_here
+    if allowance is not None and not 0 <= allowance < 100:
+        raise StepscopeError(f"--allowance: got {allowance:g}, but expected a percentage below 100, such as 25")
+    from stepscope.config import device_here
     from stepscope.runs.machine import machine
     from stepscope.say.formats import MODE_WORDS
-    from stepscope.step.accounting import on_gpu, what_fits
-    if size not in SIZES:  # said here: configure would offer to give dimensions, which this does not take
-        raise StepscopeError(f"size: got {size!r}, but known sizes are {', '.join(SIZES)}")
+    from stepscope.step.accounting import ALLOWANCE, on_gpu, what_fits
+    config = on_gpu(
+        **_shape_asked(size, edition, (d_model, d_ff, layers, heads)),
+        vocab_size=vocab, context_length=context, batch_size=batch, attention=attention, optimizer=optimizer,
+    )
+    if checkpoint > config.num_layers:
+        raise StepscopeError(f"--checkpoint: got {checkpoint}, but there are {config.num_layers} blocks")
     if memory is None:
         memory = machine("cuda")["gpu_memory_mib"] / 1024 if device_here("auto") == "cuda" else 80
-    found = what_fits(on_gpu(size=size, context_length=context, batch_size=batch), memory * 1024)
-    table = Table(Column("mode", no_wrap=True), "precision", Column("peak, GiB", justify="right"), "peak in",
-                  "fits", Column("largest\ncontext", justify="right"),
-                  Column("largest\nbatch", justify="right"),
+    free = ALLOWANCE if allowance is None else allowance / 100
+    found = what_fits(config, memory * 1024, free, checkpoint)
+    table = Table(Column("mode", no_wrap=True), "precision", Column("peak\nGiB", justify="right"), "peak in",
+                  "fits", Column("largest\ncontext", justify="right", no_wrap=True),
+                  Column("largest\nbatch", justify="right", no_wrap=True),
                   box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left",
-                  title=f"{size}, context {context}, batch {batch}, {memory:g} GiB")
+                  title=_fit_title(config, checkpoint, memory))
     for row in found.itertuples():
         table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
-                      "yes" if row.fits else "no", f"{row.largest_context:,}", f"{row.largest_batch:,}")
-    Console().print(table)
+                      "tight" if row.tight else "yes" if row.fits else "no",
+                      _from_to(row.largest_context, row.most_context), _from_to(row.largest_batch, row.most_batch))
+    out = Console()
+    out.print(table)
+    whose = "" if allowance is not None else (
+        ": at the worst peak of the reference so much of what the allocator reserved was in no tensor"
+        " (evidence/memory.md#memory-fragmentation)")
+    if free:
+        out.print(f"Tight: it leaves less than {free:.0%} of the memory free{whose}. The largest context and batch are"
+                  " that which leaves it and that which just fits.", soft_wrap=True, highlight=False)
+    alone = found[found["mode"] == "forward"].set_index("precision")["peak_mib"] / 1024
+    if alone["bf16"] > alone["fp32"]:
+        out.print(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32, because"
+                  " autocast keeps a bf16 copy of each weight until forward ends.", soft_wrap=True, highlight=False)
+
+
+def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | None, ...]) -> dict:
+    """A size's or a shape's fields; the name of a size is an edition's."""
+    from stepscope.config import Dimensions, size_of
+    own = dict(zip(Dimensions._fields, dimensions, strict=True))
+    if size is None and None in own.values():
+        missing = ", ".join(name for name, value in own.items() if value is None)
+        raise StepscopeError(f"size: not given; name one, such as small, or give the shape ({missing} missing)")
+    if size is None and edition is not None:
+        raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
+    return own if size is None else own | {"size": size_of(size, edition)}
+
+
+def _from_to(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,}\u2013{last:,}"
+
+
+def _fit_title(config: "StepConfig", checkpoint: int, memory: float) -> str:
+    from stepscope.config import Dimensions, size_label
+    shape = "/".join(str(getattr(config, name)) for name in Dimensions._fields)
+    name = shape if config.size == "custom" else f"{size_label(config.size)}, {shape}"
+    options = [
+        f"context {config.context_length}", f"batch {config.batch_size}",
+        *(["vocabulary " + str(config.vocab_size)] if config.vocab_size != 10_000 else []),
+        "scaled_dot_product_attention" if config.attention == "sdpa" else "attention written out",
+        f"{config.optimizer} AdamW",
+        *([f"a checkpoint every {checkpoint} block{'s' * (checkpoint > 1)}"] if checkpoint else []),
+        f"{memory:g} GiB",
+    ]
+    return f"{name}\n{', '.join(options)}"
 
 
 @app.command()

@@ -38,6 +38,8 @@ SIZES = {
     "micro": Dimensions(64, 256, 2, 4),
     "tiny": Dimensions(128, 512, 4, 4),
 }
+# The names above are 2025's, in records, sweeps and tables; what an edition of the handout calls otherwise.
+EDITIONS: dict[int, dict[str, str]] = {2025: {}, 2026: {"xl": "2.7B"}}
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
@@ -46,6 +48,35 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 class ConfigError(StepscopeError, ValueError):
     """A configuration that cannot be run; its text is a sentence: the field, what it was, what is allowed."""
+
+
+def size_of(name: str, edition: int | None = None) -> str:
+    """The name in :data:`SIZES` of what the handout's edition of that year calls ``name``.
+
+    Raises:
+        ConfigError: there is no such edition or size, or no edition is given and editions differ about it.
+    """
+    if edition is not None and not (isinstance(edition, int) and edition in EDITIONS):
+        raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are"
+                          f" {' and '.join(map(str, EDITIONS))}")
+    if not isinstance(name, str) or name not in SIZES:
+        raise ConfigError(f"size: got {shown(name)}, but known sizes are {', '.join(SIZES)}"
+                          " (or give d_model, d_ff, num_layers and num_heads without a size)")
+    meant = {year: names.get(name, name) for year, names in EDITIONS.items()}
+    if edition is None and len(set(meant.values())) > 1:
+        each = (f"{'/'.join(map(str, SIZES[size]))} in the {year} edition" for year, size in meant.items())
+        raise ConfigError(f"size: {name} means {' and '.join(each)}; say --edition"
+                          f" {' or --edition '.join(map(str, meant))}")
+    return name if edition is None else meant[edition]
+
+
+def size_label(name: str) -> str:
+    """A size's name with the edition it is of, where editions differ: "2.7B (2026's xl)"."""
+    other = [f"{year}'s {theirs}" for year, names in EDITIONS.items() for theirs, size in names.items()
+             if size == name]
+    if not other and any(name in names for names in EDITIONS.values()):
+        other = [f"{min(EDITIONS)}'s"]
+    return f"{name} ({', '.join(other)})" if other else name
 
 
 def device_here(asked: Any) -> Any:
@@ -79,6 +110,8 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # Fields that records of before have and this study has no longer, with the only value they ever had.
     retired: ClassVar[dict[str, Any]] = {}
+    # Whether runs time their steps in turns (see traces/turns.py), so that several may share a GPU.
+    takes_turns: ClassVar[bool] = False
 
     study: str
     d_model: int = Field(ge=2, le=2**20)
@@ -139,15 +172,19 @@ class StepConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
-        """A size stands for its dimensions, and dimensions that a size has are given its name."""
+        """A size stands for its dimensions, and dimensions that a size has are given its name.
+
+        ``edition``, which is no field, says whose the size's name is; without it, it is 2025's.
+        """
         if not isinstance(values, dict):
             return values
         values = dict(values)
-        size = values.get("size", "custom")
-        named = SIZES.get(size) if isinstance(size, str) else None
-        if named is None and size != "custom":
-            raise ValueError(f"size: got {shown(size)}, but known sizes are {', '.join(SIZES)}"
-                             " (or give d_model, d_ff, num_layers and num_heads without a size)")
+        size, edition = values.get("size", "custom"), values.pop("edition", None)
+        if size != "custom":
+            size = size_of(size, 2025 if edition is None else edition)
+        elif edition is not None:
+            raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
+        named = None if size == "custom" else SIZES[size]
         for field, number in named._asdict().items() if named else ():
             if values.setdefault(field, number) != number:
                 raise ValueError(f"{field}: got {shown(values[field])}, but size {size!r} has {number};"

@@ -2,6 +2,7 @@
 import hashlib
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -43,7 +44,8 @@ class How:
     """How a sweep's runs are executed; the default is one after another, in this process.
 
     Args:
-        workers: ``gpus`` or a number: a local Dask cluster of one worker for each GPU, or of so many workers.
+        workers: ``gpus`` or a number: a local Dask cluster of one worker for each GPU, or of so many workers;
+            of more than there are GPUs where all runs take turns.
         scheduler: address of a Dask scheduler that exists.
         cluster: a local cluster that exists (of :func:`stepscope.workers.local_cluster`), which stays.
         exclusive: studies whose runs have nothing beside them (``all``: every study's).
@@ -66,7 +68,7 @@ class How:
         if self.workers is not None and self.scheduler is not None:
             raise SweepError("--workers and --scheduler: one or the other; a scheduler has its own workers")
         if self.workers is not None:
-            check_workers(self.workers)
+            check_workers(self.workers, shared=True)  # whether they may share depends on the runs
         if self.scheduler is not None and not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", self.scheduler):
             raise SweepError(f"--scheduler: got {self.scheduler!r}, but expected an address such as"
                              " tcp://10.0.0.1:8786")
@@ -134,11 +136,14 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None,
                 client, there = join_cluster(how.scheduler, store)
                 closing.callback(close_cluster, client)
                 configs = _configurations(paths, store, how, there)
+            shared = all(config.takes_turns for config in configs)
+            if how.workers is not None:
+                check_workers(how.workers, shared)
             end, workers = _what_is_left(configs, paths, store, console), 0
             todo = len(end.left)
             try:
                 if todo and not asked:
-                    pool = closing.enter_context(_pool(how, store, client, console))
+                    pool = closing.enter_context(_pool(how, store, client, console, shared))
                     workers = pool.size
                     _Sweep(pool, store, how, console, end, len(configs)).run(end.left)
             except (ClusterFailed, SchedulerGone) as error:
@@ -214,14 +219,18 @@ def _place_elsewhere(error: OSError, store: Store) -> Path | None:
 
 
 @contextmanager
-def _pool(how: How, store: Store, client: Any, console: Console) -> Iterator[Here | Dask]:
-    """Where runs go on: this process, a joined cluster (whose client it then is), or a local one."""
+def _pool(how: How, store: Store, client: Any, console: Console, shared: bool) -> Iterator[Here | Dask]:
+    """Where runs go on: this process, a joined cluster (whose client it then is), or a local one, whose
+    workers may share a GPU.
+    """
     with ExitStack() as closing:
         places: dict = {}
         if how.cluster is not None:
             client, places = how.cluster
         elif how.workers is not None:
-            client, places = local_cluster(how.workers)
+            client, places = local_cluster(how.workers, shared)
+            for folder in {place["turns"] for place in places.values()} - {None}:
+                closing.callback(shutil.rmtree, folder, ignore_errors=True)
             closing.callback(close_cluster, client)
         if client is None:
             yield Here(store, how.timeout_s, how.notebook)

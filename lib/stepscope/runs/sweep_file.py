@@ -10,6 +10,7 @@ from stepscope.config import ConfigError, RunConfig, configure
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
+ACROSS = ("cpu", "2026")  # names of sweeps that are of several studies
 BLOCK_KEYS = ("study", "fixed", "axes")
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 
@@ -48,7 +49,7 @@ def load_sweep(path: Path, device: str = "auto") -> list[RunConfig]:
 
 def _read(path: Path) -> object:
     if not path.exists():
-        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {"cpu"}))
+        shipped = ", ".join(sorted({sweep_name(file) for file in SHIPPED.glob("*/sweep.yaml")} | {*ACROSS}))
         raise SweepError(f"{path}: cannot be read (No such file or directory);"
                          f" sweeps that ship with stepscope: {shipped}")
     try:
@@ -88,9 +89,11 @@ def _expand(block: object, device: str) -> Iterator[RunConfig]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, or ``cpu``,
-    all studies' over tiny models."""
-    shipped = sorted(SHIPPED.glob("*/sweep_cpu.yaml")) if name == "cpu" else [SHIPPED / name / "sweep.yaml"]
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's, ``cpu``, all
+    studies' over tiny models, or ``2026``, what that edition of the handout asks beyond the first."""
+    shipped = [SHIPPED / name / "sweep.yaml"]
+    if name in ACROSS:
+        shipped = sorted(SHIPPED.glob(f"*/sweep_{name}.yaml"))
     return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
 
 

@@ -30,11 +30,13 @@ from stepscope.runs.jupyter_kernel import THREADS, asked, clear_dead, set_enviro
 from stepscope.runs.one_run import make_run
 from stepscope.runs.record import Record
 from stepscope.runs.store import AlreadyBegun, Store
+from stepscope.traces import turns
 
 ANSWER_S = 10  # a scheduler that is there answers within this time
 WORKERS_S = 60  # a scheduler's first worker is waited for so long
 CLOSE_S = 5  # what is closed and does not answer is left after this time
 DIED = "the worker that ran it died (killed, or its machine went down)"
+TURNS = "stepscope-turns-"
 RESOURCE = {"cuda": "GPU", "cpu": "CPU"}  # by device: what a worker must offer, and a run takes one of
 
 
@@ -73,6 +75,7 @@ class Task:
     environment: dict[str, str | None]
     cores: list[int]
     notebook: Callable | None = None
+    turns: str | None = None  # the folder of those that share its GPU
 
 
 class Here:
@@ -121,7 +124,9 @@ class Dask:
     def __init__(self, client, store: Store, timeout_s: float | None = None, notebook: Callable | None = None,
                  places: dict[object, dict] | None = None, limit: int | None = None):
         """Args:
-            places: of each worker by name, ``environment`` and ``cores``; None leaves workers as they are.
+            places: of each worker by name, ``environment``, ``cores`` and ``turns``, the folder in which
+                those that share a GPU take turns (:mod:`stepscope.traces.turns`); None leaves workers as
+                they are.
             limit: use so many workers at most.
         """
         self.client, self.store, self.timeout_s, self.notebook = client, store, timeout_s, notebook
@@ -169,7 +174,7 @@ class Dask:
         threads = {variable: os.environ.get(variable) for variable in THREADS}
         task = Task(config.model_dump(mode="json"), str(self.store.root.resolve()), self.timeout_s,
                     f"worker {name}", threads | place.get("environment", {}), place.get("cores", []),
-                    self.notebook)
+                    self.notebook, place.get("turns"))
         key = f"{config.study}-{config.run_id}-{uuid.uuid4().hex[:8]}"
         future = self.client.submit(work, task, key=key, workers=[address], pure=False,
                                     resources={RESOURCE[config.device]: 1})
@@ -239,9 +244,14 @@ def work(task: Task) -> tuple[str, str]:
     if task.cores:
         os.sched_setaffinity(0, task.cores)  # of this thread, which the kernel and its threads inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # of this thread, for the kernel
-    set_environment(task.environment)
-    folder, record = make_run(configure(**task.config), Store(Path(task.root)), task.timeout_s, task.notebook,
-                              task.where, _abandoned())
+    mark = Path(task.turns) / str(os.getpid()) if task.turns else None
+    set_environment(task.environment | ({turns.MARK: str(mark)} if mark else {}))
+    try:
+        turns.begin_work(mark)
+        folder, record = make_run(configure(**task.config), Store(Path(task.root)), task.timeout_s,
+                                  task.notebook, task.where, _abandoned())
+    finally:
+        turns.end_work(mark)
     return str(folder), record.model_dump_json()
 
 
@@ -281,39 +291,48 @@ def core_slices(count: int) -> list[list[int]]:
             for part in np.array_split(range(len(physical)), count)]
 
 
-def check_workers(workers: str) -> None:
-    """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number, or more GPUs than there are."""
+def check_workers(workers: str, shared: bool = False) -> None:
+    """Raises :class:`WorkersError` where it is neither ``gpus`` nor a number, or more GPUs than there are.
+
+    Args:
+        shared: whether several workers may share a GPU, since their runs take turns.
+    """
     if workers != "gpus" and not re.fullmatch("[1-9][0-9]*", workers):
         raise WorkersError(f"--workers: got {workers!r}, but expected gpus or a number of workers")
     gpus = gpus_here()
     if workers == "gpus" and not gpus:
         raise WorkersError("--workers: got 'gpus', but there is no GPU here; a number makes so many workers,"
                            " each with its part of the cores")
-    if gpus and workers != "gpus" and int(workers) > len(gpus):
-        raise WorkersError(f"--workers: got {workers}, but there are {len(gpus)} GPUs here,"
-                           " and two timed runs never share one")
+    if gpus and workers != "gpus" and int(workers) > len(gpus) and not shared:
+        raise WorkersError(f"--workers: got {workers}, but there are {len(gpus)} GPUs here, and two timed"
+                           " runs never share one; only those of the nsys study take turns, and may share"
+                           " one in a sweep of their own")
 
 
-def local_cluster(workers: str):
+def local_cluster(workers: str, shared: bool = False):
     """A cluster of this machine, one worker for each GPU, and of each worker its environment and cores.
 
     Args:
         workers: ``gpus`` or a number; on a machine without GPUs, a number of slices of its cores.
+        shared: runs take turns, so workers may share a GPU and its part of the cores; without GPUs, all of
+            the cores.
 
     Raises:
         WorkersError: no such number, or fewer GPUs than that. ClusterFailed: it did not come up.
     """
     import dask
     from distributed import Client, LocalCluster
-    check_workers(workers)
+    check_workers(workers, shared)
     gpus = gpus_here()
     count = len(gpus) if workers == "gpus" else int(workers)
-    places, most = {}, os.environ.get("OMP_NUM_THREADS", "")
-    for index, cores in enumerate(core_slices(count)):
+    parts = min(count, len(gpus) or 1) if shared else count
+    slices, places, most = core_slices(parts), {}, os.environ.get("OMP_NUM_THREADS", "")
+    for index in range(count):
+        cores = slices[index % parts]
         threads = min(len(cores), int(most)) if most.isdigit() else len(cores)
-        gpu = {"CUDA_VISIBLE_DEVICES": gpus[index]} if gpus else {}
+        gpu = {"CUDA_VISIBLE_DEVICES": gpus[index % parts]} if gpus else {}
         environment = {"OMP_NUM_THREADS": str(threads)} | gpu
-        places[index] = {"environment": environment, "cores": cores}
+        places[index] = {"environment": environment, "cores": cores, "turns": None}
     # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
     # key of this moment keeps out the machine's other users. No page of another origin than the dashboard's
     # may read what it shows.
@@ -331,6 +350,9 @@ def local_cluster(workers: str):
         if cluster:
             cluster.close(timeout=CLOSE_S)
         raise ClusterFailed(f"the local cluster, which did not start ({_in_words(error)})") from None
+    folders = [tempfile.mkdtemp(prefix=TURNS) if count > parts else None for _ in range(parts)]
+    for index in range(count):
+        places[index]["turns"] = folders[index % parts]
     return client, places
 
 

@@ -3,15 +3,16 @@
 Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`),
 so each instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes.
 A block saves the same whichever it is, and an instant within a block adds to it what is alive just there.
-Instants that others exceed for every shape are left out. The formulas are of eager attention with two heads
-or more, autocast as CUDA does it.
+Instants that others exceed for every shape are left out. The formulas are of two heads or more, autocast as
+CUDA does it; with attention written out (:data:`FORMULAS`), or by scaled_dot_product_attention's kernels that
+keep a number a row and no scores (:data:`FUSED_FORMULAS`).
 
 What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take
 workspaces.
 """
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from stepscope import StepscopeError
@@ -27,6 +28,9 @@ CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "auto
               "other", "allocator rounding"]
 # of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
 WORKSPACE = 32 * MIB
+# Of reserved memory, the most that was in no tensor at the peak of a run of the reference (the report's question
+# "memory-fragmentation"; a test holds this to its records): what to leave free beside the predicted peak.
+ALLOWANCE = 0.25
 
 
 class AccountingError(StepscopeError, ValueError):
@@ -55,6 +59,7 @@ class Formulas:
     head_copies: str
     logits: str
     loss_saved: str                # by the loss for its own backward
+    kernel: str = ""               # taken for itself by a fused kernel on a GPU, in its backward
 
 
 BLOCK_GRADIENTS = "16A + 12M + 8C"
@@ -112,6 +117,39 @@ FORMULAS = {
                   "attention.qkv: last to fp32": "18X + 4r + 2V + 18A + 12M + 4C + 8"},
         backward_end={"embedding: dense_backward": "4X + 2V + 8E + 4C + 8"},
         head_copies="2E", logits="2V", loss_saved="6V + 4"),
+}
+FUSED_BACKWARD = "attention.fused: backward"
+# The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm 1 and
+# appendix B): no scores. In backward it adds up the queries' gradients in fp32 (fp32: the product of output and
+# gradient), and a number a row.
+FUSED_FORMULAS = {
+    "fp32": replace(
+        FORMULAS["fp32"], saved="40X + 20G + 4n + 8r", kernel="4X + 4n",
+        infer={"attention.rope: mul": "36X", "ffn: mul": "12X + 16G"},
+        forward={"residual: add": "48X + 20G + 4n + 8r"},
+        backward={"ffn: mul": "44X + 28G + 4n + 8r + 4V + 4M + 8",
+                  "ffn: up_proj": "48X + 20G + 4n + 8r + 4V + 8M + 8",
+                  "ffn: gate_proj": "52X + 4G + 4n + 8r + 4V + 12M + 8",
+                  "norm: mul": "52X + 4n + 8r + 4V + 12M + 4C + 8",
+                  FUSED_BACKWARD: "48X + 4n + 4r + 4V + 4A + 12M + 4C + 8",
+                  "attention.qkv: mm": "32X + 4r + 4V + 12A + 12M + 4C + 8",
+                  "attention.qkv: last mm": "28X + 4r + 4V + 16A + 12M + 4C + 8"}),
+    "bf16": replace(
+        FORMULAS["bf16"], saved="34X + 10G + 4n + 8r + 4t", kernel="4X + 4n",
+        infer={"attention.rope: mul": "22X + 6A + 4t", "attention.output: o_proj": "18X + 8A",
+               "ffn: up_proj": "14X + 6G + 8A + 4M", "ffn: mul": "12X + 8G + 8A + 4M",
+               "ffn: down_proj": "14X + 4G + 8A + 6M"},
+        forward={"ffn: down_proj": "40X + 10G + 4n + 8r + 8A + 6M + 4t"},
+        backward={"ffn: down_proj": "40X + 12G + 4n + 8r + 2V + 8A + 8M + 4t + 8",
+                  "ffn: mul": "38X + 14G + 4n + 8r + 2V + 8A + 8M + 4t + 8",
+                  "ffn: up_proj": "38X + 6G + 4n + 8r + 2V + 8A + 12M + 4t + 8",
+                  "ffn: gate": "40X + 10G + 4n + 8r + 2V + 8A + 10M + 4t + 8",
+                  "ffn: gate_proj": "40X + 4n + 8r + 2V + 8A + 14M + 4t + 8",
+                  "norm: mul": "46X + 4n + 8r + 2V + 8A + 12M + 4C + 4t + 8",
+                  "attention.output: to fp32": "28X + 4n + 4r + 2V + 12A + 12M + 4C + 4t + 8",
+                  FUSED_BACKWARD: "34X + 4n + 4r + 2V + 10A + 12M + 4C + 4t + 8",
+                  "attention.qkv: mm": "28X + 4r + 2V + 14A + 12M + 4C + 8",
+                  "attention.qkv: last to fp32": "18X + 4r + 2V + 18A + 12M + 4C + 8"}),
 }
 
 
@@ -184,17 +222,15 @@ class Instant:
 
 
 def require_formulas(config: StepConfig) -> Formulas:
-    """The formulas of a configuration's precision.
+    """The formulas of a configuration's attention and precision.
 
     Raises:
         AccountingError: there are none for it.
     """
-    for field, known in (("attention", "eager"), ("compile", False)):
-        if getattr(config, field) != known:
-            raise AccountingError(
-                f"{field}: got {getattr(config, field)!r}, but the memory formulas are of {known!r} only"
-            )
-    return FORMULAS["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
+    if config.compile:
+        raise AccountingError("compile: got True, but the memory formulas are of False only")
+    formulas = FUSED_FORMULAS if config.attention == "sdpa" else FORMULAS
+    return formulas["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
 def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
@@ -216,6 +252,7 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
     fixed, weights, rounded = at_rest(config), 4 * parameter_count(config), parameter_rounding(config)
     saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
+    kernel = of(f.kernel) if config.device == "cuda" else 0
 
     def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0,
             gradients: int = 0,
@@ -255,7 +292,7 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
                         below + (again - first) * saved,
                         (again - first) * copies, done, held=logits)
         for operation, formula in f.backward.items():
-            add("backward", layer, operation, of(formula), below + (layer - first) * saved,
+            add("backward", layer, operation, of(formula) + kernel * (operation == FUSED_BACKWARD), below + (layer - first) * saved,
                 (layer - first) * copies,
                 head + (layers - 1 - layer) * block, held=logits)
     # the gradients of embedding, head and final norm stand in the formula
@@ -278,13 +315,15 @@ def at_rest(config: StepConfig) -> dict[str, int]:
     batch.
     """
     t, parameters = terms(config), 4 * parameter_count(config)
-    state = 2 * parameters if config.mode == "step" else 0
+    step = config.mode == "step"
+    # The fused optimizer has each tensor's count of steps on the GPU, a number of 4 bytes; the others do not.
+    counts = (9 * config.num_layers + 3) * (step and config.optimizer == "fused")
+    state = 2 * parameters * step + 4 * counts
     # cos and sin, the mask, tokens and targets
     other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]
-    sets = 1 + 2 * (config.mode == "step")
+    rounded = (1 + 2 * step) * parameter_rounding(config) + (512 - 4) * counts
     return dict.fromkeys(CATEGORIES, 0) | {"parameters": parameters, "optimizer state": state, "other": other,
-                                           "allocator rounding": sets
-                                           * parameter_rounding(config) * (config.device == "cuda")}
+                                           "allocator rounding": rounded * (config.device == "cuda")}
 
 
 def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
@@ -296,15 +335,16 @@ def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 
-def largest_that_fits(config: StepConfig, field: str, memory_mib: float) -> int:
+def largest_that_fits(config: StepConfig, field: str, memory_mib: float, blocks_per_checkpoint: int = 0) -> int:
     """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
     memory, in MiB.
 
-    The prediction is of what the allocator counts; what it reserves beyond that, and the CUDA context, come
-    on top.
+    The prediction is of what the allocator counts; what it reserves beyond that (:data:`ALLOWANCE`), and the
+    CUDA context, come on top.
     """
     def fits(number: int) -> bool:
-        return peak(config.model_copy(update={field: number})).allocated <= memory_mib * MIB
+        variant = config.model_copy(update={field: number})
+        return peak(variant, blocks_per_checkpoint).allocated <= memory_mib * MIB
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -335,21 +375,28 @@ def predicted_peak_mib(fields: dict) -> float | None:
         return None
 
 
-def what_fits(config: StepConfig, memory_mib: float) -> "pd.DataFrame":
+def what_fits(config: StepConfig, memory_mib: float, allowance: float = ALLOWANCE,
+              blocks_per_checkpoint: int = 0) -> "pd.DataFrame":
     """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
 
-    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits,
-    largest_context (at the batch given), largest_batch (at the context given).
+    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits (into the
+    memory), tight (but it leaves less than the ``allowance``, a share of it, free); largest_context (at the
+    batch given) and largest_batch (at the context given) with the allowance left free, and most_context and
+    most_batch with nothing left free. Forward alone has no checkpoints.
     """
     import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
     rows = []
     for mode in PHASES:
         for precision in ("fp32", "bf16"):
             variant = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
-            top = peak(variant)
-            rows.append({"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB,
-                         "phase": top.phase, "operation": top.operation,
-                         "fits": top.allocated <= memory_mib * MIB,
-                         "largest_context": largest_that_fits(variant, "context_length", memory_mib),
-                         "largest_batch": largest_that_fits(variant, "batch_size", memory_mib)})
+            blocks = 0 if mode == "forward" else blocks_per_checkpoint
+            top, safe_mib = peak(variant, blocks), (1 - allowance) * memory_mib
+            fits = top.allocated <= memory_mib * MIB
+            row = {"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase,
+                   "operation": top.operation, "fits": fits, "tight": fits and top.allocated > safe_mib * MIB}
+            for name, within_mib in (("largest", safe_mib), ("most", memory_mib)):
+                for field in ("context_length", "batch_size"):
+                    largest = largest_that_fits(variant, field, within_mib, blocks)
+                    row[f"{name}_{field.partition('_')[0]}"] = largest
+            rows.append(row)
     return pd.DataFrame(rows)

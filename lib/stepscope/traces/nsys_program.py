@@ -12,17 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from stepscope import StepscopeError
 from stepscope.config import StepConfig
 from stepscope.files import write_text_durably
 from stepscope.traces.nsys_reports import check_fresh
+from stepscope.traces.turns import begin_work, end_work, lives, own_mark
 
 REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum",
            "nvtx_gpu_proj_sum", "nvtx_kern_sum")
-# In the folder of the process that is watched: what it is asked for, and its id.
-REQUESTS, PID = "requests.json", "pid"
+# In the folder of the process that is watched: what it is asked for, its id, what it said of it, and
+# torch.profiler's trace.
+REQUESTS, PID, OUTCOME, TRACE = "requests.json", "pid", "outcome.json", "capture.trace.json"
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
           "/usr/local/cuda*/bin/nsys",
           "/usr/local/bin/nsys", "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
@@ -72,13 +72,14 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 @dataclass
 class Capture:
-    """One configuration's profile: its file (None when there is none) and what the profiled process said of
-    it.
+    """The profile of one configuration's modes: their file (None when there is none) and what the profiled
+    process said.
     """
 
-    config: StepConfig
     file: Path | None
-    outcome: dict  # status (captured, oom, crashed), cause, walls (rows of watched.Steps.walls)
+    outcomes: dict[str, dict]  # by mode: status (captured, oom, crashed), cause, walls (of watched.Steps)
+    inside: list[str]          # the mode of each step in the file, in order
+    seconds: dict[str, float]  # ready_s, turn_s, steps_s, others_s of the process; none of one that crashed
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
@@ -91,7 +92,7 @@ def profiler_here(device: str) -> tuple[str, Path | None]:
     return f"nsys {nsys_version(nsys)}", nsys
 
 
-def start_watched(place: Path, captures: int, nsys: Path | None) -> subprocess.Popen:
+def start_watched(place: Path, nsys: Path | None) -> subprocess.Popen:
     """Start the process that is to be profiled, under its profiler, in a new folder ``place``.
 
     It gets ready, which takes seconds and touches no GPU, and then waits for the folder's requests.
@@ -99,7 +100,7 @@ def start_watched(place: Path, captures: int, nsys: Path | None) -> subprocess.P
     place.mkdir(parents=True)
     profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
                 "--cuda-graph-trace=node",
-                "--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{captures}",
+                "--capture-range=cudaProfilerApi", "--capture-range-end=repeat:1",
                 "--output", str(place / "capture")] if nsys else []
     tool = "nsys" if nsys else "torch"
     return subprocess.Popen(
@@ -113,91 +114,97 @@ def start_watched(place: Path, captures: int, nsys: Path | None) -> subprocess.P
 def _finish(process: subprocess.Popen, place: Path) -> str:
     """What the profiler said, when both it and the process that it watches have ended."""
     said = process.communicate()[0]
-    if (place / PID).exists():  # nsys may end with its last capture, and the steps after that go on
+    if (place / PID).exists():  # nsys may end with its capture, and the steps after that go on
         while lives(int((place / PID).read_text())):
             time.sleep(0.01)
     return said
 
 
-def lives(pid: int) -> bool:
-    """Whether that process goes on; one that nobody has waited for yet does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def capture(configs: list[StepConfig], folder: Path, nsys: Path | None,
             started: subprocess.Popen | None = None) -> list[Capture]:
-    """Profile configurations one after another in one process, each in a capture of its own.
+    """Profile the modes of one configuration, in one process and one capture.
 
-    Starting Python, torch and a CUDA context costs more than the steps, hence one process. A crash costs the
-    profile it happens in: the rest is profiled by a process started anew. Out of memory costs that profile
-    only.
+    Starting Python, torch and a CUDA context costs more than the steps, and so does ending a capture, hence
+    one of each. Where the process crashes, each mode is tried in a process of its own, so that a crash costs
+    the profile it happens in. Out of memory costs that profile only.
 
     Args:
+        configs: they differ in ``mode``.
         nsys: the nsys to use; None for torch.profiler.
-        started: what :func:`start_watched` gave for the place ``folder/process0`` and as many captures.
+        started: what :func:`start_watched` gave for the place ``folder/process0``.
+
+    Returns:
+        One capture, or one for each mode after a crash.
 
     Raises:
         NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler
             said.
     """
-    captures: list[Capture] = []
-    left = list(configs)
-    while left:
-        place = folder / f"process{len(captures)}"
-        process = started if started and not captures else start_watched(place, len(left), nsys)
-        requests = json.dumps([json.loads(config.model_dump_json()) for config in left])
-        write_text_durably(place / REQUESTS, requests)
-        ended = _finish(process, place)
-        # With repeat:1 there is one capture.nsys-rep, else capture.1.nsys-rep and so on, in the order they
-        # were made.
-        reports = iter(sorted(place.glob("capture*.nsys-rep"), key=lambda path: path.stat().st_mtime_ns))
-        for config in left:
-            said = place / f"{config.mode}.json"
-            if not said.exists():
-                break
-            outcome = json.loads(said.read_text())
-            file = None
-            if outcome["status"] == "captured":
-                file = next(reports, None) if nsys else place / f"{config.mode}.trace.json"
-                if file is None or not file.exists():
-                    raise NsysError(
-                        f"no report was made of the capture of {config.mode};"
-                        f" the profiler said: {ended[-2000:]}"
-                    )
-            captures.append(Capture(config, file, outcome))
-        left = configs[len(captures):]
-        if left:  # the process ended in the first of these
-            captures.append(Capture(left[0], None, {"status": "crashed", "cause": ended[-2000:]}))
-            left = left[1:]
-    if all(item.outcome["status"] == "crashed" for item in captures):
-        raise NsysError(
-            f"none of {len(captures)} configurations could be profiled;"
-            f" the profiler said: {captures[0].outcome['cause']}"
-        )
+    place = folder / "process0"
+    captures = [_capture(configs, place, nsys, started or start_watched(place, nsys))]
+    if _crashed(captures[0]) and len(configs) > 1:
+        captures = []
+        for number, config in enumerate(configs, start=1):
+            place = folder / f"process{number}"
+            captures.append(_capture([config], place, nsys, start_watched(place, nsys)))
+    if all(map(_crashed, captures)):
+        cause = next(iter(captures[0].outcomes.values()))["cause"]
+        raise NsysError(f"none of {len(configs)} configurations could be profiled;"
+                        f" the profiler said: {cause}")
     return captures
 
 
-def make_reports(nsys: Path, report: Path, folder: Path, prefix: str,
-                 reports: Iterable[str] = REPORTS) -> Path:
-    """One capture's event-level export (sqlite), which is returned, and by ``nsys stats`` the CSVs
-    ``<prefix>_<report>.csv`` in ``folder``.
+def _crashed(made: Capture) -> bool:
+    return all(outcome["status"] == "crashed" for outcome in made.outcomes.values())
+
+
+def _capture(configs: list[StepConfig], place: Path, nsys: Path | None, process: subprocess.Popen) -> Capture:
+    asked_at = time.time()
+    requests = json.dumps([json.loads(config.model_dump_json()) for config in configs])
+    write_text_durably(place / REQUESTS, requests)
+    ended = _finish(process, place)
+    mark = own_mark()
+    end_work(mark)    # whoever waits for a turn has it before this run's analysis
+    begin_work(mark)
+    if not (place / OUTCOME).exists():
+        crashed = {"status": "crashed", "cause": ended[-2000:]}
+        return Capture(None, {config.mode: crashed for config in configs}, [], {})
+    said, file = json.loads((place / OUTCOME).read_text()), None
+    if said["inside"]:
+        # With repeat:1 it is capture.nsys-rep, but releases differ.
+        file = next(iter(place.glob("capture*.nsys-rep")), None) if nsys else place / TRACE
+        if file is None or not file.exists():
+            raise NsysError(f"no report was made of the capture of {', '.join(said['modes'])};"
+                            f" the profiler said: {ended[-2000:]}")
+    seconds = {"ready_s": max(0.0, said["ready_at"] - asked_at),
+               **{name: said[name] for name in ("turn_s", "steps_s", "others_s")}}
+    return Capture(file, said["modes"], said["inside"], seconds)
+
+
+def export_capture(nsys: Path, report: Path, export: Path) -> Path:
+    """A capture's event-level export (sqlite).
+
+    Raises:
+        NsysError: nsys exported nothing; quotes it.
+        ReportError: the export is older than the capture.
+    """
+    said = _say(nsys, "export", "--type=sqlite", "--force-overwrite=true", "--output", export, report)
+    if not export.exists():
+        raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
+    check_fresh(export, report)
+    return export
+
+
+def make_reports(nsys: Path, export: Path, folder: Path, prefix: str,
+                 reports: Iterable[str] = REPORTS) -> None:
+    """By ``nsys stats`` the CSVs ``<prefix>_<report>.csv`` of an export, in ``folder``.
 
     The reports are made side by side, each from a copy of the export: nsys does not say whether it leaves
     alone what it reads. One that nsys makes nothing of is absent.
 
     Raises:
-        NsysError: nsys exported nothing, or made none of the reports; quotes it.
-        ReportError: the export is older than the capture.
+        NsysError: nsys made none of the reports; quotes it.
     """
-    export = folder / f"{prefix}.sqlite"
-    said = _say(nsys, "export", "--type=sqlite", "--force-overwrite=true", "--output", export, report)
-    if not export.exists():
-        raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
-    check_fresh(export, report)
-
     def make(name: str) -> str:
         copy = Path(shutil.copy(export, folder / f"{prefix}-{name}.sqlite"))
         try:
@@ -208,8 +215,7 @@ def make_reports(nsys: Path, report: Path, folder: Path, prefix: str,
     with ThreadPoolExecutor() as pool:
         said = "".join(pool.map(make, reports))
     if not any((folder / f"{prefix}_{name}.csv").exists() for name in reports):
-        raise NsysError(f"nsys stats made nothing of {report.name}; it said: {said[-2000:]}")
-    return export
+        raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said[-2000:]}")
 
 
 def _say(nsys: Path, *arguments: str | Path) -> str:

@@ -7,21 +7,38 @@ from torch import Tensor
 from stepscope.studies.attention.implementations import Inputs
 
 QUANTITIES = ("output", "dq", "dk", "dv")
+SQUARE = 2**28  # scores that are there at once in float64, 2 GiB; of a longer sequence, so many queries' at a time
 
 
 def reference(inputs: Inputs) -> list[Tensor]:
     """Output and gradients of q, k, v in float64, by textbook softmax, one batch element at a time."""
-    rows = []
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.gradient)
-    for q, k, v, gradient in zip(*(x.detach().double() for x in tensors)):
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        if inputs.causal:
-            scores.masked_fill_(inputs.future, float("-inf"))
-        output = torch.softmax(scores, dim=-1) @ v
-        del scores
-        rows.append((output.detach(), *torch.autograd.grad(output, (q, k, v), gradient)))
+    batches = zip(*(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)))
+    rows = [element(*tensors, causal=inputs.causal) for tensors in batches]
     return [torch.stack(column) for column in zip(*rows)]
+
+
+def element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """Output, dq, dk and dv of one batch element, (1, T, d) each."""
+    sequence = q.shape[-2]
+    queries = max(1, SQUARE // sequence)
+    outputs, dqs = [], []
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    places = torch.arange(sequence, device=q.device)
+    for first in range(0, sequence, queries):
+        these = slice(first, first + queries)
+        leaves = [x.requires_grad_() for x in (q[:, these].clone(), k.clone(), v.clone())]
+        some, keys, values = leaves
+        scores = some @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if causal:
+            scores.masked_fill_(places > places[these, None], float("-inf"))
+        output = torch.softmax(scores, dim=-1) @ values
+        del scores
+        dq, its_dk, its_dv = torch.autograd.grad(output, leaves, gradient[:, these])
+        outputs.append(output.detach())
+        dqs.append(dq)
+        dk += its_dk
+        dv += its_dv
+    return torch.cat(outputs, dim=1), torch.cat(dqs, dim=1), dk, dv
 
 
 def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, float]:

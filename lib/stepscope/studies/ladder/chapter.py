@@ -14,14 +14,16 @@ from stepscope.studies.ladder.tables import load_processes, over_processes, with
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """``rungs`` (a row a shape and rung, over processes), ``kernels`` of finished steps, loss ``curves``,
-    attention's ``backends``."""
+    attention's ``backends``, ``checks`` of the optimizer."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
-    names = ("kernels", "curves", "backends")
+    names = ("kernels", "curves", "backends", "checks")
     kept = {name: with_runs(load_table(store, records, name), records) for name in names}
     return {"rungs": over_processes(load_processes(store, records))} | kept
 
 
-RUNGS, KERNELS, CURVES = "ladder.rungs", "ladder.kernels", "ladder.curves"
+RUNGS, KERNELS, CURVES, CHECKS = (
+    f"ladder.{name}" for name in ("rungs", "kernels", "curves", "checks")
+)
 
 CHAPTER = Chapter(
     Path(__file__).parent,
@@ -42,13 +44,13 @@ CHAPTER = Chapter(
             facts.goals,
             (RUNGS,),
             (KERNELS,),
-            printed={"goals": printed.goals, "kernels": printed.kernels},
+            printed={"goals": printed.goals, "parts": printed.parts},
         ),
         Question(
             "ladder-training",
             facts.training,
             (RUNGS,),
-            (CURVES,),
+            (CURVES, CHECKS),
             printed={"agreement": printed.agreement},
             pictures=("ladder_training",),
         ),

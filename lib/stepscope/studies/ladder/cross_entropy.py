@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # tokens
+CHUNK = 1024  # tokens at least
+CHUNKS = 8  # at most: each is compiled anew, and a larger product runs nearer to the ceiling
+
+
+def chunk_of(tokens: int) -> int:
+    """Tokens of a chunk."""
+    return max(CHUNK, -(-tokens // CHUNKS))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -21,7 +27,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         low_weight = weight.to(dtype)
         total, d_hidden = hidden.new_zeros((), dtype=torch.float32), []
         d_weight: Any = None
-        for x, target in zip(hidden.to(dtype).split(CHUNK), targets.split(CHUNK)):
+        chunk = chunk_of(len(targets))
+        for x, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk)):
             logits = (x @ low_weight.t()).float()
             normaliser = logits.logsumexp(-1, keepdim=True)
             total = total + (normaliser - logits.gather(-1, target[:, None])).sum()

@@ -4,9 +4,11 @@ import math
 
 import pandas as pd
 
+from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.names import AGAINST, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
 from stepscope.studies.ladder.tables import SHAPE
+from stepscope.traces.families import MATMUL
 
 HELPS = 0.02  # a gain or loss under this share is none
 SMOOTHED = 10  # steps of training that a point of a loss curve is the mean of
@@ -16,6 +18,16 @@ GOALS = {
     "of_sheet_bf16": {"2.7B": 0.55},
 }
 OTHER_ARITHMETIC = "fp8"
+# A step's kernels by what the floor has for them: its products (attention's among them), the optimizer's
+# traffic, and nothing for the rest.
+PARTS = {"products": (MATMUL, "fused attention"), "optimizer": ("optimizer",), "other": ()}
+OF_PART = {family: part for part, families in PARTS.items() for family in families}
+PART_NAMES = {
+    "products": "products and attention",
+    "optimizer": "the optimizer",
+    "other": "all other kernels",
+    "idle": "no kernel",
+}
 
 
 def shape_of(row: pd.Series | dict) -> dict:
@@ -80,6 +92,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     if own is None or climbed(own).empty:
         return None
     first, best = climbed(own).iloc[0], best_of(own)
+    within = best["times_as_fast"] if first["rung"] == "fp32" else math.nan  # of times within a process
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
     graph = of_rung(own, "graph")
     gains = climbed(own)[climbed(own)["rung"] != OTHER_ARITHMETIC]
@@ -93,11 +106,12 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "first_name": name_of(first["rung"]),
         "best_ms": best["median_ms"],
         "best_name": name_of(best["rung"]),
-        "faster": first["median_ms"] / best["median_ms"],
+        "faster": first["median_ms"] / best["median_ms"] if math.isnan(within) else within,
         "floor_ms": best["floor_ms"],
         "floor_share": best["floor_share"],
         "products_ms": best["products_ms"],
         "moving_ms": best["moving_ms"],
+        "clock": clock(best),
         "tokens_per_s": best["tokens_per_s"],
         "batch": int(best["batch"]),
         "beside": beside and beside | {"over_best": best["over_hugging_face"]},
@@ -112,6 +126,23 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "several": bool(own["processes"].max() > 1),
         "held": float(held.max()) if held.notna().any() else None,
         "runs": runs_in(rungs),
+    }
+
+
+def clock(row: pd.Series) -> dict | None:
+    """What power lets through: the clock of a rung's step, the floor at it, and what products keep up; None
+    where that was not measured."""
+    if math.isnan(row.get("clock_floor_ms", math.nan)):
+        return None
+    return {
+        "sm_clock_mhz": row["sm_clock_mhz"],
+        "floor_ms": row["clock_floor_ms"],
+        "floor_share": row["clock_floor_share"],
+        "kept_up_mhz": row["kept_up_mhz"],
+        "kept_up_w": row["kept_up_w"],
+        "kept_up_tflops": row["kept_up_tflops"],
+        "kept_up_of_sheet": row["kept_up_of_sheet"],
+        "on_sheet": bool(pd.notna(row["kept_up_of_sheet"])),
     }
 
 
@@ -193,19 +224,24 @@ def fp32_band(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def beyond_band(windows: pd.DataFrame) -> pd.DataFrame:
-    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, and ``out``, the share of
-    windows in which it is."""
+    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, ``out``, the share of
+    windows in which it is, and ``apart``, by how much it is at most off fp32's from the same weights."""
+    own = windows[windows["rung"] == "fp32"].rename(columns={"loss": "same"})
     others = windows[windows["rung"] != "fp32"].merge(fp32_band(windows), on=[*SHAPE, "window"])
+    others = others.merge(own[[*SHAPE, "seed", "window", "same"]], on=[*SHAPE, "seed", "window"], how="left")
     above, below = others["loss"] - others["max"], others["min"] - others["loss"]
     others["beyond"] = above.clip(lower=0) + below.clip(lower=0)
+    others["apart"] = (others["loss"] - others["same"]).abs()
     return others.groupby("rung", sort=False).agg(
-        beyond=("beyond", "max"), out=("beyond", lambda beyond: (beyond > 0).mean())
+        beyond=("beyond", "max"), out=("beyond", lambda beyond: (beyond > 0).mean()), apart=("apart", "max")
     )
 
 
-def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
-    """How far each rung's loss and gradients are from fp32's, and whether its training stays within the band
-    of fp32's seeds."""
+def training(
+    rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | None = None
+) -> dict | None:
+    """How far each rung's loss and gradients are from fp32's, whether its training stays within the band of
+    fp32's seeds, and whether the optimizer of the rung without casts is AdamW."""
     known = rungs[(rungs["status"] == "ok") & (rungs["kind"] == "rung")]
     known = known[known["gradient_off"].notna()] if "gradient_off" in known else known[:0]
     if known.empty:
@@ -219,7 +255,7 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         )
         .reset_index()
     )
-    facts = {"off": off, "runs": runs_in(known), "curves": None, "out": []}
+    facts = {"off": off, "runs": runs_in(known), "curves": None, "out": [], "optimizer": optimizer(checks)}
     low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
@@ -229,22 +265,56 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         facts["other"]["coarser"] = facts["other"]["gradient_off"] / same if same else None
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
+    return facts | trained(curves)
+
+
+def optimizer(checks: pd.DataFrame | None) -> dict | None:
+    """The optimizer's kernel against the formula and against torch's AdamW, over all runs that tried it."""
+    if checks is None or checks.empty:
+        return None
+    formula, torchs = (checks[checks["against"] == against] for against in ("formula", "torch"))
+    return {
+        "kernel": str(checks["kernel"].iloc[0]),
+        "numbers": int(formula["numbers"].max()),
+        "formula_steps": int(formula["steps"].max()),
+        "unequal": int(formula["unequal"].max()),
+        "exact": bool((formula["unequal"] == 0).all()),
+        "torch_steps": int(torchs["steps"].max()),
+        "off": float(torchs["off"].max()),
+        "processes": checks["run_id"].nunique(),
+    }
+
+
+def trained(curves: pd.DataFrame) -> dict:
+    """Loss curves against the band of fp32's seeds: in ``by_rung`` and ``out`` each rung that leaves it and by
+    how much (``of_width``: as a share of the band's median ``width``), ``apart`` the most that a rung of the
+    same arithmetic is off fp32 from the same weights, and ``seeds_apart``, the most that two seeds are."""
     windows = smoothed(curves)
     band, by_rung = fp32_band(windows), beyond_band(windows)
-    outside = by_rung[by_rung["beyond"] > 0]
-    return facts | {
+    width = band["max"] - band["min"]
+    outside = by_rung[by_rung["beyond"] > 0].sort_values("beyond", ascending=False)
+    same = by_rung.drop(index=OTHER_ARITHMETIC, errors="ignore")
+    return {
         "curves": windows,
         "by_rung": by_rung,
         "compared": len(by_rung),
         "inside": int((by_rung["beyond"] == 0).sum()),
+        "all_inside": bool((by_rung["beyond"] == 0).all()),
         "out": [
-            {"name": name_of(rung), "beyond": row["beyond"], "share": row["out"]}
+            {
+                "name": name_of(rung),
+                "beyond": row["beyond"],
+                "share": row["out"],
+                "of_width": row["beyond"] / width.median(),
+            }
             for rung, row in outside.iterrows()
         ],
+        "apart": float(same["apart"].max()) if len(same) else None,
+        "seeds_apart": float(width.max()),
         "steps": int(curves["step"].max()) + 1,
         "smoothed": SMOOTHED,
         "seeds": curves.loc[curves["rung"] == "fp32", "seed"].nunique(),
-        "width": (band["max"] - band["min"]).median(),
+        "width": width.median(),
         "start": windows["loss"].max(),
         "end": windows["loss"].min(),
         "training_size": str(curves["size"].iloc[0]),
@@ -252,36 +322,38 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
 
 
 def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The best rung of every shape beside Hugging Face's step and the floor; goals that are missed; and what
-    the reference's finished step consists of on the GPU."""
-    rows, missed = [], []
+    """The best rung of every shape beside Hugging Face's step and the floor; goals that are missed, with what
+    is left there; and what steps consist of on the GPU, of the reference and where a goal is missed."""
+    rows, missed, tables = [], [], []
+    spoken_of = reference(rungs)
     for own in by_shape(rungs):
         beside = of_rung(own, "hugging_face")
-        if climbed(own).empty or not beside:
+        if climbed(own).empty:
             continue
         best, filled = best_of(own), of_rung(own, "fill")
         row = shape_of(best) | {
             "best_name": name_of(best["rung"]),
             "best_ms": best["median_ms"],
-            "beside_ms": beside["median_ms"],
+            "beside_ms": beside["median_ms"] if beside else math.nan,
             "over_hugging_face": best["over_hugging_face"],
+            "over_low": best["over_hugging_face_low"],
+            "over_high": best["over_hugging_face_high"],
+            "processes": int(best["processes"]),
             "floor_ms": best["floor_ms"],
             "floor_share": best["floor_share"],
+            "clock_floor_share": best.get("clock_floor_share", math.nan),
             "of_measured": best["of_measured"],
             "of_sheet_bf16": filled["of_sheet_bf16"] if filled else math.nan,
         }
-        rows.append(row)
-        if row["context"] == 512:
-            missed += [
-                row | {"goal": goal, "asked": asked[row["size"]], "got": row[goal]}
-                for goal, asked in GOALS.items()
-                if row["size"] in asked and row[goal] < asked[row["size"]]
-            ]
-        missed += (
-            [row | {"goal": "slower", "asked": 1.0, "got": row["over_hugging_face"]}]
-            if row["over_hugging_face"] < 1
-            else []
-        )
+        rows += [row] if beside else []
+        at = parts(own, kernels)
+        found = [
+            row | one | what_is_left(at, "fill" if one["goal"] == "of_sheet_bf16" else "", one)
+            for one in missed_here(row, filled)
+        ]
+        missed += found
+        if found or (spoken_of is not None and shape_of(spoken_of.iloc[0]) == shape_of(own.iloc[0])):
+            tables.append(at)
     if not rows:
         return None
     table = pd.DataFrame(rows)
@@ -291,47 +363,105 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "faster": int((table["over_hugging_face"] > 1).sum()),
         "shapes": len(table),
         "missed": missed,
+        "parts": pd.concat(tables or [pd.DataFrame()], ignore_index=True),
         "least": table.loc[table["over_hugging_face"].idxmin()].to_dict(),
         "most": table.loc[table["over_hugging_face"].idxmax()].to_dict(),
-        "left": left(reference(rungs), kernels),
         "runs": runs_in(rungs),
     }
 
 
-def left(own: pd.DataFrame | None, kernels: pd.DataFrame) -> dict | None:
-    """Of the reference's finished step: time on the GPU by kernels' family, as shares and against the
-    floor."""
-    if own is None or kernels.empty:
-        return None
+def missed_here(row: dict, filled: dict | None) -> list[dict]:
+    """Goals that one shape misses: goal, asked, got, and ``over_ms``, by how much its step takes too long."""
+    asked = {goal: sizes[row["size"]] for goal, sizes in GOALS.items() if row["size"] in sizes}
+    asked = asked if row["context"] == 512 and row["vocabulary"] == 10_000 else {}
+    found = []
+    for goal, least in ({"slower": 1.0} | asked).items():
+        got = row["over_hugging_face" if goal == "slower" else goal]
+        if got < least and not (goal == "slower" and "over_hugging_face" in asked):
+            took_ms = filled["median_ms"] if filled and goal == "of_sheet_bf16" else row["best_ms"]
+            found.append({"goal": goal, "asked": least, "got": got, "over_ms": took_ms * (1 - got / least)})
+    return found
+
+
+def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """What the profiled steps of one shape consist of, a row a rung: shape, rung, batch, median_ms (not
+    profiled), by part of :data:`PARTS` its kernels' time in ms and, as ``<part>_least``, the floor's, ``idle``
+    (no kernel; 0 where some run at once), and ``at_once``, whether they surely do."""
     shape = own.iloc[0]
-    mine = kernels[
-        (kernels[SHAPE] == [shape[column] for column in SHAPE]).all(axis=1)
-        & (kernels["rung"] != "hugging_face")
-    ]
-    mine = mine[~mine["rung"].str.startswith("hugging_face")]
-    if mine.empty:
+    mine = kernels
+    if len(kernels):
+        mine = kernels[(kernels[SHAPE] == [shape[column] for column in SHAPE]).all(axis=1)]
+    rows = []
+    for rung, profiled in mine.groupby("rung", sort=False) if len(mine) else ():
+        if (row := of_rung(own, rung)) is None:
+            continue
+        part = profiled["family"].map(lambda family: OF_PART.get(family, "other"))
+        times = profiled.assign(part=part).groupby(["run_id", "part"])["time_ms"].sum().unstack(fill_value=0.0)
+        times = times.median().reindex([*PARTS], fill_value=0.0)
+        rows.append(
+            shape_of(shape)
+            | {"rung": rung, "name": name_of(rung), "batch": int(row["batch"]), "median_ms": row["median_ms"]}
+            | times.to_dict()
+            | {
+                "products_least": row["products_ms"],
+                "optimizer_least": row["moving_ms"],
+                "other_least": 0.0,
+                "idle": max(0.0, row["median_ms"] - times.sum()),
+                "at_once": bool(times.sum() > 1.05 * row["median_ms"]),
+                "kept_up_of_sheet": row.get("kept_up_of_sheet", math.nan),
+                "sm_clock_mhz": row.get("sm_clock_mhz", math.nan),
+                "kept_up_mhz": row.get("kept_up_mhz", math.nan),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def profiled_step(at: pd.DataFrame, kind: str = "") -> dict | None:
+    """Of a shape's profiled rungs, the one at the batch that fills (``fill``) or the finished step: rather one
+    whose kernels ran one after another."""
+    if at.empty:
         return None
-    families = (
-        mine.groupby(["run_id", "family"])["time_ms"]
-        .sum()
-        .groupby("family")
-        .median()
-        .sort_values(ascending=False)
-    )
-    rung = mine["rung"].iloc[0]
+    own = at[at["rung"] == kind] if kind else at[at["rung"].isin(set(RUNGS) - {"fill"})]
+    own = own.sort_values("at_once", kind="stable")
+    return None if own.empty else own.iloc[0].to_dict()
+
+
+def what_is_left(at: pd.DataFrame, kind: str, one: dict) -> dict:
+    """Where a goal is missed: each part over what the floor has for it, and those of which it would be enough
+    if they took no longer than that (``enough``); ``parts`` is None where it was not profiled."""
+    step = profiled_step(at, kind)
+    if step is None:
+        return {"parts": None, "enough": []}
+    over = {part: step[part] - step[f"{part}_least"] for part in PARTS} | {"idle": step["idle"]}
     return {
-        "name": name_of(rung),
-        "families": [{"family": str(family), "ms": ms} for family, ms in families.items()],
-        "whole_ms": families.sum(),
-        "at_once": bool(families.sum() > 1.05 * (of_rung(own, rung) or {}).get("median_ms", math.inf)),
-        "products_ms": shape_floor(own, "products_ms"),
-        "moving_ms": shape_floor(own, "moving_ms"),
-        "largest": mine.groupby("name")["time_ms"].median().sort_values(ascending=False).head(8),
+        "parts": step | {"sum": sum(step[part] for part in PARTS)},
+        "enough": [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]],
+        "power": power(step),
     }
 
 
-def shape_floor(own: pd.DataFrame, column: str) -> float:
-    return float(climbed(own)[column].median())
+def power(step: dict) -> dict | None:
+    """Whether the clock that bf16 products keep up is below that of the step; None where it was not read."""
+    if math.isnan(step["kept_up_of_sheet"]):
+        return None
+    return {name: step[name] for name in ("kept_up_of_sheet", "kept_up_mhz", "sm_clock_mhz")}
+
+
+def left(own: pd.DataFrame | None, kernels: pd.DataFrame) -> dict | None:
+    """Of the reference's finished step: time on the GPU by kernels' family."""
+    if own is None or kernels.empty or (step := profiled_step(parts(own, kernels))) is None:
+        return None
+    shape = own.iloc[0]
+    mine = kernels[(kernels[SHAPE] == [shape[column] for column in SHAPE]).all(axis=1)]
+    mine = mine[mine["rung"] == step["rung"]]
+    families = mine.groupby(["run_id", "family"])["time_ms"].sum().groupby("family").median()
+    families = families.sort_values(ascending=False)
+    return {
+        "name": step["name"],
+        "families": [{"family": str(family), "ms": ms} for family, ms in families.items()],
+        "whole_ms": families.sum(),
+        "at_once": step["at_once"],
+    }
 
 
 def left_out(rungs: pd.DataFrame) -> dict | None:

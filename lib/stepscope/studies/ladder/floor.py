@@ -8,10 +8,15 @@
   the latter (12) and the bf16 weight (2). Weights and activations that products read are within the
   products' own rate.
 
-Both rates are measured in the same process, on products and copies so large that they run at the rate they
-can keep (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs
-all gradients first).
+Both rates are measured in the same process, on products and copies so large that launches and caches do not
+count (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs all
+gradients first). They last milliseconds, at the highest clock; a step goes on, and its power may bound the
+clock. So there is a second floor, with the products at the step's own clock:
+
+    product rate at a clock = rate of products kept up for a second x clock / their clock
 """
+
+import math
 
 import pandas as pd
 
@@ -19,6 +24,7 @@ from stepscope.config import StepConfig
 from stepscope.step.flops import forward_flops, parameter_count, step_flops
 
 MOVED_BYTES = 28  # a parameter
+KEPT_UP = "matmul_bf16_kept_up"  # among the ceilings, see sustained.kept_up
 
 
 def needed_flops(config: StepConfig) -> float:
@@ -35,6 +41,16 @@ def floor_ms(config: StepConfig, ceilings: pd.DataFrame) -> dict[str, float]:
     products = needed_flops(config) / rates["matmul_bf16"] / 1e9
     moving = MOVED_BYTES * parameter_count(config) / rates["copy"] / 1e9
     return {"products_ms": products, "moving_ms": moving, "floor_ms": products + moving}
+
+
+def floor_at_clock_ms(config: StepConfig, ceilings: pd.DataFrame, sm_clock_mhz: float) -> float:
+    """The floor with the products at this clock; nan where none were kept up, or a clock is not known."""
+    rows = ceilings[ceilings["ceiling"] == KEPT_UP]
+    if rows.empty:
+        return math.nan
+    kept = rows.iloc[0]
+    rate = kept["value"] * sm_clock_mhz / kept["sm_clock_mhz"]
+    return needed_flops(config) / rate / 1e9 + floor_ms(config, ceilings)["moving_ms"]
 
 
 def utilisations(

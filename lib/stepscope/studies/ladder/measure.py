@@ -262,7 +262,7 @@ class Ladder:
                     row["saved_bytes"] = rung.saved_bytes
                 if reference and name not in BESIDE:
                     row |= difference(rung, loss, reference)
-                if name in BESIDE or "sdpa" in rung.changes:
+                if not self.config.process and (name in BESIDE or "sdpa" in rung.changes):
                     row["attention_kernel"] = attention_kernel(rung)
             rung.clear_gradients()
             if device == "cuda":
@@ -297,10 +297,12 @@ class Ladder:
             self.begin(name)
         if config.process and "graph" in BRANCHES & set(names):
             self.begin("graph", status="skipped", reason="compiled in the first process only")
-        reference = reference_gradients(config, self.programs)
+        # Repetitions repeat times: what does not change from process to process is the first one's.
+        reference = None if config.process else reference_gradients(config, self.programs)
         last = self.finished()  # where kernels run at once, their times do not add up to the step's
         alone = before(last, config.rungs) if last == "overlap" else last
-        profiled = {*config.beside, alone or last} if config.process == 0 else set()
+        # what fills the memory is read beside the same step at the small batch
+        profiled = {*config.beside, alone or last} if not config.process or "fill" in config.rungs else set()
         for turn in range(config.rounds):
             for name in names:
                 if self.rows[name]["status"] == "ok":
@@ -346,7 +348,8 @@ class Ladder:
             row |= {"status": "ok", "reason": "", "batch": most}
             for turn in range(self.config.rounds):
                 if row["status"] == "ok":
-                    self.attempt("fill", turn, batch=row["batch"])
+                    last = turn == self.config.rounds - 1
+                    self.attempt("fill", turn, batch=row["batch"], profile=last)
             if row["status"] != "oom":
                 return
 
@@ -366,7 +369,7 @@ def measure_ladder(config: Config) -> dict[str, pd.DataFrame]:
             are from fp32's.
         samples: every timed step's time_ms, by rung and turn.
         bursts: a row a rung and turn: wall_ms of a step and, on a GPU, :func:`device_state`.
-        kernels: of the finished step and what is beside it.
+        kernels: of the finished step, at either batch, and what is beside it.
         curves: losses of training, see :func:`training.train`; no rows where none was asked for.
         backends: see :func:`attention.backend_times`.
     """

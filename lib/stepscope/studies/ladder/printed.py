@@ -52,6 +52,7 @@ def rungs(facts: dict) -> pd.DataFrame:
             "of measured rate": column(rows, "of_measured", share),
             "of data sheet": column(rows, "of_sheet", share),
             "of the floor": column(rows, "floor_share", share),
+            "of it at this clock": column(rows, "clock_floor_share", share),
             "mJ/token": column(rows.assign(mj=rows.get("joules_per_token", float("nan")) * 1e3), "mj"),
             "SM MHz": column(rows, "sm_clock_mhz", lambda value: f"{value:.0f}"),
             "W": column(rows, "power_w", lambda value: f"{value:.0f}"),
@@ -113,24 +114,39 @@ def goals(facts: dict) -> pd.DataFrame:
             "best rung": rows["best_name"],
             "ms": column(rows, "best_ms"),
             "Hugging Face, ms": column(rows, "beside_ms"),
-            "times as fast": column(rows, "over_hugging_face"),
+            "times as fast [95% interval]": [
+                f"{number(row.over_hugging_face)} [{number(row.over_low)}, {number(row.over_high)}]"
+                for row in rows.itertuples()
+            ],
+            "processes": rows["processes"].astype(str),
             "floor, ms": column(rows, "floor_ms"),
             "of the floor": column(rows, "floor_share", share),
+            "of it at the step's clock": column(rows, "clock_floor_share", share),
             "of the measured rate": column(rows, "of_measured", share),
         }
     )
 
 
-def kernels(facts: dict) -> pd.DataFrame | None:
-    if facts["left"] is None:
+def parts(facts: dict) -> pd.DataFrame | None:
+    """A row a profiled step: ms by part, the floor's in brackets."""
+    rows = facts["parts"]
+    if rows.empty:
         return None
-    rows = facts["left"]["families"]
-    whole = facts["left"]["whole_ms"]
+
+    def beside_least(part: str) -> list[str]:
+        return [f"{number(ms)} ({number(least)})" for ms, least in zip(rows[part], rows[f"{part}_least"])]
+
     return pd.DataFrame(
         {
-            "kernels": [row["family"] for row in rows],
-            "ms a step": [number(row["ms"]) for row in rows],
-            "share": [percent(row["ms"] / whole) for row in rows],
+            "size": rows["size"],
+            "context": rows["context"].astype(str),
+            "step": rows["name"],
+            "batch": rows["batch"].astype(str),
+            "ms": column(rows, "median_ms"),
+            "products and attention": beside_least("products"),
+            "optimizer": beside_least("optimizer"),
+            "other kernels": column(rows, "other"),
+            "no kernel": column(rows, "idle"),
         }
     )
 

@@ -13,7 +13,7 @@ from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.step.rates import data_sheet
 from stepscope.step.summary import CONFIDENCE, flags
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
-from stepscope.studies.ladder.floor import floor_ms, utilisations
+from stepscope.studies.ladder.floor import KEPT_UP, floor_at_clock_ms, floor_ms, utilisations
 from stepscope.studies.ladder.names import snippet
 from stepscope.studies.ladder.rungs import BRANCHES, before, products_of
 
@@ -103,12 +103,28 @@ class Samples:
         )
 
 
+def kept_up(ceilings: pd.DataFrame, sheet: Mapping) -> dict[str, float]:
+    """What bf16 products keep up in this process, and as a share of the data sheet; nothing where that was not
+    measured."""
+    rows = ceilings[ceilings["ceiling"] == KEPT_UP]
+    if rows.empty:
+        return {}
+    row = rows.iloc[0]
+    return {
+        "kept_up_tflops": row["value"],
+        "kept_up_mhz": row["sm_clock_mhz"],
+        "kept_up_w": row["power_w"],
+        "kept_up_of_sheet": row["value"] / sheet.get("bf16", math.nan),
+    }
+
+
 def process_rows(process: Process) -> pd.DataFrame:
     """A row a rung of one process: what does not come from samples of several."""
     tables, rows = process.tables, []
     sheet, ceilings = data_sheet(process.device_name), tables["ceilings"]
     medians = tables["samples"].groupby("rung")["time_ms"].median()
     bursts = dict([*tables["bursts"].groupby("rung")]) if len(tables["bursts"]) else {}
+    kept = kept_up(ceilings, sheet)
     for row in tables["rungs"].to_dict("records"):
         name = row["rung"]
         row |= {"run": process.run, "first": process.config.process == 0}
@@ -127,6 +143,9 @@ def process_rows(process: Process) -> pd.DataFrame:
             row |= utilisations(step, medians[name], products_of(name), ceilings, sheet)
             row |= floor_ms(step, ceilings)
             row["floor_share"] = row["floor_ms"] / medians[name]
+            row["clock_floor_ms"] = floor_at_clock_ms(step, ceilings, turns["sm_clock_mhz"])
+            row["clock_floor_share"] = row["clock_floor_ms"] / medians[name]
+            row |= kept
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -24,9 +24,9 @@ def histories(runs: pd.DataFrame) -> pd.DataFrame:
 
 def matrix(runs: pd.DataFrame) -> pd.DataFrame:
     """Of :func:`histories`, those of the largest size that has any, forward and full step; one of each
-    context, mode and precision, AdamW as torch runs it by default where there is a choice."""
+    context, mode and precision, attention written out and AdamW as torch runs it by default."""
     runs = histories(runs)
-    runs = runs[runs["mode"].isin(["forward", "step"])]
+    runs = runs[runs["mode"].isin(["forward", "step"]) & (runs["attention"] == "eager")]
     if runs.empty:
         return runs
     runs = runs[runs["size"] == runs["size"].max()]
@@ -48,7 +48,7 @@ def config_of(run: pd.Series) -> StepConfig:
     """A run's configuration as it is on a GPU, for formulas."""
     fields = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length", "batch_size")
     config = on_gpu(**{name: int(run[name]) for name in fields}, mode=run["mode"], precision=run["precision"],
-                    optimizer=run["optimizer"])
+                    optimizer=run["optimizer"], attention=run["attention"])
     assert isinstance(config, StepConfig)
     return config.model_copy(update={"device": run["device"]})
 
@@ -239,8 +239,9 @@ def copies_bytes(run: pd.Series, levels: pd.DataFrame) -> int:
 
 
 def residual(runs: pd.DataFrame) -> dict | None:
-    """One tensor of the residual stream of the largest size, at the usual context (else the least), and
-    ``by_context``."""
+    """One tensor of the residual stream of the largest size whose allocations were asked for, at the usual
+    context (else the least), and ``by_context``."""
+    runs = runs[runs["measured"] == "history"] if (runs["measured"] == "history").any() else runs
     group = runs[runs["size"] == runs["size"].max()]
     rows = group.drop_duplicates("context_length").sort_values("context_length")
     rows = rows.assign(bytes=rows["batch_size"] * rows["context_length"] * rows["d_model"] * 4)
@@ -308,10 +309,13 @@ def names_of(row) -> str:
     return next((names for begins, names in SAVED_NAMES.items() if row.source.startswith(begins)), row.tensor)
 
 
-def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
+def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | None = None) -> dict | None:
     """What one block of the reference (else of the last run that measured it) keeps for its backward, against
     the formula and against its gradients; ``five`` are the largest contributors, ``input`` the block's
     own input (no row where another block kept it), ``by_run`` compares contexts and precisions, or is None.
+
+    ``gradients_as_expected``: they are the formula's, a number for each of its parameters; ``in_backward``:
+    :func:`gradients_in_backward` of the same run, None where its allocations were not recorded.
     """
     measured = saved["run_id"].unique()
     chosen = reference(runs)
@@ -321,6 +325,7 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
     five, its_input = everything.head(5), everything[everything["tensor"] == INPUT]
     formulas = require_formulas(config)
     saved_bytes, gradient_bytes = int(run["block_saved_bytes"]), int(run["block_gradient_bytes"])
+    recorded = allocations is not None and len(allocations) > 0
     by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
     by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(
         ["precision", "context_length"], ascending=[False, True])
@@ -329,6 +334,9 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
             "five": five.assign(mib=five["bytes"] / MIB), "five_share": five["share"].sum(),
             "input": its_input.assign(mib=its_input["bytes"] / MIB),
             "gradients_mib": gradient_bytes / MIB, "gradients_formula": BLOCK_GRADIENTS,
+            "gradients_as_expected": gradient_bytes == value(BLOCK_GRADIENTS, config),
+            "in_backward": gradients_in_backward(allocations[allocations["run_id"] == run_id], config)
+            if recorded else None,
             "saves_more": saved_bytes > gradient_bytes, "ratio": saved_bytes / gradient_bytes,
             "by_run": None if len(by_run) < 2 else pd.DataFrame({
                 "precision": by_run["precision"], "context": by_run["context_length"],
@@ -336,3 +344,16 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame) -> dict | None:
                 "copies_mib": by_run["block_copies_bytes"] / MIB,
                 "gradients_mib": by_run["block_gradient_bytes"] / MIB}),
             "runs": runs_of(run.to_frame().T)}
+
+
+def gradients_in_backward(allocations: pd.DataFrame, config: StepConfig) -> dict | None:
+    """The gradients that each block leaves in the last step's backward, by the allocator's history: ``blocks``
+    that left any, the ``low_mib`` and ``high_mib`` of them, and whether all are ``as_expected``; None where
+    none were recorded."""
+    made = allocations[(allocations["category"] == "gradients") & allocations["layer"].notna()]
+    if made.empty:
+        return None
+    sizes = made[made["step"] == made["step"].max()].groupby("layer")["size"].sum()
+    expected = value(BLOCK_GRADIENTS, config)
+    return {"blocks": len(sizes), "low_mib": sizes.min() / MIB, "high_mib": sizes.max() / MIB,
+            "as_expected": len(sizes) == config.num_layers and bool((sizes == expected).all())}

@@ -4,41 +4,38 @@ import pandas as pd
 from stepscope.config import StepConfig
 from stepscope.say.formats import runs_of
 from stepscope.step.accounting import MIB, peak, require_formulas, value
-from stepscope.step.timing import WHOLE
 from stepscope.studies.memory.facts import GIB, config_of, shape_of
+from stepscope.studies.memory.facts_checkpoints import at_longest, settings
 
 QUICKER = 0.02  # of a step: a smaller difference of times is not explained
 UNMOVED = 0.01  # a share of reserved memory that counts as no change
 
 
 def curve(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Checkpointing's settings of the largest run that measured them, by blocks per checkpoint (0, none,
-    last).
+    """Checkpointing's settings of the largest run that measured them, of those in which a step without them
+    fits if there is one, by blocks per checkpoint (0, none, last); empty where there is no run.
 
     Columns: ``blocks``, ``status``, ``predicted_mib``, ``peak_mib`` (missing without a GPU), ``time_ms``
     (median step, missing where none ended), run_id and the run's shape.
     """
-    by_id = runs.set_index("run_id")
-    run_id = by_id.index[by_id.index.isin(checkpoints["run_id"])][-1]  # they are by size and context
-    rows, config = checkpoints[checkpoints["run_id"] == run_id], config_of(by_id.loc[run_id])
-    blocks = rows["blocks_per_checkpoint"]
-    times_ms = pd.Series(dtype=float)
-    if len(samples):
-        steps = samples[(samples["run_id"] == run_id) & (samples["phase"] == WHOLE)]
-        times_ms = steps[steps["timed"].astype(bool)].groupby("blocks_per_checkpoint")["time_ms"].median()
-    on_gpu = "peak_allocated_bytes" in rows
-    rows = rows.assign(blocks=blocks, predicted_mib=[peak(config, int(k)).allocated / MIB for k in blocks],
-                     peak_mib=rows["peak_allocated_bytes"] / MIB if on_gpu else float("nan"),
-                     time_ms=blocks.map(times_ms), study="memory")
+    rows = settings(checkpoints, runs, samples, "checkpointing")
+    if rows.empty:
+        return rows
+    with_none = rows.loc[(rows["blocks"] == 0) & (rows["status"] == "ok"), "run_id"]
+    of = runs["run_id"][runs["run_id"].isin(with_none if len(with_none) else rows["run_id"])]
+    rows = rows[rows["run_id"] == of.iloc[-1]]  # they are by size and context
     return rows.sort_values("blocks", key=lambda blocks: blocks.where(blocks > 0, 10**9), ignore_index=True)
 
 
 def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     """The setting with the least peak: by formula, and as ``measured`` (None where no checkpoint's peak was).
 
-    ``on_gpu``: peaks could be measured; ``table`` is :func:`curve`'s.
+    ``on_gpu``: peaks could be measured; ``table`` is :func:`curve`'s; ``longest`` is :func:`at_longest`'s, of
+    other runs, or None.
     """
     table = curve(checkpoints, runs, samples)
+    if table.empty:
+        return None
     run = runs.set_index("run_id").loc[table["run_id"].iloc[0]]
     config = config_of(run)
     every = {k: peak(config, k).allocated for k in range(1, config.num_layers + 1)}
@@ -50,7 +47,9 @@ def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Dat
             "optimum": optimum, "optimum_gib": every[optimum] / GIB, "on_gpu": on_gpu,
             "measured": measured_optimum(table, fitted, optimum) if compared else None,
             "stops_early": stops_early(fitted) if compared else None,
-            "why": why(config), "table": table, "runs": runs_of(table)}
+            "why": why(config), "table": table,
+            "longest": (longest := at_longest(checkpoints, runs, samples, table["run_id"].iloc[0])),
+            "runs": sorted({*runs_of(table), *(longest["runs"] if longest else [])})}
 
 
 def measured_optimum(table: pd.DataFrame, fitted: pd.DataFrame, optimum: int) -> dict:
@@ -107,8 +106,8 @@ def fragmentation(runs: pd.DataFrame) -> dict | None:
                    idle_share=1 - ok["steady_peak_allocated_mib"] / reserved)
     expandable = ok["expandable_segments"].astype(bool)
     plain = ok[~expandable]
-    pairs = plain.merge(ok[expandable], on=["size", "context_length", "mode", "precision"],
-                        suffixes=("", "_expandable"))
+    same = ["size", "context_length", "mode", "precision", "attention", "optimizer"]
+    pairs = plain.merge(ok[expandable], on=same, suffixes=("", "_expandable"))
     pairs = pairs.assign(change_share=pairs["reserved_mib_expandable"] / pairs["reserved_mib"] - 1)
     by_idle = plain.sort_values("idle_share", kind="stable")
     least, most = by_idle.iloc[:1], by_idle[by_idle["idle_share"] == by_idle["idle_share"].max()].iloc[:1]

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from stepscope.config import PHASE_NAMES
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.memory.facts import GIB, matrix
+from stepscope.studies.memory.facts_checkpoints import stacked_blocks
 from stepscope.studies.memory.facts_options import curve
 
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
@@ -139,9 +140,12 @@ def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
                   va="bottom", fontsize=9)
 
 
-def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
+def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
+                where: str) -> Figure | None:
     """Peak, measured and predicted, and step time over blocks per checkpoint; dashed: without checkpoints."""
     rows = curve(settings, runs, samples)
+    if rows.empty:
+        return None
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
     group, none = rows[rows["blocks"] > 0], rows[rows["blocks"] == 0]
@@ -166,4 +170,32 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     axes[1].set(ylabel="step (ms)", title="time")
     row = rows.iloc[0]
     figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", **HEADING)
+    return figure
+
+
+def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
+    """Memory beyond the state and time of a step over the number of blocks, a line an arrangement of
+    checkpoints; without a GPU's peaks, what is kept by formula."""
+    rows = stacked_blocks(stacks, runs, samples)
+    use_style()
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2))
+    on_gpu = rows["beyond_mib"].notna().any()
+    numbers = sorted(rows["blocks"].unique())
+    for (name, group), color, marker in zip(rows.groupby("arrangement", sort=False), PALETTE, MARKERS):
+        ok = group[group["status"] == "ok"]
+        axes[0].plot(ok["blocks"], ok["beyond_mib" if on_gpu else "kept_mib"] / 1024, f"{marker}-",
+                     color=color, label=name)
+        axes[1].plot(ok["blocks"], ok["time_ms"], f"{marker}-", color=color)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(numbers, numbers)
+        axis.minorticks_off()
+        axis.set_xlabel("blocks")
+    axes[0].set(ylabel="GiB", title="memory beyond the state" if on_gpu else "memory kept, by formula")
+    axes[1].set(ylabel="ms", title="forward + backward")
+    figure.legend(loc="outside lower center", ncols=5, title="checkpoints")
+    run = runs.set_index("run_id").loc[rows["run_id"].iloc[0]]
+    figure.suptitle(f"Blocks of {run['size']}, context {run['context_length']}, {run['precision']}, {where}",
+                    **HEADING)
     return figure

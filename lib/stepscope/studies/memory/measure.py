@@ -1,18 +1,17 @@
 """The memory study: every allocation of the step with its phase, layer, region and category; peaks;
 checkpointing."""
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from stepscope.step import annotate
-from stepscope.step.accounting import peak
+from stepscope.step.accounting import peak, require_formulas, value
+from stepscope.step.compiling import release
 from stepscope.step.timing import SAMPLE_COLUMNS, measure
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
+from stepscope.studies.memory import nesting
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.history import Owners, Regions, classified, levels, peaks
 from stepscope.studies.memory.snapshot import allocations, load_snapshot, portable
@@ -22,6 +21,7 @@ MARK_COLUMNS = ["step", "phase", "begun_at", "allocations", "frees",
                 "allocated_bytes", "requested_bytes", "reserved_bytes",
                 "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes"]
 BETWEEN = "between steps"
+SAMPLES = pd.DataFrame(columns=SAMPLE_COLUMNS)  # of what did not fit
 SNAPSHOT = Path("snapshot.pickle")  # in the run folder, which is where its notebook runs
 
 
@@ -145,57 +145,103 @@ def record(config: Config) -> tuple[Step, dict[str, pd.DataFrame], dict]:
     return step, {ALLOCATIONS: table, "marks": marks, "levels": levels(table, marks)}, peaks(marks)
 
 
-@contextmanager
-def checkpointed(model: torch.nn.Module, blocks: int) -> Iterator[None]:
-    """Keep only the input of every ``blocks`` blocks; backward runs them again from there. 0 changes
-    nothing."""
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
-        x = model.embed(tokens)
-        for first in range(0, len(model.blocks), blocks):
-            # There is no dropout that a state of the random numbers would have to be kept for.
-            x = checkpoint(run, first, x, use_reentrant=False, preserve_rng_state=False)
-        return model.logits(model.final_norm(x))
-
-    def run(first: int, x: torch.Tensor) -> torch.Tensor:
-        for block in model.blocks[first:first + blocks]:
-            x = block(x, model.cos, model.sin, model.future)
-        return x
-
-    if not blocks:
-        yield
-        return
-    model.forward = forward  # shadows the class's; deleting it brings that back
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def measure_checkpoints(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Peak and time of each setting of ``checkpoints``, in one process, on the same model.
+    """Peak and time of each setting of ``checkpoints``, in one process; at each of ``contexts``, from the
+    first on, until the setting does not fit.
 
-    Returns samples (as ``timing.measure``'s, with a column ``blocks_per_checkpoint``) and a row a setting:
-    ``blocks_per_checkpoint``, ``status`` (``ok`` or ``oom``), ``predicted_bytes`` (allocated), and on a GPU
-    ``peak_allocated_bytes``, ``peak_requested_bytes``, ``peak_reserved_bytes``.
+    Returns samples (as ``timing.measure``'s, with columns ``context_length`` and ``blocks_per_checkpoint``)
+    and a row a setting: these two, ``status`` (``ok`` or ``oom``), ``predicted_bytes`` (allocated), and on a
+    GPU ``peak_allocated_bytes``, ``peak_requested_bytes``, ``peak_reserved_bytes``.
     """
-    step, samples, rows = build_step(config), [], []
-    for blocks in config.checkpoints:
-        if config.device == "cuda":
-            step.clear_gradients()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        row = {"blocks_per_checkpoint": blocks, "status": "ok",
-               "predicted_bytes": peak(config, blocks).allocated}
-        try:
-            with checkpointed(step.model, blocks):
-                samples.append(measure(step).assign(blocks_per_checkpoint=blocks))
-        except torch.OutOfMemoryError:
-            row["status"] = "oom"
-        if config.device == "cuda":
-            row |= {name: number for name, number in counters().items() if name.startswith("peak")}
-        rows.append(row)
-    none = pd.DataFrame(columns=[*SAMPLE_COLUMNS, "blocks_per_checkpoint"])  # where no setting fits
-    return pd.concat(samples, ignore_index=True) if samples else none, pd.DataFrame(rows)
+    samples, rows = [], []
+    for context in sorted(config.contexts) or [config.context_length]:
+        failed = {row["blocks_per_checkpoint"] for row in rows if row["status"] == "oom"}
+        here = config.model_copy(update={"context_length": context})
+        settings = [blocks for blocks in config.checkpoints if blocks not in failed]
+        if not settings:
+            break
+        step = build_step(here)
+        for blocks in settings:
+            row = {"context_length": context, "blocks_per_checkpoint": blocks, "status": "ok",
+                   "predicted_bytes": peak(here, blocks).allocated}
+            layers = config.num_layers
+            arrangement = nesting.every(layers, blocks) if blocks else nesting.unchecked(layers)
+            found, times = measure_arranged(step, arrangement)
+            rows.append(row | found)
+            samples.append(times.assign(context_length=context, blocks_per_checkpoint=blocks))
+        del step  # before the next is built
+    return together(samples), pd.DataFrame(rows)
+
+
+def measure_stacks(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Peak, time and runs of blocks of each arrangement of checkpoints (:data:`nesting.ARRANGEMENTS`), for
+    each number of blocks in ``stacks``, in one process.
+
+    Gradients are there from the start and are added to, so that what comes beyond ``state_bytes`` is
+    activations and temporaries alone. Returns samples (as ``timing.measure``'s, with columns ``blocks`` and
+    ``arrangement``) and a row for each of these: ``status`` (``ok`` or ``oom``), ``block_runs`` (forward runs
+    of blocks in a step, counted), ``expected_runs``, ``expected_kept_bytes`` (:func:`nesting.kept`), and on a
+    GPU ``state_bytes`` before the step and its peaks, as :func:`measure_checkpoints`'s.
+    """
+    samples, rows = [], []
+    for blocks in config.stacks:
+        here = config.step(num_layers=blocks, mode="forward_backward")
+        step = KeepingGradients(**vars(build_step(here)))
+        with nesting.arranged(step.model, nesting.every(blocks, 1)):
+            step()  # makes the gradients
+        runs: list[None] = []
+        for block in step.model.blocks:
+            block.register_forward_pre_hook(lambda *called: runs.append(None))
+        stream, saved = value("4X", here), value(require_formulas(here).saved, here)
+        for name, arrange in nesting.ARRANGEMENTS.items():
+            runs.clear()
+            arrangement = arrange(blocks)
+            row = {"blocks": blocks, "arrangement": name, "status": "ok",
+                   "expected_runs": nesting.block_runs(arrangement),
+                   "expected_kept_bytes": nesting.kept(arrangement, stream, saved)}
+            if config.device == "cuda":
+                torch.cuda.synchronize()
+                row["state_bytes"] = torch.cuda.memory_allocated()
+            found, times = measure_arranged(step, arrangement)
+            row["block_runs"] = len(runs) // (config.warmup_steps + config.timed_steps)
+            rows.append(row | found)
+            samples.append(times.assign(blocks=blocks, arrangement=name))
+        del step  # before the next is built
+    return together(samples), pd.DataFrame(rows)
+
+
+def together(samples: list[pd.DataFrame]) -> pd.DataFrame:
+    """All samples; without a row where nothing fitted."""
+    return pd.concat([some for some in samples if len(some)] or samples[:1], ignore_index=True)
+
+
+class KeepingGradients(Step):
+    """A step that adds to the gradients that there are."""
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+
+
+def measure_arranged(step: Step, arrangement: nesting.Arrangement) -> tuple[dict, pd.DataFrame]:
+    """The step under an arrangement's checkpoints: its ``status`` and, on a GPU, the allocator's peaks; and
+    its samples, none where it did not fit."""
+    device, found = step.config.device, {"status": "ok"}
+    step.clear_gradients()
+    release(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    samples = SAMPLES
+    try:
+        with nesting.arranged(step.model, arrangement):
+            samples = measure(step)
+    except torch.OutOfMemoryError:
+        found["status"] = "oom"
+    if device == "cuda":
+        found |= {name: number for name, number in counters().items() if name.startswith("peak")}
+    if found["status"] == "oom":
+        step.clear_gradients()
+        release(device, after_error=True)
+    return found, samples
 
 
 def use_segments(config: Config) -> None:

@@ -134,6 +134,69 @@ def curve(facts: dict) -> pd.DataFrame:
     return table.assign(**{"step, ms": rows["time_ms"].map(number)})
 
 
+def gib(size_mib: float) -> str:
+    return fixed(size_mib / 1024)
+
+
+def longest(facts: dict) -> pd.DataFrame | None:
+    """A row a setting at the longest context, by mode and precision."""
+    if facts["longest"] is None:
+        return None
+    rows = facts["longest"]["table"]
+    return pd.DataFrame({
+        "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
+        "blocks per checkpoint": [str(blocks) if blocks else "none" for blocks in rows["blocks"]],
+        "predicted peak, GiB": rows["predicted_mib"].map(gib),
+        "measured, GiB": outcome(rows),
+        "step, ms": rows["time_ms"].map(number)})
+
+
+def outcome(rows: pd.DataFrame) -> list[str]:
+    """The measured peak in GiB, or that it did not fit."""
+    return ["out of memory" if status == "oom" else gib(peak_mib)
+            for status, peak_mib in zip(rows["status"], rows["peak_mib"])]
+
+
+# What each arrangement of N blocks keeps and costs, as functions of N (see nesting.py, where they are tested).
+BY_NUMBER = {
+    "none": ("N blocks", "N", "O(N)", "O(N)"),
+    "square root": ("√N inputs, √N blocks", "2N", "O(√N)", "O(N)"),
+    "every block": ("N inputs, 1 block", "2N", "O(N)", "O(N)"),
+    "halved": ("log₂N + 1 inputs, 1 block", "N/2 · log₂N + 3N/2", "O(log N)", "O(N log N)"),
+    "from the start": ("1 input, 1 block", "N²/2 + 3N/2", "O(1)", "O(N²)"),
+}
+
+
+def arrangements(facts: dict) -> pd.DataFrame:
+    """A row an arrangement: what it keeps and how often blocks run, as functions of N."""
+    rows = [(name, *told) for name, told in BY_NUMBER.items()]
+    return pd.DataFrame(rows, columns=["checkpoints", "kept at most", "runs of a block", "memory", "compute"])
+
+
+def nested(facts: dict) -> pd.DataFrame:
+    """A row a number of blocks and arrangement."""
+    rows = facts["table"]
+    table = pd.DataFrame({"blocks": rows["blocks"].astype(str), "checkpoints": rows["arrangement"],
+                          "runs of a block": rows["block_runs"].map("{:,}".format),
+                          "kept, by formula, MiB": rows["kept_mib"].map(fixed)})
+    if facts["on_gpu"]:
+        table["measured beyond the state, MiB"] = [
+            "out of memory" if status == "oom" else fixed(beyond)
+            for status, beyond in zip(rows["status"], rows["beyond_mib"])]
+    return table.assign(**{"step, ms": rows["time_ms"].map(number)})
+
+
+def reach(facts: dict) -> pd.DataFrame:
+    """A row a mode, setting of checkpoints, precision and context."""
+    rows = facts["table"]
+    return pd.DataFrame({
+        "mode": rows["mode"].map(MODE_WORDS),
+        "blocks per checkpoint": [str(blocks) if blocks else "none" for blocks in rows["blocks"]],
+        "precision": rows["precision"], "context": rows["context_length"].map("{:,}".format),
+        "predicted peak, GiB": rows["predicted_mib"].map(gib), "measured, GiB": outcome(rows),
+        "step, ms": rows["time_ms"].map(number)})
+
+
 def pairs(facts: dict) -> pd.DataFrame | None:
     """A row a run that was made with and without expandable segments."""
     if facts["pairs"] is None:

@@ -9,7 +9,7 @@ from stepscope.step.accounting import MIB, at_rest, instants, peak, require_form
 
 ALLOCATIONS = "allocations.parquet"  # as a record names it
 RECORDED = {"allocations": ALLOCATIONS}
-RECORDED |= {name: name for name in ("levels", "saved", "checkpoints", "samples")}
+RECORDED |= {name: name for name in ("levels", "saved", "checkpoints", "samples", "stacks")}
 RECORDED |= {"foretold": "predicted"}  # what the formulas said when the run was made
 
 
@@ -18,7 +18,8 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
     ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside
     its configuration and results ``predicted_mib`` (the accounting's peak of its configuration),
-    ``parameters_bytes``, ``measured`` (``history`` or ``checkpointing``) and ``gpu_memory_mib``.
+    ``parameters_bytes``, ``measured`` (``history``, ``checkpointing``, ``reach``: that at several contexts, or
+    ``stacks``) and ``gpu_memory_mib``.
     ``predicted`` is :func:`predicted` of each, ``foretold`` what it was when the run was made.
     """
     records = [record for record in records if record.study == "memory" and record.done]
@@ -28,15 +29,26 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     runs = runs_frame(records).assign(
         predicted_mib=[peak(config).allocated / MIB for config in configs],
         parameters_bytes=[at_rest(config)["parameters"] for config in configs],
-        measured=["checkpointing" if record.config.get("checkpoints") else "history" for record in records],
+        measured=[_measured(record) for record in records],
         gpu_memory_mib=[record.machine.get("gpu_memory_mib", float("nan")) for record in records])
     tables = {name: load_table(store, records, recorded) for name, recorded in RECORDED.items()}
     tables["predicted"] = pd.concat([predicted(config).assign(run_id=record.run_id)
                                      for config, record in zip(configs, records)], ignore_index=True)
-    if len(tables["checkpoints"]):
-        shapes = runs[["run_id", "size", "context_length"]]
-        tables["checkpoints"] = tables["checkpoints"].merge(shapes, on="run_id")
+    if len(settings := tables["checkpoints"]):
+        settings = settings.merge(runs[["run_id", "size", "context_length"]], on="run_id",
+                                  suffixes=("", "_of_run"))
+        if "context_length_of_run" in settings:  # runs of before have no context of their own in a row
+            of_run = settings.pop("context_length_of_run")
+            settings["context_length"] = settings["context_length"].fillna(of_run).astype(int)
+        tables["checkpoints"] = settings
     return {"runs": by_size(runs)} | tables
+
+
+def _measured(record: Record) -> str:
+    """What a run measured, by its configuration."""
+    fields = record.config
+    kinds = {"reach": "contexts", "checkpointing": "checkpoints", "stacks": "stacks"}
+    return next((kind for kind, field in kinds.items() if fields.get(field)), "history")
 
 
 def _config(record: Record) -> StepConfig:

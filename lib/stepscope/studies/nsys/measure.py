@@ -12,6 +12,7 @@ from stepscope.config import PHASES
 from stepscope.studies.nsys.config import Config
 from stepscope.traces.attention_kernels import WRITTEN_OUT, sdpa_taken
 from stepscope.traces.conservation import check_conservation, phase_clocks
+from stepscope.traces.cut import cut
 from stepscope.traces.export import (
     OUTSIDE,
     UNATTRIBUTED,
@@ -27,6 +28,7 @@ from stepscope.traces.nsys_program import (
     REPORTS,
     Capture,
     capture,
+    export_capture,
     make_reports,
     profiler_here,
     start_watched,
@@ -51,7 +53,7 @@ class Profiler:
         self.tool, self.nsys = profiler_here(device)
         self.temporary = tempfile.TemporaryDirectory(prefix="stepscope-nsys-")
         self.folder = Path(self.temporary.name)
-        self.process = start_watched(self.folder / "process0", len(PHASES), self.nsys)
+        self.process = start_watched(self.folder / "process0", self.nsys)
 
 
 def analyse(export: Path) -> dict[str, pd.DataFrame]:
@@ -132,8 +134,11 @@ def profile_run(config: Config, kept: Path | None,
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
         files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is
             left out, and ``statuses`` says why.
-        results: tool, the number of profiles by status, which implementation of attention ran, and the
-            seconds that the watched process and the analysis took.
+        results: tool, the number of profiles by status, which implementation of attention ran, and seconds:
+            ``watched_s`` of the watched process since it was asked, of which ``ready_s`` until it was ready,
+            ``turn_s`` until it had its turn (see ``traces/turns.py``), ``steps_s`` of steps, ``others_s``
+            while others had theirs, and the rest until the profiler had made its report; ``analysis_s`` of
+            all after the process, of which ``export_s`` of the export and its parts.
 
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
@@ -145,22 +150,40 @@ def profile_run(config: Config, kept: Path | None,
         steps = [config.step(mode=mode) for mode in PHASES]
         captures = capture(steps, profiler.folder, nsys, profiler.process)
         watched = time.perf_counter()
-        with ThreadPoolExecutor() as pool:  # an export and each report are processes of their own
-            made = list(pool.map(lambda item: _tables(item, nsys), captures))
-        files = [file for item, (_, export, reports) in zip(captures, made) if kept and export
-                 for file in _keep(export, kept, reports, config.keep_export)]
+        exports = {mode: export for item in captures for mode, export in _exports(item, nsys).items()}
+        exported = time.perf_counter()
+        outcomes = {mode: outcome for item in captures for mode, outcome in item.outcomes.items()}
+        with ThreadPoolExecutor() as pool:  # each of nsys's reports is a process of its own
+            made = list(pool.map(lambda mode: _tables(mode, outcomes[mode], exports.get(mode), nsys), PHASES))
+        files = [file for mode, (_, reports) in zip(PHASES, made) if kept and mode in exports
+                 for file in _keep(exports[mode], kept, reports, config.keep_export)]
     found: dict[str, list[pd.DataFrame]] = {}
-    for item, (own, _, _) in zip(captures, made):
+    for mode, (own, _) in zip(PHASES, made):
         for name, table in own.items():
-            found.setdefault(name, []).append(table.assign(mode=item.config.mode))
+            found.setdefault(name, []).append(table.assign(mode=mode))
     tables = {name: pd.concat(stacked, ignore_index=True) for name, stacked in found.items()}
-    statuses = [item.outcome["status"] for item in captures]
+    statuses = [outcomes[mode]["status"] for mode in PHASES]
     results = {"tool": profiler.tool} | {f"{status}_profiles": statuses.count(status)
                                          for status in ("captured", "oom", "crashed")}
     if "operations" in tables:
         results["attention_implementation"] = attention_implementation(config, tables["operations"])
-    return tables, files, results | {"watched_s": round(watched - started, 3),
-                                     "analysis_s": round(time.perf_counter() - watched, 3)}
+    seconds = pd.DataFrame([item.seconds for item in captures]).sum().to_dict()
+    seconds |= {"watched_s": watched - started, "export_s": exported - watched,
+                "analysis_s": time.perf_counter() - watched}
+    return tables, files, results | {name: round(value, 3) for name, value in seconds.items()}
+
+
+def _exports(item: Capture, nsys: Path | None) -> dict[str, Path]:
+    """Of each mode that was captured its event-level export ``<mode>.sqlite``."""
+    if item.file is None:
+        return {}
+    whole = item.file.parent / "whole.sqlite"
+    if nsys:
+        export_capture(nsys, item.file, whole)
+    else:
+        convert(item.file, whole)
+    exports = cut(whole, item.inside)
+    return {mode: exports[mode] for mode, outcome in item.outcomes.items() if outcome["status"] == "captured"}
 
 
 def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
@@ -168,28 +191,23 @@ def attention_implementation(config: Config, operations: pd.DataFrame) -> str:
     return WRITTEN_OUT if config.attention == "eager" else sdpa_taken(operations)
 
 
-def _tables(item: Capture, nsys: Path | None) -> tuple[dict[str, pd.DataFrame], Path | None, dict]:
-    """One capture's tables, its event-level export ``<mode>.sqlite``, and those of nsys's reports beside it
-    that can be used.
-    """
-    outcome = item.outcome
+def _tables(mode: str, outcome: dict, export: Path | None,
+            nsys: Path | None) -> tuple[dict[str, pd.DataFrame], dict]:
+    """One mode's tables, and those of nsys's reports, beside its export, that can be used."""
     status = {"status": outcome["status"], "cause": outcome.get("cause")}
-    if item.file is None:
-        return {"statuses": pd.DataFrame([status])}, None, {}
-    mode, folder = item.config.mode, item.file.parent
-    export, reports, errors = folder / f"{mode}.sqlite", {}, []
+    if export is None:
+        return {"statuses": pd.DataFrame([status])}, {}
+    folder, reports, errors = export.parent, {}, []
     if nsys:
-        export = make_reports(nsys, item.file, folder, mode)
+        make_reports(nsys, export, folder, mode)
         reports, errors = load_reports(folder, mode, REPORTS)
         _same_total(activity_totals(export), reports, export.name)
-    else:
-        convert(item.file, export)
     tables = analyse(export)
     operations = tables["operations"]
     status |= {"left_out": "; ".join(map(str, errors)).replace(f"{folder}/", "") or None,
                "unmatched": int(operations.loc[operations["region"] == UNMATCHED, "count"].sum())}
     return tables | {"statuses": pd.DataFrame([status]),
-                     "walls": pd.DataFrame(outcome["walls"], columns=WALLS)}, export, reports
+                     "walls": pd.DataFrame(outcome["walls"], columns=WALLS)}, reports
 
 
 def _same_total(totals: pd.DataFrame, reports: dict[str, pd.DataFrame], name: str) -> None:
