@@ -85,8 +85,6 @@ def _gaps_alone(told: Facts | None) -> bool:
     if told is None or not told["slowdown"]:
         return False
     rows = told["by_clock"]
-    if told["slowdown"]["plain_in_same_process"]:
-        rows = rows[rows["benchmark_run"].isna()]
     grown = rows[rows["projected_ms"] > (1 + told["agree"]) * rows["unprofiled_ms"]]
     return (
         len(grown) > 0

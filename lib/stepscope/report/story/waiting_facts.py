@@ -71,7 +71,7 @@ def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: p
     if rows.empty:
         return None
     tested = waits.verdicts(arms) if len(arms) else None
-    cost = cost_of_profiling(clocks_beside(clocks, walls, times)) if len(clocks) and len(walls) else None
+    cost = cost_of_profiling(clocks_beside(clocks, walls)) if len(clocks) and len(walls) else None
     flat = [one for one in doubled(samples) if one["flat"]] if len(samples) else []
     return {"gap_us": captured["gap_us"].dropna().median(), "waited": WAITED, "flat": flat[:1],
             "slowed": bool(cost and cost["together"] and cost["together"]["slower"]),

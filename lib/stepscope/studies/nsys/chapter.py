@@ -39,7 +39,7 @@ CHAPTER = Chapter(
                  printed={"rules": printed.rules}),
     ),
     pictures=(
-        Picture("nsys_clocks", figures.clocks, ("nsys.clocks",), ("nsys.walls", "benchmark.times")),
+        Picture("nsys_clocks", figures.clocks, ("nsys.clocks",), ("nsys.walls",)),
         Picture("nsys_families",
                 partial(figures.families_by_size, mode="forward", phases=("forward",),
                         words="Forward's device time by family"), ("nsys.operations",)),

@@ -20,40 +20,36 @@ FEWEST = 2         # steps that make a median
 APART = 0.1        # a clock that shows this much less shows something else
 
 
-def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """Each profile's forward by every clock, in ms: a row a run and mode.
+STATES = {"plain": "unprofiled", "annotated": "annotated", "captured": "profiled"}  # kinds of walls: columns
+
+
+def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame) -> pd.DataFrame:
+    """Each profile's forward by every clock, in ms, all of one process: a row a run and mode.
 
     Columns: size, context_length, mode, host_ms (NVTX range), projected_ms, operations_ms, gap_ms, gaps,
     busy_share (captured) of the forward phase, and ``spread`` (of projected_ms over the captured steps:
     largest less least, over the median); of the whole step's wall time ``unprofiled_ms``, ``annotated_ms``
-    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two; plain ones are
-    the same process's, or, where that ran none, the benchmark's), ``annotating`` (annotated over plain),
-    ``capturing`` (captured over annotated) and ``slowdown`` (captured over plain).
+    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two), with
+    ``unprofiled_spread`` and so on, ``annotating`` (annotated over plain), ``capturing`` (captured over
+    annotated) and ``slowdown`` (captured over plain).
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(_runs(clocks), on="run_id")
     steps = clocks[clocks["phase"] == "forward"].groupby(["run_id", "mode"])["projected_ns"]
-    spread = ((steps.max() - steps.min()) / steps.median()).where(steps.size() > 1).rename("spread")
     whole = walls[walls["phase"] == WHOLE].groupby(["run_id", "mode", "capture"])["time_ms"]
-    whole = whole.median().where(whole.size() >= FEWEST).unstack()
-    names = {"annotated": "annotated_ms", "captured": "profiled_ms"}
-    whole = whole.reindex(columns=["plain", *names]).rename(columns=names).join(spread)
-    table = table.merge(whole, on=["run_id", "mode"])
-    keys = [*PROFILE, "mode"]
-    benchmark = benchmark_times(times)
-    if len(benchmark):
-        steps = benchmark[benchmark["phase"] == WHOLE].rename(columns={"run_id": "benchmark_run"})
-        table = table.assign(size=table["size"].astype(str)).merge(
-            steps[[*keys, "median_ms", "benchmark_run"]], on=keys, how="left")
-    else:
-        table = table.assign(median_ms=float("nan"), benchmark_run=None)
-    own = table["plain"].notna()
-    table = table.assign(unprofiled_ms=table["plain"].fillna(table["median_ms"]),
-                         benchmark_run=table["benchmark_run"].mask(own, None))
-    table = table.drop(columns=["plain", "median_ms"])
+    enough = whole.size() >= FEWEST
+    medians, spreads = (values.where(enough).unstack().reindex(columns=[*STATES]).rename(columns=STATES)
+                        for values in (whole.median(), _spread(whole)))
+    of_whole = medians.add_suffix("_ms").join(spreads.add_suffix("_spread"))
+    table = table.merge(of_whole.join(_spread(steps).rename("spread")), on=["run_id", "mode"])
     return by_size(table.assign(annotating=table["annotated_ms"] / table["unprofiled_ms"],
                                 capturing=table["profiled_ms"] / table["annotated_ms"],
                                 slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
+
+
+def _spread(times) -> pd.Series:
+    """Largest less least over the median of grouped times; NaN of one."""
+    return ((times.max() - times.min()) / times.median()).where(times.size() > 1)
 
 
 def benchmark_times(times: pd.DataFrame) -> pd.DataFrame:
@@ -92,9 +88,10 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
 
     ``unprofiled`` compares with the plain time of the same pass, None where there is none; ``slowdown`` says
     what annotating and capturing cost of a step's wall time, None where no plain step was timed;
-    ``slowdowns`` has a column a mode and state, ``by_clock`` a row a profile.
+    ``slowdowns`` has a column a mode and state, and ``spreads`` by how much the steps of each differ;
+    ``by_clock`` has a row a profile. Plain steps are those of the same process: no other one's are compared.
     """
-    table = clocks_beside(clocks, walls, times)
+    table = clocks_beside(clocks, walls)
     forward = table[table["mode"] == "forward"]
     if forward.empty:
         return None
@@ -105,7 +102,6 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     size, context = reference(forward)
     rows = pick(forward, size=size, context_length=context).iloc[0]
     host_share = forward["host_ms"] / forward["projected_ms"]
-    runs = {*runs_of(forward), *(f"benchmark/{run}" for run in forward["benchmark_run"].dropna())}
     return {"size": size, "context": context, "operations_ms": rows.operations_ms,
             "projected_ms": rows.projected_ms, "host_ms": rows.host_ms,
             "busy_share": None if pd.isna(rows.busy_share) else rows.busy_share, "agree": AGREE,
@@ -113,12 +109,13 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
-            "by_clock": forward, "slowdowns": states(table), "runs": sorted(runs)}
+            "by_clock": forward, "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
+            "runs": runs_of(forward)}
 
 
-def states(table: pd.DataFrame) -> pd.DataFrame:
-    """Profiles down, modes across: plain, annotated and captured ms of a step, each a column."""
-    kinds = {"unprofiled_ms": "plain", "annotated_ms": "annotated", "profiled_ms": "captured"}
+def states(table: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Profiles down, modes across: ms (or spread) of a step plain, annotated and captured, each a column."""
+    kinds = {f"{column}_{what}": kind for kind, column in STATES.items()}
     wide = table.pivot(index=PROFILE, columns="mode", values=list(kinds)).rename(columns=kinds, level=0)
     return wide.reindex(columns=[(kind, mode) for mode in MODE_WORDS for kind in kinds.values()])
 
@@ -132,21 +129,18 @@ def without_profiler(rows: pd.Series) -> dict:
 
 
 def cost_of_profiling(table: pd.DataFrame) -> dict:
-    """Steps with a plain time of the same process, or where there are none, of the benchmark's
-    (``plain_in_same_process``): how many times as long they take ``annotated`` (over plain), ``captured``
-    (over annotated), and both (``together``), each with the largest (``most``, with its own ms) and how many
-    are slower by over ``nearly``; None where not measured. ``mismatches`` are the forward passes whose time
-    on the device under the profiler is not the plain one, of ``passes``."""
+    """Steps with a plain time of the same process: how many times as long they take ``annotated`` (over
+    plain), ``captured`` (over annotated), and both (``together``), each with the largest (``most``, with its
+    own ms) and how many are slower by over ``nearly``; None where not measured. ``mismatches`` are the forward
+    passes whose time on the device under the profiler is not the plain one, of ``passes``."""
     rows = table[table["unprofiled_ms"].notna()]
-    own = rows[rows["benchmark_run"].isna()]
-    rows = own if len(own) else rows
     forward = rows[rows["mode"] == "forward"]
     off = forward["projected_ms"] / forward["unprofiled_ms"] - 1
     apart = off.abs() >= AGREE
     return {"nearly": NEARLY,
             "annotated": _slower(rows, "annotating"), "captured": _slower(rows, "capturing"),
             "together": _slower(rows, "slowdown"),
-            "plain_in_same_process": len(own) > 0, "passes": len(off),
+            "passes": len(off),
             "mismatches": [{"size": size, "context": context, "off_share": share} for size, context, share in
                            zip(forward["size"][apart], forward["context_length"][apart], off[apart],
                                strict=True)]}

@@ -127,9 +127,9 @@ def _phase_bars(axis: Axes, rows: pd.DataFrame, last_ms: float) -> None:
                           color="white" if phase in ("backward", "loss") else "black")
 
 
-def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where: str) -> Figure | None:
+def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, where: str) -> Figure | None:
     """Forward alone by every clock, as multiples of the plain pass's wall time; a line a profile."""
-    rows = pick(clocks_beside(clocks, walls, times), mode="forward")
+    rows = pick(clocks_beside(clocks, walls), mode="forward")
     rows = rows[rows["unprofiled_ms"].notna()] if len(rows) else rows
     if rows.empty:
         return None
