@@ -141,7 +141,8 @@ TIMES, COMPILED, OPERATIONS, CEILINGS, RUNGS, KERNELS = (
 PART = Part(
     "Where a step's time goes",
     questions=(
-        Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS), pictures=("step_phases",)),
+        Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS, "processes.spread"),
+                 pictures=("step_phases",)),
         Question("step-kinds", facts.kinds, (OPERATIONS,), (RUNGS, KERNELS), pictures=("step_kinds",)),
         Question("step-rates", facts.rates, (TIMES, CEILINGS), (OPERATIONS, RUNGS),
                  printed={"regions": regions_table}),

@@ -113,7 +113,7 @@ def clocks_and_profilers(
     """``held``, where the driver held the SM clock back during timed steps (None where it did not, or no
     clock was read); ``touched``, the comparisons whose two sides ran at unlike clocks (``understated``: in
     all of them what is faster ran at the lower clock); ``profiler``, what annotating and capturing cost
-    (``capture``: captured over annotated, in one process, or over plain where there is none); ``conserved``,
+    (``capture``: captured over annotated, or over plain where there is none, in one process); ``conserved``,
     the profiles in which every operation is accounted for. None on a CPU, and where nothing of these was
     measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
@@ -127,7 +127,7 @@ def clocks_and_profilers(
     return {
         "held": held,
         "touched": touched,
-        "in_process": bool(cost and cost["captured"]),
+        "over_annotated": bool(cost and cost["captured"]),
         "capture": cost and (cost["captured"] or cost["together"]),
         "understated": all(one["understated"] for one in touched),
         "profiler": cost,

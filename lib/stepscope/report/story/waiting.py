@@ -72,7 +72,8 @@ PART = Part(
     "When the GPU waits for the host",
     questions=(
         Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW,), pictures=("waiting_map",)),
-        Question("waiting-seen", facts.seen, (CAPTURED, TIMES), (LOW, "waits.phases")),
+        Question("waiting-seen", facts.seen, (CAPTURED, TIMES),
+                 (LOW, "waits.phases", "nsys.clocks", "nsys.walls", "processes.samples")),
         Question("waiting-helps", facts.helps, ("compile.times",), ("compile.kernels", "ladder.rungs"),
                  printed={"remedies": remedies_table}),
     ),
