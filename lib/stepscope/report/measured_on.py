@@ -94,7 +94,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
         return {}
     full = clocks["sm_clock_mhz"].max()
     held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
-    least = f", at least {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
+    least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
                                           f" {len(clocks)} timed cells{least}"}
 
