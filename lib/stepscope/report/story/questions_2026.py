@@ -92,7 +92,7 @@ def profiles(
         "names": own_names(),
         "agree": total["agree"],
         "clocks": total["slowdown"] and {
-            "matched": total["slowdown"]["matched"],
+            "matched": total["slowdown"]["passes"] - len(total["slowdown"]["mismatches"]),
             "passes": total["slowdown"]["passes"],
             "mismatches": total["slowdown"]["mismatches"],
         },
