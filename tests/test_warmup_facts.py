@@ -28,6 +28,10 @@ def benchmarks():
 NONE = pd.DataFrame()
 
 
+def test_of_too_few_steps_nothing_is_told(samples):
+    assert facts.what_changes(samples[samples["step"] < 2], NONE) is None
+
+
 def test_without_a_warm_up_the_mean_is_above_steady(samples):
     found = facts.what_changes(samples, NONE)
     assert found["cold"]["mean"]["above"] and not found["cold"]["mean"]["small"]

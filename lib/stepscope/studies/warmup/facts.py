@@ -55,6 +55,8 @@ def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None
     if steps.empty:
         return None
     cells = pd.concat([errors(steps, warmups) for warmups in WARM_UPS], ignore_index=True)
+    if cells.empty:  # too few steps
+        return None
     by_warmups = [{"warmups": number, "mean": error_range(rows["mean_error"]),
                    "median": error_range(rows["median_error"]), "processes": len(rows)}
                   for number, rows in cells.groupby("warmups")]
