@@ -54,7 +54,7 @@ def test_a_sweep_is_announced_with_its_machine_and_with_what_is_not_known(known,
     assert estimate.said_before([tiny(), tiny(seed=1)]) == f"2 runs: about 3 min on {estimate.CPU}"
     assert estimate.said_before([tiny(), tiny(seed=2)]).startswith("2 runs: about 100 s on")
     assert estimate.said_before([tiny(), tiny(seed=2)]).endswith("for 1 of them")
-    assert "not known" in estimate.said_before([tiny(seed=2)])
+    assert "nothing is known" in estimate.said_before([tiny(seed=2)])
 
 
 def test_what_is_left_goes_by_the_pace_so_far(known, tiny):

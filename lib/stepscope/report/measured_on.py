@@ -5,7 +5,7 @@ from typing import Literal
 
 import pandas as pd
 
-from stepscope.config import StepConfig, configure
+from stepscope.config import StepConfig, configure, size_label
 from stepscope.report.load import Data
 from stepscope.runs.record import Record
 from stepscope.runs.tables import by_size, runs_frame
@@ -34,7 +34,7 @@ def sizes(data: Data) -> pd.DataFrame:
     rows = []
     for (size, parameters), group in runs.groupby(["size", "parameters"], sort=False, observed=True):
         first = group.iloc[0]
-        rows.append({"size": size, "layers": first["num_layers"], "d_model": first["d_model"],
+        rows.append({"size": size_label(str(size)), "layers": first["num_layers"], "d_model": first["d_model"],
                      "d_ff": first["d_ff"], "heads": first["num_heads"],
                      "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
                      "contexts": listing(map(str, sorted(group["context_length"].unique()))),
@@ -94,7 +94,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
         return {}
     full = clocks["sm_clock_mhz"].max()
     held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
-    least = f", at least {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
+    least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
                                           f" {len(clocks)} timed cells{least}"}
 

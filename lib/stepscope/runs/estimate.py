@@ -74,7 +74,7 @@ def said_before(todo: Sequence[RunConfig]) -> str:
     runs = f"{len(todo)} run{'s' if len(todo) > 1 else ''}"
     known = [seconds for config in todo if (seconds := expected_s(config)) is not None]
     if not known:
-        return f"{runs}; how long they take is not known yet"
+        return f"{runs}: nothing is known yet of how long that takes"
     where = next(row["machine"] for row in table() if row["device"] == todo[0].device)
     which = "" if len(known) == len(todo) else f" for {len(known)} of them"
     return f"{runs}: about {minutes(sum(known))} on {where}{which}"

@@ -4,6 +4,7 @@ import pandas as pd
 from stepscope.report.story.first import HELPS
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
+from stepscope.say.formats import number
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder.facts import runs_in
@@ -15,9 +16,11 @@ ADVISED = ("tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graphs", "no_casts")
 
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
            speedups: pd.DataFrame) -> dict | None:
-    """A change a key: the shapes where it gained least and most (``single`` where that is one shape), and
-    those where it did not surely help (``idle``; a precision's also of the eager steps in the study of
-    precisions); ``fewest`` and ``most`` processes that a gain is the median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    """A change a key: the shapes where it gained least and most (``single`` where that is one shape, ``alike``
+    where all gains print as one, ``contexts`` where the shapes differ in context), and those where it did not
+    surely help (``idle``; a precision's also of the eager steps in the study of precisions); ``fewest`` and
+    ``most`` processes that a gain is the median of; under ``checkpoints`` what checkpointing spares and
+    costs, None where that was not measured."""
     gained = rungs[rungs["gain"].notna() & rungs["rung"].isin(ADVISED)]
     if gained.empty:
         return None
@@ -48,7 +51,9 @@ def _gain(rows: pd.DataFrame) -> dict:
     shapes = [{"size": str(row["size"]), "context": int(row["context_length"]), "gain": row["gain"],
                "surely": bool(row["gain"] > 1 + HELPS and row["gain_low"] > 1)}
               for row in rows.sort_values("gain").to_dict("records")]
-    return {"least": shapes[0], "most": shapes[-1], "single": len(shapes) == 1,
+    alike = len(shapes) > 1 and number(shapes[0]["gain"]) == number(shapes[-1]["gain"])
+    return {"least": shapes[0], "most": shapes[-1], "single": len(shapes) == 1, "alike": alike,
+            "contexts": len({shape["context"] for shape in shapes}) > 1,
             "idle": [shape for shape in shapes if not shape["surely"]]}
 
 

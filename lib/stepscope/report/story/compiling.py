@@ -171,7 +171,13 @@ def _adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
         "share": most["share"],
         "share_after": most["share_after"],
         "rises": bool((rows["share_after"] > rows["share"]).all()),
-        "fused": {"times": fused["speedup"].min(), "low": fused["low"].min()} if len(fused) else None,
+        "fused": {
+            "times": fused["speedup"].min(),
+            "low": fused["low"].min(),
+            "unlike": bool(fused["unlike"].any()),
+        }
+        if len(fused)
+        else None,
     }
 
 

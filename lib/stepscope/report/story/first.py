@@ -44,7 +44,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
                          "here": here.iloc[0], "useless_here": bool(here.iloc[0] < 1 + HELPS)}
     beside = found["beside"]
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
-            "products_ms", "moving_ms", "several", "processes", "gains", "runs")
+            "products_ms", "moving_ms", "several", "processes", "most_processes",
+            "alike", "gains", "runs")
     return {name: found[name] for name in told} | {
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
         "best": best, "changes": len(best), "elsewhere": elsewhere,

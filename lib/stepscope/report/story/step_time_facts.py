@@ -147,7 +147,7 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.
         if len(rows) and rows.iloc[-1]["low"] > 1:
             row = rows.iloc[-1]
             facts["compiled"] = {"size": str(row["size"]), "before_ms": row["median_ms"],
-                                 "after_ms": row["median_ms_after"],
+                                 "after_ms": row["median_ms_after"], "unlike": bool(row["unlike"]),
                                  "saved": 1 - row["median_ms_after"] / row["median_ms"]}
     return facts
 

@@ -124,8 +124,10 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
             {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
             for row in tried.to_dict("records")
         ],
-        "processes": int(own["processes"].max()),
-        "several": bool(own["processes"].max() > 1),
+        "processes": int(climbed(own)["processes"].min()),
+        "most_processes": int(climbed(own)["processes"].max()),
+        "several": bool(climbed(own)["processes"].min() > 1),
+        "alike": climbed(own)["processes"].nunique() == 1,
         "held": float(held.max()) if held.notna().any() else None,
         "runs": runs_in(rungs),
     }
@@ -367,7 +369,7 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
             "over_hugging_face": best["over_hugging_face"],
             "over_low": best["over_hugging_face_low"],
             "over_high": best["over_hugging_face_high"],
-            "processes": int(best["processes"]),
+            "processes": int(min(best["processes"], beside["processes"])) if beside else 0,
             "floor_ms": best["floor_ms"],
             "floor_share": best["floor_share"],
             "clock_floor_share": best.get("clock_floor_share", math.nan),
@@ -457,16 +459,14 @@ def profiled_step(at: pd.DataFrame, kind: str = "") -> dict | None:
 
 def what_is_left(at: pd.DataFrame, kind: str, one: dict) -> dict:
     """Where a goal is missed: each part over what the floor has for it, and those of which it would be enough
-    if they took no longer than that (``enough``); ``parts`` is None where it was not profiled."""
+    if they took no longer than that (``enough``; none where parts run at once, since they do not add up);
+    ``parts`` is None where it was not profiled."""
     step = profiled_step(at, kind)
     if step is None:
         return {"parts": None, "enough": []}
     over = {part: step[part] - step[f"{part}_least"] for part in PARTS} | {"idle": step["idle"]}
-    return {
-        "parts": step | {"sum": sum(step[part] for part in PARTS)},
-        "enough": [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]],
-        "power": power(step),
-    }
+    enough = [] if step["at_once"] else [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]]
+    return {"parts": step, "enough": enough, "power": power(step)}
 
 
 def power(step: dict) -> dict | None:

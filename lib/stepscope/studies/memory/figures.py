@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
+from stepscope.say import formats
 from stepscope.say.formats import MODE_WORDS, number
 from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
 from stepscope.studies.memory.facts import GIB, matrix
@@ -203,6 +204,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.set_xticks(numbers, numbers)
         axis.minorticks_off()
         axis.set_xlabel("blocks")
@@ -214,5 +216,5 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     sizes = [f"{last[column].get(name, np.nan) / 1024:.2g} GiB {words}" for name, words in
              (("none", "without checkpoints"), ("every block", "with one a block"), ("halved", "halved"))]
     figure.suptitle(f"{numbers[-1]} blocks: {', '.join(sizes)}\n({run['size']}, context "
-                    f"{run['context_length']}, {run['precision']}, {where})", **HEADING)
+                    f"{run['context_length']}, {formats.precision(run['precision'])}, {where})", **HEADING)
     return figure

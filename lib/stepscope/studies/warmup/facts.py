@@ -12,7 +12,6 @@ SHAPE = ["size", "context_length"]
 RUN = ["study", "run_id"]
 WARM_UPS = (0, 1, 2, 5)
 MEAN_OF = 10  # steps, after the warm-up
-MOST_OF_START = 0.01  # of what a process pays before its first step: a part below is in the table only
 BEYOND = "first step beyond steady"  # the part of a first step's time that a steady one does not take
 
 
@@ -137,11 +136,11 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
 
 def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
                benchmarks: pd.DataFrame) -> dict | None:
-    """What a fresh process pays: ``before`` its first step and ``within`` it, by part, over sizes; and
-    ``by_phase``, by how much each phase of a first step is longer than a steady one, over contexts.
+    """What a fresh process pays before its first step and in it: ``by_part``, over sizes; ``within`` has what
+    undoing it afterwards shows; and ``by_phase``, by how much each phase of a first step is longer than a
+    steady one, over contexts.
 
-    ``before`` has those of :data:`MOST_OF_START`. ``once`` compares with processes in which a one-layer model
-    had run, None where there are none.
+    ``once`` compares with processes in which a one-layer model had run, None where there are none.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
     if BEYOND not in set(plain["part"]):
@@ -150,13 +149,11 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     primed = costs[~costs["profile"].astype(bool) & costs["one_layer_first"].astype(bool)]
     by_part = plain.pivot_table(index=SHAPE, columns="part", values="time_ms", observed=True, sort=False,
                                 aggfunc="median")
-    before, within = (list(plain.loc[plain["when"] == when, "part"].unique()) for when in ("before", "in"))
-    within = [part for part in within if part not in (BEYOND, "not told apart")]
+    within = [part for part in plain.loc[plain["when"] == "in", "part"].unique()
+              if part not in (BEYOND, "not told apart")]
     once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
     steps = first_steps(samples, benchmarks)
-    start_ms = by_part[before].sum(axis=1).median()
-    before = [part for part in before if by_part[part].median() > MOST_OF_START * start_ms]
-    return {"beyond_ms": by_part[BEYOND], "before": [{"part": part, "ms": by_part[part]} for part in before],
+    return {"beyond_ms": by_part[BEYOND],
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
             "within": [{"part": part, "ms": by_part[part]} for part in within],
             "once": once, "by_part": by_part.drop(columns="not told apart"),
