@@ -332,16 +332,15 @@ def test_fused_and_compiled_steps_are_captured(fields, fused):
 
 
 def test_walls_of_before_are_read_as_those_of_today(tmp_path):
-    runs = Path(__file__).parents[1] / "runs" / "h200"
-    run = "2.7B-ctx128-all-fp32-18e85fe7"
-    shutil.copytree(runs / "nsys" / run, tmp_path / "nsys" / run)
-    store = Store(tmp_path)
+    """A record of the first campaign, without its timeline and nsys's own reports."""
+    shutil.copytree(EXPORT.parent / "before", tmp_path / "runs")
+    store = Store(tmp_path / "runs")
     old = load(store, store.records()[0])
     walls = old["walls"][old["walls"]["mode"] == "forward"]
     assert walls["capture"].tolist() == ["warm-up", "annotated", *["captured"] * 3]
     assert walls["place"].tolist() == list(range(5)) and walls["step"].tolist() == [0, 0, 0, 1, 2]
     assert set(walls["phase"]) == {"step"}
-    for name in ("operations", "clocks", "regions", "timeline", "walls", "statuses"):
+    for name in ("operations", "clocks", "regions", "walls", "statuses"):
         assert (old[name]["steps"] == 3).all()
     assert old["operations_fused"].empty
 

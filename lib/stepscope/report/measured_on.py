@@ -70,7 +70,7 @@ def machine(data: Data) -> dict[str, str]:
     ended: Counter[str] = Counter(record.status for record in records)
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
-    waited_s = sum(r.results.get(name, 0) for r in records for name in ("turn_s", "others_s"))
+    waited_s = sum(float(r.results.get(name) or 0) for r in records for name in ("turn_s", "others_s"))
     rows["time in runs"] = f"{(sum(r.duration_s for r in records) - waited_s) / 60:.0f} min"
     if on_gpu:
         rows |= _clocks(data.tables)

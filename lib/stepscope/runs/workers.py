@@ -326,7 +326,8 @@ def local_cluster(workers: str, shared: bool = False):
     gpus = gpus_here()
     count = len(gpus) if workers == "gpus" else int(workers)
     parts = min(count, len(gpus) or 1) if shared else count
-    slices, places, most = core_slices(parts), {}, os.environ.get("OMP_NUM_THREADS", "")
+    slices, most = core_slices(parts), os.environ.get("OMP_NUM_THREADS", "")
+    places: dict[object, dict] = {}
     for index in range(count):
         cores = slices[index % parts]
         threads = min(len(cores), int(most)) if most.isdigit() else len(cores)

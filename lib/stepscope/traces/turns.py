@@ -12,7 +12,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -47,9 +47,9 @@ def begin_work(mark: Path | None) -> None:
 
 def end_work(mark: Path | None) -> None:
     """Neither be at work nor want a turn any more."""
-    for suffix in (WORK, WANTS) if mark else ():
-        with suppress(FileNotFoundError):  # the folder goes with the sweep
-            mark.with_suffix(suffix).unlink()
+    if mark:  # its folder goes with the sweep
+        for suffix in (WORK, WANTS):
+            mark.with_suffix(suffix).unlink(missing_ok=True)
 
 
 @contextmanager
