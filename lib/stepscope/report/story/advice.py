@@ -17,7 +17,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
            speedups: pd.DataFrame) -> dict | None:
     """A change a key: the shapes where it gained least and most (``single`` where that is one shape), and
     those where it did not surely help (``idle``; a precision's also of the eager steps in the study of
-    precisions); ``fewest`` and ``most`` processes that a gain is the median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    precisions); ``fewest`` and ``most`` processes that a gain is the median of; under
+    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
     gained = rungs[rungs["gain"].notna() & rungs["rung"].isin(ADVISED)]
     if gained.empty:
         return None
