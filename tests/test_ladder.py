@@ -265,8 +265,12 @@ def test_a_reset_rung_trains_as_a_fresh_one(config, monkeypatch):
 
 
 def test_an_update_within_backward_is_the_update_after_it(config):
-    """On the same gradients it is the same, bit by bit; and outside of its context backward updates nothing."""
+    """On the same gradients it is the same, bit by bit; and outside of its context backward updates nothing.
+    With graphs that are captured and differentiated, and not turned into C++, which takes most of a minute."""
+    set_backend = getattr(torch.compiler, "set_default_backend", lambda backend: None)
+    set_backend("aot_eager")
     after, within = (Rung(config(), name, {}) for name in ("chunked", "overlap"))
+    set_backend(None)
     assert after.in_backward is None and within.in_backward is not None
     before_it = within.optimizer.master.clone()
     within.gradients()
@@ -574,11 +578,11 @@ def test_training_outside_the_band_is_told():
         loss=tables["curves"]["loss"].where(tables["curves"]["rung"] != "fp8", tables["curves"]["loss"] - 0.35)
     )
     assert (
-        said("ladder-training", tables).finding
-        != said("ladder-training", {**tables, "curves": inside}).finding
+        said("ladder-training", tables).text
+        != said("ladder-training", {**tables, "curves": inside}).text
     )
     without = said("ladder-training", {**tables, "curves": pd.DataFrame()})
-    assert without.text and not without.finding
+    assert without.text
 
 
 class Uncorrected(torch.optim.Optimizer):

@@ -2,7 +2,9 @@
 facts."""
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -10,17 +12,31 @@ from bs4 import BeautifulSoup
 
 from memory_recording import CudaAutocast, stand_in
 from stepscope.config import PHASE_NAMES, configure
+from stepscope.runs.store import Store
 from stepscope.say.chapter import answer, given
 from stepscope.step.accounting import MIB, WORKSPACE, on_gpu, peak
 from stepscope.step.training_step import Step
-from stepscope.studies.memory import facts, facts_options, figures, printed, timeline_page
+from stepscope.studies.memory import (
+    facts,
+    facts_checkpoints,
+    facts_options,
+    figures,
+    nesting,
+    printed,
+    timeline_page,
+)
 from stepscope.studies.memory import measure as memory
 from stepscope.studies.memory.chapter import CHAPTER
-from stepscope.studies.memory.tables import RECORDED, predicted
+from stepscope.studies.memory.tables import RECORDED, _measured, all_runs, predicted
 
 SHAPE = {"size": "custom", "d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 40,
          "batch_size": 3}
 TABLES = ("runs", "predicted", *RECORDED)
+
+
+def asked(**fields):
+    given = {"device": "cpu", "mode": "forward_backward", "context_length": 32}
+    return configure("memory", **SHAPE | given | fields)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +71,11 @@ def _keep(parts, config, tables, results, status):
     parts["runs"].append(pd.DataFrame([config.model_dump() | at | results | {
         "status": status, "predicted_peak_mib": peak(own).allocated / MIB, "predicted_mib": peak(own).allocated / MIB, "gpu_memory_mib": 1.0,
         "parameters_bytes": 1000,
-        "measured": "checkpointing" if config.checkpoints else "history", "block_saved_bytes": 5000,
+        "measured": _measured(SimpleNamespace(config=config.model_dump())), "block_saved_bytes": 5000,
         "block_copies_bytes": 0, "block_gradient_bytes": 1000}]))
     for name, recorded in RECORDED.items():
         if recorded in tables:
-            shape = {}
-            if name == "checkpoints":
-                shape = {"size": config.size, "context_length": config.context_length}
+            shape = {"size": config.size} if name == "checkpoints" else {}
             parts[name].append(tables[recorded].assign(**at, **shape))
     if "predicted" in tables:
         parts["predicted"].append(tables["predicted"].assign(**at))
@@ -292,6 +306,146 @@ def test_where_no_setting_fits_there_are_no_samples_and_that_is_a_result(monkeyp
     assert "phase" in pd.read_csv(tmp_path / "samples.csv") and not len(samples)
 
 
+@pytest.fixture(scope="module")
+def further(tables):
+    """What 2026 asks, measured on a CPU and given peaks: settings at a longer context, how far a larger model
+    runs, and arrangements."""
+    parts = {name: [table] if len(table) else [] for name, table in tables.items()}
+    for mode in ("forward_backward", "step"):
+        config = asked(context_length=64, mode=mode, checkpoints=[1, 2, 0])
+        samples, settings = memory.measure_checkpoints(config)
+        settings["peak_allocated_bytes"] = settings["predicted_bytes"] + 1000
+        settings.loc[2, "status"] = "oom"
+        _keep(parts, config, {"samples": samples, "checkpoints": settings}, {}, "ok")
+    for more in ({"mode": "forward", "contexts": [8, 16, 32]}, {"checkpoints": [0, 1], "contexts": [8, 16]}):
+        config = asked(num_layers=5, **more)
+        samples, settings = memory.measure_checkpoints(config)
+        settings["peak_allocated_bytes"] = settings["predicted_bytes"] + 1000
+        _keep(parts, config, {"samples": samples, "checkpoints": settings}, {}, "ok")
+    config = asked(stacks=[2, 4])
+    samples, stacks = memory.measure_stacks(config)
+    stacks = stacks.assign(state_bytes=MIB, peak_allocated_bytes=2 * MIB + stacks["expected_kept_bytes"])
+    _keep(parts, config, {"samples": samples, "stacks": stacks}, {}, "ok")
+    found = {name: pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+             for name, frames in parts.items()}
+    runs = found["runs"]
+    sizes = runs["num_layers"].map({3: "custom", 5: "larger"})
+    runs["size"] = pd.Categorical(sizes, ["custom", "larger"], ordered=True)
+    found["runs"] = runs.sort_values(["size", "context_length"], kind="stable", ignore_index=True)
+    found["checkpoints"]["size"] = found["checkpoints"]["run_id"].map(runs.set_index("run_id")["size"])
+    return found
+
+
+def test_the_run_that_is_compared_is_one_in_which_no_checkpoint_fits_too(tables, further):
+    """Longer contexts stand beside it, each mode and precision by itself."""
+    assert of(tables, "memory-checkpointing")["longest"] is None
+    found = of(further, "memory-checkpointing")
+    assert found["run"]["context"] == 32 and found["measured"]["against_none"] is not None
+    longest = found["longest"]
+    assert longest["run"]["context"] == 64 and len(longest["table"]) == 6
+    assert [(one["mode"], one["least"]) for one in longest["cases"]] == [("forward_backward", 1), ("step", 1)]
+    for one in longest["cases"]:
+        assert one["none_tried"] and not one["none_fits"] and one["every_block"]
+        assert one["beside"]["blocks"] == 2 and one["beside"]["more_share"] > 0
+    assert printed.longest(found)["measured, GiB"].tolist().count("out of memory") == 2
+    assert "context 64" in said(further, "memory-checkpointing").text
+
+
+def test_the_quickest_setting_is_not_always_the_one_that_needs_least():
+    rows = pd.DataFrame({"blocks": [0, 1, 2], "status": ["ok", "ok", "ok"], "peak_mib": [9.0, 2.0, 3.0],
+                         "predicted_mib": 1.0, "time_ms": [5.0, 8.0, 7.0]})
+    one = facts_checkpoints.case("step", "fp32", rows)
+    assert (one["least"], one["quickest"], one["same"], one["none_fits"]) == (1, 2, False, True)
+    assert one["beside"]["more_share"] == pytest.approx(0.5) and not one["beside"]["slower"]
+    again = facts_checkpoints.case("step", "fp32", rows.assign(time_ms=[5.0, 7.0, 8.0]))
+    assert again["same"] and again["beside"]["slower"] and not again["beside"]["as_quick"]
+    assert facts_checkpoints.case("step", "fp32", rows.assign(status="oom")) is None
+
+
+def test_how_far_a_model_runs(further):
+    beyond = {"gpu_memory_mib": further["checkpoints"]["predicted_bytes"].max() / MIB + 100}
+    found = of(further, "memory-reach", **beyond)
+    assert (found["size"], found["step"]) == ("larger", None) and found["as_predicted"]
+    assert [(one["mode"], one["every_block"], one["fits"]["context"], one["fails"]) for one in found["ways"]] == [
+        ("forward", False, 32, None), ("forward_backward", False, 16, None), ("forward_backward", True, 16, None)]
+    assert found["parameters"] * 4 == further["runs"]["parameters_bytes"].iloc[-1]
+    checkpoints = further["checkpoints"]
+    ends = (checkpoints["context_length"] == 16) & (checkpoints["blocks_per_checkpoint"] == 0)
+    failing = further | {"checkpoints": checkpoints.assign(
+        status=checkpoints["status"].where(~ends | (checkpoints["size"] != "larger"), "oom"))}
+    turned = of(failing, "memory-reach", **beyond)
+    without = next(one for one in turned["ways"] if one["mode"] == "forward_backward" and not one["checkpoints"])
+    assert (without["fits"]["context"], without["fails"]["context"]) == (8, 16)
+    assert not turned["as_predicted"] and len(turned["surprises"]) == 2
+    assert said(further, "memory-reach", **beyond).text != said(failing, "memory-reach", **beyond).text
+    assert of(further, "memory-reach", gpu_memory_mib=float("nan")) is None
+
+
+def test_arrangements_over_the_number_of_blocks(further):
+    found = of(further, "memory-nested")
+    assert (found["most"], found["fewest"], found["numbers"]) == (4, 2, [2, 4]) and found["runs_as_expected"]
+    assert found["least"]["arrangement"] == "from the start" and found["none"]["growth"] > 1
+    assert found["rest_mib"] == pytest.approx([1.0] * len(found["rest_mib"]))
+    shrunk = further["stacks"].assign(state_bytes=2 * MIB + further["stacks"]["expected_kept_bytes"])
+    assert of(further | {"stacks": shrunk}, "memory-nested")["rest"] == []
+    counted = further["stacks"].assign(block_runs=1)
+    wrong = of(further | {"stacks": counted}, "memory-nested")
+    assert not wrong["runs_as_expected"]
+    full = further["stacks"]["status"].where(further["stacks"]["blocks"] < 4, "oom")
+    less = of(further | {"stacks": further["stacks"].assign(status=full)}, "memory-nested")
+    assert less["most"] == 2 and len(less["out_of_memory"]) == 5
+    told = {said(further | {"stacks": stacks}, "memory-nested").text for stacks in (
+        further["stacks"], counted, further["stacks"].assign(status=full),
+        further["stacks"].drop(columns=["state_bytes", "peak_allocated_bytes"]))}
+    assert len(told) == 4
+    assert figures.nested(further["stacks"], further["runs"], further["samples"], "here") is not None
+
+
+@pytest.mark.parametrize("name, functions", printed.BY_NUMBER.items())
+def test_the_functions_of_n_that_are_printed_are_those_of_the_arrangements(name, functions):
+    """At powers of two that have a root."""
+    kept, runs, *_ = functions
+    for blocks in (4, 16, 64):
+        said_runs = runs.replace("² / ", "²/").replace("log₂N", str(blocks.bit_length() - 1))
+        said_runs = said_runs.replace("N²", f"{blocks}*N").replace(" · ", "*").replace("3N", "3*N").replace("2N", "2*N")
+        arrangement = nesting.ARRANGEMENTS[name](blocks)
+        assert eval(said_runs, {"N": blocks}) == nesting.block_runs(arrangement)
+    inputs, at_work = (nesting.kept(arrangement, *weights) for weights in ((1, 0), (0, 1)))
+    told = {"N inputs": 64, "√N inputs": 8, "log₂N + 1 inputs": 7, "1 input": 1, "N blocks": 64, "√N blocks": 8,
+            "1 block": 1}
+    parts = kept.split(", ")
+    assert told[parts[-1]] == at_work and (len(parts) == 1 or told[parts[0]] == inputs)
+
+
+def test_settings_measured_before_they_had_a_context_have_that_of_their_run(tmp_path):
+    h200 = Path(__file__).parents[1] / "runs/h200/memory"
+    old = next(path for path in h200.glob("*forward_backward*") if (path / "checkpoints.csv").exists()
+               and "context_length" not in (path / "checkpoints.csv").read_text().splitlines()[0])
+    shutil.copytree(old, tmp_path / "memory" / old.name)
+    found = all_runs(Store(tmp_path), Store(tmp_path).records()[0])
+    context = found["runs"]["context_length"].iloc[0]
+    assert found["checkpoints"]["context_length"].unique().tolist() == [context]
+    timed = facts_checkpoints.settings(found["checkpoints"], found["runs"], found["samples"], "checkpointing")
+    assert timed["time_ms"].notna().all()
+
+
+def test_a_time_without_a_step_to_warm_up_is_none(further):
+    samples = further["samples"]
+    assert len(facts_checkpoints.step_times(samples, ["run_id"]))
+    assert facts_checkpoints.step_times(samples[samples["timed"].astype(bool)], ["run_id"]).empty
+
+
+def test_every_block_leaves_its_gradients_in_backward(tables):
+    run = facts.reference(tables["runs"])
+    own = tables["allocations"][tables["allocations"]["run_id"] == run["run_id"]]
+    config = facts.config_of(run)
+    found = facts.gradients_in_backward(own, config)
+    assert found["as_expected"] and found["blocks"] == 3 and found["low_mib"] == found["high_mib"]
+    larger = own.assign(size=own["size"].where(own["layer"] != 1, own["size"] + 4))
+    assert not facts.gradients_in_backward(larger, config)["as_expected"]
+    assert facts.gradients_in_backward(own[own["category"] != "gradients"], config) is None
+
+
 def test_what_running_again_spares():
     fitted = pd.DataFrame({"blocks": [1, 2, 4], "time_ms": [80.0, 90.0, 100.0]})
     assert facts_options.stops_early(fitted)["each_ms"] == pytest.approx(20 / 3)  # 4 parts against 1
@@ -327,7 +481,7 @@ def test_runs_with_expandable_segments_only_have_none_to_compare_with(tables):
 @pytest.mark.parametrize("question", CHAPTER.questions, ids=lambda question: question.key)
 def test_a_question_without_records_is_not_answered(question):
     told = answer(CHAPTER, question, {f"memory.{name}": pd.DataFrame() for name in TABLES})
-    assert "stepscope sweep memory" in told.text and not told.tables and not told.runs
+    assert re.search("`stepscope sweep (memory|2026)`", told.text) and not told.tables and not told.runs
 
 
 @pytest.mark.parametrize("key", ["memory-timeline", "memory-peaks", "memory-largest", "memory-fragmentation"])

@@ -92,13 +92,47 @@ def test_a_sweep_of_ones_own_is_told_by_what_it_varied(times):
     plain = own.assign(attention="eager", optimizer="foreach")
     twice = pd.concat([plain, plain.assign(attention="sdpa", median_ms=plain["median_ms"] / 2, run_id="other")])
     found = first.compared(twice, pd.DataFrame())
-    assert [one["field"] for one in found["fields"]] == ["attention"]
-    assert np.allclose(found["pairs"]["faster"], 2) and found["all"] == own["mode"].nunique()
-    assert set(found["pairs"]["before"]) == {"eager"}
-    [told] = tell(first.PART, given(**{"benchmark.times": twice}))
-    assert "sdpa" in told.text and len(told.tables) == 1
-    slower = first.compared(twice.assign(median_ms=1 / twice["median_ms"]), pd.DataFrame())
-    assert slower["fields"][0]["slower"]
+    [change] = found["changes"]
+    assert (change["field"], change["before"], change["after"]) == ("attention", "eager", "sdpa")
+    assert np.allclose(found["pairs"]["faster"], 2) and len(found["pairs"]) == own["mode"].nunique()
+
+
+def versions(times, ratios, interval=0.001):
+    """Full steps of some sizes in fp32, and in bf16 so many times as fast."""
+    plain = times[(times["context_length"] == 128) & (times["mode"] == "step") & (times["optimizer"] == "foreach")
+                  & (times["phase"] == "step")].drop_duplicates("size").head(len(ratios))
+    both = pd.concat([plain, plain.assign(precision="bf16", median_ms=plain["median_ms"] / ratios, run_id="other")])
+    return both.assign(ci_low_ms=both["median_ms"] * (1 - interval), ci_high_ms=both["median_ms"] * (1 + interval))
+
+
+def told_of(times):
+    [told] = tell(first.PART, given(**{"benchmark.times": times}))
+    return told.text
+
+
+def test_gains_and_losses_of_one_change_are_told_in_one_direction_each(times):
+    [change] = first.compared(versions(times, [2.0, 0.5, 1.001]), pd.DataFrame())["changes"]
+    assert change["gain"]["faster"] == pytest.approx(2) and change["loss"]["slower"] == pytest.approx(2)
+    assert change["same"] == 1 and not change["everywhere"] and not change["all_same"]
+    text = told_of(versions(times, [2.0, 0.5, 1.001]))
+    assert "2.0x faster" in text and "2.0x slower" in text and "0.5" not in text
+    assert "also" not in told_of(versions(times, [2.0, 3.0])) and "slower" not in told_of(versions(times, [2.0, 3.0]))
+    assert "faster" not in told_of(versions(times, [0.5, 0.4]))
+
+
+def test_a_difference_within_the_intervals_is_none(times):
+    [change] = first.compared(versions(times, [1.3, 0.8], interval=0.5), pd.DataFrame())["changes"]
+    assert change["all_same"] and change["gain"] is None and change["loss"] is None
+    assert "no difference can be told" in told_of(versions(times, [1.3, 0.8], interval=0.5))
+
+
+def test_pairs_begin_with_the_default_and_numbers_are_ordered_as_numbers(times):
+    own = versions(times, [1.0]).head(1)
+    batches = pd.concat([own.assign(batch_size=size, run_id=str(size)) for size in (16, 4)])
+    found = first.compared(batches, pd.DataFrame())["pairs"]
+    assert found[["before", "after"]].to_numpy().tolist() == [["4", "16"]]
+    attentions = pd.concat([own.assign(attention=name, run_id=name) for name in ("sdpa", "eager")])
+    assert first.compared(attentions, pd.DataFrame())["pairs"]["before"].tolist() == ["eager"]
 
 
 def test_where_nothing_was_varied_or_a_ladder_says_more_nothing_is_compared(times, rungs):

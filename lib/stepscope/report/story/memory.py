@@ -352,14 +352,17 @@ def fits(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame,
 
 
 def printed_fits(found: dict) -> pd.DataFrame:
-    """A row for each mode and precision: the predicted peak, the largest context and batch."""
+    """A row for each mode and precision: the predicted peak, the largest context and batch, each with the
+    allowance left free and with nothing left free."""
+    def span(safe: int, most: int) -> str:
+        return f"{safe:,}" if safe == most else f"{safe:,} to {most:,}"
     table = found["fits"]["table"]
     words = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
     return pd.DataFrame({
         "runs": table["mode"].map(words), "precision": table["precision"],
         f"peak at {found['fits']['context']} (GiB)": (table["peak_mib"] * MIB / GIB).map(number),
-        "longest context": table["largest_context"].map("{:,}".format),
-        "largest batch": table["largest_batch"].map("{:,}".format)})
+        "longest context": [span(*pair) for pair in zip(table["largest_context"], table["most_context"])],
+        "largest batch": [span(*pair) for pair in zip(table["largest_batch"], table["most_batch"])]})
 
 
 RUNS, LEVELS, SAVED = "memory.runs", "memory.levels", "memory.saved"

@@ -7,7 +7,8 @@ from torch import Tensor
 from stepscope.studies.attention.implementations import Inputs
 
 QUANTITIES = ("output", "dq", "dk", "dv")
-SQUARE = 2**28  # scores that are there at once in float64, 2 GiB; of a longer sequence, so many queries' at a time
+# Scores that are there at once, 2 GiB in float64: of a longer sequence those of some queries at a time.
+SQUARE = 2**28
 
 
 def reference(inputs: Inputs) -> list[Tensor]:

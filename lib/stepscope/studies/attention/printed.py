@@ -13,7 +13,7 @@ from stepscope.studies.attention.facts_ends import CARDS_GIB
 from stepscope.studies.attention.names import NAMES
 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong", "none": "–"}
-NO_CHANGE = {"host": "not told (host)", "noise": "none"}
+NO_CHANGE = {"host": "not told (host)", "noise": "none", "processes": "not told (processes)"}
 FEW_SQUARES = 0.05  # below it no digit is shown
 
 
@@ -46,6 +46,13 @@ def at_one_point(facts: dict) -> pd.DataFrame:
     rows = facts["at"]
     names = rows["implementation"].map(NAMES)
     return measured(rows, {"precision": rows["precision"], "implementation": names})
+
+
+def long(facts: dict) -> pd.DataFrame:
+    """Precision, d and implementation down."""
+    rows = facts["cells"]
+    return measured(rows, {"precision": rows["precision"], "d": rows["d_model"],
+                           "implementation": rows["implementation"].map(NAMES)})
 
 
 def written_out(facts: dict) -> pd.DataFrame:

@@ -4,20 +4,26 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
+from stepscope.studies.attention.config import Config
 from stepscope.traces.families import families
+
+GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest sequence of the handout's grid
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """:func:`all_cells` of the grid (``cells``) and of runs with FlashAttention-4 (``generations``, see
-    :func:`with_kernels`), and the tables ``ends``, ``predicted`` and ``accounting`` of every run with its
-    configuration."""
+    """:func:`all_cells` of the grid (``cells``), of runs of longer sequences only (``long``) and of runs with
+    FlashAttention-4 (``generations``, see :func:`with_kernels`), and the tables ``ends``, ``predicted`` and
+    ``accounting`` of every run of the grid with its configuration."""
     records = [record for record in records if record.study == "attention" and record.status == "ok"]
     kernels = load_table(store, records, "kernels")
     # Runs beside FlashAttention-4 measure some cells of the grid once more: they are a table of their own.
     beside_fa4 = [record for record in records
                   if "fa4" in (*record.config["causal"], *record.config["unmasked"])]
     records = [record for record in records if record not in beside_fa4]
-    tables = {"cells": all_cells(store, records), "generations": all_cells(store, beside_fa4)}
+    beyond = [record for record in records if min(record.config["sequences"]) > GRID_ENDS]
+    records = [record for record in records if record not in beyond]
+    tables = {"cells": all_cells(store, records), "long": all_cells(store, beyond),
+              "generations": all_cells(store, beside_fa4)}
     if len(kernels) and len(tables["generations"]):
         tables["generations"] = with_kernels(tables["generations"], kernels)
     for name in ("ends", "predicted", "accounting"):

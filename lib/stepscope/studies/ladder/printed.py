@@ -2,9 +2,9 @@
 
 import pandas as pd
 
-from stepscope.say.formats import interval_cells, number, percent, tiny
+from stepscope.say.formats import interval_cells, listing, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
 
 WHY = {
@@ -191,3 +191,24 @@ def filled(facts: dict) -> pd.DataFrame:
             "of data sheet": column(rows, "of_sheet_bf16", share),
         }
     )
+
+
+def reading(rungs: pd.DataFrame) -> str:
+    """What one run says, in at most three sentences of markdown."""
+    found = ladder(rungs)
+    if found is None:
+        return "Nothing fits."
+    first, best = number(found["first_ms"]), number(found["best_ms"])
+    said = [
+        f"From **{first} ms** ({found['first_name']}) to **{best} ms** ({found['best_name']}):"
+        f" {number(found['faster'])}x faster, {percent(found['floor_share'], 1)} of the floor's speed."
+    ]
+    rows = found["rows"]
+    gained = rows[(rows["kind"] == "rung") & rows["gain"].notna()]
+    if len(gained):
+        most = gained.loc[gained["gain"].idxmax()]
+        times = number(most["gain"])
+        said.append(f"Most gained by {name_of(most['rung'])}: {times}x faster than the rung before.")
+    if found["missing"]:
+        said.append(f"Not measured: {listing(one['name'] for one in found['missing'])}.")
+    return " ".join(said)

@@ -8,14 +8,16 @@ from stepscope.config import Layers, Length, StepConfig, Steps
 
 class Config(StepConfig):
     """Every allocation of the first step and of a steady one; or, with ``checkpoints``, peak and time of each
-    setting; or, with ``stacks``, of each arrangement of checkpoints over so many blocks."""
+    setting, with ``contexts`` at each of these; or, with ``stacks``, of each arrangement of checkpoints over
+    so many blocks."""
 
     study: Literal["memory"] = "memory"
     warmup_steps: int = Field(1, ge=0, le=10**6)
     timed_steps: Steps = 1
     # Blocks per checkpoint, each measured in turn; 0: none are made.
     checkpoints: list[Annotated[int, Field(ge=0, le=10_000)]] = Field([], max_length=1000)
-    # Contexts at which each of them is measured, until it does not fit; context_length is the longest.
+    # Contexts at which each of them (without any: no checkpoint) is measured, until it does not fit;
+    # context_length is the longest.
     contexts: list[Length] = Field([], max_length=100)
     stacks: list[Layers] = Field([], max_length=100)  # numbers of blocks, in place of the size's
     expandable_segments: bool = False  # the allocator's option of that name
@@ -30,11 +32,8 @@ class Config(StepConfig):
         return values
 
     @model_validator(mode="after")
-    def contexts_are_of_checkpoints(self) -> "Config":
-        if self.contexts and not self.checkpoints:
-            raise ValueError(f"contexts: got {self.contexts}, but they are those at which checkpoints are"
-                             " measured, and checkpoints is empty ([0]: measure without any)")
-        if self.stacks and self.checkpoints:
-            raise ValueError(f"stacks: got {self.stacks}, but checkpoints is given too, which is measured in"
-                             " a run of its own")
+    def one_kind(self) -> "Config":
+        if self.stacks and (self.checkpoints or self.contexts):
+            raise ValueError(f"stacks: got {self.stacks}, but checkpoints or contexts is given too, which are"
+                             " measured in a run of their own")
         return self

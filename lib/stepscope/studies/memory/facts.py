@@ -347,9 +347,9 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | N
 
 
 def gradients_in_backward(allocations: pd.DataFrame, config: StepConfig) -> dict | None:
-    """The gradients that each block leaves in the last step's backward, by the allocator's history: ``blocks``
-    that left any, the ``low_mib`` and ``high_mib`` of them, and whether all are ``as_expected``; None where
-    none were recorded."""
+    """The gradients that each block leaves in the last step's backward, by the allocator's history: how many
+    ``blocks`` left any, the ``low_mib`` and ``high_mib`` of them, and whether all are ``as_expected``; None
+    where none were recorded."""
     made = allocations[(allocations["category"] == "gradients") & allocations["layer"].notna()]
     if made.empty:
         return None

@@ -21,6 +21,8 @@ def curve(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) 
     rows = settings(checkpoints, runs, samples, "checkpointing")
     if rows.empty:
         return rows
+    if (rows["mode"] != "step").any():  # there the optimizer's peak hides the curve
+        rows = rows[rows["mode"] != "step"]
     with_none = rows.loc[(rows["blocks"] == 0) & (rows["status"] == "ok"), "run_id"]
     of = runs["run_id"][runs["run_id"].isin(with_none if len(with_none) else rows["run_id"])]
     rows = rows[rows["run_id"] == of.iloc[-1]]  # they are by size and context

@@ -18,8 +18,8 @@ def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
     ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside
     its configuration and results ``predicted_mib`` (the accounting's peak of its configuration),
-    ``parameters_bytes``, ``measured`` (``history``, ``checkpointing``, ``reach``: that at several contexts, or
-    ``stacks``) and ``gpu_memory_mib``.
+    ``parameters_bytes``, ``measured`` (``history``, ``checkpointing``, ``reach``: that at several contexts,
+    or ``stacks``) and ``gpu_memory_mib``.
     ``predicted`` is :func:`predicted` of each, ``foretold`` what it was when the run was made.
     """
     records = [record for record in records if record.study == "memory" and record.done]

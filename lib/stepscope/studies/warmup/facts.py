@@ -12,6 +12,7 @@ SHAPE = ["size", "context_length"]
 RUN = ["study", "run_id"]
 WARM_UPS = (0, 1, 2, 5)
 MEAN_OF = 10  # steps, after the warm-up
+MOST_OF_START = 0.01  # of what a process pays before its first step: a part below is in the table only
 BEYOND = "first step beyond steady"  # the part of a first step's time that a steady one does not take
 
 
@@ -59,7 +60,6 @@ def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None
                    "median": error_range(rows["median_error"]), "processes": len(rows)}
                   for number, rows in cells.groupby("warmups")]
     return {"by_warmups": by_warmups, "cold": by_warmups[0], "settled": SETTLED, "steps": MEAN_OF,
-            "contexts": [str(context) for context in sorted(set(steps["context_length"]))], "cells": cells,
             "table": by_mode_and_context(steps, cells), "runs": runs_of(steps)}
 
 
@@ -124,14 +124,15 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
     slow = slow_at_first(steps)
     counts = slow["slow"].value_counts().sort_index()
     clocks = steps.dropna(subset=["sm_clock_mhz"])
-    return {"settled": SETTLED, "processes": len(slow),
+    return {"settled": SETTLED, "processes": len(slow), "several": len(slow) > 1,
             "slow_counts": [{"steps": int(steps), "processes": int(n)} for steps, n in counts.items()],
             "most": int(counts.index.max()), "none_slow": bool(counts.index.max() == 0),
             "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": int((slow["slow"] > 1).sum()),
             "slowest": slow.loc[slow["slow"].idxmax()].to_dict(),
             "second_furthest": slow["second"].max(), "third_furthest": slow["third"].max(),
             "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
-            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"], "runs": runs_of(steps)}
+            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"],
+            "clocks_alike": clocks["sm_clock_mhz"].nunique() == 1, "runs": runs_of(steps)}
 
 
 def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
@@ -139,8 +140,8 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     """What a fresh process pays: ``before`` its first step and ``within`` it, by part, over sizes; and
     ``by_phase``, by how much each phase of a first step is longer than a steady one, over contexts.
 
-    ``once`` compares with processes in which a one-layer model had run, None where there are none;
-    ``memory_calls`` are the calls for device memory under the profiler, None where none were seen.
+    ``before`` has those of :data:`MOST_OF_START`. ``once`` compares with processes in which a one-layer model
+    had run, None where there are none.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
     if BEYOND not in set(plain["part"]):
@@ -152,13 +153,14 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     before, within = (list(plain.loc[plain["when"] == when, "part"].unique()) for when in ("before", "in"))
     within = [part for part in within if part not in (BEYOND, "not told apart")]
     once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
-    memory, purposes = purposes_of(calls) if len(calls) else (None, None)
     steps = first_steps(samples, benchmarks)
+    start_ms = by_part[before].sum(axis=1).median()
+    before = [part for part in before if by_part[part].median() > MOST_OF_START * start_ms]
     return {"beyond_ms": by_part[BEYOND], "before": [{"part": part, "ms": by_part[part]} for part in before],
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
             "within": [{"part": part, "ms": by_part[part]} for part in within],
-            "once": once, "memory_calls": memory,
-            "by_part": by_part.drop(columns="not told apart"), "purposes": purposes,
+            "once": once, "by_part": by_part.drop(columns="not told apart"),
+            "purposes": purposes_of(calls) if len(calls) else None,
             "by_phase": extra_by_phase(steps) if len(steps) else None,
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
@@ -181,17 +183,11 @@ def done_once(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
     """
     after = primed[primed["part"] == BEYOND].groupby(SHAPE, observed=True)["time_ms"].median()
     once = (beyond_ms - after).dropna()
-    share = (once / beyond_ms).dropna()
     # On a noisy machine the difference can be either way.
-    return {"after_ms": after, "ms": once, "share_low": share.min(), "share_high": share.max(),
-            "clear": bool(once.min() > 0 and share.min() > 0)}
+    return {"after_ms": after, "ms": once, "clear": bool(once.min() > 0)}
 
 
-def purposes_of(calls: pd.DataFrame) -> tuple[dict | None, pd.DataFrame]:
-    """Calls into CUDA by purpose and shape, in a first and in a steady step; those for device memory by
-    themselves.
-    """
+def purposes_of(calls: pd.DataFrame) -> pd.DataFrame:
+    """Calls into CUDA by purpose and shape, in a first and in a steady step."""
     columns = ["first_calls", "first_ms", "steady_calls", "steady_ms"]
-    sums = by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()
-    memory = sums[sums["purpose"] == "device memory"]
-    return {column: memory[column] for column in columns} if len(memory) else None, sums
+    return by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()
