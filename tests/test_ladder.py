@@ -672,7 +672,7 @@ def test_three_processes_of_a_real_ladder_are_one_row_a_rung(config):
     assert rows.loc["sdpa", "gain"] == pytest.approx(expected)
     assert rows.loc["sdpa", "gain_low"] <= rows.loc["sdpa", "gain"] <= rows.loc["sdpa", "gain_high"]
     assert facts.ladder(rungs)["processes"] == 3
-    assert "3 processes" in said("ladder", {name: rungs for name in ("rungs",)}).text
+    assert "3 processes" in said("ladder", {"rungs": rungs}).text
 
 
 @pytest.mark.parametrize("key", [question.key for question in chapter.CHAPTER.questions])

@@ -55,11 +55,11 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
 
 
 def _trained(curves: pd.DataFrame) -> dict | None:
-    """Whether rungs train nearer to fp32 than another seed would; None without the curves of several seeds."""
+    """Whether rungs train nearer to fp32 than another seed would; None without curves of several seeds."""
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return None
     found = ladder_facts.trained(curves)
-    named = ("steps", "seeds", "training_size", "inside", "compared", "all_inside", "out", "apart", "seeds_apart")
+    named = ("steps", "seeds", "training_size", "inside", "compared", "all_inside", "out")
     return {name: found[name] for name in named}
 
 

@@ -21,9 +21,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     return {"rungs": over_processes(load_processes(store, records))} | kept
 
 
-RUNGS, KERNELS, CURVES, CHECKS = (
-    f"ladder.{name}" for name in ("rungs", "kernels", "curves", "checks")
-)
+RUNGS, KERNELS, CURVES, CHECKS = (f"ladder.{name}" for name in ("rungs", "kernels", "curves", "checks"))
 
 CHAPTER = Chapter(
     Path(__file__).parent,
@@ -31,7 +29,12 @@ CHAPTER = Chapter(
     load,
     questions=(
         Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}),
-        Question("ladder-advice", facts.advice, (RUNGS,), printed={"bounds": printed.bounds, "snippets": printed.snippets}),
+        Question(
+            "ladder-advice",
+            facts.advice,
+            (RUNGS,),
+            printed={"bounds": printed.bounds, "snippets": printed.snippets},
+        ),
         Question(
             "ladder-sizes",
             facts.sizes,

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from stepscope.studies.ladder.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
 
-SHAPES = {"matrix": (130, 70), "vector": (130,)}  # neither fills its last block; a matrix is bf16, a vector fp32
+SHAPES = {
+    "matrix": (130, 70),
+    "vector": (130,),
+}  # neither fills its last block; a matrix is bf16, a vector fp32
 RATE = 1e-3
 FORMULA_STEPS, TORCH_STEPS = 5, 200
 COLUMNS = ["against", "kernel", "steps", "numbers", "unequal", "off"]
@@ -32,7 +35,9 @@ def _made(device: str) -> tuple[MasterAdamW, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
     named = {
-        name: torch.nn.Parameter(torch.empty(0, device=device, dtype=torch.bfloat16 if weight.dim() == 2 else None))
+        name: torch.nn.Parameter(
+            torch.empty(0, device=device, dtype=torch.bfloat16 if weight.dim() == 2 else None)
+        )
         for name, weight in weights.items()
     }
     made = MasterAdamW(named, {name: weight.shape for name, weight in weights.items()}, RATE)
@@ -54,7 +59,10 @@ def check_optimizer(device: str) -> pd.DataFrame:
         own, weights = _made(device)
         generator = torch.Generator().manual_seed(1)
         drawn = {
-            name: [torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)]
+            name: [
+                torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype)
+                for _ in range(steps)
+            ]
             for name, parameter in own.named.items()
         }
         expected = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}

@@ -69,9 +69,7 @@ def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
 
 def climbed(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape that have times, but for branches and the one with another batch."""
-    return own[
-        (own["kind"] == "rung") & (own["status"] == "ok") & ~own["rung"].isin(["fill", *BRANCHES])
-    ]
+    return own[(own["kind"] == "rung") & (own["status"] == "ok") & ~own["rung"].isin(["fill", *BRANCHES])]
 
 
 def best_of(own: pd.DataFrame) -> pd.Series:
@@ -114,8 +112,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "clock": clock(best),
         "tokens_per_s": best["tokens_per_s"],
         "batch": int(best["batch"]),
-        "beside": beside and beside
-        | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
+        "beside": beside
+        and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
         "graph": graph,
         "idle": idle["rung"].map(name_of).tolist(),
@@ -134,8 +132,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
 
 
 def surely_faster(first: pd.Series, best: pd.Series) -> bool:
-    """Whether the interval of the whole gain lies above 1; without an fp32 rung, whether the times' own do not
-    overlap."""
+    """Whether the interval of the whole gain lies above 1; without an fp32 rung, whether the times' own do
+    not overlap."""
     low = best["times_as_fast_low"]
     return bool(low > 1 if first["rung"] == "fp32" else best["ci_high_ms"] < first["ci_low_ms"])
 
@@ -267,9 +265,7 @@ def by_rung(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def training(
-    rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | None = None
-) -> dict | None:
+def training(rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | None = None) -> dict | None:
     """How far each rung's loss and gradients are from fp32's, whether its training is off it by less
     than another seed is, and whether the optimizer of the rung without casts is AdamW."""
     known = rungs[(rungs["status"] == "ok") & (rungs["kind"] == "rung")]
@@ -321,8 +317,8 @@ def trained(curves: pd.DataFrame) -> dict:
     All start from the first seed's weights, whose own fp32 curve may be an edge of the seeds' band; then
     rounding alone leads out of it. So a rung is ``inside`` if it is everywhere nearer to that curve than the
     seeds are to one another (``of_range`` < 1); ``out`` are the others. ``strictly`` counts those within the
-    band, ``edge`` is the share of windows in which fp32's own curve is its edge, ``apart`` the most that a rung
-    of the same arithmetic is off, ``seeds_apart`` the most that two seeds are.
+    band, ``edge`` is the share of windows in which fp32's own curve is its edge, ``apart`` the most that a
+    rung of the same arithmetic is off, ``seeds_apart`` the most that two seeds are.
     """
     windows = smoothed(curves)
     rows, band = off_fp32(windows), fp32_band(windows)
@@ -416,8 +412,8 @@ def missed_here(row: dict, filled: dict | None) -> list[dict]:
 
 def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """What the profiled steps of one shape consist of, a row a rung: shape, rung, batch, median_ms (not
-    profiled), by part of :data:`PARTS` its kernels' time in ms and, as ``<part>_least``, the floor's, ``idle``
-    (no kernel; 0 where some run at once), and ``at_once``, whether they surely do."""
+    profiled), by part of :data:`PARTS` its kernels' time in ms and, as ``<part>_least``, the floor's,
+    ``idle`` (no kernel; 0 where some run at once), and ``at_once``, whether they surely do."""
     shape = own.iloc[0]
     mine = kernels
     if len(kernels):
@@ -427,7 +423,9 @@ def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         if (row := of_rung(own, rung)) is None:
             continue
         part = profiled["family"].map(lambda family: OF_PART.get(family, "other"))
-        times = profiled.assign(part=part).groupby(["run_id", "part"])["time_ms"].sum().unstack(fill_value=0.0)
+        times = (
+            profiled.assign(part=part).groupby(["run_id", "part"])["time_ms"].sum().unstack(fill_value=0.0)
+        )
         times = times.median().reindex([*PARTS], fill_value=0.0)
         rows.append(
             shape_of(shape)
@@ -448,8 +446,8 @@ def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def profiled_step(at: pd.DataFrame, kind: str = "") -> dict | None:
-    """Of a shape's profiled rungs, the one at the batch that fills (``fill``) or the finished step: rather one
-    whose kernels ran one after another."""
+    """Of a shape's profiled rungs, the one at the batch that fills (``fill``) or the finished step: rather
+    one whose kernels ran one after another."""
     if at.empty:
         return None
     own = at[at["rung"] == kind] if kind else at[at["rung"].isin(set(RUNGS) - {"fill"})]
@@ -465,7 +463,9 @@ def what_is_left(at: pd.DataFrame, kind: str, one: dict) -> dict:
     if step is None:
         return {"parts": None, "enough": []}
     over = {part: step[part] - step[f"{part}_least"] for part in PARTS} | {"idle": step["idle"]}
-    enough = [] if step["at_once"] else [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]]
+    enough = (
+        [] if step["at_once"] else [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]]
+    )
     return {"parts": step, "enough": enough, "power": power(step)}
 
 

@@ -172,7 +172,9 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
     windows = windows[(windows[SHAPE] == windows[SHAPE].iloc[0]).all(axis=1)]
     rows, found = off_fp32(windows), trained(curves)
     apart = rows.groupby("window")["range"].first()
-    limit = 1.15 * max(apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max())  # the start is far up
+    limit = 1.15 * max(
+        apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max()
+    )  # the start is far up
     steps = (apart.index.to_numpy() + 1) * found["smoothed"]
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
     axis.fill_between(steps, -apart, apart, color="0.88", label=f"{found['seeds']} seeds of fp32")

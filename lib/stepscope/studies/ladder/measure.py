@@ -133,15 +133,18 @@ def difference(rung: Rung, loss: float, reference: tuple[float, dict[str, Tensor
 
 @contextmanager
 def compiler_cache(config: Config) -> Iterator[None]:
-    """A folder of compiled code for the processes of one shape; the first of them finds it empty."""
+    """A folder of compiled code for the processes of one shape; the first of them finds it empty, and nothing
+    in memory either, where this process has compiled before."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from torch._inductor.utils import clear_caches
 
     shape = [config.shape, config.context_length, config.batch_size, config.vocab_size, torch.__version__]
     name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
     folder = Path(default_cache_dir(), "stepscope", name)
     if not config.process:
         shutil.rmtree(folder, ignore_errors=True)
-        torch._dynamo.reset()  # what a notebook's kernel compiled the time before
+        torch.compiler.reset()
+        clear_caches()
     folder.mkdir(parents=True, exist_ok=True)
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
     found = {name: os.environ.get(name) for name in folders}
@@ -245,8 +248,11 @@ class Ladder:
         else:
             found = f"{row['status']}: {row['reason']}"
         at_s = default_timer() - self.started
-        print(f"{self.config.shape} {self.config.context_length}, {row['rung']}, turn {turn + 1}: {found}"
-              f" (took {took_s:.1f} s, at {at_s:.0f} s)", flush=True)
+        print(
+            f"{self.config.shape} {self.config.context_length}, {row['rung']}, turn {turn + 1}: {found}"
+            f" (took {took_s:.1f} s, at {at_s:.0f} s)",
+            flush=True,
+        )
 
     def turn(
         self, name: str, turn: int, reference=None, batch: int | None = None, profile: bool = False
@@ -280,9 +286,7 @@ class Ladder:
             self.samples.append(
                 pd.DataFrame({"rung": name, "turn": turn, "step": range(steps), "time_ms": times})
             )
-            self.bursts.append(
-                {"rung": name, "turn": turn, "steps": steps, "wall_ms": wall_ms} | state
-            )
+            self.bursts.append({"rung": name, "turn": turn, "steps": steps, "wall_ms": wall_ms} | state)
             if device == "cuda":
                 row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
             if profile:

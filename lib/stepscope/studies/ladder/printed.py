@@ -82,7 +82,9 @@ def bounds(facts: dict) -> pd.DataFrame:
     shape = {"size": rows["size"], "context": rows["context"].astype(str)}
     if rows["vocabulary"].nunique() > 1:
         shape["vocabulary"] = [f"{value:,}" for value in rows["vocabulary"]]
-    return pd.DataFrame(shape | {kind: column(rows, kind) for kind in AGAINST} | {"waits most for": rows["first"]})
+    return pd.DataFrame(
+        shape | {kind: column(rows, kind) for kind in AGAINST} | {"waits most for": rows["first"]}
+    )
 
 
 def snippets(facts: dict) -> pd.DataFrame:

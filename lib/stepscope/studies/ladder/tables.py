@@ -84,9 +84,7 @@ class Samples:
 
     def runs(self, *rungs: str) -> list[str]:
         """The processes that have times of all these rungs."""
-        return sorted(
-            set.intersection(*({run for of, run in self.times if of == rung} for rung in rungs))
-        )
+        return sorted(set.intersection(*({run for of, run in self.times if of == rung} for rung in rungs)))
 
     def median(self, rung: str) -> tuple[float, float, float]:
         keys = [(rung, run) for run in self.runs(rung)]
@@ -104,8 +102,8 @@ class Samples:
 
 
 def kept_up(ceilings: pd.DataFrame, sheet: Mapping) -> dict[str, float]:
-    """What bf16 products keep up in this process, and as a share of the data sheet; nothing where that was not
-    measured."""
+    """What bf16 products keep up in this process, and as a share of the data sheet; nothing where that was
+    not measured."""
     rows = ceilings[ceilings["ceiling"] == KEPT_UP]
     if rows.empty:
         return {}
@@ -131,9 +129,11 @@ def process_rows(process: Process) -> pd.DataFrame:
         if row["status"] == "ok" and name in medians:
             step = process.config.step(batch_size=int(row["batch"]))
             tokens = step.batch_size * step.context_length
-            turns = bursts[name].reindex(
-                columns=["wall_ms", "sm_clock_mhz", "power_w", "throttled_share", "step_energy_j"]
-            ).median()
+            turns = (
+                bursts[name]
+                .reindex(columns=["wall_ms", "sm_clock_mhz", "power_w", "throttled_share", "step_energy_j"])
+                .median()
+            )
             row |= turns.to_dict() | {
                 "tokens_per_s": tokens / medians[name] * 1e3,
                 "joules_per_token": turns["step_energy_j"] / tokens,
