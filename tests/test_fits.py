@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 from memory_recording import CudaAutocast, stand_in
 from reference import tables
 from stepscope.runs.record import read_record
+from stepscope.runs.sweep_file import load_sweep, sizes_of_two_editions
 from stepscope.step import accounting
 from stepscope.step.accounting import ALLOWANCE, MIB
 from stepscope.step.training_step import Step, build_step
-from stepscope.studies.memory import facts_options, saved
+from stepscope.studies.memory import facts_options, nesting, saved
 from stepscope.studies.memory import measure as memory
 from test_cli import command  # noqa: F401 - a fixture
 from test_memory import SHAPES, config_of
@@ -62,7 +64,7 @@ def test_predicted_peak_with_fused_attention_in_checkpoints(blocks, monkeypatch)
     storages = stand_in(monkeypatch)
     with storages:
         step = build_step(config)
-        with memory.checkpointed(step.model, blocks):
+        with nesting.arranged(step.model, nesting.every(config.num_layers, blocks)):
             for _ in range(2):
                 step.clear_gradients()
                 storages.reset_peak()
@@ -142,5 +144,20 @@ def test_fit_takes_a_shape_of_ones_own_and_options(command):  # noqa: F811
 
 
 def test_an_editions_size_climbs_no_ladder_unsaid(command):  # noqa: F811
-    status, out, error = command("ladder", "--size", "xl")
+    status, _, error = command("ladder", "--size", "xl")
     assert status == 2 and "--edition 2026" in error
+
+
+def test_a_sweep_says_whose_size_it_measures(tmp_path, command):  # noqa: F811
+    block = {"study": "benchmark", "fixed": {"size": "xl", "context_length": 8, "device": "cuda"}}
+    for name, more in (("bare", {}), ("own", {"edition": 2026})):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(block | {"fixed": block["fixed"] | more}))
+        assert sizes_of_two_editions(path) == (["xl"] if name == "bare" else [])
+        config, = load_sweep(path)
+        assert config.size == ("xl" if name == "bare" else "2.7B")
+    axes = tmp_path / "axes.yaml"
+    axes.write_text(yaml.safe_dump([{"study": "benchmark", "axes": {"size": ["small", "xl"]}}, 3]))
+    assert sizes_of_two_editions(axes) == ["xl"]
+    _, _, said = command("sweep", tmp_path / "bare.yaml", "--runs", tmp_path / "runs")
+    assert "size: xl is 2025's, 1600/6400/48/25; with edition: 2026 beside it, 2560/10240/32/32" in said

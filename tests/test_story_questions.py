@@ -7,7 +7,7 @@ import pytest
 
 from reference import tables
 from stepscope.report.load import chapters
-from stepscope.report.story import questions, questions_facts
+from stepscope.report.story import questions, questions_2026, questions_facts
 from stepscope.report.story.part import tell
 
 NONE = pd.DataFrame()
@@ -32,9 +32,10 @@ def memory():
 
 def test_what_was_not_measured_vanishes(memory):
     assert told() == {}
-    assert set(memory) == {"answers-memory"}
-    assert not any(label.startswith("(f)") for label in letters(
-        told("memory", **{"memory.saved": NONE})["answers-memory"]))
+    assert set(memory) == {"answers-memory", "answers-2026-memory"}
+    assert any(label.startswith("(f)") for label in letters(memory["answers-2026-memory"]))
+    without = told("memory", **{"memory.saved": NONE})["answers-2026-memory"]
+    assert not any(label.startswith("(f)") for label in letters(without))
 
 
 def test_every_link_leads_to_a_question_of_a_study():
@@ -98,3 +99,58 @@ def test_gaps_alone_grew_where_the_operations_still_fit_into_the_plain_time():
                                             "slowdown": {"mismatches": [{"size": "small"}]}})
 
     assert of(9.0) and not of(19.0) and not questions_facts._gaps_alone(None)
+
+
+def profiled(*shapes):
+    return pd.DataFrame([{"size": size, "context_length": context, "mode": "step"}
+                         for size, contexts in shapes for context in contexts])
+
+
+def test_2026_takes_two_of_its_sizes_and_three_powers_of_two_above_128():
+    chosen = questions_2026.chosen
+    wide = (128, 256, 384, 512, 1024, 2048)
+    assert chosen(profiled(("small", wide), ("xl", wide), ("large", wide), ("2.7B", wide))) == (
+        ["large", "2.7B"], [512, 1024, 2048])  # 2025's xl is none of 2026's
+    assert chosen(profiled(("small", wide), ("2.7B", wide[:5]))) == (["small", "2.7B"], [256, 512, 1024])
+    assert chosen(profiled(("small", wide), ("2.7B", (128, 256, 512)))) is None
+    assert chosen(profiled(("small", wide), ("custom", wide), ("xl", wide))) is None
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    return told("nsys", "benchmark", "memory")["answers-2026-profiles"]
+
+
+def test_2026_answers_every_letter_of_six_profiles(profiles):
+    assert [label[:3] for label in letters(profiles)] == ["(a)", "(b)", "(c)", "(d)", "(e)"]
+    _, table = profiles.tables[0]
+    assert set(table["size"]) == {"large", "2.7B (2026's xl)"} and len(table) == 6
+    clocks = tables("nsys")["clocks"]
+    rows = clocks[(clocks["size"].astype(str) == "2.7B") & (clocks["context_length"] == 512)
+                  & (clocks["mode"] == "forward") & (clocks["phase"] == "forward")]
+    cell = table.loc[(table["context"] == "512") & table["size"].str.startswith("2.7B"), "(a) device, host (ms)"]
+    assert float(cell.iloc[0].split(",")[0]) == pytest.approx(rows["projected_ns"].median() / 1e6, rel=0.01)
+
+
+def test_2026_says_the_longest_context_only_of_a_gpu_that_holds_no_longer_one():
+    runs = tables("memory")["runs"]
+    found = questions_2026.longest(["large", "2.7B"], 1024, 4, runs)
+    assert found["next"] == 2048 and min(one["gib"] for one in found["needs"]) > found["gpu_gib"]
+    assert questions_2026.longest(["small", "2.7B"], 1024, 4, runs) is None
+    assert questions_2026.longest(["large", "2.7B"], 1024, 4, runs.assign(gpu_memory_mib=float("nan"))) is None
+
+
+def test_2026_xl_is_said_of_its_own_size_alone(memory):
+    assert "2.7B (2026's xl)" in memory["answers-2026-memory"].text
+    runs = tables("memory")["runs"]
+    other = told("memory", **{"memory.runs": runs[runs["size"].astype(str) != "2.7B"]})
+    assert "which is 2026's xl" not in other["answers-2026-memory"].text
+
+
+def test_2026_long_attention_is_of_probes_that_fit():
+    row = {"part": "pass", "implementation": "flash", "sequence": 65536, "status": "ok"}
+    beyond = questions_2026.beyond
+    assert beyond(pd.DataFrame([row, row | {"implementation": "eager", "status": "oom"}]))["fits"] == [
+        questions_2026.NAMES["flash"]]
+    assert beyond(pd.DataFrame([row | {"sequence": 32768}])) is None
+    assert beyond(pd.DataFrame([row | {"part": "mask"}])) is None and beyond(NONE) is None

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from rich.table import Column, Table
 from stepscope import PROJECT, StepscopeError, __version__
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from stepscope.config import StepConfig
     from stepscope.runs.record import Record
 
@@ -119,6 +122,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
         _seconds(timeout, "--timeout"),
         _seconds(time_budget, "--time-budget"),
     )
+    _say_editions([path for path in paths if runs / "sweeps" not in path.parents])
     try:
         end = run_sweep(paths, Store(runs), how, console)
     except Stopped as stop:
@@ -140,12 +144,24 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
         raise typer.Exit(EXIT_FAILED)
 
 
+def _say_editions(paths: list[Path]) -> None:
+    """Which model a size of two editions is, where a sweep file of one's own does not say its edition."""
+    from stepscope.config import EDITIONS, SIZES, size_of
+    from stepscope.runs.sweep_file import SHIPPED, sizes_of_two_editions
+    own = [path for path in paths if SHIPPED not in path.parents]
+    for size in dict.fromkeys(size for path in own for size in sizes_of_two_editions(path)):
+        shapes = ["/".join(map(str, SIZES[size_of(size, year)])) for year in EDITIONS]
+        first, last = EDITIONS
+        console.print(f"size: {size} is {first}'s, {shapes[0]}; with edition: {last} beside it, {shapes[-1]}",
+                      soft_wrap=True, markup=False, highlight=False)
+
+
 @app.command()
 def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, cpu (all, over tiny models) or 2026."
+            help="Sweep files (YAML), or what ships: a study's name, reference, 2026, cpu (tiny models)."
         ),
     ],
     runs: RunsOption = None,
@@ -162,10 +178,8 @@ def sweep(
     left.
     """
     _end_on_signals()
-    from stepscope.runs.sweep_file import find_sweeps
-
     _sweep(
-        [path for name in sweeps for path in find_sweeps(name)],
+        _named(sweeps, scheduler),
         _local_runs(runs),
         time_budget,
         workers,
@@ -305,11 +319,16 @@ def render(runs: RunsOption = None,
            out: Annotated[Path | None, typer.Option(help="Where the report goes.",
                                                     show_default="the runs folder")] = None) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
+    folder = _local_runs(runs)
+    for path in _render(folder, out):
+        print(path)
+
+
+def _render(folder: Path, out: Path | None = None) -> list[Path]:
+    """The report of a runs folder; its text and its page."""
     from stepscope.report.render import render
     from stepscope.runs.store import Store
-    folder = _local_runs(runs)
-    for path in render(Store(folder), out or folder)[:2]:
-        print(path)
+    return render(Store(folder), out or folder)[:2]
 
 
 @app.command()
@@ -326,6 +345,10 @@ def check(runs: RunsOption = None,
 
 @app.command()
 def report(
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Argument(help="What to measure, as of sweep.", show_default="a tour on a GPU, cpu without one"),
+    ] = None,
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
     workers: WorkersOption = None,
@@ -333,37 +356,63 @@ def report(
     exclusive: ExclusiveOption = None,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Measure this machine and render its report: the full matrix on a GPU, tiny models on a CPU.
+    """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
 
-    Everything goes into the runs folder; the committed reference results stay as they are.
+    What a run found is printed when it is done, and how long all takes before it starts. `stepscope report
+    reference` measures the whole matrix instead, in hours. Everything goes into the runs folder; the
+    committed reference results stay as they are.
     """
     _end_on_signals()
-    from stepscope.config import device_here
-    from stepscope.runs.sweep_file import find_sweeps
-
-    names = (
-        ["ladder", "benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention",
-         "compile"]
-        if device_here("auto") == "cuda"
-        else ["cpu"]
-    )
+    if console.is_terminal:  # torch takes seconds to import, the first time many
+        console.print("Looking at this machine.")
     folder, end = _local_runs(runs), None
-    try:
-        _sweep(
-            [path for name in names for path in find_sweeps(name)],
-            folder,
-            time_budget,
-            workers,
-            scheduler,
-            exclusive,
-            timeout,
-        )
-    except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
-        end = status
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = _named(sweeps, scheduler) if sweeps else _first_sweep(Path(temporary))
+        try:
+            _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
+        except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
+            end = status
     if folder.exists():
-        render(folder)
+        _render_and_say(folder)
     if end:
         raise end
+
+
+def _named(names: list[str], scheduler: str | None = None) -> list[Path]:
+    """The files of sweeps by their names; the reference is refused where only a CPU would run it."""
+    from stepscope.config import device_here
+    from stepscope.runs.sweep_file import find_sweeps
+    if "reference" in names and scheduler is None and device_here("auto") == "cpu":
+        raise StepscopeError("reference: its models need a CUDA GPU, and torch sees none here;"
+                             " the same studies over tiny models are called cpu")
+    return [path for name in names for path in find_sweeps(name)]
+
+
+def _first_sweep(folder: Path) -> list[Path]:
+    """What `stepscope report` measures here: on a GPU the tour, whose file is written to a folder."""
+    from stepscope.config import device_here
+    from stepscope.runs.machine import machine
+    from stepscope.runs.sweep_file import find_sweeps, tour
+    if device_here("auto") == "cpu":
+        return find_sweeps("cpu")
+    path = folder / "tour.yaml"
+    path.write_text(tour(machine("cuda")["gpu_memory_mib"]), encoding="utf-8")
+    return [path]
+
+
+def _render_and_say(folder: Path) -> None:
+    """The report of a runs folder, and how it opens."""
+    if console.is_terminal:
+        with console.status("Making the report: reading the runs, drawing its pictures; up to two minutes"):
+            paths = _render(folder)
+    else:
+        console.print("Making the report: reading the runs, drawing its pictures; up to two minutes")
+        paths = _render(folder)
+    opens = re.search(r"<a id=.*?\n\n(.+?)\n\n", paths[0].read_text(encoding="utf-8"))
+    if opens:
+        console.print(opens[1].replace("**", ""), soft_wrap=True, markup=False, highlight=False)
+    for path in paths:
+        print(path)
 
 
 @app.command()
@@ -388,8 +437,6 @@ def ladder(
     A sweep of the study ladder with all rungs, then the report. Exit status as of sweep.
     """
     _end_on_signals()
-    import tempfile
-
     import yaml
 
     from stepscope.config import device_here, size_of
@@ -410,7 +457,7 @@ def ladder(
         path = Path(temporary) / "ladder.yaml"
         path.write_text(yaml.safe_dump(block), encoding="utf-8")
         _sweep([path], folder, time_budget, None, None, None, None)
-    render(folder)
+    _render_and_say(folder)
 
 
 @app.command()
@@ -430,7 +477,9 @@ def fit(
     attention: Annotated[
         str, typer.Option(metavar="eager|sdpa", help="Written out, or torch's fused attention.")
     ] = "eager",
-    optimizer: Annotated[str, typer.Option(metavar="foreach|fused", help="AdamW's implementation.")] = "foreach",
+    optimizer: Annotated[
+        str, typer.Option(metavar="foreach|fused", help="AdamW's implementation.")
+    ] = "foreach",
     checkpoint: Annotated[
         int, typer.Option(help="Activation checkpoints, each around so many blocks; 0: none.", min=0)
     ] = 0,
@@ -452,7 +501,9 @@ def fit(
     if memory is not None and not 0 < memory <= MOST_GIB:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     if allowance is not None and not 0 <= allowance < 100:
-        raise StepscopeError(f"--allowance: got {allowance:g}, but expected a percentage below 100, such as 25")
+        raise StepscopeError(
+            f"--allowance: got {allowance:g}, but expected a percentage below 100, such as 25"
+        )
     from stepscope.config import device_here
     from stepscope.runs.machine import machine
     from stepscope.say.formats import MODE_WORDS
@@ -475,19 +526,26 @@ def fit(
     for row in found.itertuples():
         table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
                       "tight" if row.tight else "yes" if row.fits else "no",
-                      _from_to(row.largest_context, row.most_context), _from_to(row.largest_batch, row.most_batch))
+                      _from_to(row.largest_context, row.most_context),
+                      _from_to(row.largest_batch, row.most_batch))
     out = Console()
     out.print(table)
-    whose = "" if allowance is not None else (
-        ": at the worst peak of the reference so much of what the allocator reserved was in no tensor"
-        " (evidence/memory.md#memory-fragmentation)")
+    for words in _fit_words(found, free, measured=allowance is None):
+        out.print(words, soft_wrap=True, highlight=False, markup=False)
+
+
+def _fit_words(found: "pd.DataFrame", free: float, measured: bool) -> list[str]:
+    """What the table's words mean, and why bf16 may need more."""
+    words = []
     if free:
-        out.print(f"Tight: it leaves less than {free:.0%} of the memory free{whose}. The largest context and batch are"
-                  " that which leaves it and that which just fits.", soft_wrap=True, highlight=False)
+        whose = ", the most of what the allocator reserved that was in no tensor at a peak of the reference"
+        words.append(f"Tight: it leaves less than {free:.0%} of the memory free{whose if measured else ''}."
+                     " The largest context and batch are that which leaves it and that which just fits.")
     alone = found[found["mode"] == "forward"].set_index("precision")["peak_mib"] / 1024
     if alone["bf16"] > alone["fp32"]:
-        out.print(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32, because"
-                  " autocast keeps a bf16 copy of each weight until forward ends.", soft_wrap=True, highlight=False)
+        words.append(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32,"
+                     " because autocast keeps a bf16 copy of each weight until forward ends.")
+    return words
 
 
 def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | None, ...]) -> dict:
@@ -496,7 +554,9 @@ def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | 
     own = dict(zip(Dimensions._fields, dimensions, strict=True))
     if size is None and None in own.values():
         missing = ", ".join(name for name, value in own.items() if value is None)
-        raise StepscopeError(f"size: not given; name one, such as small, or give the shape ({missing} missing)")
+        raise StepscopeError(
+            f"size: not given; name one, such as small, or give the shape ({missing} missing)"
+        )
     if size is None and edition is not None:
         raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
     return own if size is None else own | {"size": size_of(size, edition)}

@@ -63,18 +63,23 @@ def size_of(name: str, edition: int | None = None) -> str:
         raise ConfigError(f"size: got {shown(name)}, but known sizes are {', '.join(SIZES)}"
                           " (or give d_model, d_ff, num_layers and num_heads without a size)")
     meant = {year: names.get(name, name) for year, names in EDITIONS.items()}
-    if edition is None and len(set(meant.values())) > 1:
+    if edition is None and needs_edition(name):
         each = (f"{'/'.join(map(str, SIZES[size]))} in the {year} edition" for year, size in meant.items())
         raise ConfigError(f"size: {name} means {' and '.join(each)}; say --edition"
                           f" {' or --edition '.join(map(str, meant))}")
     return name if edition is None else meant[edition]
 
 
+def needs_edition(name: str) -> bool:
+    """Whether editions mean different sizes by a name."""
+    return any(name in names for names in EDITIONS.values())
+
+
 def size_label(name: str) -> str:
     """A size's name with the edition it is of, where editions differ: "2.7B (2026's xl)"."""
     other = [f"{year}'s {theirs}" for year, names in EDITIONS.items() for theirs, size in names.items()
              if size == name]
-    if not other and any(name in names for names in EDITIONS.values()):
+    if not other and needs_edition(name):
         other = [f"{min(EDITIONS)}'s"]
     return f"{name} ({', '.join(other)})" if other else name
 

@@ -28,8 +28,9 @@ CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "auto
               "other", "allocator rounding"]
 # of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
 WORKSPACE = 32 * MIB
-# Of reserved memory, the most that was in no tensor at the peak of a run of the reference (the report's question
-# "memory-fragmentation"; a test holds this to its records): what to leave free beside the predicted peak.
+# Of reserved memory, the most that was in no tensor at the peak of a run of the reference (the report's
+# question "memory-fragmentation"; a test holds this to its records): what to leave free beside the predicted
+# peak.
 ALLOWANCE = 0.25
 
 
@@ -119,9 +120,9 @@ FORMULAS = {
         head_copies="2E", logits="2V", loss_saved="6V + 4"),
 }
 FUSED_BACKWARD = "attention.fused: backward"
-# The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm 1 and
-# appendix B): no scores. In backward it adds up the queries' gradients in fp32 (fp32: the product of output and
-# gradient), and a number a row.
+# The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm 1
+# and appendix B): no scores. In backward it adds up the queries' gradients in fp32 (fp32: the product of
+# output and gradient), and a number a row.
 FUSED_FORMULAS = {
     "fp32": replace(
         FORMULAS["fp32"], saved="40X + 20G + 4n + 8r", kernel="4X + 4n",
@@ -292,8 +293,8 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
                         below + (again - first) * saved,
                         (again - first) * copies, done, held=logits)
         for operation, formula in f.backward.items():
-            add("backward", layer, operation, of(formula) + kernel * (operation == FUSED_BACKWARD), below + (layer - first) * saved,
-                (layer - first) * copies,
+            own = of(formula) + kernel * (operation == FUSED_BACKWARD)
+            add("backward", layer, operation, own, below + (layer - first) * saved, (layer - first) * copies,
                 head + (layers - 1 - layer) * block, held=logits)
     # the gradients of embedding, head and final norm stand in the formula
     for operation, formula in f.backward_end.items():
@@ -335,7 +336,8 @@ def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 
-def largest_that_fits(config: StepConfig, field: str, memory_mib: float, blocks_per_checkpoint: int = 0) -> int:
+def largest_that_fits(config: StepConfig, field: str, memory_mib: float,
+                      blocks_per_checkpoint: int = 0) -> int:
     """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
     memory, in MiB.
 

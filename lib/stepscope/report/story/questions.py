@@ -5,6 +5,7 @@ from itertools import chain
 
 import pandas as pd
 
+from stepscope.report.story import questions_2026 as edition
 from stepscope.report.story import questions_facts as own
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Facts, Question, Tables, given
@@ -80,8 +81,6 @@ PART = Part(
                 "memory-peaks",
                 "memory-residual",
                 "memory-largest",
-                "memory-block",
-                "memory-checkpointing",
             ),
             own.memory,
             printed={"peaks": own.peaks},
@@ -90,15 +89,29 @@ PART = Part(
             "answers-attention",
             ("attention-time", "attention-end", "attention-saved", "attention-tf32"),
             own.attention,
-            ("attention.ends",),
+            (),
             {"written_out": own.written_out},
         ),
         answers(
             "answers-compile",
             ("compile-model", "compile-why", "compile-sdpa"),
             own.compiled,
-            ("benchmark.times", "memory.runs", "memory.checkpoints", "nsys.clocks"),
+            (),
             {"speedups": own.speedups},
+        ),
+        Question(
+            "answers-2026-profiles",
+            edition.profiles,
+            ("nsys.operations", "nsys.clocks"),
+            ("nsys.walls", "benchmark.times", "nsys.phases", "benchmark.ceilings", "memory.runs"),
+            printed={"profiles": edition.printed_profiles},
+        ),
+        answers(
+            "answers-2026-memory",
+            ("memory-block", "memory-checkpointing", "memory-nested", "memory-reach", "attention-long"),
+            edition.memory,
+            ("attention.ends",),
+            beside=("memory-peaks", "attention-time", "attention-end"),
         ),
     ),
 )

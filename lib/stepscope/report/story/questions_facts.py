@@ -10,9 +10,6 @@ from stepscope.say.selections import pick
 
 MIB, GIB = 2**20, 2**30
 HARDLY = 0.1  # a ratio this near to 1 has hardly changed
-BEYOND_GRID = 65536  # positions that 2026's edition asks for
-TEN_B = 4608  # d_model of 2026's largest size
-XL_2026 = {"d_model": 2560, "num_layers": 32}
 
 
 def benchmarking(found: Facts, tables: Tables) -> Facts:
@@ -112,11 +109,10 @@ def mixed(found: Facts, tables: Tables) -> Facts:
 
 
 def memory(found: Facts, tables: Tables) -> Facts:
-    """``five``: the largest contributors to what a block saves. ``autocast``: what it does to a peak
-    wherever it goes one way only. ``squares``: the largest tensors are all made in attention."""
-    block, largest, peak = found["memory_block"], found["memory_largest"], found["memory_peaks"]
+    """``autocast``: what it does to a peak wherever it goes one way only. ``squares``: the largest tensors
+    are all made in attention."""
+    largest, peak = found["memory_largest"], found["memory_peaks"]
     return {
-        "five": block["five"][["names", "mib"]].to_dict("records") if block else [],
         "autocast": [one for one in peak["autocast"] if one["raises"] or one["lowers"]] if peak else [],
         "squares": bool(largest)
         and all(one["region"].startswith("attention.") for one in largest["biggest"]),
@@ -148,8 +144,7 @@ def peaks(facts: Facts) -> pd.DataFrame | None:
 
 def attention(found: Facts, tables: Tables) -> Facts:
     """``rows``: the written-out attention in fp32 with the causal mask at one head width, a row a sequence;
-    ``beyond``: which implementations ran at :data:`BEYOND_GRID` positions, and which did not (None where
-    nothing was tried there). ``tf32_ends``: what TF32 saves of a pass at the least and the largest width."""
+    ``tf32_ends``: what TF32 saves of a pass at the least and the largest width."""
     time = found["attention_time"]
     rows = (
         pd.DataFrame()
@@ -162,30 +157,8 @@ def attention(found: Facts, tables: Tables) -> Facts:
     saves = all(one["change"] < 0 for one in ends)
     return {
         "rows": rows,
-        "beyond": _beyond(tables["attention.ends"], time),
         "compiled_times": _compiled(time),
         "tf32_ends": [{"d": one["d"], "saving": -one["change"]} for one in ends] if saves else [],
-    }
-
-
-def _beyond(ends: pd.DataFrame, time: Facts | None) -> Facts | None:
-    if ends.empty or time is None:
-        return None
-    tried = ends[ends["part"].isin(["end", "search"])] if "part" in ends else ends
-    tried = tried if len(tried) else ends
-    longest = tried[tried["status"] == "ok"].groupby("implementation")["sequence"].max()
-    failed = tried[tried["status"] != "ok"].groupby("implementation")["sequence"].min()
-    if longest.empty or max(longest.max(), failed.max() if len(failed) else 0) < BEYOND_GRID:
-        return None
-    names = time["names"]
-    return {
-        "fits": [names[one] for one in longest.index if longest[one] >= BEYOND_GRID],
-        "fails": [
-            {"name": names[one], "longest": int(longest[one])}
-            for one in longest.index
-            if longest[one] < BEYOND_GRID
-        ],
-        "positions": BEYOND_GRID,
     }
 
 
@@ -224,26 +197,10 @@ def written_out(facts: Facts) -> pd.DataFrame | None:
 
 def compiled(found: Facts, tables: Tables) -> Facts:
     """``all_faster``: the range of speed-ups of the modes in which every pair got faster. ``fastest``:
-    :func:`_fastest`. ``missing``: named booleans, what 2026's edition asks for and these runs do not have
-    (told only of runs of the assignment's size, those that have 2026's xl: ``has_xl``)."""
+    :func:`_fastest`."""
     model = found["compile_model"]
-    times, checkpoints = tables["benchmark.times"], tables["memory.checkpoints"]
-    clocks, runs = tables["nsys.clocks"], tables["memory.runs"]
-    missing = {
-        "ten_b": not any(TEN_B in set(table["d_model"]) for table in (times, runs) if "d_model" in table),
-        "longer_profiles": clocks.empty or clocks["context_length"].max() <= 1024,
-        "checkpoints_at_2048": checkpoints.empty or not (checkpoints["context_length"] == 2048).any(),
-    }
-    has_xl = (
-        len(times) > 0
-        and all(column in times for column in XL_2026)
-        and bool(np.logical_and.reduce([times[column] == value for column, value in XL_2026.items()]).any())
-    )
     gains, why = model["gains"] if model else [], found["compile_why"]
     return {
-        "missing": missing,
-        "something_missing": has_xl and any(missing.values()),
-        "has_xl": has_xl,
         "kernels": why
         and {
             "low": int(why["rest_count"].min()),

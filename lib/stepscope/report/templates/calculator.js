@@ -38,7 +38,7 @@ const fits = (() => {
   // The instant of a steady step at which most is allocated: phase, layer (null outside the blocks), operation,
   // bytes by category, and their sum.
   function peak(data, config) {
-    const f = data.formulas[data.of_precision[config.precision]], letters = terms(data, config);
+    const f = data.formulas[config.attention][data.of_precision[config.precision]], letters = terms(data, config);
     const known = new Map();
     const of = formula => {
       if (!known.has(formula)) known.set(formula, value(formula, letters));
@@ -47,14 +47,14 @@ const fits = (() => {
     const layers = config.num_layers, again = config.blocks_per_checkpoint, k = again || layers;
     const training = config.mode !== 'forward', step = config.mode === 'step', cuda = config.device === 'cuda';
     const weights = 4n * parameterCount(config), rounded = parameterRounding(config, letters);
-    const sets = step ? 3n : 1n;
+    const sets = step ? 3n : 1n, counts = step && config.optimizer === 'fused' ? BigInt(9 * layers + 3) : 0n;
     const fixed = {
-      parameters: weights, 'optimizer state': step ? 2n * weights : 0n,
+      parameters: weights, 'optimizer state': (step ? 2n * weights : 0n) + 4n * counts,
       other: 8n * letters.t + BigInt(config.context_length) ** 2n + 16n * letters.r,
-      'allocator rounding': cuda ? sets * rounded : 0n,
+      'allocator rounding': cuda ? sets * rounded + 508n * counts : 0n,
     };
     const saved = of(f.saved), copies = of(f.copies), logits = of(f.logits), stream = of(data.stream);
-    const head = of(data.head_gradients), block = of(data.block_gradients);
+    const head = of(data.head_gradients), block = of(data.block_gradients), kernel = cuda ? of(f.kernel) : 0n;
     let top = null;
     function add(phase, layer, operation, total, {activations = 0n, copied = 0n, gradients = 0n, held = 0n, extra = 0n}) {
       const categories = {...Object.fromEntries(data.categories.map(name => [name, 0n])), ...fixed,
@@ -89,7 +89,7 @@ const fits = (() => {
         for (let once = first; once <= layer; once++)
           each(f.forward, (name, bytes) => add('backward', once, `again ${name}`, bytes + stream + logits,
             {activations: below + n(once - first) * saved, copied: n(once - first) * copies, gradients: done, held: logits}));
-      each(f.backward, (name, bytes) => add('backward', layer, name, bytes,
+      each(f.backward, (name, bytes) => add('backward', layer, name, bytes + (name === data.fused_backward ? kernel : 0n),
         {activations: below + n(layer - first) * saved, copied: n(layer - first) * copies, gradients: done, held: logits}));
     }
     each(f.backward_end, (name, bytes) => add('backward', null, name, bytes - head,
@@ -132,7 +132,7 @@ const fits = (() => {
 
   function read() {
     const config = {device: 'cuda', mode: field('mode').value, precision: field('precision').value,
-      optimizer: field('optimizer').value};
+      attention: field('attention').value, optimizer: field('optimizer').value};
     for (const name of numbers) {
       const number = field(name).valueAsNumber, least = Number(field(name).min), most = Number(field(name).max);
       if (!Number.isInteger(number) || number < least || number > most)
@@ -166,18 +166,18 @@ const fits = (() => {
     box.hidden = false;
     try {
       const [config, memory] = read(), top = fits.peak(data, config), fit = top.bytes <= memory;
-      box.dataset.fits = fit;
-      show('fits-verdict', `${fit ? 'It fits' : 'It does not fit'}: ${gib(top.bytes)} at the peak, `
+      const safe = BigInt(Math.floor((1 - data.allowance) * Number(memory))), tight = fit && top.bytes > safe;
+      box.dataset.fits = tight ? 'tight' : fit;
+      show('fits-verdict', `${tight ? 'It is tight' : fit ? 'It fits' : 'It does not fit'}: ${gib(top.bytes)} at the peak, `
         + `${gib(fit ? memory - top.bytes : top.bytes - memory)} ${fit ? 'to spare' : 'too much'}.`);
       const where = top.layer === null ? '' : `, block ${top.layer + 1} of ${config.num_layers}`;
       show('fits-where', `The peak is in ${PHASES[top.phase]}${where}: ${top.operation}. `
         + `The model has ${many(Number(fits.parameterCount(config)))} parameters.`);
-      const [context, batch] = ['context_length', 'batch_size'].map(name => fits.largestThatFits(data, config, name, memory));
-      show('fits-largest', context && batch
-        ? `The longest context at this batch is ${context.toLocaleString('en')}, the largest batch at this context ${batch.toLocaleString('en')}.`
-        : context ? `At this batch the longest context is ${context.toLocaleString('en')}; at this context not even a batch of 1 fits.`
-          : batch ? `At this context the largest batch is ${batch.toLocaleString('en')}; at this batch no context fits.`
-            : 'No context at this batch and no batch at this context fits.');
+      const [context, batch] = ['context_length', 'batch_size'].map(name => [safe, memory].map(
+        bytes => fits.largestThatFits(data, config, name, bytes).toLocaleString('en')));
+      const free = `${Math.round(100 * data.allowance)}%`, both = ([leaves, all]) => `${leaves}, and ${all} with nothing left free`;
+      show('fits-largest', `With ${free} left free the longest context at this batch is ${both(context)}; `
+        + `the largest batch at this context is ${both(batch)}.`);
       bars(top.categories, top.bytes);
     } catch (error) {
       if (!(error instanceof RangeError)) throw error;

@@ -2,8 +2,9 @@
 import numpy as np
 import pandas as pd
 
+from stepscope.config import StepConfig, needs_edition
 from stepscope.say.formats import runs_of
-from stepscope.step.accounting import CATEGORIES, FORMULAS, MIB, peak, what_fits
+from stepscope.step.accounting import ALLOWANCE, CATEGORIES, FORMULAS, MIB, peak, what_fits
 from stepscope.studies.memory.facts import (
     ROUNDING,
     USUAL,
@@ -13,6 +14,7 @@ from stepscope.studies.memory.facts import (
     reference,
     shape_of,
 )
+from stepscope.studies.memory.facts_options import fragmentation
 
 WITHIN = 0.01         # a prediction this close to the measured peak holds
 EXACT_BYTES = 1024    # and this close, what the program asks for is told exactly
@@ -77,11 +79,25 @@ def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFram
 
 
 def fits(runs: pd.DataFrame) -> dict:
-    """The largest context and batch of the largest size, by prediction, for the GPU that was measured."""
+    """The largest context and batch of the largest size, by prediction, for the GPU that was measured;
+    ``free_share`` of its memory is left free for what the allocator reserves beyond tensors, the most that
+    these runs showed (where none did, the reference's)."""
     memory = runs["gpu_memory_mib"].dropna()
     memory_mib = float(memory.iloc[0]) if len(memory) else ASSUMED_MIB
     rows = histories(runs) if len(memory) else runs
     run = rows[rows["size"] == rows["size"].max()].iloc[0] if len(rows) else runs.iloc[0]
     config = config_of(run).model_copy(update={"context_length": USUAL})
+    idle = fragmentation(runs)
+    free_share = idle["most"]["idle_share"] if idle and idle["most"] else ALLOWANCE
     return {"size": str(run["size"]), "batch": run["batch_size"], "context": USUAL,
-            "memory_gib": memory_mib / 1024, "table": what_fits(config, memory_mib)}
+            "memory_gib": memory_mib / 1024, "free_share": free_share, "asked_by": asked_by(config),
+            "table": what_fits(config, memory_mib, free_share)}
+
+
+def asked_by(config: StepConfig) -> str:
+    """How ``stepscope fit`` is told the shape: by its name, with the edition where that is needed, or by its
+    dimensions."""
+    if config.size == "custom":
+        return (f"--d-model {config.d_model} --d-ff {config.d_ff} --layers {config.num_layers}"
+                f" --heads {config.num_heads}")
+    return f"{config.size} --edition 2025" if needs_edition(config.size) else config.size

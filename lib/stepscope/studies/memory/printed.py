@@ -81,12 +81,13 @@ def by_category(facts: dict) -> pd.DataFrame | None:
 
 
 def fits(facts: dict) -> pd.DataFrame:
-    """A row a mode and precision: the largest context and batch."""
+    """A row a mode and precision: the largest context and batch, with the allowance left free and without."""
     group, rows = facts["fits"], facts["fits"]["table"]
-    whole = rows[["largest_context", "largest_batch"]].map(fixed, decimals=0)
-    return pd.DataFrame({"mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
-                         f"largest context at batch {group['batch']}": whole["largest_context"],
-                         f"largest batch at context {group['context']}": whole["largest_batch"]})
+    free, none = f"{percent(group['free_share'])} left free", "nothing left free"
+    context, batch = f"context at batch {group['batch']}", f"batch at context {group['context']}"
+    whole = rows[["largest_context", "most_context", "largest_batch", "most_batch"]].map(fixed, decimals=0)
+    whole.columns = [f"{context}, {free}", f"{context}, {none}", f"{batch}, {free}", f"{batch}, {none}"]
+    return pd.concat([rows["mode"].map(MODE_WORDS), rows["precision"], whole], axis=1)
 
 
 def residual(facts: dict) -> pd.DataFrame:
