@@ -14,7 +14,7 @@ SQUARE = 2**28
 def reference(inputs: Inputs) -> list[Tensor]:
     """Output and gradients of q, k, v in float64, by textbook softmax, one batch element at a time."""
     batches = zip(*(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)))
-    rows = [element(*tensors, causal=inputs.causal) for tensors in batches]
+    rows = [element(q, k, v, gradient, inputs.causal) for q, k, v, gradient in batches]
     return [torch.stack(column) for column in zip(*rows)]
 
 

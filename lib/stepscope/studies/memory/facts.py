@@ -325,7 +325,9 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | N
     five, its_input = everything.head(5), everything[everything["tensor"] == INPUT]
     formulas = require_formulas(config)
     saved_bytes, gradient_bytes = int(run["block_saved_bytes"]), int(run["block_gradient_bytes"])
-    recorded = allocations is not None and len(allocations) > 0
+    recorded = None
+    if allocations is not None and len(allocations):
+        recorded = gradients_in_backward(allocations[allocations["run_id"] == run_id], config)
     by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
     by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(
         ["precision", "context_length"], ascending=[False, True])
@@ -335,8 +337,7 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | N
             "input": its_input.assign(mib=its_input["bytes"] / MIB),
             "gradients_mib": gradient_bytes / MIB, "gradients_formula": BLOCK_GRADIENTS,
             "gradients_as_expected": gradient_bytes == value(BLOCK_GRADIENTS, config),
-            "in_backward": gradients_in_backward(allocations[allocations["run_id"] == run_id], config)
-            if recorded else None,
+            "in_backward": recorded,
             "saves_more": saved_bytes > gradient_bytes, "ratio": saved_bytes / gradient_bytes,
             "by_run": None if len(by_run) < 2 else pd.DataFrame({
                 "precision": by_run["precision"], "context": by_run["context_length"],
