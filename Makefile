@@ -1,32 +1,38 @@
-# make report, make test and make lab set up their own virtual environment first; nothing else has to be installed.
+# What needs a virtual environment sets it up first, with no more than it needs; nothing else has to be installed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TEST := .venv/.ready-test
+LAB := .venv/.ready-lab
+# Compiled on first use: much is never used.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt --editable
 REFERENCE := runs/h200
 JOBS ?= 2
 LAB_FLAGS ?=
 
-.PHONY: report test lint trials hooks lab lab-copies bench check reference doctor clean
+.PHONY: report reference-runs test lint trials hooks lab lab-copies bench check reference doctor clean
 
-report: $(READY)  ## measure this machine and render its report beside its runs
+report: $(READY)  ## measure this machine, in minutes, and render its report beside its runs
 	$(BIN)/stepscope report
 
+reference-runs: $(READY)  ## the whole matrix of all studies on a GPU, in hours (it says how many), and its report
+	$(BIN)/stepscope report reference
+
 # lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
-test: $(READY)  ## the tests, on JOBS processes
+test: $(TEST)  ## the tests, on JOBS processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-lint: $(READY)  ## ruff and mypy, over the package, bench, the tests and the notebooks
+lint: $(TEST)  ## ruff and mypy, over the package, bench, the tests and the notebooks
 	$(BIN)/ruff check
 	$(BIN)/python tests/typecheck.py
 
-hooks: $(READY)  ## lint, and notebooks without outputs, before each commit
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hooks]'
+hooks: $(TEST) .venv/.ready-hooks  ## lint, and notebooks without outputs, before each commit
 	$(BIN)/pre-commit install
 
-trials: $(READY)  ## what takes longer than make test may: before a release
+trials: $(TEST)  ## what takes longer than make test may: before a release
 	$(BIN)/python -m pytest -m trials
 
-lab: $(READY) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves
+lab: $(LAB) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves
 	$(BIN)/jupyter lab --notebook-dir lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 lab-copies:  # a copy that was edited stays, and is named when its notebook has changed since
@@ -40,14 +46,14 @@ lab-copies:  # a copy that was edited stays, and is named when its notebook has 
 	    fi; \
 	done
 
-bench: $(READY)  ## what measuring costs, as ratios in one run, beside other programs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+bench: .venv/.ready-bench  ## what measuring costs, as ratios in one run, beside other programs
 	$(BIN)/python -m bench
 
 check: $(READY)  ## is the committed report what the committed records say?
 	$(BIN)/stepscope check --runs $(REFERENCE) --out .
 
 reference: $(READY)  ## render the committed report anew from the committed records
+	$(BIN)/python -m stepscope.runs.estimate $(REFERENCE)
 	$(BIN)/stepscope render --runs $(REFERENCE) --out .
 
 doctor: $(READY)  ## what this machine offers for measuring
@@ -55,8 +61,14 @@ doctor: $(READY)  ## what this machine offers for measuring
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stepscope needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 takes another)")'
+	@echo "Setting up .venv: one to three minutes, the first time. pip says what it fetches and unpacks."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --upgrade 'pip>=25.1'  # faster, and shows how far it is
+	$(INSTALL) .
+	@touch $@
+
+.venv/.ready-%: $(READY)  # with what an extra of pyproject.toml names
+	$(INSTALL) '.[$*]'
 	@touch $@
 
 clean:  ## the virtual environment and caches; never runs, nor copies of notebooks

@@ -88,7 +88,8 @@ def record_of(config: RunConfig, **fields) -> Record:
     return Record(**whole | fields)
 
 
-HEAVY = ("test_workers", "test_package", "test_sweep", "test_attention", "test_compiled", "test_report")
+HEAVY = ("test_report", "test_workers", "test_compiled", "test_package", "test_sweep", "test_attention", "test_ladder",
+         "test_mixed_precision", "test_kill", "test_explore", "test_profiles")
 
 
 def pytest_collection_modifyitems(items):

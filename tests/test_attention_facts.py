@@ -39,7 +39,7 @@ def cell(name, precision, causal, sequence):
              for phase, share in (("forward", 1 / 3), ("backward", 2 / 3), ("pass", 1))
              for part, factor in (("median", 1), ("ci_low", 0.99), ("ci_high", 1.01))}
     return {"implementation": name, "precision": precision, "d_model": 64, "sequence": sequence,
-            "causal": causal, "status": "ok", "reason": "", "error": 1e-7, "passes": 100, "enqueue_ms": 0.1,
+            "causal": causal, "status": "ok", "reason": "", "error": 1e-4 if precision == "tf32" else 1e-7, "passes": 100, "enqueue_ms": 0.1,
             "graphs": int(name == "compiled"), "later_graphs": 0, "first_forward_ms": time_ms + 900,
             "first_backward_ms": time_ms + 600, "in_use_bytes": 3.0 * square,
             "saved_bytes": 2.0 * square if quadratic else 32.0 * sequence,
@@ -95,7 +95,7 @@ def test_wrong_and_unsupported_cells_are_told_apart():
     cells.loc[(cells["implementation"] == "flash") & fp32, ["status", "reason"]] = refused
     found = facts.same_result(cells)
     assert found["wrong"] == [{"implementation": "flex", "precision": "fp32", "cells": 8, "error": 5e-4}]
-    assert (found["passed"], found["wrong_cells"], found["refused"]) == (len(cells) - 16, 8, 8)
+    assert (found["passed"], found["refused"]) == (len(cells) - 16, 8)
     refusal = found["refusals"].iloc[0]
     assert (refusal["implementation"], refusal["precisions"]) == ("flash", ["fp32"])
     assert (refusal["heads"], refusal["cells"]) == ([64], 8)
@@ -135,7 +135,7 @@ def test_the_fastest_and_its_gain_follow_the_data():
     assert [win["implementation"]
             for win in after["fastest"]["wins"]] == ["cudnn"] and after["best"]["sure"].all()
     first, second = said("attention-time", gpu_cells()), said("attention-time", cells)
-    assert first.question == second.question and first.finding != second.finding and first.text != second.text
+    assert first.question == second.question and first.text != second.text
 
 
 def test_the_grid_is_what_was_measured():
@@ -193,10 +193,6 @@ def test_the_highest_share_is_looked_for_at_every_sequence():
     best = {one["precision"]: one for one in facts.against_ceiling(cells)["best"]}
     assert (best["bf16"]["implementation"], best["bf16"]["share"]) == ("compiled", 0.77)
     assert best["fp32"]["share"] == 0.3
-    cells.loc[compiled & (cells["sequence"] == 1024) & ~cells["causal"], "forward_utilisation"] = 0.89
-    forward = {one["precision"]: one for one in facts.against_ceiling(cells)["best_forward"]}
-    assert (forward["bf16"]["implementation"], forward["bf16"]["share"]) == ("compiled", 0.89)
-    assert "89%" in said("attention-ceiling", cells).finding and forward["fp32"]["share"] == 0.4
     assert facts.against_ceiling(cells.assign(utilisation=np.nan)) is None
 
 
@@ -248,7 +244,7 @@ def test_what_pays_off_and_what_never_does():
     pay = facts_compile.compile_cost(slower)["pay"]
     assert (pay["helped"], pay["never"], pay["never_slower"], pay["never_apart"]) == (0, 12, 12, 0)
     assert all(one["passes"] is None for one in pay["at"])
-    assert said("attention-compile", cells).finding and not said("attention-compile", slower).finding
+    assert said("attention-compile", cells).text != said("attention-compile", slower).text
 
 
 def test_graphs_compiled_while_timed_are_counted():
@@ -277,7 +273,7 @@ def test_the_compiler_is_started_by_what_a_process_compiles_first():
 
 def test_a_change_within_the_noise_or_behind_the_host_counts_as_none():
     cells = gpu_cells()
-    changes = facts_compile.tf32_change(cells)
+    changes = facts_compile.tf32_change(cells, pd.Series(dtype=float))
     assert (changes["none"] == "").all() and changes["change"].tolist() == pytest.approx([-0.5] * 8)
     tf32 = (cells["precision"] == "tf32") & (cells["sequence"] == 16384)
     columns = [f"{phase}_{part}_ms" for phase in ("forward", "backward")
@@ -285,7 +281,7 @@ def test_a_change_within_the_noise_or_behind_the_host_counts_as_none():
     cells.loc[tf32, columns] *= 1.99
     cells.loc[cells["sequence"] == 256, "enqueue_ms"] = 50
     found = facts_compile.tf32(cells)
-    assert (found["pairs"], found["differ"], found["alike"]) == (8, 4, 4)
+    assert (found["pairs"], found["differ"]) == (8, 4)
     assert (found["wait"], found["within"]) == (2, 2)
     why = found["changes"].set_index(["phase", "sequence"])["none"]
     assert why["forward", 16384] == "noise" and why["forward", 256] == "host" and why["forward", 4096] == ""
@@ -307,10 +303,29 @@ def test_a_host_that_waits_with_tf32_alone_makes_the_saving_a_lower_bound():
                for part in ("median", "ci_low", "ci_high")]
     slower.loc[here & (cells["precision"] == "tf32"), columns] *= 4
     found = facts_compile.tf32(slower)
-    assert (found["at_least"], found["wait"], found["waiting_apart"]) == (0, 2, 2)
+    assert (found["at_least"], found["wait"]) == (0, 2)
     cells.loc[here & (cells["precision"] == "fp32"), "enqueue_ms"] = 1e3
     found = facts_compile.tf32(cells)
-    assert (found["at_least"], found["wait"], found["waiting_apart"], found["differ"]) == (0, 2, 2, 6)
+    assert (found["at_least"], found["wait"], found["differ"]) == (0, 2, 6)
+
+
+def test_a_change_has_to_be_larger_than_two_processes_are_apart():
+    cells = gpu_cells()
+    assert facts_compile.tf32(cells)["apart"] == [] and facts_compile.tf32(cells)["by"] == []
+    efficient = cells["implementation"] == "efficient"
+    cells.loc[efficient, "error"] = 1e-7
+    columns = [column for column in cells if column.endswith("_ms") and column != "enqueue_ms"]
+    same = cells.copy()
+    same.loc[efficient & (same["precision"] == "tf32"), columns] *= 2.2  # so it takes 1.1 times as long
+    found = facts_compile.tf32(same)
+    assert found["by"] == ["efficient"] and found["differ"] == 8 and found["processes"] == 0
+    assert [one["most"] for one in found["apart"]] == pytest.approx([0.1] * 4)
+    far = same.copy()
+    far.loc[efficient & (far["precision"] == "tf32") & (far["sequence"] == 1024), columns] *= 1.5
+    found = facts_compile.tf32(far)
+    assert (found["differ"], found["processes"]) == (6, 2)
+    assert set(found["changes"].set_index("sequence").loc[1024, "none"]) == {"processes"}
+    assert said("attention-tf32", far).text != said("attention-tf32", same).text
 
 
 def test_a_cpu_is_asked_neither_for_tf32_nor_for_its_end():
@@ -351,10 +366,9 @@ def test_a_constant_beside_the_rows_is_told_from_a_power():
 def test_the_square_and_what_removes_it_are_chosen_by_the_exponents():
     found = facts_memory.saved_for_backward(gpu_cells())
     assert found["squared"] == ["eager", "compiled", "math"] and found["linear"][0] == "flash"
-    assert found["square_power"] == pytest.approx(2) and found["linear_power"] == pytest.approx(1)
     none = gpu_cells()
     none["saved_bytes"] = 32.0 * none["sequence"]
-    assert not facts_memory.saved_for_backward(none)["both"] and not said("attention-saved", none).finding
+    assert not facts_memory.saved_for_backward(none)["both"]
 
 
 def test_an_implementation_that_lacks_the_longest_sequence_has_no_power_there():
@@ -362,9 +376,7 @@ def test_an_implementation_that_lacks_the_longest_sequence_has_no_power_there():
     cells.loc[(cells["implementation"] == "eager") & (cells["sequence"] == 16384), "status"] = "oom"
     cells.loc[cells["implementation"] == "eager", "saved_bytes"] += 1e7  # and is of mixed powers
     found = facts_memory.saved_for_backward(cells)
-    assert found["square_power"] is None and found["linear_power"] == pytest.approx(1)
-    assert "eager" not in found["mixed"]
-    assert said("attention-saved", cells).finding == ""
+    assert "eager" not in found["mixed"] and said("attention-saved", cells).text
 
 
 def test_the_end_is_where_the_polynomial_meets_the_memory():
@@ -449,7 +461,7 @@ def test_what_the_allocator_holds_and_expandable_segments_are_told_by_the_data(s
     found = facts_ends.where_it_ends(**searched)["allocator"]
     assert found["early"] == [] and found["later"] == [] and found["expandable"] == {"met": 3, "of": 6, "corrected": 3}
     after = said("attention-end", **searched)
-    assert len(after.text) < len(before.text) and after.finding != before.finding
+    assert len(after.text) < len(before.text)
 
 
 def test_flexattention_ends_where_its_mask_cannot_be_made(searched):
@@ -460,14 +472,13 @@ def test_flexattention_ends_where_its_mask_cannot_be_made(searched):
     assert 10 * flex.by_code**2 + inputs * flex.by_code == pytest.approx(140e9, rel=1e-6)
     assert flex.mask_pair_bytes == pytest.approx(10)
     assert (flex.fits, flex.fits_mask, flex.fails_mask) == (16384, 98304, 131072)
-    assert found["written_out"]["mask_fails"] == 131072
     assert found["mask"]["fits_mask"] == {"low": 98304, "high": 98304}
     assert table[table["implementation"] == "flash"].iloc[0].by_code > 1e6 > flex.by_code
     without = searched | {"ends": searched["ends"].query("part == 'pass'"),
                           "cells": searched["cells"].drop(columns="mask_peak_bytes"),
                           "predicted": searched["predicted"].query("implementation != 'flex'")}
     found = facts_ends.where_it_ends(**without)
-    assert found["mask"] is None and found["written_out"]["mask_fails"] is None
+    assert found["mask"] is None
     assert (found["table"]["by_code"].dropna() > 0).all()
 
 
@@ -478,7 +489,7 @@ def test_nothing_is_said_where_nothing_was_searched():
     assert not found["searched"] and found["out"] == 2
     assert [row["sequence"] for row in found["out_at"]] == [256, 1024]
     here = said("attention-end", cells)
-    assert here.text and not here.finding and not here.tables
+    assert here.text and not here.tables
 
 
 # -- formats -------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from stepscope.config import (
     size_of,
     studies,
 )
+from stepscope.runs import estimate
 from stepscope.runs.one_run import NOTEBOOKS, PROJECT
-from stepscope.runs.sweep_file import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name
+from stepscope.runs.sweep_file import SHIPPED, SweepError, find_sweeps, load_sweep, sweep_name, tour
 
 STUDIES = studies()
 CUSTOM = {"size": None, "d_model": 48, "d_ff": 96, "num_layers": 2, "num_heads": 4}
@@ -367,8 +368,52 @@ def test_shipped_sweeps_are_valid_and_of_their_study(path):
 def test_sweeps_are_found_by_their_studys_name():
     assert [sweep_name(path) for name in ("benchmark", "cpu") for path in find_sweeps(name)][:2] == [
         "benchmark",
-        "attention-cpu",
+        "benchmark-cpu",
     ]
+    names = {name: [sweep_name(path) for path in find_sweeps(name)] for name in ("cpu", "reference")}
+    assert names["reference"] == list(STUDIES)
+    assert sorted(names["cpu"]) == sorted(f"{study}-cpu" for study in STUDIES)
+
+
+# The tour
+
+H100_MIB, H200_MIB = 81_559, 143_771
+
+
+def toured(memory_mib, tmp_path):
+    path = tmp_path / "tour.yaml"
+    path.write_text(tour(memory_mib), encoding="utf-8")
+    return load_sweep(path, "cuda")
+
+
+def test_the_tour_is_of_every_study_with_the_ladder_first_and_few_runs(tmp_path):
+    configs = toured(H200_MIB, tmp_path)
+    assert configs[0].study == "ladder"
+    assert {config.study for config in configs} == STUDIES.keys()
+    assert len(configs) <= 20
+    assert all("graph" not in config.rungs for config in configs if config.study == "ladder")
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "largest"), [(H200_MIB, "2.7B"), (H100_MIB, "2.7B"), (40_000, "large"), (1, "small")]
+)
+def test_the_tours_largest_model_fits_the_gpu(memory_mib, largest, tmp_path):
+    """2.7B's peak is 67,449 MiB as measured, and large's 28,490."""
+    sizes = {c.size for c in toured(memory_mib, tmp_path) if hasattr(c, "size")}
+    assert sizes == {"small", largest}
+
+
+def test_what_is_known_of_the_tours_runs_fits_into_the_quarter_of_an_hour_that_is_promised(tmp_path):
+    known = {(row["study"], row["run_id"]): float(row["seconds"]) for row in estimate.table()}
+    took = [known.get((config.study, config.run_id), 0) for config in toured(H200_MIB, tmp_path)]
+    assert 0 < sum(took) < 14 * 60  # a minute is for rendering
+
+
+def test_the_tour_shares_its_runs_with_the_reference(tmp_path):
+    """Who goes on to the whole matrix does not measure again what tells the same."""
+    reference = {(c.study, c.run_id) for path in find_sweeps("reference") for c in load_sweep(path, "cuda")}
+    shared = [c for c in toured(H200_MIB, tmp_path) if (c.study, c.run_id) in reference]
+    assert {c.study for c in shared} >= {"benchmark", "nsys", "memory", "warmup"}
 
 
 def test_what_2026_asks_is_a_sweep_with_the_profiles_of_the_nsys_sweep():

@@ -20,6 +20,7 @@ from stepscope.report.interactive import (
     ladder_rows,
     pieces,
 )
+from stepscope.report.load import chapters
 from stepscope.report.page import render_page
 from stepscope.step import accounting
 from stepscope.studies.memory.facts_options import fragmentation
@@ -30,7 +31,7 @@ ROWS = [vars(row) for row in (
     Rung("small", 512, "fp32", "fp32, eager", 60.0, 34_000.0, 5.5, 0.2, "fp32"),
     Rung("small", 512, "bf16", "bf16 autocast", 30.0, 68_000.0, 4.5, 0.1),
     Rung("2.7B", 512, "fp32", "fp32, eager", 1000.0, 2_000.0, 65.25, 0.3, "fp32"),
-    Rung("2.7B", 512, "bf16", "<b>bf16</b> autocast", 250.0, 8_000.0, 50.0, 0.15),
+    Rung("2.7B", 512, "bf16", "<b>bf16</b> autocast", 250.0, 8_000.0, 50.0, 0.15, gain=4.02),
     Rung("2.7B", 512, "fp8", "FP8 products", 100.0, 20_000.0, None, None, "fp8"),
     Rung("2.7B", 512, "fill", "batch fills memory", 900.0, 25_000.0, 130.0, 0.6, beside=True),
     Rung("2.7B", 2048, "fp32", "fp32, eager", 5000.0, None, None, None, "fp32"))]
@@ -174,9 +175,11 @@ def test_the_gpu_to_begin_with_is_the_records_one(tiny):
 def test_the_ladder_of_a_shape_is_shown_to_the_products_asked_for(page):
     def rows():
         return [row.split("\t") for row in page.locator("#ladder-rows tbody tr").all_inner_texts()]
+    assert page.locator("#ladder-products").input_value() == "bf16"  # the same arithmetic, to begin with
+    page.locator("#ladder-products").select_option("fp8")
     shown_ = rows()
     assert [row[0] for row in shown_] == ["fp32, eager", "<b>bf16</b> autocast", "FP8 products", "batch fills memory"]
-    assert [row[1] for row in shown_] == ["1,000", "250", "100", "900"] and shown_[1][3] == "4.00x"
+    assert [row[1] for row in shown_] == ["1,000", "250", "100", "900"] and shown_[1][3] == "4.02x"
     assert "1,000 ms to 100 ms a step: 10x faster, with FP8 products" in page.locator("#ladder-said").inner_text()
     page.locator("#ladder-products").select_option("bf16")
     assert "4x faster" in page.locator("#ladder-said").inner_text() and len(rows()) == 3
@@ -186,21 +189,25 @@ def test_the_ladder_of_a_shape_is_shown_to_the_products_asked_for(page):
     assert page.locator("#ladder-context").input_value() == "512" and len(rows()) == 2
 
 
-def test_rows_of_the_ladder_come_from_its_table_of_times():
-    times = pd.DataFrame({
-        "size": "small", "context_length": 512, "vocab_size": [100, 100, 100, 100, 900], "status": ["ok", "ok", "ok", "oom", "ok"],
-        "rung": ["fp32", "fp32", "cuda_graphs", "wide", "fp32"], "median_ms": [10.0, 14.0, 5.0, None, 99.0],
-        "tokens_per_s": 1234567.8, "peak_mib": 2048.0, "of_sheet": float("nan"), "of_measured": 0.5,
-        "kind": ["rung", "rung", "rung", "rung", "rung"]})
-    rows = ladder_rows(times, {"cuda_graphs": "<One> graph"})
-    assert [(row["rung"], row["time_ms"], row["products"]) for row in rows] == [("fp32", 12.0, "fp32"), ("cuda_graphs", 5.0, "bf16")]
-    assert rows[0] == vars(Rung("small", 512, "fp32", "fp32", 12.0, 1234570.0, 2.0, 0.5, "fp32"))
-    assert rows[1]["label"] == "<One> graph" and {row["products"] for row in rows} <= set(PRODUCTS)
+def test_the_pickers_rows_are_the_ladders_rungs():
+    rungs = tables("ladder")["rungs"]
+    names = {f"{chapter.study}.{name}": table for chapter in chapters() if chapter.study == "ladder"
+             for name, table in tables("ladder").items()}
+    assert [piece.place for piece in pieces([], names)] == ["calculator", "ladder-picker"]
+    rows = ladder_rows(rungs, {"cuda_graphs": "<One> graph"})
+    assert {row["products"] for row in rows} <= set(PRODUCTS)
+    assert {row["label"] for row in rows if row["rung"] == "cuda_graphs"} == {"<One> graph"}
     json.dumps(rows, allow_nan=False)
-    assert ladder_rows(pd.DataFrame(), {}) == [] and ladder_rows(times.assign(status="oom"), {}) == []
-    assert ladder_rows(times.assign(kind="left_out"), {}) == []
-    assert ladder_rows(times.drop(columns="kind").tail(3), {})[0]["label"] == "cuda graphs"
-    assert [piece.place for piece in pieces([], {"ladder.times": times})] == ["calculator", "ladder-picker"]
+    done = rungs[(rungs["status"] == "ok") & (rungs["kind"] != "left_out")]
+    assert [(row["size"], row["rung"]) for row in rows] == list(zip(done["size"].astype(str), done["rung"], strict=True))
+    for row, (_, own) in zip(rows, done.iterrows(), strict=True):
+        assert row["time_ms"] == pytest.approx(own["median_ms"], rel=1e-5)
+        assert row["gain"] == (None if pd.isna(own["gain"]) else pytest.approx(own["gain"], rel=1e-5))
+        assert row["beside"] == (own["kind"] == "beside" or own["rung"] in ("fill", "graph"))
+    larger = rungs.assign(vocab_size=rungs["vocab_size"] * 2, median_ms=1.0)
+    assert ladder_rows(pd.concat([rungs, larger], ignore_index=True), {"cuda_graphs": "<One> graph"}) == rows
+    assert ladder_rows(pd.DataFrame(), {}) == [] and ladder_rows(rungs.assign(status="oom"), {}) == []
+    assert ladder_rows(rungs.assign(kind="left_out"), {}) == []
 
 
 def test_a_place_without_its_piece_keeps_its_words(tmp_path):

@@ -184,6 +184,32 @@ def test_fp8_is_as_much_coarser_in_a_model_as_its_mantissa_is_shorter(config, mo
     assert off["fp32"] == 0 and 4 < off["fp8"] / off["bf16"] < 16
 
 
+def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
+    """Rounded to 4 significant bits with any range products are off as much, to 3 bits, as e5m2 has, more."""
+    from stepscope.studies.ladder import rungs
+
+    def rounded(bits):
+        def rounds(x):
+            fraction, exponent = torch.frexp(x.float())
+            return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
+
+        return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
+
+    monkeypatch.setattr(rungs.fp8, "has_fp8", lambda device: True)
+    mine, off = config(d_model=64, d_ff=128, num_layers=4, num_heads=2, size="custom"), {}
+    kinds = {"fp32": None, "fp8": fp8.product, "4 bits": rounded(4), "3 bits": rounded(3)}
+    for name, product in kinds.items():
+        changes = frozenset({"fp8"} if product else ())
+        monkeypatch.setattr(rungs, "changes_of", lambda _, own=changes: own)
+        monkeypatch.setattr(fp8, "product", product or fp8.product)
+        rung = Rung(mine, "fp32", {})
+        loss = rung.gradients().item()
+        if not product:
+            reference = loss, {of: sampled(gradient) for of, gradient in rung.plain_gradients()}
+        off[name] = difference(rung, loss, reference)["gradient_off"]
+    assert 0.7 < off["fp8"] / off["4 bits"] < 1.4 < off["3 bits"] / off["4 bits"]
+
+
 def test_rungs_are_one_change_apart():
     for rung in CHANGES:
         assert changes_of(rung) - changes_of(before(rung, RUNGS)) == {rung}
@@ -239,8 +265,12 @@ def test_a_reset_rung_trains_as_a_fresh_one(config, monkeypatch):
 
 
 def test_an_update_within_backward_is_the_update_after_it(config):
-    """On the same gradients it is the same, bit by bit; and outside of its context backward updates nothing."""
+    """On the same gradients it is the same, bit by bit; and outside of its context backward updates nothing.
+    With graphs that are captured and differentiated, and not turned into C++, which takes most of a minute."""
+    set_backend = getattr(torch.compiler, "set_default_backend", lambda backend: None)
+    set_backend("aot_eager")
     after, within = (Rung(config(), name, {}) for name in ("chunked", "overlap"))
+    set_backend(None)
     assert after.in_backward is None and within.in_backward is not None
     before_it = within.optimizer.master.clone()
     within.gradients()
@@ -374,7 +404,8 @@ def burst(rung, steps, time_ms):
             "throttle": "power_cap", "throttled_share": 0.25, "step_energy_j": 3.0}
 
 
-def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", beside=30.0, **fields):
+def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", beside=30.0, kept_up=0.0,
+            **fields):
     """One process's tables as a GPU might give them: ``ms`` by rung; Hugging Face's in ``beside``."""
     ms = ms or {rung: 100.0 * 0.8**index for index, rung in enumerate(RUNGS[:-1])}
     last = min(ms.values())
@@ -394,6 +425,9 @@ def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", b
             "ceiling": [f"matmul_{p}" for p in ("fp32", "tf32", "bf16", "fp8")] + ["copy"],
             "value": [50.0, 350, 700, 1200, 4.2]}),
     }
+    if kept_up:
+        row = {"ceiling": floor.KEPT_UP, "value": kept_up, "sm_clock_mhz": 1600.0, "power_w": 690.0}
+        tables["ceilings"] = pd.concat([tables["ceilings"], pd.DataFrame([row])], ignore_index=True)
     return Process(config, device, f"ladder/{config.run_id}", tables)
 
 
@@ -539,16 +573,106 @@ def test_training_outside_the_band_is_told():
     tables = made_up()
     found = facts.training(tables["rungs"], tables["curves"])
     assert [one["name"] for one in found["out"]] == ["FP8 products"] and found["inside"] == 1
-    assert found["out"][0]["beyond"] == pytest.approx(0.3)
+    assert found["out"][0]["beyond"] == pytest.approx(0.3) and found["out"][0]["of_range"] == pytest.approx(4)
     inside = tables["curves"].assign(
-        loss=tables["curves"]["loss"].where(tables["curves"]["rung"] != "fp8", 4.0)
+        loss=tables["curves"]["loss"].where(tables["curves"]["rung"] != "fp8", tables["curves"]["loss"] - 0.35)
     )
     assert (
-        said("ladder-training", tables).finding
-        != said("ladder-training", {**tables, "curves": inside}).finding
+        said("ladder-training", tables).text
+        != said("ladder-training", {**tables, "curves": inside}).text
     )
     without = said("ladder-training", {**tables, "curves": pd.DataFrame()})
-    assert without.text and not without.finding
+    assert without.text
+
+
+class Uncorrected(torch.optim.Optimizer):
+    """AdamW whose author forgot the moments' correction."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            m, v = self.state[parameter].setdefault("moments", [torch.zeros_like(parameter) for _ in range(2)])
+            m.lerp_(parameter.grad, 0.1)
+            v.lerp_(parameter.grad.square(), 0.001)
+            parameter.mul_(1 - 3e-6).sub_(3e-4 * m / (v.sqrt() + 1e-8))
+
+
+BROKEN = {
+    "as it should be": lambda weights: torch.optim.AdamW(weights, lr=3e-4),
+    "no correction": lambda weights: Uncorrected(weights, lr=3e-4),
+    "twice the rate": lambda weights: torch.optim.AdamW(weights, lr=6e-4),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_rung_that_trains_otherwise_is_found(config, monkeypatch, how):
+    """Real training: a broken optimizer is farther off than another seed, a right one and bf16 are not."""
+    from stepscope.studies.ladder import training
+
+    class Broken(Rung):
+        def _load(self):
+            super()._load()
+            if self.name == "fused":
+                self.optimizer = BROKEN[how](list(self.named.values()))
+
+    monkeypatch.setattr(training, "Rung", Broken)
+    mine = config(**TINY_SHAPE, size="custom", vocab_size=256, training_steps=40)
+    curves = training.train(mine, EAGER, {}).assign(size="nano", context_length=16, vocab_size=256)
+    found = facts.trained(curves)
+    out = [one["name"] for one in found["out"]]
+    assert out == ([] if how == "as it should be" else [name_of("fused")])
+    assert found["apart"] == found["by_rung"]["apart"].max() and found["compared"] == 3
+
+
+def test_a_missing_weight_decay_is_found_by_the_check_and_not_by_the_loss(monkeypatch):
+    """What 200 steps change too little for a loss to show, the comparison with torch's AdamW shows."""
+    right = check_optimizer("cpu").set_index("against")
+    monkeypatch.setattr("stepscope.studies.ladder.optimizer.WEIGHT_DECAY", 0.0)
+    wrong = check_optimizer("cpu").set_index("against")
+    assert right.loc["formula", "unequal"] == 0 and right.loc["torch", "off"] < 1e-6
+    assert wrong.loc["formula", "unequal"] > right.loc["formula", "numbers"] / 4
+    assert wrong.loc["torch", "off"] > 1e-4
+    assert facts.optimizer(right.reset_index().assign(run_id="a"))["exact"]
+    assert not facts.optimizer(wrong.reset_index().assign(run_id="a"))["exact"]
+
+
+def test_a_rung_at_the_bands_edge_is_judged_by_the_curve_it_should_follow():
+    """The first seed's fp32 is the band's lowest: rounding leads out of the band, and is told apart."""
+    tables = made_up()
+    low = tables["curves"].assign(
+        loss=tables["curves"]["loss"].where(tables["curves"]["rung"] != "bf16", tables["curves"]["loss"] - 0.06)
+    )
+    found = facts.training(tables["rungs"], low)
+    assert found["strictly"] == 0 and found["inside"] == 1 and found["edge"] == 1
+    assert found["by_rung"].loc["bf16", "of_range"] == pytest.approx(0.1)
+    assert found["by_rung"].loc["bf16", "beyond"] == pytest.approx(0.01)
+
+
+def test_three_processes_of_a_real_ladder_are_one_row_a_rung(config):
+    """Later processes repeat times: gradients and attention's choice are the first one's."""
+    ceilings = measure_ceilings("cpu")
+    ladders = []
+    for number in range(3):
+        mine = config(process=number, rounds=1, vocab_size=256)
+        ladders.append(Process(mine, "a CPU", f"ladder/{number}", measure_ladder(mine) | {"ceilings": ceilings}))
+    first, later = ladders[0].tables["rungs"], ladders[1].tables["rungs"]
+    assert "gradient_off" in first and "gradient_off" not in later
+    rungs = over_processes(ladders)
+    assert rungs["rung"].is_unique and (rungs["processes"] == 3).all()
+    rows = rungs.set_index("rung")
+    assert rows.loc["bf16", "gradient_off"] == first.set_index("rung").loc["bf16", "gradient_off"]
+    assert rows.loc["sdpa", "attention_kernel"] == first.set_index("rung").loc["sdpa", "attention_kernel"] != ""
+    medians = {
+        process.run: process.tables["samples"].groupby("rung")["time_ms"].median() for process in ladders
+    }
+    expected = np.median([times["bf16"] / times["sdpa"] for times in medians.values()])
+    assert rows.loc["sdpa", "gain"] == pytest.approx(expected)
+    assert rows.loc["sdpa", "gain_low"] <= rows.loc["sdpa", "gain"] <= rows.loc["sdpa", "gain_high"]
+    assert facts.ladder(rungs)["processes"] == 3
+    assert "3 processes" in said("ladder", {name: rungs for name in ("rungs",)}).text
 
 
 @pytest.mark.parametrize("key", [question.key for question in chapter.CHAPTER.questions])
@@ -578,6 +702,19 @@ def test_pictures_are_drawn_from_a_gpus_data_and_a_cpus(found):
             assert figure.axes
             plt.close(figure)
     assert chapter.CHAPTER.pictures[0].draw(made_up()["rungs"].assign(status="oom"), where="here") is None
+
+
+def test_the_floor_at_a_clock_is_that_of_products_kept_up(config):
+    """Half the clock takes products twice as long, and what moves as long as before."""
+    ceilings = pd.DataFrame({"ceiling": ["matmul_bf16", "copy", floor.KEPT_UP], "value": [2.0, 0.5, 1.5],
+                             "sm_clock_mhz": [math.nan, math.nan, 1500.0]})
+    plain = floor.floor_ms(config(), ceilings)
+    at = {mhz: floor.floor_at_clock_ms(config(), ceilings, mhz) - plain["moving_ms"] for mhz in (1500, 750)}
+    assert at[1500] == pytest.approx(plain["products_ms"] * 2 / 1.5) and at[750] == pytest.approx(2 * at[1500])
+    assert math.isnan(floor.floor_at_clock_ms(config(), ceilings.head(2), 1500)), "older runs did not measure it"
+    told = over_processes([process(kept_up=500.0)]).set_index("rung").loc["wide"]
+    assert told["clock_floor_ms"] > told["floor_ms"] and told["kept_up_of_sheet"] == pytest.approx(500 / 989.5)
+    assert facts.clock(told)["kept_up_mhz"] == 1600
 
 
 @pytest.mark.parametrize("given", [{"size": "small"}, {"size": "2.7B"}, {"size": "custom", **TINY_SHAPE}],

@@ -1,7 +1,9 @@
 """Memory: formulas against what storages live, snapshots that would run code, allocations that have to add
 up."""
+import gc
 import pickle
 import pickletools
+import weakref
 from pathlib import Path
 
 import pandas as pd
@@ -145,6 +147,29 @@ def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
     assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
     assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
     assert runs["from the start"] == blocks + blocks * (blocks + 1) // 2
+
+
+def test_a_model_is_gone_before_the_next_is_built(monkeypatch):
+    """Nothing in it is part of a cycle: twice a large model would not fit."""
+    alive, built = [], []
+    build = memory.build_step
+
+    def noted(config):
+        alive.append(sum(model() is not None for model in built))
+        step = build(config)
+        built.append(weakref.ref(step.model))
+        return step
+    monkeypatch.setattr(memory, "build_step", noted)
+    monkeypatch.setattr(memory, "release", lambda *given, **named: None)
+    gc.collect()
+    gc.disable()
+    try:
+        memory.measure_checkpoints(config_of(SHAPES[1] | {"context_length": 8}, mode="forward_backward",
+                                             checkpoints=[1, 0], contexts=[4, 6, 8]))
+        memory.measure_stacks(config_of(SHAPES[1], mode="forward_backward", stacks=[1, 2, 4]))
+    finally:
+        gc.enable()
+    assert alive == [0] * 6
 
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):

@@ -386,6 +386,8 @@ def test_arrangements_over_the_number_of_blocks(further):
     assert (found["most"], found["fewest"], found["numbers"]) == (4, 2, [2, 4]) and found["runs_as_expected"]
     assert found["least"]["arrangement"] == "from the start" and found["none"]["growth"] > 1
     assert found["rest_mib"] == pytest.approx([1.0] * len(found["rest_mib"]))
+    shrunk = further["stacks"].assign(state_bytes=2 * MIB + further["stacks"]["expected_kept_bytes"])
+    assert of(further | {"stacks": shrunk}, "memory-nested")["rest"] == []
     counted = further["stacks"].assign(block_runs=1)
     wrong = of(further | {"stacks": counted}, "memory-nested")
     assert not wrong["runs_as_expected"]

@@ -251,7 +251,7 @@ def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep)
     for key, question in QUESTIONS.items():
         made = answer(CHAPTER, question, data.tables)
         assert key == "mixed-left" or made.runs or not made.tables  # that one needs a profile
-        assert "GPU" not in made.text or key == "mixed-memory"  # a CPU's finding says nothing of a GPU
+        assert "GPU" not in made.text or key == "mixed-memory"  # a CPU's words say nothing of a GPU
     missing, = facts(data.tables, "mixed-speed")["missing"]
     assert missing["precision"] == "tf32" and not missing["cells"] and "TF32" in missing["cause"]
     record, = data.records
@@ -274,7 +274,6 @@ def test_sums_that_are_not_the_published_ones_are_told(tables):
     right = facts(tables, "mixed-sums")
     loops = set(facts_numerics.PUBLISHED_SUMS)
     assert right["as_published"] and right["differ"] == [] and len(right["loops"]) == len(loops)
-    assert set(right["by_adding"]) | set(right["by_storing"]) == loops
     off = sums.assign(result=sums["result"].where(sums["way"] != "fp16 into fp16", 11.0))
     wrong = facts(tables, "mixed-sums", sums=off)
     assert not wrong["as_published"] and [own["way"] for own in wrong["other"]] == ["fp16 into fp16"]
@@ -302,41 +301,26 @@ def test_what_a_norm_loses_is_decided_by_the_data(tables):
     found = facts(tables, "mixed-norms")
     fp16, bf16 = found["types"]
     assert found["only_fp16_loses"] and not fp16["loses_nothing"] and bf16["loses_nothing"]
-    overflows = [group["scale"] for norm in fp16["norms"] for loss in norm["losses"] if loss["overflow"]
-                 for group in loss["groups"]]
-    assert min(overflows) == found["overflows_from"]
+    squares = norms[(norms["dtype"] == "fp16") & (norms["quantity"] == "mean square")]
+    assert squares.loc[squares["nonfinite"] > facts_numerics.LOST, "scale"].min() >= found["overflows_from"] > 1
     lossy = norms.assign(nonfinite=norms["nonfinite"].where(norms["dtype"] != "bf16", 0.5))
     changed = facts(tables, "mixed-norms", norms=lossy)
     fp16, bf16 = changed["types"]
     assert not (changed["only_fp16_loses"] or bf16["loses_nothing"] or bf16["right"]) and fp16["right"]
-    assert said(tables, "mixed-norms").finding and not said(tables, "mixed-norms", norms=lossy).finding
+    assert said(tables, "mixed-norms").text != said(tables, "mixed-norms", norms=lossy).text
 
 
 def test_speed_and_its_trend_follow_the_data(tables):
     speedups, found = tables["mixed_precision.speedups"], facts(tables, "mixed-speed")
     assert found["faster"] + found["slower"] + found["unchanged"] == found["compared"] == len(found["walls"])
-    assert found["step"]["least"]["speedup"] < found["step"]["most"]["speedup"] <= found["best"]["speedup"]
-    falling = speedups.assign(speedup=speedups["speedup"] / 10.0**speedups["size"].cat.codes)
-    assert not any(own["rises"] for own in facts(tables, "mixed-speed", speedups=falling)["by_precision"])
+    assert all(own["last"] > own["first"] and own["several"] for own in found["by_precision"])
     flat = speedups.assign(speedup=1.0, speedup_low=0.9, speedup_high=1.1, change="none")
     changed = facts(tables, "mixed-speed", speedups=flat)
-    assert changed["unchanged"] == changed["compared"] and not changed["step"]["slower"]
+    assert changed["unchanged"] == changed["compared"]
     assert all(phase["unchanged"] for phase in changed["phases"])
     cells = printed.speedups(changed, "step")[changed["precisions"]]
     assert cells.stack().nunique() == 1
     assert printed.speedups(found, "step")[found["precisions"]].stack().nunique() > 1
-
-
-def test_how_far_fp32_is_from_another_process(tables):
-    assert all(own["off"] == 0 for own in facts(tables, "mixed-speed")["again"])
-    times = tables["benchmark.times"]
-    farther = tables | {"benchmark.times": times.assign(median_ms=times["median_ms"] * 1.5)}
-    again = facts(farther, "mixed-speed")["again"]
-    assert all(own["off"] == pytest.approx(0.5) for own in again)
-    assert sum(own["cells"] for own in again) == 3 * 9  # modes and runs
-    slower = facts(tables, "mixed-slower")
-    assert facts(farther, "mixed-slower")["noise"]["beyond"] < slower["noise"]["beyond"] == slower["whole"]
-    assert facts(tables | {"benchmark.times": pd.DataFrame()}, "mixed-slower")["noise"] is None
 
 
 def test_times_at_unlike_clocks_are_told(tables):
@@ -400,15 +384,15 @@ def test_why_low_precision_is_slower_is_told_by_captures(tables):
     waiting, busy = (tables | {"nsys.phases": captures_of(times, **changed)}
                      for changed in ({"operations_ms": 0.0}, {}))
     found = facts(waiting, "mixed-slower")
-    assert found["host_sets_the_time"] and found["decided"] == found["whole"] > 0
+    whole = found["table"][found["table"]["phase"] == "step"]
+    assert set(whole["cause"]) == {facts_slower.LAUNCHES} and whole["cells"].sum() == found["whole"] > 0
     assert found["phases"] + found["whole"] == found["table"]["cells"].sum()
-    told = sum(phase["cells"] for own in found["by_cause"] for phase in own["phases"])
-    assert told == found["table"]["cells"].sum()
+    assert sum(own["cells"] for own in found["by_cause"]) == found["table"]["cells"].sum()
+    assert "loss" not in set(found["table"]["phase"])
     changed = facts(busy, "mixed-slower")
-    assert not changed["host_sets_the_time"]
     assert not {own["cause"] for own in changed["by_cause"]} & {facts_slower.LAUNCHES, facts_slower.UNTOLD}
     none = facts(tables | {"nsys.phases": pd.DataFrame()}, "mixed-slower")
-    assert not none["host_sets_the_time"] and none["decided"] == 0
+    assert facts_slower.LAUNCHES not in {own["cause"] for own in none["by_cause"]}
     on_cpu = facts(tables, "mixed-slower", times=times.assign(device="cpu"))
     assert [own["cause"] for own in on_cpu["by_cause"]] == [facts_slower.PROCESSOR]
     never = tables["mixed_precision.speedups"].assign(change="faster")
@@ -416,7 +400,6 @@ def test_why_low_precision_is_slower_is_told_by_captures(tables):
     texts = {said(waiting, "mixed-slower").text, said(busy, "mixed-slower").text,
              said(tables, "mixed-slower", speedups=never).text}
     assert len(texts) == 3 and not said(tables, "mixed-slower", speedups=never).tables
-    assert said(waiting, "mixed-slower").finding and not said(busy, "mixed-slower").finding
 
 
 def test_the_scaler_is_the_cause_only_where_bf16_is_not_longer_too(tables):
@@ -445,12 +428,12 @@ def test_casts_are_counted_by_what_they_touch(tables):
 
 def test_the_time_of_casts_is_the_captures(tables):
     cost, casts = facts(tables, "mixed-casts")["cost"], tables["nsys.casts"]
-    assert cost["falls"] and cost["as_counted"] and cost["first"]["share"] > cost["last"]["share"]
+    assert cost["as_counted"] and cost["first"]["share"] > cost["last"]["share"]
     rising = casts.assign(casts_ms=casts["operations_ms"] * casts["size"].cat.codes / 100, casts=1)
     changed = facts(tables | {"nsys.casts": rising}, "mixed-casts")["cost"]
-    assert not changed["falls"] and not changed["as_counted"]
+    assert changed["first"]["share"] < changed["last"]["share"] and not changed["as_counted"]
     assert facts(tables | {"nsys.casts": pd.DataFrame()}, "mixed-casts")["cost"] is None
-    texts = {said(tables | {"nsys.casts": table}, "mixed-casts").finding
+    texts = {said(tables | {"nsys.casts": table}, "mixed-casts").text
              for table in (casts, rising, pd.DataFrame())}
     assert len(texts) == 3
 
@@ -467,10 +450,8 @@ def test_what_faster_products_could_give_is_amdahls(tables):
     table = facts_operations.parts(low)
     rest = 1 - table["matrix products"] / table[list(facts_operations.PARTS)].sum(axis=1)
     assert list(found["limit"]) == pytest.approx(list(1 / rest))
-    assert list(found["others"]) == pytest.approx(list(rest))
-    most = {own["part"]: own["times"].max() for own in found["gains"]["by_part"]}
-    no_faster = [part for part in most if most[part] < 1 + comparison.SAME]
-    assert found["gains"]["no_faster"] == no_faster and "matrix products" not in no_faster
+    gains = {own["part"]: own["times"] for own in found["gains"]}
+    assert set(gains) == set(facts_operations.PARTS) and (gains["matrix products"] > 5).all()
     alone = low.assign(total_ns=low["total_ns"].where(low["family"] != facts_operations.MATMUL, 0))
     assert list(facts(tables | {"nsys.operations_low": alone}, "mixed-left")["limit"]) == [1.0] * len(table)
     assert facts(tables | {"nsys.operations": pd.DataFrame()}, "mixed-left")["gains"] is None
@@ -478,17 +459,17 @@ def test_what_faster_products_could_give_is_amdahls(tables):
 
 def test_memory_says_what_the_allocator_counted(tables):
     found, times = facts(tables, "mixed-memory"), tables["mixed_precision.times"]
-    assert found["forward_takes_more"] and found["less"] + found["more"] <= found["cells"]
-    assert found["step"]["least"]["change"] == pytest.approx(found["step"]["most_saved"])
+    modes = {own["mode"]: own for own in found["by_mode"]}
+    assert modes["forward"]["least"]["more"] and not modes["step"]["least"]["more"]
+    assert modes["step"]["least"]["change"] == pytest.approx(1 - found["ratio"].min(), abs=0.1)
     half = np.where(times["precision"] == "bf16", 0.5, 1.0)
     halved = times.assign(peak_allocated_mib=times["peak_allocated_mib"] * half)
     changed = facts(tables, "mixed-memory", times=halved)
-    assert not changed["forward_takes_more"] and changed["forward_more_percent"] is changed["level"] is None
-    assert not changed["same_width_same_memory"] and changed["step"]["saves_everywhere"]
-    assert changed["less"] == changed["cells"]
-    assert said(tables, "mixed-memory").finding != said(tables, "mixed-memory", times=halved).finding
+    assert changed["level"] is None and not changed["same_width_same_memory"]
+    assert not any(own["most"]["more"] for own in changed["by_mode"])
+    assert said(tables, "mixed-memory").text != said(tables, "mixed-memory", times=halved).text
     uncounted = said(tables, "mixed-memory", times=times.assign(peak_allocated_mib=np.nan))
-    assert uncounted.runs and not (uncounted.finding or uncounted.tables or uncounted.figures)
+    assert uncounted.runs and not (uncounted.tables or uncounted.figures)
 
 
 def test_of_runs_alike_but_for_a_field_that_is_gone_the_latest_is_taken(config):
@@ -505,7 +486,7 @@ def test_gradients_lost_without_a_scaler(tables):
     changed = facts(tables, "mixed-health", health=none)
     assert not changed["unscaled"]["loses_some"]
     assert changed["unscaled"]["zero"]["none"] and changed["bf16"]["none"]
-    assert said(tables, "mixed-health").finding and not said(tables, "mixed-health", health=none).finding
+    assert said(tables, "mixed-health").text != said(tables, "mixed-health", health=none).text
     bare = facts(tables, "mixed-health", health=health[health["scale"] == 1])
     assert bare["unscaled"] is None and bare["scaled"] is None
     assert facts(tables, "mixed-health", health=health[health["precision"] == "fp32"]) is None
@@ -518,7 +499,7 @@ def test_published_pairs_are_of_one_report_and_pass(tables):
     assert pairs["theirs"].tolist() == pytest.approx((pairs["theirs_fp32_ms"] / pairs["theirs_ms"]).tolist())
     speedups = tables["mixed_precision.speedups"]
     fast = facts(tables, "mixed-published", speedups=speedups.assign(speedup=100.0))
-    assert fast["places"] == {"below": found["pairs"], "within": 0, "above": 0} and fast["slower_here"] == 0
+    assert fast["places"] == {"below": found["pairs"], "within": 0, "above": 0}
     other = said(tables, "mixed-published", speedups=speedups.assign(size="d2 f1 l1 h1"))
     assert not other.tables and "Not answered here" in other.text
 
@@ -528,4 +509,4 @@ def test_a_question_without_data_says_so(tables, key):
     empty = dict.fromkeys(tables, pd.DataFrame())
     made = answer(CHAPTER, QUESTIONS[key], empty)
     assert "stepscope sweep mixed_precision" in made.text
-    assert not (made.finding or made.tables or made.figures or made.runs)
+    assert not (made.tables or made.figures or made.runs)

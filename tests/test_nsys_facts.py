@@ -72,12 +72,13 @@ def test_whether_clocks_match_is_decided_by_the_data(tables, times):
     found = clocked(tables, times)
     assert found["unprofiled"]["match"] and found["measures_the_host"] and not found["host_does_the_work"]
     assert found["operations_ms"] <= found["projected_ms"] and len(printed.clocks(found)) == PROFILES
-    assert any(run.startswith("benchmark/") for run in found["runs"])
+    plain = tables["walls"].loc[tables["walls"]["capture"] == "plain", "run_id"].nunique()
     slow = slower(tables["clocks"])
     later = clocked(tables, times, clocks=slow)
-    assert not later["unprofiled"]["match"] and later["slowdown"]["matched"] < found["slowdown"]["matched"]
+    assert not later["unprofiled"]["match"]
     for one in (found["slowdown"], later["slowdown"]):
-        assert one["matched"] + len(one["mismatches"]) == one["passes"] == PROFILES
+        assert one["passes"] == plain > 0
+    assert len(later["slowdown"]["mismatches"]) > len(found["slowdown"]["mismatches"])
     busy = changed(tables["clocks"], lambda t: t["phase"] == "forward", host_ns=lambda t: t["projected_ns"])
     assert clocked(tables, times, clocks=busy)["host_does_the_work"]
 
@@ -89,10 +90,12 @@ def without_plain(tables):
     return {name: table[~table["run_id"].isin(plain)] if len(table) else table for name, table in tables.items()}
 
 
-def test_without_unprofiled_times_nothing_is_said_of_the_profilers_cost(tables, times):
+def test_without_plain_steps_of_the_process_nothing_is_said_of_the_profilers_cost(tables, times):
+    """The benchmark's times are another process's: no clock is held against them."""
     tables = without_plain(tables)
-    nothing = clocked(tables, times.iloc[:0])
-    assert nothing["unprofiled"] is None and nothing["slowdown"] is None and nothing["busy_share"] is None
+    nothing = clocked(tables, times)
+    assert nothing["unprofiled"] is None and nothing["slowdown"] is None
+    assert clocked(tables, times.iloc[:0])["busy_share"] is None
     assert printed.slowdowns(nothing).iloc[0, 2].startswith("– / –")
     claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS), times.iloc[:0])
     assert "nan" not in printed.claims(claims).to_csv()
@@ -110,16 +113,20 @@ def plain_steps(tables, times_as_long=1.0):
     return pd.concat([phase_rows, *wholes], ignore_index=True)
 
 
-def test_plain_steps_of_the_same_process_come_before_the_benchmarks(tables, times):
+def test_plain_annotated_and_captured_steps_of_one_process_are_compared(tables, times):
     tables = without_plain(tables)
     profiles = tables["operations"]["run_id"].nunique()
     walls = plain_steps(tables, 2)
     found = clocked(tables, times, walls=walls)
-    assert found["busy_share"] == pytest.approx(0.5) and found["slowdown"]["plain_in_same_process"]
-    assert not any(run.startswith("benchmark/") for run in found["runs"])
+    assert found["busy_share"] == pytest.approx(0.5)
+    of_captured, of_plain = found["spreads"]["captured"], found["spreads"]["plain"]
+    assert of_plain.to_numpy() == pytest.approx(of_captured.to_numpy()) and (of_plain > 0).all().all()
+    wider = changed(walls, lambda t: t["capture"] == "annotated", time_ms=lambda t: t["time_ms"] * (1 + t["step"] % 2))
+    spreads = clocked(tables, times, walls=wider)["spreads"]
+    assert (spreads["annotated"] > 0.4).all().all() and spreads["plain"].equals(of_plain)
     cost = found["slowdown"]
-    assert cost["annotated"]["median"] == pytest.approx(9 / 8)
-    assert cost["captured"]["median"] == pytest.approx(10 / 9)
+    assert cost["annotated"]["most"]["ratio"] == pytest.approx(9 / 8)
+    assert cost["captured"]["most"]["ratio"] == pytest.approx(10 / 9)
     assert cost["together"]["slower"] == cost["together"]["steps"] == 3 * profiles
     assert cost["annotated"]["steps"] == 3 * profiles
     again = walls.duplicated(["run_id", "mode", "phase", "capture"])
@@ -133,34 +140,28 @@ def test_the_words_on_clocks_follow_the_facts(tables, times):
     def said(**replaced):
         return Words(WORDS, "nsys-a.md").block("text", clocked(tables, times, **replaced))
     assert "do not match" in said(clocks=slower(tables["clocks"])) and "do not match" not in said()
-    assert "another process" in said() and "another process" not in said(walls=plain_steps(tables))
+    assert "match" not in said(walls=tables["walls"][tables["walls"]["capture"] != "plain"])
 
 
-def test_phases_are_in_their_order_and_the_least_busy_one_is_found(tables, times):
+def test_phases_are_in_their_order(tables, times):
     found = phased(tables, times)
     assert [part["phase"] for part in found["busy"]] == ["forward", "backward", "optimizer"]
     assert list(found["by_phase"]["phase"][:4]) == ["forward", "loss", "backward", "optimizer"]
-    idle = changed(tables["phases"], lambda t: small(t) & (t["phase"] == "optimizer"), operations_ms=0)
-    least = phased(tables, times, phases=idle)["least"]
-    assert (least["phase"], least["size"], least["context"]) == ("optimizer", "small", 512)
-    ahead = changed(tables["clocks"], lambda t: t["mode"] == "step", host_ns=0)
-    assert phased(tables, times, clocks=ahead)["ahead"] == found["long"] == 3 * PROFILES > found["ahead"]
     forward = tables["clocks"][tables["clocks"]["mode"] == "forward"]
     assert phased(tables, times, clocks=forward) is None
 
 
-def test_where_the_host_is_not_ahead_it_is_told_who_waits(tables, times):
+def test_who_waits_is_counted_over_the_long_phases(tables, times):
     tables = without_plain(tables)
     found = phased(tables, times)
-    parts = ("full", "gpu", "neither", "undecided")
-    assert sum(found[part] for part in parts) == found["not_ahead"] == found["long"] - found["ahead"]
+    assert sum(found[part] for part in ("full", "waiting", "neither")) == found["long"] > 0
     deep = phased(tables, times, phases=tables["phases"].assign(deepest=1022.0))
-    assert deep["full"] == deep["not_ahead"] and deep["all_gpu"] == 0
+    assert deep["full"] == deep["long"] and deep["waiting"] == 0
     shallow = tables["phases"].assign(deepest=1.0)
     late = phased(tables, times.assign(median_ms=times["median_ms"] * 3), phases=shallow)
-    assert late["gpu"] == late["not_ahead"] and late["all_gpu"] == late["long"]
+    assert late["waiting"] == late["long"]
     unknown = phased(tables, times.iloc[:0], phases=shallow)
-    assert unknown["undecided"] == unknown["not_ahead"] and unknown["least"] is None
+    assert unknown["waiting"] == unknown["full"] == unknown["neither"] == 0 and not unknown["busy"]
     assert "not known" in Words(WORDS, "nsys-phases.md").block("text", unknown)
     assert set(printed.phases(unknown)["busy"]) == {"–"}
 
@@ -227,21 +228,21 @@ def test_what_is_no_matrix_product_follows_the_data(operations):
 
 def test_what_a_full_step_changes_follows_the_data(operations):
     found = facts.full_step(operations)
-    assert found["gained"][0]["family"] == "optimizer" and found["optimizer_share"].min() > 0
+    assert found["gained"][0]["family"] == "optimizer"
     assert found["gained"] == sorted(found["gained"], key=lambda part: -part["points"])
     assert 0 < found["falls"] <= found["profiles"] == PROFILES
     for own in found["by_context"]:
         assert len(own["optimizer"]) == 5 and own["low_points"] <= own["high_points"]
-    assert found["falls_without"] <= found["falls"] and sum(p["profiles"] for p in found["largest"]) == PROFILES
+    assert found["falls_without"] <= found["falls"]
     assert "loss softmax" in set(facts.by_family(operations)["family"])
     none = facts.full_step(operations[operations["phase"] != "optimizer"])
     assert "optimizer" not in [part["family"] for part in none["gained"]]
-    assert none["optimizer_share"].max() == 0
+    assert all(own["optimizer"].max() == 0 for own in none["by_context"])
 
 
 def test_a_profile_without_its_step_is_no_profile_of_nothing_but_zeros(operations):
     found = facts.full_step(without(operations, "step"))
-    assert found["profiles"] == PROFILES - 4 and found["size"] == "medium" and found["after"].min() > 0.5
+    assert found["profiles"] == PROFILES - 4 and found["size"] == "medium" and found["own_after"] > 0.5
     assert facts.full_step(operations[operations["mode"] == "forward"]) is None
 
 
@@ -266,7 +267,7 @@ def test_softmax_against_products_follows_the_data(operations, ceilings, times):
     found = softmaxed(operations, ceilings, times)
     own = found["own"]
     assert own["time_ratio"] > 1 > own["flops_ratio"] and found["slower"] == found["profiles"] == PROFILES
-    assert own["softmax_tbs"] / own["products_tbs"] == pytest.approx(own["bytes_ratio"] / own["time_ratio"])
+    assert own["softmax_tbs"] * own["softmax_ms"] > own["products_ms"] and own["bytes_ratio"] > 1
     assert own["projected_ratio"] < own["time_ratio"] and own["projected_ms"] > own["products_ms"]
     assert softmaxed(faster_softmax(operations, 10), ceilings, times)["slower"] == 0
     assert softmaxed(operations, ceilings.iloc[:0], times.iloc[:0])["operations"] is None
@@ -291,9 +292,8 @@ def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):
     fast = faster_softmax(operations, 10)
     answers = [Words(WORDS, "nsys-e.md").block("text", softmaxed(table, ceilings, times))
                for table in (operations, fast)]
-    assert re.search(rf" {PROFILES} of {PROFILES} ", answers[0])
-    assert re.search(rf" 0 of {PROFILES} ", answers[1])
-    assert "Of them exponentiate goes at the copy's rate" in " ".join(answers[0].split())
+    assert re.search(rf"\b{PROFILES} of {PROFILES}\b", answers[0])
+    assert re.search(rf"\b0 of {PROFILES}\b", answers[1])
 
 
 def test_rates_are_those_of_the_same_size_and_context(ceilings, times):
@@ -406,7 +406,10 @@ def test_reports_that_were_left_out_and_profiles_out_of_memory_are_told(operatio
 def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables, ceilings):
     timeline = tables["timeline"]
     one = timeline[small(timeline)].drop(columns=["size", "context_length"])  # as a run's notebook has it
-    assert figures.timeline(one, "here").axes[0].get_title("left") == "One captured step (here)"
-    assert "small" in figures.timeline(timeline, "here").axes[0].get_title("left")
+    said, of_several = (figures.timeline(rows, "here").axes[0].get_title("left") for rows in (one, timeline))
+    assert "small" in of_several and "small" not in said
+    longer = figures.timeline(one.assign(duration_ns=one["duration_ns"] / 2), "here").axes[0].get_title("left")
+    idle = [int(re.search(r"(\d+)%", text)[1]) for text in (said, longer)]
+    assert idle[1] > idle[0]  # of shorter operations more is idle
     assert figures.timeline(timeline[timeline["mode"] == "forward"], "here") is None
     assert figures.roofline(tables["operations"], ceilings[ceilings["ceiling"] != "copy"], "here") is None

@@ -1,6 +1,7 @@
 """What is shipped: clean code, pins that install, a wheel that works alone, untouched notebooks."""
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 import stepscope
 from conftest import TINY
+from stepscope import cli
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11.2", "3.12.0", "3.13.0")  # the oldest is Debian 12's
@@ -45,12 +47,6 @@ def alone() -> dict[str, str]:
 @pytest.mark.parametrize("command", ["-m ruff check", "tests/typecheck.py"])
 def test_the_code_is_clean(command):
     found = said(sys.executable, *command.split(), cwd=ROOT)
-    assert found.returncode == 0, found.stdout + found.stderr
-
-
-def test_the_committed_report_is_what_the_committed_records_say():
-    check = ["-m", "stepscope.cli", "check", "--runs", "runs/h200", "--out", "."]
-    found = said(sys.executable, *check, cwd=ROOT)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -109,6 +105,32 @@ def test_pins_install(python, tmp_path):
              for one in chosen for text in one["metadata"].get("requires_dist", [])]
     assert [f"{name}: {need}" for name, need in needs if (need.marker is None or need.marker.evaluate(there))
             and not pinned(need)] == []
+
+
+# The documents
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_command_that_a_page_gives_is_one():
+    """Of make its target, of stepscope its name and options."""
+    from typer.main import get_command
+    known, targets = get_command(cli.app).commands, (ROOT / "Makefile").read_text(encoding="utf-8")
+    lines = [line for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+             for line in block.splitlines()]
+    made = [words[1] for line in lines if (words := line.split())[:1] == ["make"]]
+    assert made and [name for name in made if f"\n{name}:" not in targets] == []
+    asked = [found for line in lines if (found := re.search(r"stepscope ([a-z]+)([^#]*)", line))]
+    assert len(asked) > 8
+    for found in asked:
+        options = {name for one in known[found[1]].params for name in (*one.opts, *one.secondary_opts)}
+        assert set(re.findall(r"--[a-z-]+", found[2])) <= options | {"--help"}, found[0]
 
 
 # The wheel
@@ -183,17 +205,23 @@ def test_the_installed_wheel_works_outside_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.trials
-def test_the_installed_wheel_makes_a_run(installed, tmp_path, write_sweep):
+def test_the_installed_wheel_makes_a_report_in_an_empty_folder(installed, tmp_path, write_sweep):
     file = write_sweep({"study": "benchmark", "fixed": TINY})
-    ran = said(installed / "stepscope", "sweep", file, "--runs", tmp_path / "mine", cwd=tmp_path, env=alone())
+    (tmp_path / "empty").mkdir()
+    here = {"cwd": tmp_path / "empty", "env": alone()}
+    ran = said(installed / "stepscope", "report", file, **here)
     assert ran.returncode == 0, ran.stderr
-    assert [*tmp_path.glob("mine/benchmark/*/record.json")]
+    assert [*here["cwd"].glob("runs/local-*/benchmark/*/record.json")]
+    assert all(Path(line).is_file() for line in ran.stdout.split()) and "writeup.html" in ran.stdout
+    assert "1 run" in ran.stderr and "One step takes" in ran.stderr  # announced, and its finding
+    fits = said(installed / "stepscope", "fit", "small", **here)
+    assert fits.returncode == 0 and "forward" in fits.stdout, fits.stderr
 
 
 # Notebooks
 
 def make(folder: Path, *arguments) -> list[str]:
-    return ["make", "--no-print-directory", "-C", str(folder), "-f", str(ROOT / "Makefile"), "READY=",
+    return ["make", "--no-print-directory", "-C", str(folder), "-f", str(ROOT / "Makefile"), "READY=", "LAB=",
             f"BIN={Path(sys.executable).parent}", *arguments]
 
 

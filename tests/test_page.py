@@ -12,10 +12,14 @@ import pytest
 from bs4 import BeautifulSoup
 
 from browser import DESKTOP, PHONE, browser, shown, too_wide, violations
-from reference import PNG, STORE
+from reference import PNG, STORE, records, tables
 from stepscope.report.check import StaleReport, _same_drawing
+from stepscope.report.interactive import pieces
 from stepscope.report.page import LONG_TABLE, MOST_CONTENTS, github_slug, render_page
 from stepscope.say import style
+from stepscope.studies.ladder.names import NAMES
+
+MOST_PRINTED = 25  # pages of A4
 
 RUN = "20250611T142233Z-large-ctx512-bf16"
 REPORT = f"""# The step, timed
@@ -415,10 +419,11 @@ def test_print_is_a4_opens_what_is_folded_and_cuts_no_number(opened):
 
 @pytest.fixture(scope="module")
 def report(chromium, tmp_path_factory):
-    """The committed report's text, as this code makes a page of it."""
+    """The committed report's main text, as this code makes a page of it, with what is worked with."""
     root = STORE.root.parent.parent
     path = tmp_path_factory.mktemp("report") / "writeup.html"
-    path.write_text(render_page((root / "writeup.md").read_text(encoding="utf-8"), root), encoding="utf-8")
+    tools = pieces(records(), {"ladder.rungs": tables("ladder")["rungs"]}, NAMES)
+    path.write_text(render_page((root / "writeup.md").read_text(encoding="utf-8"), root, pieces=tools), encoding="utf-8")
     return path
 
 
@@ -432,6 +437,20 @@ def test_the_report_is_one_file_of_a_bearable_size(report):
         assert len(table.select("tbody tr")) < LONG_TABLE or table.find_parent("details")
 
 
+def test_sentences_in_a_table_are_read_on_a_phone_without_moving_it(opened):
+    words = "a symptom that takes a whole sentence to say, and more than a phone has room for beside others"
+    text = f"# T\n\n| symptom | change | gain |\n|:--|:--|--:|\n| {words} | `{'long_name_' * 8}()` | 2.10x (small) |\n"
+    page, _ = opened(text, size=PHONE)
+    box = page.locator(".table")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    tops = [page.locator("td").nth(n).bounding_box()["y"] for n in range(3)]
+    assert tops == sorted(tops) and len({*tops}) == 3
+    names = page.locator("td").evaluate_all("cells => cells.map(one => getComputedStyle(one, '::before').content)")
+    assert ["symptom" in names[0], "change" in names[1], "gain" in names[2]] == [True] * 3
+    page, _ = opened(text)
+    assert len({page.locator("td").nth(n).bounding_box()["y"] for n in range(3)}) == 1
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")])
 def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme):
     with shown(chromium, report, size, color_scheme=scheme) as (page, said):
@@ -441,6 +460,25 @@ def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme)
         assert too_wide(page) == []
 
 
-def test_the_printed_report_is_no_book(chromium, report):
+def test_the_main_text_is_printed_on_few_pages_and_its_evidence_begins_on_one_of_its_own(chromium, report):
     with shown(chromium, report) as (page, _):
-        assert printed(page)[0] <= 100
+        main, (width, height) = printed(page)
+        assert 8 < main <= MOST_PRINTED and (round(float(width)), round(float(height))) == (595, 842)
+        page.evaluate("""() => {
+          const study = document.createElement('details');
+          study.className = 'study';
+          study.innerHTML = '<summary>One study</summary><p>One line.</p>';
+          document.querySelector('main').append(study);
+        }""")
+        assert printed(page)[0] == main + 1
+
+
+def test_what_is_worked_with_is_on_the_report(chromium, report):
+    with shown(chromium, report) as (page, _):
+        rungs = tables("ladder")["rungs"]
+        assert page.locator("#ladder-size option").all_inner_texts() == [*rungs["size"].astype(str).unique()]
+        assert "faster" in page.locator("#ladder-said").inner_text()
+        assert "fit" in page.locator("#fits-verdict").inner_text()
+        name = page.locator("nav a").nth(3).get_attribute("href")
+        page.goto(report.as_uri() + name)  # an anchor that was shared
+        assert abs(page.locator(name).bounding_box()["y"]) < 100

@@ -81,7 +81,7 @@ def test_kinds_are_told_by_whether_the_host_is_ahead():
     one = samples_of([10.0])
     assert facts.between(tables.spread(one), one) is None
     given = {"processes.spread": tables.spread(samples), "processes.samples": samples}
-    assert answer(CHAPTER, CHAPTER.questions[0], given).finding
+    assert answer(CHAPTER, CHAPTER.questions[0], given).text
 
 
 def test_a_doubled_context_is_judged_over_processes():

@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 
 import pandas as pd
 import pytest
 
-from reference import STORE, records
+from reference import ROOT, STORE, records
 from stepscope.cli import main
-from stepscope.report.check import StaleReport, check
+from stepscope.report.check import StaleReport, check, compare
 from stepscope.report.load import Data, chapters, load_data, tables_of
 from stepscope.report.render import OutputError, compose, draw_figures, pages, render, whole, writeup
 from stepscope.runs.record import RecordError
@@ -32,9 +33,9 @@ def kind(run):
             bool(run.config.get("checkpoints")), run.status)
 
 
-EVERY_KIND = {kind(run): run for run in records()}
-# Of these, those that differ in more than a precision, which only decides what profiles are for.
-ONE_OF = {(*each[:2], each[0] == "nsys" and each[2], *each[3:]): run for each, run in EVERY_KIND.items()}
+# One of each kind, without those that differ in a precision alone, which only decides what profiles are for.
+ONE_OF = {(*each[:2], each[0] == "nsys" and each[2], *each[3:]): run
+          for each, run in {kind(run): run for run in records()}.items()}
 BY_STUDY = {run.study: run for run in reversed(records()) if run.status == "ok"}
 
 
@@ -65,6 +66,9 @@ def benchmarks(**fields):
 STEP = next(iter(benchmarks(size="small", context_length=512, mode="step", optimizer="foreach")))
 
 
+DPI = style.DPI
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_pictures():
     """What is in a picture is the same in one of fewer pixels, and drawn sooner."""
@@ -74,17 +78,13 @@ def small_pictures():
 
 
 @pytest.fixture(scope="module")
-def every_kind(tmp_path_factory):
-    """A runs folder with a run of every kind."""
-    folder = tmp_path_factory.mktemp("runs")
-    for run in EVERY_KIND.values():
-        link(run, folder)
-    return Store(folder)
-
-
-@pytest.fixture(scope="module")
-def data(every_kind):
-    return load_data(every_kind)
+def committed(tmp_path_factory):
+    """The report of all committed records, made once, and the folder of its pictures."""
+    folder = tmp_path_factory.mktemp("figures")
+    data = load_data(STORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "DPI", DPI)
+        return compose(data, draw_figures(data, folder)), folder
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +110,18 @@ def test_the_committed_sweeps_are_complete():
     assert len(asked) > 100 and missing == []
 
 
-def test_every_answer_has_evidence_that_exists_and_no_gap(data, every_kind):
-    answers = compose(data).answers
+def test_the_committed_report_is_what_the_committed_records_say(committed):
+    compare(STORE, ROOT, *committed)
+
+
+def test_every_answer_has_evidence_that_exists_and_no_gap(committed):
+    answers = committed[0].answers
     assert len({answer.key for answer in answers}) == len(answers) > 20
     for answer in answers:
         assert answer.text and not re.search(r"\bnan\b|(?<![.] )\bNone\b", answer.text), answer.key
-        assert all((every_kind.root / run / "record.json").exists() for run in answer.runs)
+        assert all((STORE.root / run / "record.json").exists() for run in answer.runs)
         for _, table in answer.tables:
             assert len(table) and not table.isna().any().any(), answer.key
-
-
-def test_every_figure_that_there_are_data_for_is_drawn(data, tmp_path):
-    drawn = draw_figures(data, tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.png")} == set(drawn) and len(drawn) > 10
 
 
 def test_without_records_every_question_says_so_in_its_place(tmp_path):
@@ -160,14 +159,27 @@ def report(rendered, tmp_path):
     return Store(tmp_path / "report" / "runs"), tmp_path / "report" / "new" / "place"
 
 
-def test_check_passes_on_what_was_rendered_and_fails_on_any_change(report):
+@pytest.fixture
+def compared(report, tmp_path):
+    """Compare what is in the report's folder with what was rendered, as often as asked, drawn once."""
+    store, folder = report
+    shutil.copytree(folder / "figures", tmp_path / "drawn")
+
+    def again():
+        made = compose(load_data(store), [path.stem for path in (tmp_path / "drawn").glob("*.png")])
+        compare(store, folder, made, tmp_path / "drawn")
+
+    return again
+
+
+def test_check_passes_on_what_was_rendered_and_fails_on_any_change(report, compared):
     store, folder = report
     check(store, folder)
     for path in (folder / "writeup.md", folder / "evidence" / "benchmark.md", folder / "evidence" / "runs.md"):
         page = path.read_text()
         path.write_text(page.replace("run", "Run", 1))
         with pytest.raises(StaleReport, match=rf"{path.name}, line \d+: is .* but the records say"):
-            check(store, folder)
+            compared()
         path.write_text(page)
     figures = sorted((folder / "figures").glob("*.png"))
     shutil.copy(figures[0], figures[1])
@@ -175,7 +187,7 @@ def test_check_passes_on_what_was_rendered_and_fails_on_any_change(report):
         check(store, folder)
     figures[1].unlink()
     with pytest.raises(StaleReport, match=f"{figures[1].name}: missing"):
-        check(store, folder)
+        compared()
 
 
 def test_the_readmes_story_is_made_from_the_records_and_rendering_again_changes_nothing(report):
@@ -190,12 +202,13 @@ def test_the_readmes_story_is_made_from_the_records_and_rendering_again_changes_
     text = readme.read_text()
     assert text.startswith("# Words\n") and text.endswith("<!-- /story -->\nmore\n")
     assert "old" not in text
+    made = compose(load_data(store), [path.stem for path in (folder / "figures").glob("*.png")])
     readme.write_text(text.replace(" ms", " s", 1))
     with pytest.raises(StaleReport, match="README.md, line"):
-        check(store, folder)
+        compare(store, folder, made, folder / "figures")
     readme.write_text("# Words without marks\n")
     with pytest.raises(StaleReport, match="README.md: has no line '<!-- story -->'"):
-        check(store, folder)
+        compare(store, folder, made, folder / "figures")
 
 
 def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
@@ -296,6 +309,20 @@ def test_runs_that_differ_in_what_no_table_shows_are_told_apart():
     warm = [small.model_copy(update={"study": "warmup", "run_id": str(n),
                                      "config": small.config | {"warmup_steps": n}}) for n in (0, 1)]
     assert told_apart(warm) == (warm, [])  # there the number of warm-up steps is what is studied
+
+
+def test_of_runs_that_differ_in_timed_steps_the_newest_counts_however_many_there_are_of_the_others():
+    old = benchmarks()
+    new = old[0].model_copy(update={"run_id": "new", "config": old[0].config | {"timed_steps": 3},
+                                    "started_at": old[0].started_at + timedelta(days=1)})
+    rest = [run for run in old if run is not old[0]]
+    for order in ([new, *old], [*old, new]):
+        kept, aside = told_apart(order)
+        assert aside == [old[0]] and {run.run_id for run in kept} == {"new", *(run.run_id for run in rest)}
+    failed = new.model_copy(update={"status": "failed"})
+    assert told_apart([*old, failed]) == (old, [failed])
+    batch = new.model_copy(update={"config": new.config | {"batch_size": 8}})
+    assert told_apart([*old, batch]) == (old, [batch])  # newer, but of another kind than the study's
 
 
 def test_what_no_answer_is_made_from_is_listed():

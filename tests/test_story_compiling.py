@@ -41,7 +41,7 @@ def median_ms(times, **cell):
 
 
 def test_gains_are_ratios_of_medians_of_one_process(times):
-    found = gain(times, NOTHING)
+    found = gain(times, NOTHING, NOTHING)
     best = {one["precision"]: one["speedups"].max() for one in found["backward"]}
     own = {"size": "large", "precision": "bf16", "mode": "forward_backward", "attention": "eager"}
     assert best["bf16"] >= (median_ms(times, variant="eager", **own) / median_ms(times, variant="block", **own))
@@ -64,13 +64,17 @@ def test_of_several_processes_the_one_with_the_least_disturbed_eager_step_is_tol
 
 def test_other_records_take_other_words(times):
     slower = scaled(times, 4, "variant == 'block'")
-    found = gain(slower, NOTHING)
+    found = gain(slower, NOTHING, NOTHING)
     assert not found["all_faster"] and found["slower"] and "Slower are" in told(slower)[0].text
     assert "Slower are" not in told(times)[0].text
     steps = settled(beside(slower)).query("mode == 'step'")
     assert gain_title(steps) == "Compiling makes no bf16 step faster"
-    assert "fused=True" in told(times)[0].more
-    assert "fused=True" not in told(times[times["optimizer"] == "foreach"])[0].more
+    near = {"processes.spread": tables("processes")["spread"].assign(between_share=0.001)}
+    assert "fused=True" in told(times, **near)[0].more
+    # What two processes may differ by is no gain.
+    far = {"processes.spread": near["processes.spread"].assign(between_share=1.0)}
+    assert not any("fused=True" in told(times, **spread)[0].more for spread in ({}, far))
+    assert "fused=True" not in told(times[times["optimizer"] == "foreach"], **near)[0].more
     assert "clock" not in told(times.assign(sm_clock_mhz=1980.0))[0].more
 
 
@@ -123,7 +127,7 @@ def test_the_picture_has_a_dot_for_each_pair_and_none_without(times):
 
 def test_without_records_nothing_is_said(times):
     assert told(NOTHING) == []
-    assert gain(times[times["variant"] == "eager"], NOTHING) is None
+    assert gain(times[times["variant"] == "eager"], NOTHING, NOTHING) is None
     assert cost(times[times["variant"] == "eager"], NOTHING, NOTHING, NOTHING) is None
     one = times[times["run_id"] == times["run_id"].iloc[0]]
     assert all("nan" not in a.text + a.more for a in told(one))

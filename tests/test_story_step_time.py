@@ -11,7 +11,7 @@ from stepscope.report.story.step_time import PART, step_kinds, step_phases
 
 
 def all_tables(**replaced):
-    given = {f"{study}.{name}": table for study in ("benchmark", "compile", "nsys", "ladder")
+    given = {f"{study}.{name}": table for study in ("benchmark", "compile", "nsys", "ladder", "processes")
              for name, table in tables(study).items()}
     return defaultdict(pd.DataFrame, given | {name.replace("__", "."): table for name, table in replaced.items()})
 
@@ -22,7 +22,7 @@ def told(given):
 
 def test_shares_of_phases_are_those_of_the_timed_samples():
     times, samples = tables("benchmark")["times"], tables("benchmark")["samples"]
-    found = facts.phases(times, tables("compile")["times"], pd.DataFrame())
+    found = facts.phases(times, tables("compile")["times"], pd.DataFrame(), pd.DataFrame())
     own = samples[samples["timed"] & (samples["mode"] == "step") & (samples["precision"] == "fp32")
                   & (samples["optimizer"] == "foreach") & (samples["context_length"] == found["context"])]
     medians = own.groupby(["size", "phase"])["time_ms"].median().unstack().drop(columns="step")
@@ -43,6 +43,15 @@ def test_of_the_compiled_runs_of_a_size_the_fastest_is_told():
     fastest = whole.astype({"size": str}).groupby("size")["median_ms"].min()
     got = rows[rows["phase"] == "step"].astype({"size": str}).set_index("size")["median_ms"]
     assert got.to_dict() == fastest.to_dict() and len(got) == 5
+
+
+def test_what_fused_adamw_saves_is_told_where_it_is_more_than_processes_differ():
+    times, compiled = tables("benchmark")["times"], tables("compile")["times"]
+    near = tables("processes")["spread"].assign(between_share=0.001)
+    found = facts.fused(times, compiled, 512, near)
+    assert found["helps"] and 0 < found["saved"] < found["compiled"]["saved"]
+    far = facts.fused(times, compiled, 512, near.assign(between_share=2.0))
+    assert far["saved"] is None and far["compiled"] is None
 
 
 def test_kinds_are_sums_of_operations():
@@ -77,7 +86,7 @@ def test_other_times_take_other_words():
 
 def test_a_sweep_of_ones_own_in_another_precision_is_told_of_itself():
     times = tables("benchmark")["times"].assign(precision="bf16", attention="sdpa")
-    found = facts.phases(times, tables("compile")["times"], pd.DataFrame())
+    found = facts.phases(times, tables("compile")["times"], pd.DataFrame(), pd.DataFrame())
     assert found["config"]["precision"] == "bf16" and found["compiled"] is None
     figure = step_phases(times, tables("compile")["times"], "here")
     assert [axis.get_title(loc="left").split("\n")[0] for axis in figure.axes] == ["bf16, fused attention"]

@@ -58,12 +58,26 @@ def test_other_times_take_other_words():
     assert "in fp32 that is small at context 128" in told(*given())["waiting-where"].text
     exact = captured.assign(operations_ms=captured["operations_ms"] * 10)
     calm = told(times, exact, low)["waiting-where"]
-    assert "in none of the 25 steps measured" in calm.text and "This is because" not in calm.more
+    assert "in none of the 25 steps measured" in calm.text and "operations, which need" not in calm.more
     late = changed(times, lambda rows: rows["size"].astype(str) == "large",
                    median_ms=lambda rows: rows["median_ms"] * 3)
     shallow = captured.assign(deepest=5.0)
     assert "large at context 512" in told(late, shallow, low)["waiting-where"].text
     assert "in no step" in waiting_map(times, exact, low, "here").get_suptitle()
+
+
+def test_a_flat_forward_is_told_over_processes_and_a_slow_capture_of_one():
+    def seen(doubled):
+        rows = [{"study": "processes", "run_id": f"process{i}", "size": "small", "context_length": context,
+                 "mode": "forward", "phase": "step", "timed": True, "time_ms": ms * (1 + 0.001 * (i + step))}
+                for i in range(4) for context, ms in ((128, 10.0), (256, doubled)) for step in range(5)]
+        times, captured, low = given()
+        nsys = tables("nsys")
+        return facts.seen(captured, times, low, pd.DataFrame(), nsys["clocks"], nsys["walls"], pd.DataFrame(rows))
+
+    [flat] = seen(11.0)["flat"]
+    assert (flat["size"], flat["context"]) == ("small", 128) and flat["ratio"] == pytest.approx(1.1, rel=0.01)
+    assert seen(19.0)["flat"] == [] and seen(11.0)["slowed"]
 
 
 def test_remedies_are_ratios_within_one_run():

@@ -104,6 +104,6 @@ def test_a_sweep_of_profiles_on_one_machine_takes_turns(tmp_path, write_sweep):
     for record in records:
         seconds = {name: record.results[name] for name in ("ready_s", "turn_s", "steps_s", "others_s", "analysis_s")}
         assert min(seconds.values()) >= 0 and sum(seconds.values()) < time.time() - began
-        assert record.results["captured_profiles"] == 3
+        assert record.results["captured_profiles"] == 3 and record.results["took_turns"] is True
     assert max(record.results["turn_s"] for record in records) > 0
     assert not list(Path(workers.tempfile.gettempdir()).glob(f"{workers.TURNS}*/*{turns.WORK}"))

@@ -64,7 +64,7 @@ def test_every_question_has_its_words_and_every_words_its_question():
             assert (
                 captions | {"question", "text"}
                 <= set(words.template.blocks)
-                <= captions | {"question", "text", "finding", "not_answered"}
+                <= captions | {"question", "text", "not_answered"}
             )
 
 

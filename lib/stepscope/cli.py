@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,7 +161,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, cpu (all, over tiny models) or 2026."
+            help="Sweep files (YAML), or what ships: a study's name, reference, 2026, cpu (tiny models)."
         ),
     ],
     runs: RunsOption = None,
@@ -177,10 +178,8 @@ def sweep(
     left.
     """
     _end_on_signals()
-    from stepscope.runs.sweep_file import find_sweeps
-
     _sweep(
-        [path for name in sweeps for path in find_sweeps(name)],
+        _named(sweeps, scheduler),
         _local_runs(runs),
         time_budget,
         workers,
@@ -320,11 +319,16 @@ def render(runs: RunsOption = None,
            out: Annotated[Path | None, typer.Option(help="Where the report goes.",
                                                     show_default="the runs folder")] = None) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained) and figures/."""
+    folder = _local_runs(runs)
+    for path in _render(folder, out):
+        print(path)
+
+
+def _render(folder: Path, out: Path | None = None) -> list[Path]:
+    """The report of a runs folder; its text and its page."""
     from stepscope.report.render import render
     from stepscope.runs.store import Store
-    folder = _local_runs(runs)
-    for path in render(Store(folder), out or folder)[:2]:
-        print(path)
+    return render(Store(folder), out or folder)[:2]
 
 
 @app.command()
@@ -341,6 +345,10 @@ def check(runs: RunsOption = None,
 
 @app.command()
 def report(
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Argument(help="What to measure, as of sweep.", show_default="a tour on a GPU, cpu without one"),
+    ] = None,
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
     workers: WorkersOption = None,
@@ -348,37 +356,63 @@ def report(
     exclusive: ExclusiveOption = None,
     timeout: TimeoutOption = None,
 ) -> None:
-    """Measure this machine and render its report: the full matrix on a GPU, tiny models on a CPU.
+    """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
 
-    Everything goes into the runs folder; the committed reference results stay as they are.
+    What a run found is printed when it is done, and how long all takes before it starts. `stepscope report
+    reference` measures the whole matrix instead, in hours. Everything goes into the runs folder; the
+    committed reference results stay as they are.
     """
     _end_on_signals()
-    from stepscope.config import device_here
-    from stepscope.runs.sweep_file import find_sweeps
-
-    names = (
-        ["ladder", "benchmark", "processes", "warmup", "nsys", "mixed_precision", "memory", "attention",
-         "compile"]
-        if device_here("auto") == "cuda"
-        else ["cpu"]
-    )
+    if console.is_terminal:  # torch takes seconds to import, the first time many
+        console.print("Looking at this machine.")
     folder, end = _local_runs(runs), None
-    try:
-        _sweep(
-            [path for name in names for path in find_sweeps(name)],
-            folder,
-            time_budget,
-            workers,
-            scheduler,
-            exclusive,
-            timeout,
-        )
-    except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
-        end = status
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = _named(sweeps, scheduler) if sweeps else _first_sweep(Path(temporary))
+        try:
+            _sweep(paths, folder, time_budget, workers, scheduler, exclusive, timeout)
+        except typer.Exit as status:  # what was measured is shown, also when something failed or time ran out
+            end = status
     if folder.exists():
-        render(folder)
+        _render_and_say(folder)
     if end:
         raise end
+
+
+def _named(names: list[str], scheduler: str | None = None) -> list[Path]:
+    """The files of sweeps by their names; the reference is refused where only a CPU would run it."""
+    from stepscope.config import device_here
+    from stepscope.runs.sweep_file import find_sweeps
+    if "reference" in names and scheduler is None and device_here("auto") == "cpu":
+        raise StepscopeError("reference: its models need a CUDA GPU, and torch sees none here;"
+                             " the same studies over tiny models are called cpu")
+    return [path for name in names for path in find_sweeps(name)]
+
+
+def _first_sweep(folder: Path) -> list[Path]:
+    """What `stepscope report` measures here: on a GPU the tour, whose file is written to a folder."""
+    from stepscope.config import device_here
+    from stepscope.runs.machine import machine
+    from stepscope.runs.sweep_file import find_sweeps, tour
+    if device_here("auto") == "cpu":
+        return find_sweeps("cpu")
+    path = folder / "tour.yaml"
+    path.write_text(tour(machine("cuda")["gpu_memory_mib"]), encoding="utf-8")
+    return [path]
+
+
+def _render_and_say(folder: Path) -> None:
+    """The report of a runs folder, and how it opens."""
+    if console.is_terminal:
+        with console.status("Making the report: reading the runs, drawing its pictures; up to two minutes"):
+            paths = _render(folder)
+    else:
+        console.print("Making the report: reading the runs, drawing its pictures; up to two minutes")
+        paths = _render(folder)
+    opens = re.search(r"<a id=.*?\n\n(.+?)\n\n", paths[0].read_text(encoding="utf-8"))
+    if opens:
+        console.print(opens[1].replace("**", ""), soft_wrap=True, markup=False, highlight=False)
+    for path in paths:
+        print(path)
 
 
 @app.command()
@@ -403,8 +437,6 @@ def ladder(
     A sweep of the study ladder with all rungs, then the report. Exit status as of sweep.
     """
     _end_on_signals()
-    import tempfile
-
     import yaml
 
     from stepscope.config import device_here, size_of
@@ -425,7 +457,7 @@ def ladder(
         path = Path(temporary) / "ladder.yaml"
         path.write_text(yaml.safe_dump(block), encoding="utf-8")
         _sweep([path], folder, time_budget, None, None, None, None)
-    render(folder)
+    _render_and_say(folder)
 
 
 @app.command()

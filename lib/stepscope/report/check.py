@@ -9,7 +9,7 @@ from matplotlib.testing.exceptions import ImageComparisonFailure
 from stepscope import StepscopeError
 from stepscope.report.load import load_data
 from stepscope.report.readme import STORY_BEGIN
-from stepscope.report.render import compose, draw_figures, page_of, texts
+from stepscope.report.render import Report, compose, draw_figures, page_of, texts
 from stepscope.runs.record import check_notebook
 from stepscope.runs.store import Store
 
@@ -29,23 +29,35 @@ def check(store: Store, folder: Path) -> None:
         else.
         RecordError: a record cannot be used, or a table differs from the one its record was written with.
     """
-    data = load_data(store)
     for path in (folder / "writeup.md", folder / "writeup.html"):
         if not path.exists():
             out = "" if folder.resolve() == store.root.resolve() else f" --out {folder}"
             command = f"stepscope render --runs {store.root}{out}"
             raise StaleReport(f"{path}: not there; render it first ({command})")
-    if data.errors:
-        raise data.errors[0]
-    for record in data.records:
+    data = load_data(store)
+    with tempfile.TemporaryDirectory() as temporary:
+        report = compose(data, draw_figures(data, Path(temporary)))
+        compare(store, folder, report, Path(temporary))
+
+
+def compare(store: Store, folder: Path, report: Report, drawn: Path) -> None:
+    """Compare the report in ``folder`` with one that was composed of the records now.
+
+    Args:
+        drawn: the folder of its pictures.
+
+    Raises:
+        As :func:`check`.
+    """
+    if report.data.errors:
+        raise report.data.errors[0]
+    for record in report.data.records:
         if record.done:
             check_notebook(store.root, record)
-    with tempfile.TemporaryDirectory() as temporary:
-        figures = draw_figures(data, Path(temporary))
-        for stem in figures:
-            for kind, same in ((".png", _same_picture), (".svg", _same_drawing)):
-                same(folder / "figures" / f"{stem}{kind}", Path(temporary) / f"{stem}{kind}")
-    report = compose(data, figures)
+    for picture in sorted(drawn.glob("*.png")):
+        _same_picture(folder / "figures" / picture.name, picture)
+        drawing = picture.with_suffix(".svg")
+        _same_drawing(folder / "figures" / drawing.name, drawing)
     expected = texts(store, report, folder)
     readme = folder / "README.md"
     if readme in expected and STORY_BEGIN not in expected[readme]:

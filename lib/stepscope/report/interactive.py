@@ -6,7 +6,6 @@ formulas themselves, as terms, so that there is one set of formulas; how instant
 byte.
 """
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from markupsafe import Markup
 from stepscope.config import PHASES, PRECISIONS, SIZES, size_label
 from stepscope.runs.record import Record
 from stepscope.step import accounting
+from stepscope.studies.ladder.rungs import BRANCHES
 from stepscope.studies.memory.facts_options import fragmentation
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -67,8 +67,9 @@ class Piece:
 class Rung:
     """A row of the ladder picker.
 
-    ``products`` is the type of its matrix products; rows that have another batch, or are no rung of the
-    ladder but something beside it, say so in ``beside``. What is not known is None.
+    ``products`` is the type of its matrix products; rows on which no later one stands (of another batch, of
+    another program) say so in ``beside``; ``gain`` is how many times as fast as the rung before, within one
+    process. What is not known is None.
     """
 
     size: str
@@ -81,12 +82,13 @@ class Rung:
     mfu: float | None = None  # a share of the data sheet's, or else of the measured, rate
     products: str = "bf16"
     beside: bool = False
+    gain: float | None = None
 
 
 def pieces(records: Iterable[Record], tables: Mapping[str, pd.DataFrame],
            rung_names: Mapping[str, str] | None = None) -> list[Piece]:
     """Every interactive part that there are data for."""
-    rows = ladder_rows(tables.get("ladder.times", pd.DataFrame()), rung_names or {})
+    rows = ladder_rows(tables.get("ladder.rungs", pd.DataFrame()), rung_names or {})
     return [calculator(records, tables), *([ladder_picker(rows)] if rows else [])]
 
 
@@ -133,43 +135,30 @@ def _terms(formula: str) -> list[list]:
     return [[int(number), letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula)]
 
 
-def ladder_rows(times: pd.DataFrame, names: Mapping[str, str]) -> list[dict]:
-    """The picker's rows from the ladder's table of times: a row a shape and rung, the median of its runs.
-
-    Columns taken: ``size``, ``context_length``, ``rung``, ``median_ms``, ``status``; where there are such,
-    ``tokens_per_s``, ``peak_mib``, ``of_sheet`` or ``of_measured``, ``kind`` (``rung``, ``beside``,
-    ``left_out``). The smallest vocabulary of a shape is the one shown.
+def ladder_rows(rungs: pd.DataFrame, names: Mapping[str, str]) -> list[dict]:
+    """The picker's rows from the ladder's table of rungs (``studies.ladder.tables.over_processes``), in its
+    order. Rungs left out of the finished step are none of them; of a shape the smallest vocabulary is shown.
 
     Args:
         names: what rungs are called; one that is not in it is called by its key.
     """
-    needed = {"size", "context_length", "rung", "median_ms", "status"}
-    if times.empty or not needed <= set(times):
+    if rungs.empty:
         return []
-    times = times[times["status"] == "ok"]
-    if "kind" in times:
-        times = times[times["kind"] != "left_out"]
-    if "vocab_size" in times:
-        smallest = times.groupby(["size", "context_length"], observed=True)["vocab_size"].transform("min")
-        times = times[times["vocab_size"] == smallest]
-    rows = []
-    keys = ["size", "context_length", "rung"]
-    for (size, context, rung), own in times.groupby(keys, sort=False, observed=True):
-        def middle(*columns: str, own: pd.DataFrame = own, factor: float = 1.0) -> float | None:
-            """The median of the first of these columns that has a number, to six digits."""
-            known = (own[column].median() for column in columns if column in own)
-            number = next((float(number) for number in known if pd.notna(number)), None)
-            return None if number is None else float(f"{number * factor:.6g}")
-        time_ms = middle("median_ms")
-        if time_ms is None or not math.isfinite(time_ms):
-            continue
-        label = names.get(rung, str(rung).replace("_", " "))
-        row = Rung(str(size), int(context), str(rung), label, time_ms, middle("tokens_per_s"),
-                   middle("peak_mib", factor=1 / 1024), middle("of_sheet", "of_measured"),
-                   rung if rung in PRODUCTS else "bf16",
-                   rung == "fill" or ("kind" in own and own["kind"].iloc[0] == "beside"))
-        rows.append(vars(row))
-    return rows
+    rungs = rungs[(rungs["status"] == "ok") & (rungs["kind"] != "left_out") & rungs["median_ms"].notna()]
+    smallest = rungs.groupby(["size", "context_length"], observed=True)["vocab_size"].transform("min")
+    shown = []
+    for row in rungs[rungs["vocab_size"] == smallest].to_dict("records"):
+        def known(*columns: str, row: dict = row, factor: float = 1.0) -> float | None:
+            """The first of these columns that has a number, to six digits."""
+            value = next((row[column] for column in columns if pd.notna(row[column])), None)
+            return None if value is None else float(f"{value * factor:.6g}")
+        rung = row["rung"]
+        shown.append(vars(Rung(
+            str(row["size"]), int(row["context_length"]), rung, names.get(rung, rung.replace("_", " ")),
+            known("median_ms") or 0.0, known("tokens_per_s"), known("peak_mib", factor=1 / 1024),
+            known("of_sheet", "of_measured"), rung if rung in PRODUCTS else "bf16",
+            rung == "fill" or rung in BRANCHES or row["kind"] == "beside", known("gain"))))
+    return shown
 
 
 def ladder_picker(rows: list[dict]) -> Piece:
@@ -181,7 +170,8 @@ def ladder_picker(rows: list[dict]) -> Piece:
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     contexts = sorted({row["context_length"] for row in rows})
     products = [name for name in PRODUCTS if any(row["products"] == name for row in rows)]
-    html = _html("ladder.html.j2", sizes=sizes, contexts=contexts, products=products)
+    html = _html("ladder.html.j2", sizes=sizes, contexts=contexts, products=products,
+                 start="bf16" if "bf16" in products else products[-1])  # FP8 is another arithmetic
     return Piece("ladder-picker", html, rows, "ladder.js")
 
 

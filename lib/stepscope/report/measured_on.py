@@ -43,6 +43,8 @@ def sizes(data: Data) -> pd.DataFrame:
 
 
 def _parameters(n: int) -> str:
+    if n < 1e6:
+        return f"{n:,}"
     return f"{number(n / 1e6)} million" if n < 1e9 else f"{number(n / 1e9)} billion"
 
 
@@ -68,7 +70,8 @@ def machine(data: Data) -> dict[str, str]:
     ended: Counter[str] = Counter(record.status for record in records)
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
-    rows["time in runs"] = f"{sum(r.duration_s for r in records) / 60:.0f} min"
+    waited_s = sum(r.results.get(name, 0) for r in records for name in ("turn_s", "others_s"))
+    rows["time in runs"] = f"{(sum(r.duration_s for r in records) - waited_s) / 60:.0f} min"
     if on_gpu:
         rows |= _clocks(data.tables)
         busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
@@ -91,7 +94,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
         return {}
     full = clocks["sm_clock_mhz"].max()
     held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
-    least = f", at least {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
+    least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
                                           f" {len(clocks)} timed cells{least}"}
 
@@ -105,6 +108,9 @@ def _hosts(records: list[Record]) -> dict[str, str]:
         rows["memory of the hosts"] = ", ".join(f"{ram:.0f} GiB" for ram in hosts)
     of_study = Counter(r.study for r in records)
     if beside := Counter(r.study for r in records if r.beside):
-        parts = listing(f"{n} of {of_study[study]} in {study}" for study, n in beside.items())
+        turns = Counter(r.study for r in records if r.beside and r.results.get("took_turns"))
+        parts = listing(f"{n} of {of_study[study]} in {study}"
+                        + (f" ({turns[study]} timed in turns, the others idle)" if turns[study] else "")
+                        for study, n in beside.items())
         rows["runs with others beside them"] = f"{beside.total()} of {len(records)}: {parts}"
     return rows

@@ -236,6 +236,19 @@ def _box_tables(soup: BeautifulSoup) -> None:
         rows = len(table.select("tbody tr"))
         if rows >= LONG_TABLE:
             _fold(soup, box, table, f"table-{number}", caption, rows)
+        elif columns <= WIDE_COLUMNS and table.select("td.long"):
+            _of_sentences(box, table)
+
+
+def _of_sentences(box: Tag, table: Tag) -> None:
+    """Mark a table that holds sentences: where the window is narrow, its cells stand below each other, each
+    behind its column's name."""
+    box["class"] = "table sentences"
+    names = [head.get_text(" ", strip=True) for head in table.select("thead :is(th, td)")]
+    for row in table.select("tbody tr"):
+        for name, cell in zip(names, row.find_all(["th", "td"])):
+            if name:
+                cell["data-name"] = name
 
 
 def _caption(table: Tag) -> Tag | None:

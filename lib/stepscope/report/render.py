@@ -55,7 +55,7 @@ def compose(data: Data, figures: Collection[str] = ()) -> Report:
                                                for question in chapter.questions]) for chapter in chapters()}
     told_of = {part.title: answers for part in STORY if (answers := tell(part, data.tables))}
     report = Report(data, told_of, studies, [])
-    shown = {run for _, answers in studies.values() for one in answers for run in one.runs}
+    shown = {run for one in report.answers for run in one.runs}
     report.left = [run for record in data.records if record.done
                    and (run := f"{record.study}/{record.run_id}") not in shown]
     if report.left:

@@ -1,10 +1,11 @@
-"""What a run said, for whoever asks why it failed."""
+"""What a run says: while it goes on, in the end, and for whoever asks why it failed."""
 import json
 import re
 from collections.abc import Iterator
 
+from stepscope.config import RunConfig
 from stepscope.files import read_within
-from stepscope.runs.record import LOG, NOTEBOOK, Record, RecordError, read_record
+from stepscope.runs.record import LOG, NOTEBOOK, SAID, Record, RecordError, read_record
 from stepscope.runs.store import Store
 
 # What a terminal would obey: colours, and other control characters than ends of lines and tabs.
@@ -53,6 +54,30 @@ def run_log(store: Store, name: str) -> str:
     if (log := _read(store, f"{run}/{LOG}")) is not None:
         parts.append(f"--- the kernel's process\n{log.decode(errors='replace').rstrip()}")
     return CONTROLS.sub("", "\n".join(parts)) + "\n"
+
+
+def said_last(store: Store, config: RunConfig) -> str:
+    """The last line that the notebook of a run in the making has printed; empty where there is none yet."""
+    for path in store.partial.glob(f"{config.study}-{config.run_id}-*/{SAID}"):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:  # the run has just ended
+            continue
+        return CONTROLS.sub("", next((line for line in reversed(lines) if line.strip()), ""))
+    return ""
+
+
+def reading(store: Store, record: Record) -> str:
+    """What a run found, in the words with which its notebook ends, as plain text; empty where it has none."""
+    try:
+        content = json.loads(_read(store, f"{record.study}/{record.run_id}/{NOTEBOOK}") or b"{}")
+        texts = ["".join(output["data"]["text/markdown"]) for cell in content.get("cells", [])
+                 for output in cell.get("outputs", []) if "text/markdown" in output.get("data", {})]
+    except (RecordError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+    # The first one is the run's name, and code that a notebook shows is not its end.
+    words = texts[-1] if len(texts) > 1 and "```" not in texts[-1] else ""
+    return CONTROLS.sub("", " ".join(words.replace("**", "").replace("`", "").split()))
 
 
 def _read(store: Store, name: str) -> bytes | None:

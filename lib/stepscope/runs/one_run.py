@@ -19,7 +19,7 @@ from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, free_fields
 from stepscope.runs.jupyter_kernel import Watch, start_kernel
 from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.record import LOG, Record, Status
+from stepscope.runs.record import LOG, SAID, Record, Status
 from stepscope.runs.store import Store
 
 NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
@@ -67,7 +67,7 @@ def make_run(config: RunConfig, store: Store, timeout_s: float | None = None,
     outcome = json.loads((folder / OUTCOME).read_text()) if (folder / OUTCOME).exists() else {}
     if status == "ok" and not outcome.get("finished"):
         status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
-    for leftover in (OUTCOME, f".{OUTCOME}.tmp"):
+    for leftover in (OUTCOME, f".{OUTCOME}.tmp", SAID):
         (folder / leftover).unlink(missing_ok=True)
     _strip_machine(folder / "notebook.ipynb")
     _keep_log(folder / LOG, status)
@@ -89,10 +89,10 @@ def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None
     kernel = start_kernel(folder)
     watch = Watch(kernel, timeout_s, abandoned)
     try:
-        with watch:
+        with watch, (folder / SAID).open("w", encoding="utf-8") as said:
             papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb",
                                        parameters, kernel_name="python3", cwd=folder, progress_bar=False,
-                                       km=kernel.manager)
+                                       stdout_file=said, km=kernel.manager)
     except PapermillExecutionError as error:
         cause = watch.cause or f"{error.ename}: {error.evalue}"
         return ("oom" if error.ename == "OutOfMemoryError" else "failed"), _without_machine(cause)

@@ -28,6 +28,7 @@ from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
+SAID = "said.txt"  # what a notebook prints while it runs; gone when it has ended
 MOST_RECORD_BYTES = 2**24
 
 

@@ -6,20 +6,23 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from stepscope.config import RunConfig, StepConfig, require_device, studies
 from stepscope.files import write_text_durably
+from stepscope.runs.estimate import left_s, minutes, said_before
 from stepscope.runs.jupyter_kernel import asked, clear_dead
+from stepscope.runs.logs import reading, said_last
 from stepscope.runs.machine import machine
 from stepscope.runs.one_run import require_notebooks
 from stepscope.runs.record import Record, RecordError
@@ -283,6 +286,21 @@ def work_estimate(config: RunConfig) -> int:
     )  # attention's two products
 
 
+class _Shown(Progress):
+    """The progress, and under it what a run's notebook printed last."""
+
+    def __init__(self, said: Callable[[], str], console: Console):
+        self.said = said
+        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                         TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console,
+                         refresh_per_second=2)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if words := self.said():
+            yield Text(f"  {words}", style="dim", overflow="ellipsis", no_wrap=True)
+
+
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
@@ -292,7 +310,8 @@ class _Sweep:
         self.total = total  # runs, with those that were done before
         self.todo: list[RunConfig] = []
         self.done: set[tuple[str, str]] = set()
-        self.durations: list[float] = []
+        self.over_s: list[tuple[RunConfig, float]] = []  # what is over, with its seconds
+        self.going: list[RunConfig] = []
         self.back: list[RunConfig] = []  # what came back together: each may have been beside another of these
         # Runs that are over and may have been beside another: name, host, from, to.
         self.over: list[tuple[str, str, float, float]] = []
@@ -305,8 +324,8 @@ class _Sweep:
             todo = sorted(todo, key=work_estimate, reverse=True)
         self.todo = sorted(todo, key=self._alone)
         self.started = time.monotonic()
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self.console)
+        self.console.print(said_before(todo), soft_wrap=True, markup=False, highlight=False)
+        self.progress = _Shown(self._said, self.console)
         with self.progress:
             before = self.total - len(todo)
             self.task = self.progress.add_task("", total=self.total, completed=before, left="")
@@ -352,7 +371,8 @@ class _Sweep:
             if running and (self._alone(self.todo[0]) or self._alone(running[0])):
                 return
             budget_s, elapsed = self.how.time_budget_s, time.monotonic() - self.started
-            if budget_s is not None and elapsed + max(self.durations, default=0) > budget_s:
+            longest_s = max((seconds for _, seconds in self.over_s), default=0.0)
+            if budget_s is not None and elapsed + longest_s > budget_s:
                 self.end.stopped_by = "time budget"
                 return
             config = self.todo.pop(0)
@@ -370,12 +390,16 @@ class _Sweep:
         self.store.commit(folder, record.model_copy(update={"beside": self._beside(config, record)}))
         self.done.add((config.study, config.run_id))
         self.store.unclaim(config)
-        self.durations.append(record.duration_s)
+        self.over_s.append((config, record.duration_s))
         self.end.counts[record.status] += 1
         if record.status == "failed":
             name = f"{record.study}/{record.run_id}"
             self.end.failed.append((name, record.cause or ""))
             self.console.print(f"[red]failed[/] {name}: {escape(record.cause or '')}", soft_wrap=True)
+        else:
+            found = reading(self.store, record) if record.status == "ok" else "does not fit: out of memory"
+            which = f"[bold]{escape(config.label)}[/] ({record.duration_s:.0f} s)"
+            self.console.print(f"{which}: {escape(found)}", soft_wrap=True, highlight=False)
         self.progress.update(self.task, advance=1)
 
     def _lost(self, config: RunConfig, cause: str) -> tuple[Path, Record]:
@@ -411,16 +435,17 @@ class _Sweep:
                             for where, config in sorted(running, key=lambda item: item[0]))
         if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
             words = "\n  waiting for a worker"
-        mean_s = sum(self.durations) / len(self.durations) if self.durations else 0
-        left = mean_s * (len(self.todo) + len(running)) / max(self.pool.size, 1)
+        self.going = [config for _, config in running]
+        left = left_s([*self.todo, *self.going], self.over_s) or 0
         self.progress.update(self.task, description=_counts(self.end.counts) + words,
-                             left=f"about {_minutes(left)} left" if self.durations and left else "")
+                             left=f"about {minutes(left / max(self.pool.size, 1))} left" if left else "")
+
+    def _said(self) -> str:
+        """What the one run that goes on printed last."""
+        return said_last(self.store, self.going[0]) if len(self.going) == 1 else ""
 
 
 def _counts(counts: Counter) -> str:
     words = {"ok": "done", "oom": "out of memory", "failed": "failed"}
     return ", ".join(f"{counts[status]} {words[status]}" for status in words if counts[status]) or "0 done"
 
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, needs_edition
+from stepscope.config import ConfigError, RunConfig, configure, needs_edition, studies
+from stepscope.step.accounting import MIB, on_gpu, peak
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = PACKAGE / "studies"
-ACROSS = ("cpu", "2026")  # names of sweeps that are of several studies
+ACROSS = ("cpu", "reference", "2026")  # names of sweeps that are of several studies
 BLOCK_KEYS = ("study", "fixed", "axes")
+TOUR_SIZES = ("small", "medium", "large", "xl", "2.7B")  # one of them is the tour's largest
+MOST_USED = 0.9  # of a GPU's memory by what is predicted; the CUDA context and the allocator's gaps are not
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 
 
@@ -106,12 +109,32 @@ def sizes_of_two_editions(path: Path) -> list[str]:
 
 
 def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with the project: a study's, ``cpu``, all
-    studies' over tiny models, or ``2026``, what that edition of the handout asks beyond the first."""
-    shipped = [SHIPPED / name / "sweep.yaml"]
-    if name in ACROSS:
-        shipped = sorted(SHIPPED.glob(f"*/sweep_{name}.yaml"))
-    return shipped if shipped and shipped[0].exists() and not Path(name).exists() else [Path(name)]
+    """A sweep's files by its path, or by the name of one that ships with the project: a study's,
+    ``reference``, all studies' on a GPU, ``2026``, what that edition of the handout asks beyond the first, or
+    ``cpu``, all studies' over tiny models, the soonest done first.
+    """
+    if Path(name).exists():
+        return [Path(name)]
+    listed = sorted(studies(), key=lambda study: name == "cpu" and study != "benchmark")
+    kind = "sweep.yaml" if name == "reference" else f"sweep_{name}.yaml"
+    paths = [SHIPPED / name / "sweep.yaml", *(SHIPPED / study / kind for study in listed)]
+    return [path for path in paths if path.exists()] or [Path(name)]
+
+
+def largest_that_fits(memory_mib: float) -> str:
+    """Of the tour's sizes the largest whose step at context 512, as the assignment writes it, is predicted
+    to fit into a GPU's memory."""
+    def peak_mib(size: str) -> float:
+        return peak(on_gpu(size=size, context_length=512)).allocated / MIB
+
+    return max((size for size in TOUR_SIZES if peak_mib(size) <= MOST_USED * memory_mib), key=peak_mib,
+               default=TOUR_SIZES[0])
+
+
+def tour(memory_mib: float) -> str:
+    """The sweep file of the tour: all studies, on the small model and the largest that fits such a GPU."""
+    text = (SHIPPED / "tour.yaml").read_text(encoding="utf-8")
+    return text.replace("LARGEST", largest_that_fits(memory_mib))
 
 
 def sweep_name(path: Path) -> str:

@@ -92,7 +92,6 @@ class Answer:
     key: str
     question: str
     text: str
-    finding: str = ""  # the one sentence for the first page; empty when there is none
     more: str = ""  # what follows the tables: why it is so, and what to do
     tables: list[tuple[str, pd.DataFrame]] = field(default_factory=list)  # (caption, table)
     figures: list[tuple[str, str]] = field(default_factory=list)  # (stem, caption)
@@ -130,7 +129,6 @@ def told(folder: Path, question: Question, facts: Facts) -> Answer:
         question.key,
         words.block("question"),
         words.block("text", facts),
-        words.block("finding", facts),
         words.block("more", facts),
         [(words.block(f"table_{name}", facts), table) for name, table in printed.items()],
         [(stem, caption) for stem in question.pictures if (caption := words.block(f"figure_{stem}", facts))],

@@ -32,6 +32,11 @@ def percent(share: float, decimals: int = 0) -> str:
     return f"{share:.{decimals}%}"
 
 
+def share(value: float, digits: int = 2) -> str:
+    """A share in percent, to so many significant digits."""
+    return f"{number(100 * value, digits)}%"
+
+
 def plus_minus(mean: float, std: float) -> str:
     """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three
     below 10)."""
@@ -193,11 +198,28 @@ def with_error(value: float, error: float) -> str:
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
 
+def faster(ratio: float, digits: int = 3) -> str:
+    """What a ratio of times, before over after, says: "2.10x faster", "1.30x slower", or "as fast"."""
+    low = ratio < 1
+    times = number(1 / ratio if low else ratio, digits)
+    return "as fast" if times == number(1, digits) else f"{times}x {'slower' if low else 'faster'}"
+
+
+def faster_span(ratios: Iterable[float], digits: int = 3) -> str:
+    """"1.12 to 1.17x faster", both ends in full where they go different ways, or one where both print the
+    same; "about as fast" where all are within 2% of 1."""
+    ends = sorted((min(ratios), max(ratios)), key=lambda ratio: max(ratio, 1 / ratio))
+    if ends[1] < 1.02 and ends[1] > 1 / 1.02:
+        return "about as fast"
+    low, high = (faster(ratio, digits) for ratio in ends)
+    return high if low == high else f"{low.removesuffix(high[high.find('x '):])} to {high}"
+
+
 FILTERS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
                      signed_percent, code, signed, tiny, called, positions, to, with_error,
-                     percent_change)
+                     percent_change, share, faster, faster_span)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

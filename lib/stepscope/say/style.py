@@ -18,6 +18,7 @@ DPI = 150
 # grey too.
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
 PHASE_COLORS = dict(zip(PHASE_NAMES, ["#56B4E9", "#000000", "#0072B2", "#E69F00"]))
+PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 SVG_FONTS = "DejaVu Sans, Verdana, sans-serif"  # the second is as wide as the first
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 

@@ -1,7 +1,7 @@
 """Words: one markdown template a question, into which computed facts are put.
 
-A template has the blocks ``question``, ``finding``, ``text`` and a caption for each table and figure. Lines
-are wrapped as one likes: a paragraph becomes one line. It may choose by a named boolean and go through a
+A template has the blocks ``question``, ``text``, ``more`` and a caption for each table and figure. Lines are
+wrapped as one likes: a paragraph becomes one line. It may choose by a named boolean and go through a
 list; arithmetic and comparisons belong to the facts (``tests/test_words.py`` refuses them here). Whatever a
 value holds is
 data: it is escaped where it is put in, so nothing that was measured or recorded is rendered as markup.

@@ -158,7 +158,7 @@ def ratio_of_two_processes(above: tuple[float, float, float], below: tuple[float
     return ratio, float(ratio * np.exp(-width)), float(ratio * np.exp(width))
 
 
-def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame) -> pd.Series:
+def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame, same_cells: bool = True) -> pd.Series:
     """The spread between processes for each row of ``times``, measured in one process: that of the same cell
     and phase where it was measured in several, else the widest of whole steps of its kind, by whether the
     host is ahead of the GPU at the end (:data:`HOST_AHEAD`).
@@ -166,13 +166,15 @@ def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame) -> pd.Series:
     Args:
         times: columns size, context_length, mode, phase, median_ms, trailing_ms.
         spread: columns size, context_length, mode, phase, between_share, host_ahead_share; may be empty.
+        same_cells: whether cells of the same names are the same work; if not, only the kind counts.
 
     Returns ``between_share`` by the index of ``times``; nan where nothing was measured.
     """
     if spread.empty:
         return pd.Series(np.nan, times.index)
     cell = ["size", "context_length", "mode", "phase"]
-    exact = {tuple(row[column] for column in cell): row["between_share"] for _, row in spread.iterrows()}
+    exact = {tuple(row[column] for column in cell): row["between_share"] for _, row in spread.iterrows()
+             if same_cells}
     whole = spread[spread["phase"] == WHOLE]
     widest = whole.groupby(whole["host_ahead_share"] > HOST_AHEAD)["between_share"].max().to_dict()
     return pd.Series([exact.get(tuple(row[column] for column in cell),

@@ -178,10 +178,15 @@ def try_part(part: Callable[[Steps], None], steps: Steps) -> None:
         step.clear_gradients()
         if step.config.mode == "step":
             step.optimizer.state.clear()
-        free_memory(step.config.device)
+        gc.collect()
+        if step.config.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def free_memory(device: str) -> None:
+    """Give back what the steps had, since others are timed while this process still lives."""
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.reset()  # what it has compiled holds the model
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -40,12 +40,12 @@ def settled(both: pd.DataFrame) -> pd.DataFrame:
     return both.loc[sorted(kept)].reset_index(drop=True)
 
 
-def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+def gain(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     """What compiling each block gains, by precision (``steps``, ``backward``: speedups over sizes and
     attentions), and why: ``why`` the kernels, ``adamw`` what it leaves alone, ``peak`` of forward + backward.
 
     ``written_more``: more with written-out attention than with SDPA, everywhere; ``fused`` what a fused AdamW
-    gains for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely
+    gains at least for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely
     got slower; ``helps``: more than half of the steps surely got faster.
     """
     both = settled(beside(times))
@@ -73,7 +73,7 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "on_gpu": bool((steps["device"] == "cuda").all()),
         "unlike": _unlike(steps),
         "why": _why(times, kernels),
-        "adamw": _adamw(times),
+        "adamw": _adamw(times, spread),
         "peak": _peak(times),
         "taken": compile_facts.taken(times),
         "marked": _marked(both),
@@ -151,14 +151,14 @@ def _why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     }
 
 
-def _adamw(times: pd.DataFrame) -> dict | None:
-    """Of the full step of which it takes the most once compiled: AdamW's share, before and after, and what
-    the fused one gains for the same size (None where it was not run)."""
+def _adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
+    """Of the full step of which it takes the most once compiled: AdamW's share, before and after, and the
+    steps of the same size that the ``fused`` one surely makes faster (None where there are none)."""
     rows = optimizer_phase(times)
     if rows.empty:
         return None
     most = rows.loc[rows["share_after"].idxmax()]
-    fused = by_optimizer(times)
+    fused = by_optimizer(times, spread)
     fused = (
         pick(fused, size=most["size"], precision=most["precision"], attention=most["attention"])
         if len(fused)
@@ -171,7 +171,13 @@ def _adamw(times: pd.DataFrame) -> dict | None:
         "share": most["share"],
         "share_after": most["share_after"],
         "rises": bool((rows["share_after"] > rows["share"]).all()),
-        "fused": fused["speedup"].min() if len(fused) else None,
+        "fused": {
+            "times": fused["speedup"].min(),
+            "low": fused["low"].min(),
+            "unlike": bool(fused["unlike"].any()),
+        }
+        if len(fused)
+        else None,
     }
 
 
@@ -244,6 +250,8 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
         fontsize=14,
         handletextpad=0.1,
         columnspacing=1,
+        title="† samples are not steady" if both["flagged"].any() else None,
+        title_fontsize=13,
     )
     figure.suptitle(gain_title(pick(both, mode="step")), x=0.01, ha="left", fontweight="bold", fontsize=17)
     return figure
@@ -415,7 +423,9 @@ TIMES, KERNELS = "compile.times", "compile.kernels"
 PART = Part(
     "Compiling",
     (
-        Question("compiling-gain", gain, (TIMES,), (KERNELS,), pictures=("compiling_gain",)),
+        Question(
+            "compiling-gain", gain, (TIMES,), (KERNELS, "processes.spread"), pictures=("compiling_gain",)
+        ),
         Question(
             "compiling-cost",
             cost,

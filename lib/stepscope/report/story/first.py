@@ -1,12 +1,13 @@
 """The first screen: how fast the step can be made, in one picture; of a sweep without a ladder, what it
 compares."""
+import numpy as np
 import pandas as pd
 
 from stepscope.config import SIZES, StepConfig
 from stepscope.report.story.part import Part
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
-from stepscope.say.formats import MODE_WORDS, number, runs_of
+from stepscope.say.formats import MODE_WORDS, apart, number, runs_of
 from stepscope.step.flops import parameter_count
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
@@ -18,19 +19,21 @@ HELPS = 0.02  # a gain under this share is none
 VARIED = ("precision", "attention", "compile", "optimizer", "batch_size", "vocab_size")
 
 
-def story(rungs: pd.DataFrame) -> dict | None:
+def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     """The ladder of the largest size from its first rung to its fastest, and the rungs that gain most.
 
-    ``best`` are the rungs of :data:`FEW` that gain more than :data:`HELPS`, the most first; ``elsewhere``
-    the largest gain of one rung at another size, None where there is one size or none gains more there.
+    ``best`` are the rungs that surely gain more than :data:`HELPS`, the most first; ``elsewhere`` the largest
+    gain of one rung at another size, None where there is one size or none gains more there; ``trained`` what
+    loss curves say, None where there are none.
     """
     found = ladder_facts.ladder(rungs)
     if found is None:
         return None
     rows = found["rows"]
-    gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS)].sort_values("gain", ascending=False)
+    gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS) & (rows["gain_low"] > 1)]
+    gained = gained.sort_values("gain", ascending=False)
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]} for row in gained.to_dict("records")]
-    other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna()]
+    other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
     other = other[other["size"].astype(str) != found["size"]]
     elsewhere = None
     if len(other):
@@ -41,12 +44,23 @@ def story(rungs: pd.DataFrame) -> dict | None:
                          "here": here.iloc[0], "useless_here": bool(here.iloc[0] < 1 + HELPS)}
     beside = found["beside"]
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
-            "products_ms", "moving_ms", "several", "runs")
+            "products_ms", "moving_ms", "several", "processes", "most_processes",
+            "alike", "gains", "runs")
     return {name: found[name] for name in told} | {
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
         "best": best, "changes": len(best), "elsewhere": elsewhere,
         "beside_ms": beside and beside["median_ms"], "over_beside": beside and beside["over_best"],
-        "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS)}
+        "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS and beside["over_best_low"] > 1),
+        "trained": _trained(curves)}
+
+
+def _trained(curves: pd.DataFrame) -> dict | None:
+    """Whether rungs train nearer to fp32 than another seed would; None without the curves of several seeds."""
+    if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
+        return None
+    found = ladder_facts.trained(curves)
+    named = ("steps", "seeds", "training_size", "inside", "compared", "all_inside", "out", "apart", "seeds_apart")
+    return {name: found[name] for name in named}
 
 
 def _billions(size: str, vocabulary: int, context: int) -> float | None:
@@ -59,62 +73,89 @@ def _billions(size: str, vocabulary: int, context: int) -> float | None:
 
 
 def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
-    """Of a sweep of one's own, pairs of runs that differ in one field, the default against the other value.
+    """Of a sweep of one's own, pairs of runs that differ in one field, the default against another value.
 
-    ``pairs`` has a row a pair: size, context_length, mode, field, before, after, before_ms, after_ms and
-    ``faster`` (before over after); ``fields`` those that were varied. None where there is a ladder, which
-    says more, or nothing was varied.
+    ``pairs`` has a row a pair: size, context_length, mode, field, before, after, before_ms, after_ms,
+    ``faster`` (before over after) and whether a difference can be ``told`` (beyond :data:`HELPS`, and the
+    intervals do not overlap); ``changes`` what was varied, each with its largest gain and its largest loss.
+    None where there is a ladder, which says more, or nothing was varied.
     """
     whole = times[(times["phase"] == WHOLE) & (times["status"] == "ok")] if len(times) else times
     if len(rungs) or whole.empty:
         return None
-    pairs = []
+    found = []
     for field in (field for field in VARIED if whole[field].nunique() > 1):
         rest = [*(other for other in VARIED if other != field), "size", "context_length", "mode"]
         for _, group in whole.groupby(rest, observed=True):
             ordered = group.drop_duplicates(field).sort_values(field, key=_defaults_first)
             before, *others = ordered.to_dict("records")
-            pairs += [{"study": "benchmark", "run_id": other["run_id"], "size": other["size"],
-                       "context_length": other["context_length"], "mode": other["mode"], "field": field,
-                       "before": str(before[field]), "after": str(other[field]),
-                       "before_ms": before["median_ms"], "after_ms": other["median_ms"],
-                       "faster": before["median_ms"] / other["median_ms"]} for other in others]
-    if not pairs:
+            found += [_pair(field, before, other) for other in others]
+    if not found:
         return None
-    table = by_size(pd.DataFrame(pairs))
-    fields = [_field(table[table["field"] == field]) for field in table["field"].unique()]
-    return {"pairs": table, "fields": fields, "shown": min(FEW, len(table)), "all": len(table),
-            "runs": runs_of(whole)}
+    table = by_size(pd.DataFrame(found))
+    table["size"] = table["size"].astype(str)
+    changes = [_change(own) for _, own in table.groupby(["field", "before", "after"], sort=False)]
+    return {"pairs": table, "changes": changes, "one_mode": table["mode"].nunique() == 1,
+            "mode": table["mode"].iloc[0], "runs": runs_of(whole)}
 
 
 def _defaults_first(values: pd.Series) -> pd.Series:
-    return values.isin(["fp32", "eager", False, "foreach"]).map({True: "0", False: "1"}) + values.astype(str)
+    """The order of a field's values: its default first, then as numbers or words are ordered."""
+    defaults = ("fp32", "eager", False, "foreach")
+    ordered = sorted(values.unique(), key=lambda value: (value not in defaults, value))
+    return values.map({value: place for place, value in enumerate(ordered)})
 
 
-def _field(rows: pd.DataFrame) -> dict:
-    most = rows.loc[rows["faster"].idxmax()]
-    return {"field": rows["field"].iloc[0], "faster": rows["faster"], "one": len(rows) == 1,
-            "most": {"size": str(most["size"]), "context": int(most.context_length), "mode": most["mode"],
-                     "before": most.before, "after": most.after, "faster": most.faster},
-            "slower": bool(rows["faster"].max() < 1)}
+def _pair(field: str, before: dict, after: dict) -> dict:
+    faster = before["median_ms"] / after["median_ms"]
+    return {"study": "benchmark", "run_id": after["run_id"], "size": after["size"],
+            "context_length": after["context_length"], "mode": after["mode"], "field": field,
+            "before": str(before[field]), "after": str(after[field]), "before_ms": before["median_ms"],
+            "after_ms": after["median_ms"], "faster": faster,
+            "told": bool(abs(faster - 1) > HELPS and apart(pd.Series(before), pd.Series(after)))}
+
+
+def _change(rows: pd.DataFrame) -> dict:
+    """One value against another over all that was run with both: the largest gain and the largest loss that
+    can be told, and in how many pairs none can."""
+    told = rows[rows["told"]]
+    gains, losses = told[told["faster"] > 1], told[told["faster"] < 1]
+    most = gains.loc[gains["faster"].idxmax()].to_dict() if len(gains) else None
+    least = losses.loc[losses["faster"].idxmin()].to_dict() if len(losses) else None
+    first = rows.iloc[0]
+    return {"field": first["field"], "before": first["before"], "after": first["after"], "gain": most,
+            "loss": least and least | {"slower": 1 / least["faster"]}, "pairs": len(rows),
+            "one": len(rows) == 1, "same": len(rows) - len(told), "all_same": told.empty,
+            "everywhere": len(told) == len(rows)}
 
 
 def pairs(facts: dict) -> pd.DataFrame:
-    """Those that differ most, first."""
+    """All pairs, those that differ most first."""
     rows = facts["pairs"]
-    rows = rows.loc[(rows["faster"] - 1).abs().sort_values(ascending=False).index].head(FEW)
-    return pd.DataFrame({
-        "size": rows["size"].astype(str), "context": rows["context_length"],
-        "mode": rows["mode"].map(MODE_WORDS),
-        "what changes": [f"{row.field}: {row.before} to {row.after}" for row in rows.itertuples()],
-        "before (ms)": rows["before_ms"].map(number), "after (ms)": rows["after_ms"].map(number),
-        "times faster": rows["faster"].map(number)})
+    rows = rows.loc[np.log(rows["faster"]).abs().sort_values(ascending=False, kind="stable").index]
+    own = facts["changes"][0]
+    one = len(facts["changes"]) == 1  # then its values name the columns
+    table = {"size": rows["size"], "context": rows["context_length"]}
+    if not facts["one_mode"]:
+        table["mode"] = rows["mode"].map(MODE_WORDS)
+    if not one:
+        table["what changes"] = [f"{row.field}: {row.before} to {row.after}" for row in rows.itertuples()]
+    return pd.DataFrame(table | {
+        f"{own['before'] if one else 'before'} (ms)": rows["before_ms"].map(number),
+        f"{own['after'] if one else 'after'} (ms)": rows["after_ms"].map(number),
+        f"{own['after'] if one else 'after'} is": [_way(row) for row in rows.itertuples()]})
+
+
+def _way(row) -> str:
+    if not row.told:
+        return "not told apart"
+    return f"{number(row.faster)}x faster" if row.faster > 1 else f"{number(1 / row.faster)}x slower"
 
 
 PART = Part(
     "",
     questions=(
-        Question("story", story, ("ladder.rungs",), pictures=("ladder",)),
+        Question("story", story, ("ladder.rungs",), ("ladder.curves",), pictures=("ladder",)),
         Question("compared", compared, ("benchmark.times",), ("ladder.rungs",), printed={"pairs": pairs}),
     ),
     pictures=(Picture("ladder", hero, ("ladder.rungs",)),),

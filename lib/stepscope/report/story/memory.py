@@ -56,7 +56,6 @@ def what_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     forward = reference(runs, "forward")
     found = facts.peaks(runs, levels)
     return {"run": facts.shape_of(run), "peak_gib": top.sum() / GIB, "phase": phase,
-            "asked_gib": top.drop(facts.ROUNDING, errors="ignore").sum() / GIB,
             "parts": [{"kind": KINDS[kind], "share": share} for kind, share in shares.items()
                       if share > WORTH_SAYING],
             "fixed_gib": top.reindex(["parameters", "optimizer state"]).sum() / GIB,
@@ -149,7 +148,7 @@ def _peak_title(shown: list[tuple[str, StepConfig]]) -> str:
     size = shown[-1][0].rpartition(", ")[0]
     first, last = (f"{moving(one, one.context_length):.0%} of the peak at context {one.context_length:,}"
                    for one in (shown[-1 - len(LARGER)][1], shown[-1][1]))
-    return f"{size}: activations are {first},\n{last}"
+    return f"{size}: activations and temporaries are {first},\n{last}"
 
 
 # -- over a step ---------------------------------------------------------------------------------------------
@@ -174,8 +173,8 @@ def draw_timeline(runs: pd.DataFrame, allocations: pd.DataFrame, where: str) -> 
     axes[0, 0].set_ylabel("memory asked for (GiB)", fontsize=FONT)
     axes[0, 0].set_ylim(0, 1.09 * max(total for total, _ in tops.values()))
     peak_gib, phase = tops["a full step"]
-    figure.suptitle(f"A full step peaks at {number(peak_gib)} GiB in {phase}"
-                    + (f",\nforward without gradients at {number(tops['forward alone'][0])}"
+    figure.suptitle(f"A full step asks for at most {number(peak_gib)} GiB, in {phase}"
+                    + (f",\nforward without gradients for {number(tops['forward alone'][0])}"
                        if "forward alone" in tops else ""),
                     x=0.01, ha="left", fontsize=FONT + 1, fontweight="bold")
     figure.supxlabel(f"{step['size']}, context {step['context_length']}, {step['precision']}, {where}",

@@ -9,10 +9,11 @@ from matplotlib.patches import Rectangle
 from stepscope.report.story.part import Part
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
-from stepscope.say.formats import NEARLY, number, percent, runs_of, to
+from stepscope.say.formats import NEARLY, faster, number, percent, runs_of, to
 from stepscope.say.formats import precision as written
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.step.summary import borrowed_share, ratio_of_two_processes
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
 from stepscope.studies.mixed_precision import (
@@ -42,28 +43,29 @@ def main_precision(steps: pd.DataFrame) -> str:
 def speeds(
     speedups: pd.DataFrame,
     times: pd.DataFrame,
-    benchmark: pd.DataFrame,
     operations: pd.DataFrame,
     operations_low: pd.DataFrame,
     captured: pd.DataFrame,
     casts: pd.DataFrame,
     rungs: pd.DataFrame,
+    spread: pd.DataFrame,
 ) -> dict | None:
     """How many times faster than fp32's a full step is, and why.
 
     ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
     precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the
-    sizes whose step takes as long at the shortest context as at the reference one, so that the GPU's work
-    does not set its time (None: there are none); ``trend`` why the speedup changes with the size, ``rest``
-    how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and what is won
-    without them; ``left`` what a step in low precision consists of at the largest size.
+    sizes whose step takes as long at the shortest context as at the reference one, in as far as processes
+    tell, so that the GPU's work does not set its time (None: there are none); ``trend`` why the speedup
+    changes with the size, ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts``
+    what casts cost and what is won without them; ``left`` what a step in low precision consists of at the
+    largest size.
     """
     steps = whole_steps(speedups)
     if steps.empty:
         return None
     main, (_, context) = main_precision(steps), reference(steps)
     here, own = pick(steps, context_length=context), pick(steps, precision=main)
-    told = facts_speed.speed(speedups, times, benchmark, operations, operations_low, captured)
+    told = facts_speed.speed(speedups, times, operations, operations_low)
     slower = own[own["change"] == "slower"]
     on_gpu = "cuda" in set(times["device"])
     cost = facts_operations.casts(pd.DataFrame(), casts)
@@ -79,7 +81,9 @@ def speeds(
             for at, rows in slower.groupby("context_length")
         ],
         "slowdown": 1 / slower["speedup"],
-        "flat": _flat(own, context) if on_gpu else None,
+        "flat": _flat(pick(times, status="ok", mode="step", phase=WHOLE, precision=main), context, spread)
+        if on_gpu
+        else None,
         "more_operations": _more_operations(operations, operations_low, main),
         "trend": told["trend"],
         "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
@@ -109,17 +113,30 @@ def _way(speedup: float) -> dict:
     return {"slower": speedup < 1, "times": 1 / speedup if speedup < 1 else speedup}
 
 
-def _flat(own: pd.DataFrame, context: int) -> dict | None:
-    """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference."""
+def _flat(own: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:
+    """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference, two
+    processes, and which even the spread between processes lets be longer there by less than the tokens are
+    more; ``high``, by how much at most."""
     shortest = own["context_length"].min()
     if shortest == context:
         return None
     both = pick(own, context_length=shortest).merge(
         pick(own, context_length=context), on="size", suffixes=("", "_reference")
     )
-    flat = both[both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]]
+    interval = ["median_ms", "ci_low_ms", "ci_high_ms"]
+    sides = [both[[f"{name}_reference" for name in interval]], both[interval]]
+    shares = borrowed_share(both, spread, same_cells=False)
+    both["high"] = [
+        ratio_of_two_processes(longer, shorter, share)[2]
+        for longer, shorter, share in zip(
+            *(side.itertuples(index=False, name=None) for side in sides), shares, strict=True
+        )
+    ]
+    level = both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]
+    flat = both[level & (both["high"] < context / shortest)]
     return (
         {
+            "high": flat["high"].max(),
             "sizes": list(flat["size"].astype(str)),
             "shortest": shortest,
             "context": context,
@@ -176,17 +193,11 @@ def trend_table(facts: dict) -> pd.DataFrame | None:
         {
             "size": rows["size"].astype(str),
             "matrix products in fp32": rows["share"].map(percent),
-            "products": [_faster(value) for value in rows["products"]],
-            "all else": [_faster(value) for value in rows["others"]],
-            "whole step": [_faster(value) for value in rows["measured"]],
+            "products": rows["products"].map(faster),
+            "all else": rows["others"].map(faster),
+            "whole step, by wall clock": rows["measured"].map(faster),
         }
     )
-
-
-def _faster(ratio: float) -> str:
-    """ "2.1x faster", or "1.3x slower" where a ratio of times is under 1."""
-    way, times = ("slower", 1 / ratio) if ratio < 1 else ("faster", ratio)
-    return "same" if number(times) == "1.00" else f"{number(times)}x {way}"
 
 
 def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
@@ -238,6 +249,8 @@ def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0)
     figure.suptitle(map_title(steps, main), x=0.01, ha="left", fontweight="bold", fontsize=17)
+    marks = "† at a lower clock than fp32's; " if steps["unlike_clocks"].any() else ""
+    figure.supxlabel(f"{marks}{where}", x=0.99, ha="right", fontsize=13)
     return figure
 
 
@@ -359,7 +372,7 @@ def numerics(
 
 
 def _trained(training: dict | None) -> dict | None:
-    """Whether trainings on the rungs stay within the band of fp32's seeds."""
+    """Whether trainings on the rungs stay nearer to fp32 than its seeds are to one another."""
     if not training or training["curves"] is None:
         return None
     return {name: training[name] for name in ("compared", "inside", "steps", "seeds", "training_size")} | {
@@ -376,7 +389,14 @@ PART = Part(
             "precision-speed",
             speeds,
             (SPEEDUPS, TIMES),
-            ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases", "nsys.casts", RUNGS),
+            (
+                "nsys.operations",
+                "nsys.operations_low",
+                "nsys.phases",
+                "nsys.casts",
+                RUNGS,
+                "processes.spread",
+            ),
             printed={"trend": trend_table},
             pictures=("precision_map",),
         ),

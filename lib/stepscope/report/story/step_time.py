@@ -17,6 +17,7 @@ from stepscope.traces.families import MATMUL
 
 FONT = 14
 WRITTEN, WRITTEN_ABOVE = 0.045, 0.055  # of a bar lying or standing: a smaller part has no number in it
+SEEN = 0.004  # of a bar: a larger part is seen
 DARK_TEXT = ("forward", "optimizer")  # on these phases' colours
 
 
@@ -29,7 +30,7 @@ def step_phases(times: pd.DataFrame, compiled: pd.DataFrame, where: str) -> Figu
     use_style()
     panels = [rows for rows in pair if len(rows)]
     figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH_IN, 5.2), squeeze=False,
-                                width_ratios=[5.0] * (len(panels) - 1) + [6.1])
+                                width_ratios=[5.0] * (len(panels) - 1) + [6.45])
     tables = [facts.by_phase(rows) for rows in panels]
     for axis, rows, table in zip(axes[0], panels, tables, strict=True):
         phase_bars(axis, table, named=axis is axes[0, -1])
@@ -69,15 +70,17 @@ def phase_bars(axis: Axes, table: pd.DataFrame, named: bool) -> None:
             if share > WRITTEN_ABOVE:
                 axis.text(place, start + share / 2, percent(share), ha="center", va="center", color=dark,
                           fontsize=FONT)
-        if named and shares[phase].iloc[-1] > WRITTEN_ABOVE:
+        thin = phase == "loss" and shares[phase].max() > SEEN  # black, and nowhere thick enough for a number
+        if named and (thin or shares[phase].iloc[-1] > WRITTEN_ABOVE):
             axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2,
-                      {"optimizer": "AdamW"}.get(phase, phase), va="center", fontsize=FONT)
+                      {"optimizer": "AdamW", "loss": "loss (black)"}.get(phase, phase), va="center",
+                      fontsize=FONT)
         bottom = bottom + shares[phase]
     for place, ms in enumerate(table[WHOLE]):
         axis.text(place, 1.01, number(ms) + (" ms" if place == 0 else ""), ha="center", va="bottom",
                   fontsize=FONT)
     axis.set_xticks(places, [str(size) for size in table.index])
-    axis.set(ylim=(0, 1), yticks=[], xlim=(-0.5, len(shares) - 0.5 + (1.1 if named else 0)))
+    axis.set(ylim=(0, 1), yticks=[], xlim=(-0.5, len(shares) - 0.5 + (1.45 if named else 0)))
     axis.spines["left"].set_visible(False)
     axis.tick_params(labelsize=FONT - 1)
     axis.grid(visible=False)
@@ -138,7 +141,8 @@ TIMES, COMPILED, OPERATIONS, CEILINGS, RUNGS, KERNELS = (
 PART = Part(
     "Where a step's time goes",
     questions=(
-        Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS), pictures=("step_phases",)),
+        Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS, "processes.spread"),
+                 pictures=("step_phases",)),
         Question("step-kinds", facts.kinds, (OPERATIONS,), (RUNGS, KERNELS), pictures=("step_kinds",)),
         Question("step-rates", facts.rates, (TIMES, CEILINGS), (OPERATIONS, RUNGS),
                  printed={"regions": regions_table}),

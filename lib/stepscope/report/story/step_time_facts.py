@@ -86,7 +86,8 @@ def pair_of_steps(times: pd.DataFrame, compiled: pd.DataFrame) -> tuple[pd.DataF
     return rows, compiled_steps(compiled, context_of(rows)) if is_base else compiled.iloc[:0]
 
 
-def phases(times: pd.DataFrame, compiled: pd.DataFrame, operations: pd.DataFrame) -> dict | None:
+def phases(times: pd.DataFrame, compiled: pd.DataFrame, operations: pd.DataFrame,
+           spread: pd.DataFrame) -> dict | None:
     """A full step by phase: shares of ``backward`` and ``optimizer`` by size, and the optimizer's in compiled
     bf16 steps (``compiled``); ``twice`` says how much longer backward's operations take than forward's; and
     ``fused`` what fused AdamW saves of an eager and of a compiled step (of the largest size of each).
@@ -111,7 +112,7 @@ def phases(times: pd.DataFrame, compiled: pd.DataFrame, operations: pd.DataFrame
                   "runs": sorted({*facts["runs"], *runs_of(low)})}
     if len(operations) and facts["on_gpu"]:
         facts["twice"] = backward(operations, facts["context"])
-        facts["fused"] = fused(times, compiled, facts["context"])
+        facts["fused"] = fused(times, compiled, facts["context"], spread)
     return facts
 
 
@@ -126,10 +127,11 @@ def backward(operations: pd.DataFrame, context: int) -> dict | None:
             "about_twice": bool((products - 2).abs().max() < 0.2)}
 
 
-def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int) -> dict | None:
-    """What fused AdamW does to the eager step (``eager``) and to the compiled one (``compiled``, with ms
-    before and after), each of the largest size that has it; None without an eager pair."""
-    own = benchmark.optimizer(times, pd.DataFrame(), pd.DataFrame())
+def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:
+    """What fused AdamW does to the eager step (``saved``) and to the compiled one (``compiled``, with ms
+    before and after), each of the largest size that has it and of two processes: None where they are not
+    further apart than processes are; None without an eager pair."""
+    own = benchmark.optimizer(times, pd.DataFrame(), spread)
     if own is None:
         return None
     steps = pick(own["steps"], context_length=context, precision="fp32")
@@ -138,14 +140,14 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int) -> dict | N
     last = steps.iloc[-1]
     facts = {"phase_faster": own["foreach_over_fused"], "size": str(last["size"]),
              "helps": own["fused_faster"], "compiled": None,
-             "saved": 1 - last["median_ms_fused"] / last["median_ms"]}
-    pairs = fused_adamw(compiled)
+             "saved": 1 - last["median_ms_fused"] / last["median_ms"] if last["low"] > 1 else None}
+    pairs = fused_adamw(compiled, spread)
     if pairs is not None:
         rows = pick(pairs["table"], attention="sdpa", precision="bf16", context_length=context)
-        if len(rows):
+        if len(rows) and rows.iloc[-1]["low"] > 1:
             row = rows.iloc[-1]
             facts["compiled"] = {"size": str(row["size"]), "before_ms": row["median_ms"],
-                                 "after_ms": row["median_ms_after"],
+                                 "after_ms": row["median_ms_after"], "unlike": bool(row["unlike"]),
                                  "saved": 1 - row["median_ms_after"] / row["median_ms"]}
     return facts
 

@@ -60,6 +60,7 @@ def repeats(
             "share": slow["settled"],
             "most": slow["most"],
             "all_settled": slow["more_than_one"] == 0,
+            "one": slow["processes"] == 1,
         },
         "once_ms": first["once"]["ms"] if first and first["once"] and first["once"]["clear"] else None,
         "apart": None if cells.empty else _apart(cells, _waiting(phases, walls, times)),
@@ -112,7 +113,7 @@ def clocks_and_profilers(
     """``held``, where the driver held the SM clock back during timed steps (None where it did not, or no
     clock was read); ``touched``, the comparisons whose two sides ran at unlike clocks (``understated``: in
     all of them what is faster ran at the lower clock); ``profiler``, what annotating and capturing cost
-    (``capture``: captured over annotated, in one process, or over plain where there is none); ``conserved``,
+    (``capture``: captured over annotated, or over plain where there is none, in one process); ``conserved``,
     the profiles in which every operation is accounted for. None on a CPU, and where nothing of these was
     measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
@@ -126,7 +127,7 @@ def clocks_and_profilers(
     return {
         "held": held,
         "touched": touched,
-        "in_process": bool(cost and cost["captured"]),
+        "over_annotated": bool(cost and cost["captured"]),
         "capture": cost and (cost["captured"] or cost["together"]),
         "understated": all(one["understated"] for one in touched),
         "profiler": cost,
@@ -224,6 +225,7 @@ def recipe(
         "steps": int(rows["timed_steps"].mode().iloc[0]),
         "covered": slow["processes"] - late if slow else None,
         "processes": None if slow is None else slow["processes"],
+        "one": bool(slow and slow["processes"] == 1),
         "repeated": 0 if cells.empty else int(cells["processes"].max()),
         "unlike": UNLIKE_CLOCKS,
         "runs": runs_of(rows),

@@ -1,6 +1,4 @@
 """When the GPU waits for the host."""
-from itertools import pairwise
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -29,7 +27,7 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
     sizes, phases = sizes_of(rows), [phase for phase in PHASE_NAMES if (rows["phase"] == phase).any()]
     columns = list(rows[["precision", "context_length"]].drop_duplicates().sort_values(
         ["precision", "context_length"], ascending=[False, True]).itertuples(index=False, name=None))
-    figure, axes = plt.subplots(1, len(phases), figsize=(WIDTH_IN, 1.9 + 0.5 * len(sizes)), squeeze=False,
+    figure, axes = plt.subplots(1, len(phases), figsize=(WIDTH_IN, 2.4 + 0.5 * len(sizes)), squeeze=False,
                                 sharey=True)
     for axis, phase in zip(axes[0], phases, strict=True):
         shares = rows[rows["phase"] == phase].pivot_table(
@@ -40,15 +38,16 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
             text = "" if np.isnan(share) else percent(share) if share else "0"
             axis.text(column, line, text, ha="center", va="center", fontsize=FONT - (not share),
                       color="black" if share else "0.45")
-        axis.set_xticks(range(len(columns)), [f"{context}\n{precision}" for precision, context in columns])
-        for place, (before, after) in enumerate(pairwise(columns)):
-            if before[0] != after[0]:  # the next precision
-                axis.axvline(place + 0.5, color="white", linewidth=6)
+        axis.set_xticks(range(len(columns)), [str(context) for _, context in columns], rotation=90)
+        for precision in dict.fromkeys(name for name, _ in columns):
+            places = [place for place, (name, _) in enumerate(columns) if name == precision]
+            axis.text(sum(places) / len(places), -0.6, precision, ha="center", fontsize=FONT)
+            if places[0]:
+                axis.axvline(places[0] - 0.5, color="white", linewidth=6)
         axis.set_yticks(range(len(sizes)), sizes)
-        axis.set_title({"optimizer": "AdamW"}.get(phase, phase), fontsize=FONT)
+        axis.set_title({"optimizer": "AdamW"}.get(phase, phase), fontsize=FONT + 1, pad=20)
         axis.set_xlabel("context", fontsize=FONT)
-        axis.tick_params(labelsize=FONT - 3)
-        axis.tick_params(axis="y", labelsize=FONT)
+        axis.tick_params(labelsize=FONT)
         axis.grid(visible=False)
     waiting = rows.groupby(facts.SHAPE, observed=True)["waited_ms"].sum() > 0
     many = f"{waiting.sum()} of {len(waiting)} steps" if waiting.any() else "no step here"
@@ -73,7 +72,8 @@ PART = Part(
     "When the GPU waits for the host",
     questions=(
         Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW,), pictures=("waiting_map",)),
-        Question("waiting-seen", facts.seen, (CAPTURED, TIMES), (LOW, "waits.phases")),
+        Question("waiting-seen", facts.seen, (CAPTURED, TIMES),
+                 (LOW, "waits.phases", "nsys.clocks", "nsys.walls", "processes.samples")),
         Question("waiting-helps", facts.helps, ("compile.times",), ("compile.kernels", "ladder.rungs"),
                  printed={"remedies": remedies_table}),
     ),

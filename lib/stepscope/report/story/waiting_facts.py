@@ -8,6 +8,8 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark import facts as benchmark
 from stepscope.studies.compile.pairs import ALL_VARIANTS
 from stepscope.studies.ladder import facts as ladder
+from stepscope.studies.nsys.facts import clocks_beside, cost_of_profiling
+from stepscope.studies.processes.facts import doubled
 from stepscope.studies.waits import facts as waits
 from stepscope.traces.waits import GPU, UNDECIDED, WAITED
 
@@ -37,7 +39,7 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision; the
-    phase of fp32 in which it waits ``most``; ``flat`` has steps whose doubled context takes hardly longer."""
+    phase in which it waits ``most``."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -60,28 +62,19 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
             "runs": runs_of(rows)}
 
 
-def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame) -> dict | None:
-    """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations, the phase
-    that the capture lengthens ``most``, shapes that hardly take longer with a doubled context (``flat``), and
-    whether the verdict was right where its answer was known (``tested``)."""
+def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame,
+         clocks: pd.DataFrame, walls: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
+    """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations; whether a
+    capture lengthens steps (``slowed``); a size that hardly takes longer with a doubled context, over several
+    processes (``flat``); and whether the verdict was right where its answer was known (``tested``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
-    told = captured[["run_id", "mode", "phase", "device_ms"]]
-    stretched = rows.drop(columns="device_ms", errors="ignore").merge(
-        pick(captured, mode="step", attention="eager")[["size", "context_length", "precision", "phase",
-                                                        "device_ms"]].astype({"size": str}),
-        on=["context_length", "precision", "phase"], suffixes=("", "_of"))
-    stretched = stretched[stretched["size"].astype(str) == stretched["size_of"]]
-    longer = stretched["device_ms"] / stretched["plain_ms"]
-    most = stretched.loc[longer.idxmax()] if len(stretched) else None
     tested = waits.verdicts(arms) if len(arms) else None
-    flat = benchmark.flat_shapes(benchmark.matrix(times)) if len(times) else []
+    cost = cost_of_profiling(clocks_beside(clocks, walls)) if len(clocks) and len(walls) else None
+    flat = [one for one in doubled(samples) if one["flat"]] if len(samples) else []
     return {"gap_us": captured["gap_us"].dropna().median(), "waited": WAITED, "flat": flat[:1],
-            "stretched": None if most is None or not len(told) else {
-                "size": str(most["size"]), "context": most["context_length"], "phase": most["phase"],
-                "plain_ms": most["plain_ms"], "captured_ms": most["device_ms"], "times": longer.max(),
-                "much": bool(longer.max() > UNLIKE)},
+            "slowed": bool(cost and cost["together"] and cost["together"]["slower"]),
             "tested": tested if tested and tested["arises"] and tested["settled"] else None,
             "runs": runs_of(rows)}
 

@@ -21,15 +21,12 @@
       && order.indexOf(row.products) <= most);
     const rungs = own.filter(row => !row.beside), first = rungs[0];
     const best = rungs.reduce((a, b) => b.time_ms < a.time_ms ? b : a, first);
-    let before = null;
     document.querySelector('#ladder-rows tbody').replaceChildren(...own.map(row => {
       const line = document.createElement('tr'), bar = document.createElement('i');
-      const gain = row.beside || !before ? null : before.time_ms / row.time_ms;
-      if (!row.beside) before = row;
       line.className = row === best ? 'best' : row.beside ? 'beside' : '';
       bar.hidden = !first || row.rung === 'fill';  // whose step has another batch
       if (!bar.hidden) bar.style.width = `${Math.min(100, 100 * row.time_ms / first.time_ms)}%`;
-      const cells = [row.label, digits(row.time_ms), bar, gain === null ? '' : `${gain.toFixed(2)}x`, digits(row.tokens_per_s),
+      const cells = [row.label, digits(row.time_ms), bar, row.gain === null ? '' : `${row.gain.toFixed(2)}x`, digits(row.tokens_per_s),
         digits(row.peak_gib), row.mfu === null ? '' : `${Math.round(100 * row.mfu)}%`];
       cells.forEach((content, column) => {
         const cell = document.createElement('td');

@@ -28,8 +28,7 @@ def same_result(cells: pd.DataFrame) -> dict:
             "tolerances": [{"precision": p, "error": TOLERANCE[p]} for p in precisions(cells)],
             "wrong": [{"implementation": name, "precision": p, "cells": len(of), "error": of["error"].max()}
                       for (name, p), of in wrong.groupby(["implementation", "precision"], sort=False)],
-            "wrong_cells": len(wrong), "without_tf32": without_tf32(passed), "untried": untried(cells),
-            "running": len(implementations(passed)), "tried": len(implementations(cells)),
+            "without_tf32": without_tf32(passed), "untried": untried(cells),
             "worst": [{"precision": p, "error": worst[p]} for p in precisions(passed)],
             "errors": largest_errors(cells), "refusals": refusals(refused), "runs": runs_of(cells)}
 
@@ -105,7 +104,7 @@ def against_ceiling(cells: pd.DataFrame) -> dict | None:
             "combinations": len(grows), "growing": sum(grows),
             "rates": [{"precision": p, "tflops": ceilings[longest["precision"] == p]}
                       for p in precisions(longest)],
-            "best": highest(rows), "best_forward": highest(rows, "forward_utilisation"),
+            "best": highest(rows),
             "written_out": highest(rows[rows["implementation"] == "eager"]),
             "longest": longest, "runs": runs_of(cells)}
 

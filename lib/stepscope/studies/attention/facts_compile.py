@@ -5,6 +5,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
 from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, timed, waits_for_host
+from stepscope.studies.attention.facts import without_tf32
 from stepscope.studies.attention.names import NAMES
 
 COMPILED = ["compiled", "flex"]
@@ -27,7 +28,6 @@ def compile_cost(cells: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "kinds": [compilations(name, of, starting) for name, of in kinds.items()],
             "refused": len(refused), "neighbours": beside(rows),
             "later_graphs": int(rows["later_graphs"].sum()),
-            "written_out_s": rows.loc[rows["implementation"] == "compiled", "first_s"].median(),
             "pay": pay_off(cells), "runs": runs_of(cells)}
 
 
@@ -91,19 +91,26 @@ def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def tf32(cells: pd.DataFrame) -> dict | None:
-    """The compiled attention with TF32 against without: how many pairs (phase, d, sequence) ``differ``, are a
-    lower bound ``at_least``, tell nothing since they ``wait`` for the host, or overlap ``within`` their
-    intervals; the change by d and at its best and worst (``most``, ``least``)."""
+    """The compiled attention with TF32 against without, of one process each: how many pairs (phase, d,
+    sequence) ``differ``, are a lower bound ``at_least``, tell nothing since they ``wait`` for the host,
+    overlap ``within`` their intervals, or are no further apart than ``processes`` are (``apart``, by
+    sequence: see :func:`control`; empty where there is none); the change by d and at its best and worst
+    (``most``, ``least``)."""
     if is_cpu(cells):
         return {"on_cpu": True, "runs": runs_of(cells)}
-    changes = tf32_change(cells)
+    by = without_tf32(cells[cells["status"] == "ok"])
+    differ = control(cells, by)
+    changes = tf32_change(cells, differ)
     if changes.empty:
         return None
     real = changes[changes["none"] == ""]
     by_d = real.groupby("d_model")["change"].median()
-    return {"on_cpu": False, "pairs": len(changes), "differ": len(real), "alike": len(changes) - len(real),
+    return {"on_cpu": False, "pairs": len(changes), "differ": len(real),
             "wait": int((changes["none"] == "host").sum()), "within": int((changes["none"] == "noise").sum()),
-            "at_least": int(real["at_least"].sum()), "waiting_apart": int(changes["waiting_apart"].sum()),
+            "processes": int((changes["none"] == "processes").sum()), "by": by, "names": NAMES,
+            "apart": [{"sequence": at, "most": differ[at]} for at in sorted(set(real["sequence"]))
+                      if at in differ.index],
+            "at_least": int(real["at_least"].sum()),
             "by_d": [{"d": d, "change": change} for d, change in by_d.items()],
             "most": change_of(real.loc[real["change"].idxmin()]) if len(real) else None,
             "least": change_of(real.loc[real["change"].idxmax()]) if len(real) else None,
@@ -115,14 +122,28 @@ def change_of(row: pd.Series) -> dict:
             "d": row.d_model, "sequence": row.sequence}
 
 
-def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
+def control(cells: pd.DataFrame, by: list[str]) -> pd.Series:
+    """How far the same work is apart in the two processes: the largest relative change of a pass's phase, by
+    sequence, of the implementations ``by``, which do not use TF32. Without what waits for the host."""
+    rows = timed(cells)
+    rows = rows[rows["implementation"].isin(by)]
+    with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
+    keys = ["implementation", "d_model", "sequence"]
+    both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
+    both = both[~(waits_for_host(both, "_fp32") | waits_for_host(both, "_tf32"))]
+    changes = [(both[f"{phase}_median_ms_tf32"] / both[f"{phase}_median_ms_fp32"] - 1).abs()
+               for phase in ("forward", "backward")]
+    return pd.concat(changes, axis=1).max(axis=1).groupby(both["sequence"]).max()
+
+
+def tf32_change(cells: pd.DataFrame, apart: pd.Series) -> pd.DataFrame:
     """Compiled attention with TF32 against without, a row a phase, d and sequence: ``change`` with its
-    interval, and ``none``, why it counts as no change (empty where it is one).
+    interval, and ``none``, why it counts as no change (empty where it is one): also where it is no larger
+    than ``apart``, of :func:`control`, of that sequence.
 
     The interval is the widest that both medians' 95% intervals allow. Where the host is as slow to enqueue a
     pass as the device to run it, the time is the host's: with TF32 alone, the device is faster by
-    ``at_least`` the change; without TF32, nothing is said of the device, also where the intervals are apart
-    (``waiting_apart``).
+    ``at_least`` the change; without TF32, nothing is said of the device.
     """
     rows = timed(cells, implementation="compiled")
     keys = ["d_model", "sequence"]
@@ -139,6 +160,8 @@ def tf32_change(cells: pd.DataFrame) -> pd.DataFrame:
         host = (host_fp32 | host_tf32) & ~at_least
         frames.append(both[keys].assign(
             phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1, at_least=at_least,
-            low=low / before_high - 1, high=high / before_low - 1, waiting_apart=host & ~overlap,
+            low=low / before_high - 1, high=high / before_low - 1,
             none=np.where(host, "host", np.where(overlap, "noise", ""))))
-    return pd.concat(frames, ignore_index=True)
+    changes = pd.concat(frames, ignore_index=True)
+    between = (changes["none"] == "") & (changes["change"].abs() <= changes["sequence"].map(apart).fillna(0))
+    return changes.assign(none=changes["none"].mask(between, "processes"))

@@ -241,8 +241,7 @@ def first_failing(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFr
 
 
 def written_out_end(table: pd.DataFrame) -> dict | None:
-    """The first end of written-out attention, and in its precision what holds the most (``linear``) and where
-    FlexAttention's mask fails (``mask_fails``)."""
+    """The first end of written-out attention, and in its precision what holds the most (``linear``)."""
     ends = table[(table["implementation"] == "eager") & table["fails"].notna()].sort_values("fails")
     if ends.empty:
         return None
@@ -250,8 +249,7 @@ def written_out_end(table: pd.DataFrame) -> dict | None:
     same = table[table["precision"] == first["precision"]].set_index("implementation")
     by_memory = same.loc[~same.index.isin([*QUADRATIC, "flex"]), "by_fit"].sort_values()
     linear = {"implementation": by_memory.index[-1], "by_fit": by_memory.iloc[-1]} if len(by_memory) else None
-    mask_fails = same["fails_mask"].get("flex", float("nan"))
     return {"d": first["d_model"], "precision": first["precision"], "by_code": first["by_code"],
             "fits": first["fits"], "fails": first["fails"], "expandable": first["fails_expandable"] > 0,
             "fits_expandable": first["fits_expandable"], "fails_expandable": first["fails_expandable"],
-            "linear": linear, "mask_fails": None if np.isnan(mask_fails) else mask_fails}
+            "linear": linear}

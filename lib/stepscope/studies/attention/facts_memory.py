@@ -17,9 +17,7 @@ MOSTLY_SQUARE = 1.5  # above this exponent
 def saved_for_backward(cells: pd.DataFrame) -> dict | None:
     """How what is saved grows with the sequence: the ``powers``, who mixes several (``mixed``), who saves so
     many bytes a row and a constant (``constants``), who as many in bf16 (``kept_wide``), who keeps squares.
-
-    ``square_power`` and ``linear_power`` are between the two longest sequences, of the first of each kind.
-    """
+"""
     rows = timed(cells)
     rows = rows[rows["saved_bytes"].notna()] if len(rows) else rows
     fits = scaling(rows) if len(rows) else pd.DataFrame()
@@ -36,13 +34,12 @@ def saved_for_backward(cells: pd.DataFrame) -> dict | None:
     mixed = [name for name in fits.index[bent] if name in local
              and rows.loc[rows["implementation"] == name, "sequence"].nunique() > 2]
     both = bool(squared and linear)
-    firsts = [local[names[0]].median() if both and names[0] in local else None for names in (squared, linear)]
     powers = fits.reset_index()[["implementation", "exponent", "error"]]
     return {"names": NAMES, "d": d, "sequence": at["sequence"].max(), "from": fits["from"].min(),
             "to": fits["to"].max(), "powers": powers.to_dict("records"), "mixed": mixed,
             "mixed_powers": [local[name] for name in mixed],
             "constants": constants(rows, mixed), "kept_wide": kept_wide(at), "squared": squared,
-            "linear": linear, "both": both, "square_power": firsts[0], "linear_power": firsts[1],
+            "linear": linear, "both": both,
             "fits": fits, "local": local, "saved": saved(at), "runs": runs_of(cells)}
 
 

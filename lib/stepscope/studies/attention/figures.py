@@ -78,7 +78,10 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
     axes[0, 0].set_ylabel("share of the measured\nmatrix-product rate")
     handles = _handles(axes[0])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"Forward + backward without mask, d {d} ({where})", x=0.01, ha="left", fontweight="bold")
+    best = rows.loc[rows.loc[rows["d_model"] == d, "utilisation"].idxmax()]
+    figure.suptitle(f"At most {best['utilisation']:.0%} of the product rate: {NAMES[best['implementation']]},"
+                    f" {best['precision']}\n(forward + backward without mask, d {d}, {where})",
+                    x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -108,7 +111,9 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
     figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"),
                      fontsize=10)
-    figure.suptitle(f"Forward + backward against written out, causal ({where})", x=0.01, ha="left",
+    best = both.loc[both["speedup"].idxmax()]
+    figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x as fast as written out"
+                    f" ({best['precision']})\n(forward + backward, causal, {where})", x=0.01, ha="left",
                     fontweight="bold")
     return figure
 

@@ -13,7 +13,7 @@ from stepscope.studies.attention.facts_ends import CARDS_GIB
 from stepscope.studies.attention.names import NAMES
 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong", "none": "–"}
-NO_CHANGE = {"host": "not told (host)", "noise": "none"}
+NO_CHANGE = {"host": "not told (host)", "noise": "none", "processes": "not told (processes)"}
 FEW_SQUARES = 0.05  # below it no digit is shown
 
 

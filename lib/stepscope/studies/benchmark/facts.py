@@ -15,8 +15,8 @@ STEADY = 0.01  # a standard deviation under this share of the mean
 
 
 def how_long(times: pd.DataFrame) -> dict | None:
-    """Wall times of every mode and GPU times of a step's phases at one shape; the extremes; backward over
-    forward.
+    """Wall times of every mode and GPU times of a step's phases at one shape; backward over forward in all
+    runs with a backward pass.
     """
     times = matrix(times)
     if times.empty:
@@ -24,7 +24,7 @@ def how_long(times: pd.DataFrame) -> dict | None:
     ok = times[times["status"] == "ok"]
     facts = {"times": times, "runs": runs_of(times), "tried": len(times), "nothing_fits": ok.empty,
              "on_gpu": "cuda" in set(ok["device"]),
-             "fastest": None, "slowest": None, "backward_to_forward": None, "phases": None}
+             "backward_to_forward": None, "phases": None}
     if ok.empty:
         return facts
     size, context = reference(ok)
@@ -34,14 +34,11 @@ def how_long(times: pd.DataFrame) -> dict | None:
         index=[*SHAPE, "mode"], columns="phase", values="median_ms", observed=True)
     both = both.reindex(columns=["forward", "backward"])
     ratio = (both["backward"] / both["forward"]).dropna()
-    steps = pick(ok, mode="step", phase=WHOLE)
     return facts | {
         "size": size, "context": context,
         "modes": [{"mode": mode, "ms": walls[mode]} for mode in MODE_WORDS if mode in walls],
         "phases": phases[[*PHASE_NAMES]].to_dict() if "backward" in phases.index else None,
-        "backward_to_forward": ratio if len(ratio) else None,
-        "fastest": steps.loc[steps["median_ms"].idxmin()].to_dict() if len(steps) else None,
-        "slowest": steps.loc[steps["median_ms"].idxmax()].to_dict() if len(steps) else None,
+        "backward_to_forward": ratio if len(ratio) else None, "several": len(ratio) > 1,
         "out_of_memory": times[times["status"] == "oom"][[*SHAPE, "mode"]].to_dict("records")}
 
 
@@ -56,13 +53,14 @@ def how_variable(times: pd.DataFrame) -> dict | None:
     spread = walls["std_ms"] / walls["mean_ms"]
     flagged = walls[walls["flags"] != ""]
     return {"median_share": spread.median(), "worst_share": spread.max(), "total": len(walls),
+            "several": len(walls) > 1,
             "steady": int((spread < STEADY).sum()), "flagged_runs": len(flagged), "flagged": flagged,
             "runs": runs_of(flagged if len(flagged) else walls)}
 
 
 def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """In which phases the GPU waits for launches, in which the host waits on a full queue, and in which
-    neither does; and shapes whose time hardly grows with a doubled context.
+    neither does.
 
     ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
     are their sizes and contexts; ``undecided`` phases have no capture of the same work, and without
@@ -86,7 +84,7 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
         "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED,
         "most": waits.loc[waits["waited_share"].idxmax()].to_dict() if len(waits) else None,
         "shapes": [{"size": size, "context": context} for size, context in shapes],
-        "flat": flat_shapes(times), "runs": runs_of(rows)}
+        "runs": runs_of(rows)}
 
 
 def with_waits(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
@@ -99,20 +97,6 @@ def with_waits(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
     whole = (told["waited_ms"] / told["plain_ms"]).where(decided.transform("all"))
     share = (rows["waited_ms"] / rows["plain_ms"]).where(rows["phase"] != WHOLE, whole)
     return rows.assign(waited_share=share)
-
-
-def flat_shapes(times: pd.DataFrame) -> list[dict]:
-    """Where a doubled context costs less than half of what its doubled work would: forward's ms at
-    ``context`` and at ``double`` it."""
-    forward = pick(times, mode="forward", phase=WHOLE, status="ok")
-    found = []
-    for size, group in forward.groupby("size", observed=True):
-        median = group.set_index("context_length")["median_ms"]
-        found += [{"size": size, "context": context, "double": 2 * context, "ms": median[context],
-                   "double_ms": median[2 * context], "ratio": median[2 * context] / median[context]}
-                  for context in median.index if 2 * context in median.index
-                  and median[2 * context] < 1.5 * median[context]]
-    return found
 
 
 def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
@@ -129,6 +113,7 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
     sheet = data_sheet(str(steps["device_name"].iloc[0])) if steps["device_name"].nunique() == 1 else {}
     of_sheet = steps["tflops"] / sheet["fp32"] if sheet else None
     return {"mode": mode, "steps": steps.assign(of_sheet=of_sheet if sheet else float("nan")),
+            "several": len(steps) > 1,
             "best": steps.loc[steps["utilisation"].idxmax()].to_dict(),
             "worst": steps.loc[steps["utilisation"].idxmin()].to_dict(),
             "sheet": {"source": sheet["source"], "fp32_tflops": sheet["fp32"], "of_sheet": of_sheet}
@@ -143,9 +128,9 @@ def utilisation(times: pd.DataFrame, ceilings: pd.DataFrame) -> dict | None:
 def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     """AdamW's phase and the whole step, foreach beside fused, where both were run.
 
-    The two are of different processes. ``steps`` has a row a pair with ``ratio`` of whole steps, foreach over
-    fused, its interval with the ``spread`` between processes, and whether clocks were ``unlike``; where that
-    spread was not measured (``between_known``), no step is said to be shorter or longer.
+    The two are of different processes. ``phases`` and ``steps`` have a row a pair with ``ratio``, foreach
+    over fused, its interval with the ``spread`` between processes, and whether clocks were ``unlike``; where
+    that spread was not measured (``between_known``), no step is said to be shorter or longer.
     """
     rows = by_size(pick(times, mode="step", status="ok"))
     rows = rows[rows["phase"].isin(["optimizer", WHOLE])]
@@ -154,28 +139,30 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame, spread: pd.DataFrame)
                                                       suffixes=("", "_fused"))
     if both.empty:
         return None
-    phase, whole = both[both["phase"] == "optimizer"], two_processes(both[both["phase"] == WHOLE], spread)
+    phase, whole = (two_processes(both[both["phase"] == part], spread) for part in ("optimizer", WHOLE))
     saved = 1 - whole["median_ms_fused"] / whole["median_ms"]
-    ratio = phase["median_ms"] / phase["median_ms_fused"]
+    ratio, known = phase["ratio"], phase["low"].notna().any()
     # Per parameter AdamW has to read weight, gradient and both moments and write all but the gradient: 7 x 4
     # bytes.
     moved_tbs = 28 * phase["parameters"] / phase["median_ms_fused"] / 1e9
     copy_tbs = float("nan")
     if len(ceilings):
         copy_tbs = ceilings.loc[ceilings["ceiling"] == "copy", "value"].median()
-    fused_faster, foreach_faster = ratio.median() > 1 + NEARLY, ratio.median() < 1 - NEARLY
+    fused_faster = bool((phase["low"] > 1).all()) if known else ratio.median() > 1 + NEARLY
+    foreach_faster = bool((phase["high"] < 1).all()) if known else ratio.median() < 1 - NEARLY
     better, worse = whole["low"] > 1, whole["high"] < 1
     return {"fused_faster": fused_faster, "foreach_faster": foreach_faster,
             "on_gpu": (rows["device"] == "cuda").all(), "foreach_over_fused": ratio,
-            "fused_over_foreach": 1 / ratio, "saved_share": saved,
+            "fused_over_foreach": 1 / ratio,
             "better": [{"size": size, "context": context, "share": share} for size, context, share
                        in zip(whole["size"][better], whole["context_length"][better], saved[better],
                               strict=True)],
             "worse": [str(size) for size in whole["size"][worse]],
-            "between_known": whole["low"].notna().any(), "unlike": int(whole["unlike"].sum()),
+            "between_known": whole["low"].notna().any(),
+            "unlike": int((whole["unlike"].to_numpy() | phase["unlike"].to_numpy()).sum()),
             "contexts": [str(context) for context in sorted(set(whole["context_length"]))],
-            "helps": fused_faster and bool(better.any()),
-            "moved_tbs": moved_tbs, "of_copy_share": moved_tbs / copy_tbs, "phases": phase, "steps": whole,
+            "copy_known": copy_tbs > 0, "of_copy_share": moved_tbs / copy_tbs, "phases": phase,
+            "steps": whole,
             "runs": sorted({*runs_of(both), *("benchmark/" + both["run_id_fused"])})}
 
 

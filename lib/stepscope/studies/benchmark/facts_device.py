@@ -10,7 +10,7 @@ from stepscope.step.timing import WHOLE
 
 # What records of before do not have.
 MEASURED = ["timed_watched_s", "kept_up_sm_clock_median_mhz", "kept_up_power_w", "kept_up_energy_s",
-            "kept_up_energy_j", "kept_up_energy_polled_j", "kept_up_step_ms", "step_energy_j"]
+            "kept_up_energy_j", "kept_up_energy_polled_j", "step_energy_j"]
 
 
 def device_state(times: pd.DataFrame) -> dict | None:
@@ -21,7 +21,7 @@ def device_state(times: pd.DataFrame) -> dict | None:
     some timed step, or in the median while the step was kept up, or during whose timed steps a counter grew;
     ``reasons``, those counters, each with its runs and the largest share of the timed steps.
     ``energy_check``: the largest relative difference of the energy by polled power from that by NVML's
-    counter. ``polling``: how much longer the polled steps took than the timed ones at most.
+    counter.
     """
     steps = pick(times, phase=WHOLE, status="ok", precision="fp32", attention="eager", compile=False)
     steps = steps[steps["sm_clock_mhz"].notna()]
@@ -37,7 +37,6 @@ def device_state(times: pd.DataFrame) -> dict | None:
     slow = clocks.min(axis=1) < (1 - UNLIKE_CLOCKS) * full_mhz
     held = slow | (shares > 0).any(axis=1)
     polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])
-    joules = steps["step_energy_j"].dropna()
     return {"full_mhz": full_mhz, "total": len(steps), "held_runs": int(held.sum()),
             "slow_runs": int(slow.sum()), "held": steps[held],
             "lowest_mhz": clocks.min(axis=None),
@@ -45,11 +44,9 @@ def device_state(times: pd.DataFrame) -> dict | None:
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),
             "power_w": steps["kept_up_power_w"].dropna() if steps["kept_up_power_w"].notna().any() else None,
-            "step_energy_j": joules if len(joules) else None,
             "energy_check": None if polled.empty else {
                 "runs": len(polled), "furthest":
                 (polled["kept_up_energy_polled_j"] / polled["kept_up_energy_j"] - 1).abs().max()},
-            "polling": (steps["kept_up_step_ms"] / steps["median_ms"] - 1).max(),
             "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
                 held | (steps["mode"] == "step")],
             "runs": runs_of(steps)}

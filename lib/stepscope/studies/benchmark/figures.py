@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
 from stepscope.runs.tables import by_size
-from stepscope.say.formats import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS, number, percent
 from stepscope.say.selections import matrix, pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
@@ -27,7 +27,14 @@ def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figu
     axes[0].set_ylabel("share of the measured\nfp32 matrix-product rate")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    figure.suptitle(f"Model FLOPs utilisation ({where})", x=0.01, ha="left", fontweight="bold")
+    known = rows[rows["utilisation"].notna()]
+    shares = known["utilisation"]
+    least, most = known.loc[shares.idxmin()], known.loc[shares.idxmax()]
+    low, high = (f"{percent(one['utilisation'])} ({one['size']} at {one['context_length']},"
+                 f" {MODE_WORDS[one['mode']]})" for one in (least, most))
+    figure.suptitle(f"A step reaches {low if low == high else f'{low} to {high}'}\n"
+                    f"of the product rate measured on the same device ({where})",
+                    x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -89,7 +96,10 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
     axis.set_xticks(range(len(both)), [f"{row.size}" for row in both.itertuples()]
                     if both["context_length"].nunique() == 1 else
                     [f"{row.size}\n{row.context_length}" for row in both.itertuples()])
-    axis.set(ylabel="optimizer phase (ms)", title=f"AdamW by implementation ({where})")
+    gains = both["median_ms_foreach"] / both["median_ms_fused"]
+    low, high = number(gains.min(), 2), number(gains.max(), 2)
+    axis.set(ylabel="optimizer phase (ms)",
+             title=f"AdamW, fused: {low if low == high else f'{low} to {high}'}x as fast ({where})")
     axis.legend()
     axis.grid(axis="x", visible=False)
     return figure

@@ -17,6 +17,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
 NEEDS = ("compile.times",)
 KERNELS = ("compile.kernels",)
+SPREAD = "processes.spread"
 
 CHAPTER = Chapter(
     Path(__file__).parent, "The compiled model", load,
@@ -24,7 +25,7 @@ CHAPTER = Chapter(
         Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times}),
         Question("compile-why", facts_kernels.why, (*NEEDS, *KERNELS),
                  printed={"kernels": printed.kernels}),
-        Question("compile-launches", facts_launches.launches, NEEDS, KERNELS,
+        Question("compile-launches", facts_launches.launches, NEEDS, (*KERNELS, SPREAD),
                  printed={"busy": printed.busy, "graphed": printed.graphed, "shares": printed.shares,
                           "fused": printed.fused}),
         Question("compile-memory", facts.peak_memory, NEEDS, printed={"peaks": printed.peaks}),

@@ -10,40 +10,30 @@ from stepscope.say.selections import pick
 from stepscope.studies.compile.pairs import (
     MAIN,
     VARIANTS,
-    any_flagged,
     beside,
     both_ends,
     by_attention,
     gain,
     gains,
-    headline,
     marks,
     shape,
 )
 
 
 def whole_model(times: pd.DataFrame) -> dict | None:
-    """Eager against compiled by mode: the :func:`gains`, the pairs that are ``slower``, and the full steps
-    that are changed most and ``least`` (None where there is but one). Without a pair (``pairs`` is None) what
-    was not timed."""
+    """Eager against compiled by mode: the :func:`gains` and the pairs that are ``slower``. Without a pair
+    (``pairs`` is None) what was not timed."""
     both = beside(times)
     untimed = not_timed(times)
     if both.empty:
         if not any(untimed.values()):
             return None
-        return {"pairs": None, "headline": None, "marked": False, "runs": runs_of(times)} | untimed
+        return {"pairs": None, "runs": runs_of(times)} | untimed
     slower = both[both["sure"] & (both["speedup"] < 1)]
-    steps = both[both["mode"] == "step"]
-    sure = steps[steps["sure"]]
-    told = {"gains": gains(both), "slower": slower.to_dict("records"),
-            "most_changed": sure.loc[sure["speedup"].idxmax()].to_dict() if len(sure) else None,
-            "least_changed": sure.loc[sure["speedup"].idxmin()].to_dict() if len(sure) > 1 else None}
-    return told | untimed | {
-        "pairs": both, "optimizer": MAIN, "timed_steps": sorted(set(both["timed_steps"].astype(int))),
-        "warmup_steps": sorted(set(both["warmup_steps"].astype(int))), "neighbours": runs_beside(both),
-        "in_turns": "turns" in both and bool((both["turns"] > 1).all()),
-        "shape": shape(both), "headline": headline(steps), "marks": marks(both), "marked": any_flagged(told),
-        "runs": runs_of(both)}
+    return untimed | {
+        "gains": gains(both), "slower": slower.to_dict("records"), "pairs": both, "optimizer": MAIN,
+        "neighbours": runs_beside(both), "in_turns": "turns" in both and bool((both["turns"] > 1).all()),
+        "shape": shape(both), "marks": marks(both), "runs": runs_of(both)}
 
 
 def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
@@ -54,8 +44,8 @@ def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
 
 
 def sdpa(times: pd.DataFrame) -> dict | None:
-    """Written-out attention against SDPA: the gains of the full step by variant, of both changes ``together``
-    and ``over_all`` modes; ``losses`` in steady samples, and those in ``unsteady`` ones, each with the
+    """Written-out attention against SDPA: the gains of the full step by variant and of both changes
+    ``together``; ``losses`` of any mode in steady samples, and those in ``unsteady`` ones, each with the
     :func:`gain` of the same pair in the run with fused AdamW (None without one); what SDPA has
     :func:`taken`."""
     both = by_attention(times)
@@ -65,15 +55,13 @@ def sdpa(times: pd.DataFrame) -> dict | None:
     ends = ends[ends["mode"] == "step"] if len(ends) else ends
     slower = both[both["sure"] & (both["speedup"] < 1)]
     losses, fused = slower[~slower["flagged"]], by_attention(times, "fused")
-    told = {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
+    return {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
                            if len(rows := steps[steps["variant"] == variant])],
-            "together": gain(ends) if len(ends) else None, "over_all": gain(both),
-            "losses": losses.to_dict("records"),
+            "together": gain(ends) if len(ends) else None, "losses": losses.to_dict("records"),
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
-                         for _, row in slower[slower["flagged"]].iterrows()]}
-    return told | {"shape": shape(both), "steps": steps, "headline": headline(ends) if len(ends) else None,
-                   "marks": marks(steps), "marked": any_flagged(told), "taken": taken(times),
-                   "runs": runs_of(both)}
+                         for _, row in slower[slower["flagged"]].iterrows()],
+            "shape": shape(both), "steps": steps, "marks": marks(steps), "taken": taken(times),
+            "runs": runs_of(both)}
 
 
 def taken(times: pd.DataFrame) -> list[dict]:

@@ -3,7 +3,7 @@ between them, eager and compiled."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
-from stepscope.studies.compile.pairs import MAIN, beside, ordered, shape
+from stepscope.studies.compile.pairs import MAIN, beside, ordered
 from stepscope.traces.families import MATMUL
 
 # What compiling leaves as it is, and what it fuses: everything else.
@@ -51,7 +51,7 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
     return {"pairs": both, "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],
-            "rest_ratio": rest, "fused": bool((rest > 1).all()), "shape": shape(both),
+            "rest_ratio": rest, "fused": bool((rest > 1).all()),
             "products": products, "products_alike": bool(((products - 1).abs() < NEARLY).all()),
             "most": both.loc[fused_ms.idxmax()].to_dict(),
             "kept": {"ratio": kept["saved_gib"] / kept["saved_gib_after"],

@@ -8,29 +8,26 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.pairs import (
     ATTENTIONS,
     MAIN,
-    any_flagged,
     beside,
     by_optimizer,
     gains,
     marks,
     optimizer_phase,
     ordered,
-    shape,
     whole_steps,
 )
 
 
-def launches(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
+def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     """What part of forward + backward the GPU is ``busy`` (None where no kernels were captured; ``on_gpu``
     only), what the whole forward with CUDA graphs changes, what AdamW takes of the full step, and compiled
     steps with ``fused`` AdamW. ``shares`` has AdamW's part of each pair."""
     both = beside(times)
     if both.empty:
         return None
-    optimizer, fused = optimizer_phase(times), fused_adamw(times)
+    optimizer, fused = optimizer_phase(times), fused_adamw(times, spread)
     return {
-        "busy": busy(times, kernels), "fused": fused, "marked": any_flagged([fused]),
-        "on_gpu": bool((both["device"] == "cuda").all()), "shape": shape(both),
+        "busy": busy(times, kernels), "fused": fused, "on_gpu": bool((both["device"] == "cuda").all()),
         "adamw": adamw(optimizer) if len(optimizer) else None, "optimizer": MAIN,
         "shares": optimizer if len(optimizer) else None, "graphed": graphed(times),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
@@ -38,8 +35,8 @@ def launches(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
 
 def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     """What share of the GPU's time in forward + backward (of timed steps, no profiler on) its kernels take
-    (as captured): ``table``, ``eager`` and ``block`` in percent, and in how many of their ``pairs`` compiling
-    leaves it ``lower`` or makes it ``higher`` by more than :data:`NEARLY`."""
+    (as captured): ``table``, and in how many of its ``pairs`` compiling leaves it ``lower`` or makes it
+    ``higher`` by more than :data:`NEARLY`."""
     if kernels.empty:
         return None
     keys = ["run_id", "attention", "variant"]
@@ -54,9 +51,8 @@ def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     change = pairs["block"] - pairs["eager"]
     runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
     table = share.reset_index().merge(runs, on="run_id")
-    return {"pairs": len(pairs), "eager": pairs["eager"] * 100, "block": pairs["block"] * 100,
-            "lower": int((change < -NEARLY).sum()), "higher": int((change > NEARLY).sum()),
-            "table": ordered(table)}
+    return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()),
+            "higher": int((change > NEARLY).sum()), "table": ordered(table)}
 
 
 def graphed(times: pd.DataFrame) -> dict | None:
@@ -71,33 +67,27 @@ def graphed(times: pd.DataFrame) -> dict | None:
 
 
 def adamw(optimizer: pd.DataFrame) -> dict:
-    """AdamW's phase in compiled steps against eager ones, and its part in both."""
-    return {"ratio": optimizer["median_ms_after"] / optimizer["median_ms"],
-            "share_percent": optimizer["share"] * 100, "share_after_percent": optimizer["share_after"] * 100}
+    """AdamW's part of eager and of compiled steps."""
+    return {"share": optimizer["share"], "share_after": optimizer["share_after"]}
 
 
-def fused_adamw(times: pd.DataFrame) -> dict | None:
-    """Compiled full steps with fused AdamW beside those with foreach, of two processes each; None without a
-    pair.
+def fused_adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
+    """Compiled full steps with fused AdamW beside those with foreach, of one process each (see
+    :func:`by_optimizer`); None without a pair.
 
-    ``table`` has a row a pair with both ``phase_ms`` of AdamW and both ``own_speedup``, of the compiled step
-    against the eager one of the same process; ``own`` is None unless every pair has both. """
-    pairs = by_optimizer(times)
+    ``table`` has a row a pair with both ``phase_ms`` of AdamW; ``sure`` the pairs in which fused makes the
+    step faster by more than two processes of the kind differ; ``between_known``, whether that was measured.
+    """
+    pairs = by_optimizer(times, spread)
     if pairs.empty:
         return None
     for optimizer, side, run in ((MAIN, "", "run_id"), ("fused", "_after", "run_id_after")):
-        steps, phase = beside(times, optimizer=optimizer), optimizer_phase(times, optimizer)
-        steps = steps[steps["mode"] == "step"] if len(steps) else steps
-        found = {f"own_speedup{side}": by_run(steps, "speedup"),
-                 f"phase_ms{side}": by_run(phase, "median_ms_after")}
+        phase = optimizer_phase(times, optimizer)
         keys = pd.Series(list(zip(pairs[run], pairs["attention"], strict=True)), index=pairs.index)
-        pairs = pairs.assign(**{column: keys.map(values).astype(float) for column, values in found.items()})
-    saved_ms = (pairs["phase_ms"] - pairs["phase_ms_after"]).dropna()
-    before, after = pairs["own_speedup"], pairs["own_speedup_after"]
-    known = before.notna().all() and after.notna().all()
-    return {"pairs": pairs.to_dict("records"), "saved_ms": saved_ms.to_list(),
-            "own": {"before": before, "after": after} if known else None,
-            "table": pairs, "marks": marks(pairs), "runs": sorted(set("compile/" + pairs["run_id_after"]))}
+        pairs[f"phase_ms{side}"] = keys.map(by_run(phase, "median_ms_after")).astype(float)
+    return {"sure": pairs[pairs["sure"] & (pairs["speedup"] > 1)].to_dict("records"),
+            "between_known": bool(pairs["low"].notna().any()), "table": pairs, "marks": marks(pairs),
+            "runs": sorted(set("compile/" + pairs["run_id_after"]))}
 
 
 def by_run(rows: pd.DataFrame, column: str) -> dict[tuple, float]:
@@ -140,16 +130,10 @@ def cost(times: pd.DataFrame) -> dict | None:
             "cached": int(seconds["cached_graphs"].sum()), "breaks": int(seconds["graph_breaks"].sum()),
             "graphs": blocks["graphs"] if len(blocks) else None,
             "two_graphs": bool((blocks["graphs"] == 2).all()), "whole": whole,
-            "marked": whole is not None and any_flagged(whole["gains"]),
-            "blocks": [block_seconds(rows) | {"first": first} for first, rows in by_first],
+            "blocks": [{"first": first, "training_s": rows["training_s"],
+                        "attentions": [name for name in ATTENTIONS if name in set(rows["attention"])]}
+                       for first, rows in by_first],
             "runs": runs_of(seconds)}
-
-
-def block_seconds(rows: pd.DataFrame) -> dict:
-    """Seconds for a block's forward and backward, and for its forward alone (None where one is not known)."""
-    return {"attentions": [name for name in ATTENTIONS if name in set(rows["attention"])],
-            "training_s": rows["training_s"],
-            "inference_s": rows["inference_s"] if rows["inference_s"].notna().all() else None}
 
 
 def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
@@ -163,6 +147,6 @@ def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
     ratio = pick(later, variant="model").merge(pick(later, variant="block"), on=["run_id", "attention"],
                                                suffixes=("", "_block"))
     return {"gains": gains(both), "nearly": NEARLY,
-            "better": better.to_dict("records"), "better_pairs": len(better),
+            "better": better.to_dict("records"),
             "compiling_ratio": ratio["training_s"] / ratio["training_s_block"] if len(ratio) else None,
             "pairs": both, "marks": marks(both)}

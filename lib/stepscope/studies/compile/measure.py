@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stepscope.config import PHASES
 from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
+from stepscope.say.formats import MODE_WORDS, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
@@ -258,11 +258,19 @@ def _saved(step: Step) -> dict[str, float]:
 
 
 def reading(times: pd.DataFrame) -> str:
-    """What one run says, in a sentence or two of markdown."""
-    whole = times[times["phase"] == WHOLE].set_index(["mode", "attention", "variant"])["median_ms"]
-    parts = []
-    for mode in PHASES:
-        if mode in whole.index.get_level_values("mode"):
-            parts.append(f"{mode}: " + ", ".join(f"{variant} with {attention} attention **{ms:.4g} ms**"
-                                                 for (attention, variant), ms in whole[mode].items()))
-    return "; ".join(parts) + "." if parts else "Nothing could be timed."
+    """What one run says, a sentence a mode: the fastest variant of each attention beside its eager one."""
+    whole = times[times["phase"] == WHOLE]
+    said = []
+    for mode, words in MODE_WORDS.items():
+        rows = whole[whole["mode"] == mode]
+        parts = []
+        for attention, own in rows.groupby("attention", sort=False):
+            ms = own.set_index("variant")["median_ms"]
+            best = ms.idxmin()
+            part = f"{best} **{number(ms[best])} ms**"
+            if best != "eager" and "eager" in ms:
+                part += f" ({number(ms['eager'] / ms[best])}x as fast as eager, {number(ms['eager'])} ms)"
+            parts.append(f"with {attention} attention {part}")
+        if parts:
+            said.append(f"{words.capitalize()}, fastest {listing(parts)}.")
+    return " ".join(said) or "Nothing could be timed."

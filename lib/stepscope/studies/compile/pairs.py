@@ -1,21 +1,23 @@
 """Whole steps side by side: eager and compiled, written-out attention and SDPA; and what is told of such
 pairs.
 
-Two times are compared where one process measured both; AdamW's implementations are not
-(:func:`by_optimizer`). """
+Two times are compared where one process measured both. AdamW's implementations are of two processes, so the
+spread between processes is in their comparison (:func:`by_optimizer`)."""
 import pandas as pd
 
 from stepscope.config import PHASES, PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import apart, number
 from stepscope.say.selections import pick
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import borrowed_share, ratio_of_two_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
 
 ATTENTIONS, VARIANTS = ("eager", "sdpa"), ("eager", "block")
 ALL_VARIANTS = (*VARIANTS, "model", "cuda_graphs")
 MAIN = "foreach"  # AdamW's implementation in all that is told but what compares two
 INTERVAL = ["ci_low_ms", "ci_high_ms"]
+ONE_PROCESS = ["phase", "median_ms", *INTERVAL, "trailing_ms"]  # what a process says of a step
+LITTLE = 0.01  # a change no larger is called none, whatever its interval
 
 
 def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
@@ -28,15 +30,17 @@ def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
 def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Two tables of whole steps side by side, the columns of the second with ``_after``.
 
-    Added: ``speedup``; ``sure``, whether the medians' 95% intervals are apart; ``flagged``, whether a side's
-    samples are not one steady state; ``unlike``, whether the sides' median SM clocks (``sm_clock_mhz``)
-    differ (:func:`stepscope.step.summary.unlike_clocks`), so that the ratio is partly one of clocks. """
+    Added: ``speedup`` and ``slowdown``, its inverse; ``sure``, whether the medians' 95% intervals are apart
+    and the medians by more than :data:`LITTLE`; ``flagged``, whether a side's samples are not one steady
+    state; ``unlike``, whether the sides' median SM clocks (``sm_clock_mhz``) differ
+    (:func:`stepscope.step.summary.unlike_clocks`), so that the ratio is partly one of clocks."""
     if before.empty or after.empty:
         return before.iloc[:0]
     both = before.merge(after, on=keys, suffixes=("", "_after"))
     both["speedup"] = both["median_ms"] / both["median_ms_after"]
+    both["slowdown"] = 1 / both["speedup"]
     both["sure"] = [apart(row[INTERVAL], row[[f"{c}_after" for c in INTERVAL]].set_axis(INTERVAL))
-                    for _, row in both.iterrows()]
+                    and abs(row["speedup"] - 1) > LITTLE for _, row in both.iterrows()]
     both["flagged"] = (both["flags"] != "") | (both["flags_after"] != "")
     both["unlike"] = unlike_clocks(both["sm_clock_mhz"], both["sm_clock_mhz_after"])
     return ordered(both)
@@ -80,12 +84,27 @@ def both_ends(times: pd.DataFrame) -> pd.DataFrame:
                   pick(steps, attention="sdpa", variant="block"), ["run_id", "mode"])
 
 
-def by_optimizer(times: pd.DataFrame) -> pd.DataFrame:
-    """Compiled full steps with foreach and with fused AdamW in a row, of different runs; see
-    :func:`paired`."""
+def by_optimizer(times: pd.DataFrame, spread: pd.DataFrame) -> pd.DataFrame:
+    """Compiled full steps with foreach and with fused AdamW in a row, of one process each; see
+    :func:`paired`.
+
+    Added: ``low`` and ``high``, the ratio's 95% interval with the spread between processes in it
+    (``processes.spread``: the widest of that kind of step, of either side), NaN where that was not measured;
+    ``sure`` is whether it leaves out 1.
+    """
     main, fused = (pick(whole_steps(times, optimizer), variant="block", mode="step")
                    for optimizer in (MAIN, "fused"))
-    return paired(main, fused, ["size", "context_length", "batch_size", "precision", "attention", "mode"])
+    both = paired(main, fused, ["size", "context_length", "batch_size", "precision", "attention", "mode"])
+    if both.empty:
+        return both
+    sides = [both[["size", "context_length", "mode", *(f"{name}{side}" for name in ONE_PROCESS)]].set_axis(
+        ["size", "context_length", "mode", *ONE_PROCESS], axis=1) for side in ("", "_after")]
+    shares = pd.concat([borrowed_share(side, spread, same_cells=False) for side in sides], axis=1).max(axis=1)
+    medians = [side[["median_ms", *INTERVAL]].itertuples(index=False, name=None) for side in sides]
+    ends = [ratio_of_two_processes(before, after, share)[1:]
+            for before, after, share in zip(*medians, shares, strict=True)]
+    both = both.assign(**pd.DataFrame(ends, both.index, ["low", "high"]))
+    return both.assign(sure=(both["low"] > 1) | (both["high"] < 1))
 
 
 def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
@@ -109,32 +128,22 @@ def gain(both: pd.DataFrame) -> dict:
             for rows in (faster, slower) if len(rows)]
     if unchanged := len(both) - len(faster) - len(slower):
         ways.append({"faster": False, "slower": False, "pairs": unchanged})
-    return {"pairs": len(both), "all_faster": len(faster) == len(both), "ways": ways}
+    return {"pairs": len(both), "one": len(both) == 1, "all_faster": len(faster) == len(both), "ways": ways}
 
 
 def ends(rows: pd.DataFrame) -> dict:
-    """The pairs of the ``lowest`` and the ``highest`` speedup; the latter None where both print the same."""
-    lowest, highest = ({"speedup": rows.loc[at, "speedup"], "flagged": bool(rows.loc[at, "flagged"])}
-                       for at in (rows["speedup"].idxmin(), rows["speedup"].idxmax()))
-    alike = number(lowest["speedup"]) == number(highest["speedup"])
+    """The pairs, all faster or all slower, that change least (``lowest``) and most, each with its ``speedup``
+    and how many ``times`` faster or slower that is; the latter is None where both print the same."""
+    times = rows["speedup"].where(rows["speedup"] > 1, rows["slowdown"])
+    lowest, highest = ({"speedup": rows.loc[at, "speedup"], "times": times[at],
+                        "flagged": bool(rows.loc[at, "flagged"])} for at in (times.idxmin(), times.idxmax()))
+    alike = number(lowest["times"]) == number(highest["times"])
     return {"lowest": lowest, "highest": None if alike else highest}
 
 
 def gains(both: pd.DataFrame) -> list[dict]:
     """The :func:`gain` of each mode that there is."""
     return [{"mode": mode} | gain(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
-
-
-def headline(steps: pd.DataFrame) -> dict | None:
-    """What a change does to the full step: ``speedup`` of the ``sure`` ones of its ``pairs``, and the
-    ``best``; None where it makes none faster. ``not_all``: some are not sure; ``several``: there is more than
-    one pair."""
-    sure = steps[steps["sure"]]
-    if sure.empty or sure["speedup"].max() < 1:
-        return None
-    return {"speedup": sure["speedup"], "sure": len(sure), "pairs": len(steps),
-            "not_all": len(sure) < len(steps), "several": len(steps) > 1,
-            "best": sure.loc[sure["speedup"].idxmax()].to_dict()}
 
 
 def marks(both: pd.DataFrame) -> dict:
@@ -151,14 +160,6 @@ def marks(both: pd.DataFrame) -> dict:
         capped = shares[1].where(slower, shares[0]).dropna()
     return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": len(unlike),
             "pairs": len(both), "capped": capped if len(capped) else None}
-
-
-def any_flagged(told: object) -> bool:
-    """Whether what is told, pairs in lists and dicts of them, has one of which a side's samples are not
-    steady."""
-    if isinstance(told, dict):
-        return bool(told.get("flagged")) or any(any_flagged(value) for value in told.values())
-    return isinstance(told, list) and any(any_flagged(value) for value in told)
 
 
 def shape(both: pd.DataFrame) -> dict:

@@ -31,7 +31,7 @@ CHAPTER = Chapter(
     load,
     questions=(
         Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}),
-        Question("ladder-advice", facts.advice, (RUNGS,), printed={"snippets": printed.snippets}),
+        Question("ladder-advice", facts.advice, (RUNGS,), printed={"bounds": printed.bounds, "snippets": printed.snippets}),
         Question(
             "ladder-sizes",
             facts.sizes,

@@ -114,19 +114,30 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "clock": clock(best),
         "tokens_per_s": best["tokens_per_s"],
         "batch": int(best["batch"]),
-        "beside": beside and beside | {"over_best": best["over_hugging_face"]},
+        "beside": beside and beside
+        | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
         "graph": graph,
         "idle": idle["rung"].map(name_of).tolist(),
+        "gains": surely_faster(first, best),
         "missing": [
             {"name": name_of(row["rung"]), "oom": row["status"] == "oom", "reason": row["reason"]}
             for row in tried.to_dict("records")
         ],
-        "processes": int(own["processes"].max()),
-        "several": bool(own["processes"].max() > 1),
+        "processes": int(climbed(own)["processes"].min()),
+        "most_processes": int(climbed(own)["processes"].max()),
+        "several": bool(climbed(own)["processes"].min() > 1),
+        "alike": climbed(own)["processes"].nunique() == 1,
         "held": float(held.max()) if held.notna().any() else None,
         "runs": runs_in(rungs),
     }
+
+
+def surely_faster(first: pd.Series, best: pd.Series) -> bool:
+    """Whether the interval of the whole gain lies above 1; without an fp32 rung, whether the times' own do not
+    overlap."""
+    low = best["times_as_fast_low"]
+    return bool(low > 1 if first["rung"] == "fp32" else best["ci_high_ms"] < first["ci_low_ms"])
 
 
 def clock(row: pd.Series) -> dict | None:
@@ -201,8 +212,12 @@ def advice(rungs: pd.DataFrame) -> dict | None:
             "several": len(own) > 1,
             "names": [name_of(rung) for rung in AGAINST[kind]],
         }
-    first = table.loc[table.groupby(["size", "context", "vocabulary"], sort=False)["gain"].idxmax()]
+    of_shape = ["size", "context", "vocabulary"]
+    first = table.loc[table.groupby(of_shape, sort=False)["gain"].idxmax()]
+    wide = table.pivot(index=of_shape, columns="kind", values="gain")
+    wide = wide.reindex(index=pd.MultiIndex.from_frame(first[of_shape]), columns=[*AGAINST])
     return {
+        "shapes": wide.assign(first=first["kind"].to_numpy()),
         "kinds": kinds,
         "first": first.to_dict("records"),
         "rungs": [*dict.fromkeys(rungs.loc[rungs["status"] == "ok", "rung"])],
@@ -223,25 +238,40 @@ def fp32_band(windows: pd.DataFrame) -> pd.DataFrame:
     return own.groupby([*SHAPE, "window"])["loss"].agg(["min", "max"]).reset_index()
 
 
-def beyond_band(windows: pd.DataFrame) -> pd.DataFrame:
-    """By rung: ``beyond``, by how much its loss is at most outside of fp32's band, ``out``, the share of
-    windows in which it is, and ``apart``, by how much it is at most off fp32's from the same weights."""
+def off_fp32(windows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the other rungs with ``off``, their loss less fp32's from the same weights, ``range``, how far
+    apart fp32's seeds are in the same window, ``beyond``, by how much the loss is outside of their band, and
+    ``edge``, whether fp32's own from these weights is that band's edge."""
     own = windows[windows["rung"] == "fp32"].rename(columns={"loss": "same"})
-    others = windows[windows["rung"] != "fp32"].merge(fp32_band(windows), on=[*SHAPE, "window"])
-    others = others.merge(own[[*SHAPE, "seed", "window", "same"]], on=[*SHAPE, "seed", "window"], how="left")
-    above, below = others["loss"] - others["max"], others["min"] - others["loss"]
-    others["beyond"] = above.clip(lower=0) + below.clip(lower=0)
-    others["apart"] = (others["loss"] - others["same"]).abs()
-    return others.groupby("rung", sort=False).agg(
-        beyond=("beyond", "max"), out=("beyond", lambda beyond: (beyond > 0).mean()), apart=("apart", "max")
+    rows = windows[windows["rung"] != "fp32"].merge(fp32_band(windows), on=[*SHAPE, "window"])
+    rows = rows.merge(own[[*SHAPE, "seed", "window", "same"]], on=[*SHAPE, "seed", "window"])
+    beyond = (rows["loss"] - rows["max"]).clip(lower=0) + (rows["min"] - rows["loss"]).clip(lower=0)
+    return rows.assign(
+        off=rows["loss"] - rows["same"],
+        range=rows["max"] - rows["min"],
+        beyond=beyond,
+        edge=(rows["same"] == rows["min"]) | (rows["same"] == rows["max"]),
+    )
+
+
+def by_rung(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of :func:`off_fp32`, the most by rung: ``apart``, from fp32 in nats; ``of_range``, the same as a share
+    of how far apart fp32's seeds are in that window; ``beyond`` and ``out``, by how much and in what share of
+    windows it is outside of their band."""
+    rows = rows.assign(apart=rows["off"].abs(), of_range=rows["off"].abs() / rows["range"])
+    return rows.groupby("rung", sort=False).agg(
+        apart=("apart", "max"),
+        of_range=("of_range", "max"),
+        beyond=("beyond", "max"),
+        out=("beyond", lambda beyond: (beyond > 0).mean()),
     )
 
 
 def training(
     rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | None = None
 ) -> dict | None:
-    """How far each rung's loss and gradients are from fp32's, whether its training stays within the band of
-    fp32's seeds, and whether the optimizer of the rung without casts is AdamW."""
+    """How far each rung's loss and gradients are from fp32's, whether its training is off it by less
+    than another seed is, and whether the optimizer of the rung without casts is AdamW."""
     known = rungs[(rungs["status"] == "ok") & (rungs["kind"] == "rung")]
     known = known[known["gradient_off"].notna()] if "gradient_off" in known else known[:0]
     if known.empty:
@@ -286,29 +316,30 @@ def optimizer(checks: pd.DataFrame | None) -> dict | None:
 
 
 def trained(curves: pd.DataFrame) -> dict:
-    """Loss curves against the band of fp32's seeds: in ``by_rung`` and ``out`` each rung that leaves it and by
-    how much (``of_width``: as a share of the band's median ``width``), ``apart`` the most that a rung of the
-    same arithmetic is off fp32 from the same weights, and ``seeds_apart``, the most that two seeds are."""
+    """Loss curves against fp32's.
+
+    All start from the first seed's weights, whose own fp32 curve may be an edge of the seeds' band; then
+    rounding alone leads out of it. So a rung is ``inside`` if it is everywhere nearer to that curve than the
+    seeds are to one another (``of_range`` < 1); ``out`` are the others. ``strictly`` counts those within the
+    band, ``edge`` is the share of windows in which fp32's own curve is its edge, ``apart`` the most that a rung
+    of the same arithmetic is off, ``seeds_apart`` the most that two seeds are.
+    """
     windows = smoothed(curves)
-    band, by_rung = fp32_band(windows), beyond_band(windows)
+    rows, band = off_fp32(windows), fp32_band(windows)
+    rungs = by_rung(rows)
     width = band["max"] - band["min"]
-    outside = by_rung[by_rung["beyond"] > 0].sort_values("beyond", ascending=False)
-    same = by_rung.drop(index=OTHER_ARITHMETIC, errors="ignore")
+    outside = rungs[rungs["of_range"] >= 1].sort_values("of_range", ascending=False)
+    same = rungs.drop(index=OTHER_ARITHMETIC, errors="ignore")
     return {
         "curves": windows,
-        "by_rung": by_rung,
-        "compared": len(by_rung),
-        "inside": int((by_rung["beyond"] == 0).sum()),
-        "all_inside": bool((by_rung["beyond"] == 0).all()),
-        "out": [
-            {
-                "name": name_of(rung),
-                "beyond": row["beyond"],
-                "share": row["out"],
-                "of_width": row["beyond"] / width.median(),
-            }
-            for rung, row in outside.iterrows()
-        ],
+        "by_rung": rungs,
+        "compared": len(rungs),
+        "inside": len(rungs) - len(outside),
+        "all_inside": outside.empty,
+        "out": [{"name": name_of(rung), **row} for rung, row in outside.to_dict("index").items()],
+        "strictly": int((rungs["beyond"] == 0).sum()),
+        "beyond": float(rungs["beyond"].max()),
+        "edge": rows["edge"].mean(),
         "apart": float(same["apart"].max()) if len(same) else None,
         "seeds_apart": float(width.max()),
         "steps": int(curves["step"].max()) + 1,
@@ -338,7 +369,7 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
             "over_hugging_face": best["over_hugging_face"],
             "over_low": best["over_hugging_face_low"],
             "over_high": best["over_hugging_face_high"],
-            "processes": int(best["processes"]),
+            "processes": int(min(best["processes"], beside["processes"])) if beside else 0,
             "floor_ms": best["floor_ms"],
             "floor_share": best["floor_share"],
             "clock_floor_share": best.get("clock_floor_share", math.nan),
@@ -428,16 +459,14 @@ def profiled_step(at: pd.DataFrame, kind: str = "") -> dict | None:
 
 def what_is_left(at: pd.DataFrame, kind: str, one: dict) -> dict:
     """Where a goal is missed: each part over what the floor has for it, and those of which it would be enough
-    if they took no longer than that (``enough``); ``parts`` is None where it was not profiled."""
+    if they took no longer than that (``enough``; none where parts run at once, since they do not add up);
+    ``parts`` is None where it was not profiled."""
     step = profiled_step(at, kind)
     if step is None:
         return {"parts": None, "enough": []}
     over = {part: step[part] - step[f"{part}_least"] for part in PARTS} | {"idle": step["idle"]}
-    return {
-        "parts": step | {"sum": sum(step[part] for part in PARTS)},
-        "enough": [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]],
-        "power": power(step),
-    }
+    enough = [] if step["at_once"] else [PART_NAMES[part] for part, ms in over.items() if ms >= one["over_ms"]]
+    return {"parts": step, "enough": enough, "power": power(step)}
 
 
 def power(step: dict) -> dict | None:

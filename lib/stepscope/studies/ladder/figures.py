@@ -3,65 +3,122 @@
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.say.formats import number
 from stepscope.say.style import PALETTE, WIDTH_IN, use_style
 from stepscope.studies.ladder import facts
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, beyond_band, by_shape, climbed, smoothed
+from stepscope.studies.ladder.facts import (
+    OTHER_ARITHMETIC,
+    by_shape,
+    climbed,
+    off_fp32,
+    smoothed,
+    trained,
+)
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.ladder.tables import SHAPE
 
 LARGE = 16  # points: to be read when the picture is 400 pixels wide
+NEAR = 1.3  # times the fastest rung's: bars that are hard to tell apart beside the first rung's
+BESIDE_TEXT = "#A84A00"  # PALETTE[5], dark enough to be read
+NAMES_SHORT = {"fp8": "FP8"}
 
 
 def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
-    """Rungs from top to bottom as bars, the floor as a line, Hugging Face's step as a mark."""
+    """Rungs from top to bottom as bars. Those that are near the fastest have a scale of their own, on which a
+    bar is what is left above the floor, and Hugging Face's step a mark."""
     found = facts.ladder(rungs)
     if found is None or len(rows := climbed(found["rows"])) < 2:
         return None
     use_style()
-    first, widest = rows["median_ms"].iloc[0], rows["median_ms"].max()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 2.2 + 0.55 * len(rows)))
+    near = last_rungs(rows)
+    far, heights = rows.iloc[: len(rows) - len(near)], [len(rows) - len(near) + 0.6, len(near) + 1.9]
+    figure, axes = plt.subplots(
+        2 if len(far) else 1,
+        figsize=(WIDTH_IN, 1.4 + 0.5 * sum(heights)),
+        squeeze=False,
+        height_ratios=heights if len(far) else None,
+    )
+    first, floor = rows["median_ms"].iloc[0], found["floor_ms"]
+    if len(far):
+        widest = far["median_ms"].max()
+        _bars(axes[0, 0], far, 0.0, widest, first)
+        axes[0, 0].axvline(floor, color="black", linestyle="--", linewidth=2)
+        axes[0, 0].text(floor, -0.75, " floor", fontsize=LARGE, va="center")
+        axes[0, 0].set_ylim(len(far) - 0.5, -1.1)
+    axis, beside = axes[-1, 0], found["beside"]
+    last = [*near["median_ms"], *([beside["median_ms"]] if beside else [])]
+    left, widest = min(floor, *last), max(last)
+    left = left if len(far) else 0.0
+    _bars(axis, near, floor if len(far) else left, widest - left, first)
+    axis.axvline(floor, color="black", linestyle="--", linewidth=2)
+    axis.spines["left"].set_visible(False)
+    words = f" floor {number(floor)} ms"
+    if len(far):
+        larger = number(far["median_ms"].max() / (widest - left), 2)
+        words = f" left above the floor, {number(floor)} ms ({larger}x enlarged)"
+    axis.text(floor, -1.0, words, fontsize=LARGE, va="center")
+    if beside:
+        axis.plot(beside["median_ms"], len(near), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
+        words = f"Hugging Face, compiled: {number(beside['median_ms'])} ms"
+        axis.text(
+            beside["median_ms"] + (widest - left) / 20,
+            len(near),
+            words,
+            va="center",
+            fontsize=LARGE,
+            color=BESIDE_TEXT,
+        )
+    axis.set_ylim(len(near) + (0.5 if beside else -0.5), -1.4)
+    faster = f"{number(found['faster'], 2)}x faster"
+    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
+    if not found["gains"]:
+        title = f"No change makes the step of {number(first)} ms surely faster"
+    shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
+    figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")
+    return figure
+
+
+def last_rungs(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rungs from which on all are near the fastest; all, where that is one or the first."""
+    near = rows["median_ms"] < NEAR * rows["median_ms"].min()
+    last = rows[near[::-1].cumprod()[::-1].astype(bool)]
+    return last if 1 < len(last) < len(rows) else rows
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e3:,.1f}k" if value >= 1e3 else number(value)
+
+
+def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float) -> None:
+    """A bar a rung from ``left`` to its time, with its ms, how many times as fast as the first, and tokens a
+    second beside it; ``span`` of the axis is for bars, in ms."""
     colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
-    axis.barh(range(len(rows)), rows["median_ms"], color=colors, height=0.72)
+    times = rows["median_ms"]
+    axis.barh(range(len(rows)), times - left, left=left, color=colors, height=0.72)
     for y, row in enumerate(rows.itertuples()):
         axis.text(
-            row.median_ms + widest / 60,
+            max(row.median_ms, left) + span / 40,
             y,
-            f"{number(row.median_ms)} ms · {number(first / row.median_ms, 2)}×"
-            f" · {row.tokens_per_s / 1e3:,.1f}k tok/s",
+            f"{number(row.median_ms)} ms · {number(first / row.median_ms)}x"
+            f" · {_thousands(row.tokens_per_s)} tok/s",
             va="center",
             fontsize=LARGE,
             fontweight="bold",
         )
-    axis.axvline(found["floor_ms"], color="black", linestyle="--", linewidth=2)
-    beside_line, floor = widest / 60, found["floor_ms"]
-    axis.text(floor + beside_line, -0.85, f"floor {number(floor)} ms", fontsize=LARGE, va="center")
-    if found["beside"]:
-        beside_ms = found["beside"]["median_ms"]
-        axis.plot(beside_ms, len(rows), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
-        axis.text(
-            beside_ms + widest / 25,
-            len(rows),
-            f"Hugging Face, compiled: {number(beside_ms)} ms",
-            va="center",
-            fontsize=LARGE,
-            color=PALETTE[5],
-        )
-    names = [name_of(rung) + (" *" if rung == OTHER_ARITHMETIC else "") for rung in rows["rung"]]
+    other = " (other arithmetic)"
+    names = [
+        NAMES_SHORT.get(rung, name_of(rung)) + other * (rung == OTHER_ARITHMETIC) for rung in rows["rung"]
+    ]
     axis.set_yticks(range(len(rows)), names, fontsize=LARGE)
-    axis.set_ylim(len(rows) + 0.5, -1.4)
-    axis.set_xlim(0, widest * 2.15)
+    low = min(left, *times)
+    axis.set_xlim(low, low + span * 2.65)
     axis.set_xticks([])
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
-    faster = f"{number(found['faster'], 2)}× faster"
-    title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
-    shape = f"{found['size']}, context {found['context']}, batch {found['batch']}, {where}"
-    figure.suptitle(f"{title}\n{shape}", fontsize=LARGE + 1, fontweight="bold", x=0.01, ha="left")
-    return figure
 
 
 def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
@@ -71,21 +128,21 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     if rows.empty:
         return None
     use_style()
-    several = rows["vocab_size"].nunique() > 1
+    usual = rows["vocab_size"].mode().iloc[0]
     rows["shape"] = [
-        f"{size}\n{context}" + (f"\nV {vocabulary:,}" if several else "")
+        f"{size}\n{context}" + (f"\nV {vocabulary:,}" if vocabulary != usual else "")
         for size, context, vocabulary in zip(rows["size"], rows["context_length"], rows["vocab_size"])
     ]
     table = rows.pivot(index="rung", columns="shape", values="gain").reindex(columns=rows["shape"].unique())
     table = table.reindex([rung for rung in RUNGS if rung in table.index])
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.4 + 0.42 * len(table)))
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.8 + 0.42 * len(table)))
     drawn = axis.imshow(np.log2(table.to_numpy(dtype=float)), cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
     for (y, x), value in np.ndenumerate(table.to_numpy(dtype=float)):
         if np.isfinite(value):
             axis.text(
                 x,
                 y,
-                f"{value:.2f}×",
+                f"{value:.2f}x",
                 ha="center",
                 va="center",
                 fontsize=11,
@@ -96,46 +153,40 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.xaxis.tick_top()
     axis.grid(visible=False)
     least, most = (table[shape] for shape in table.columns[[0, -1]])
-    title = f"Most gained by {name_of(most.idxmax())} for {most.name.splitlines()[0]}"
+    title = f"{most.name.splitlines()[0]} gains most by {name_of(most.idxmax())}"
     if least.notna().any() and least.idxmax() != most.idxmax():
-        title += f", by {name_of(least.idxmax())} for {least.name.splitlines()[0]}"
-    axis.set_title(f"{title}\neach rung against the one before it; {where}", pad=12)
-    figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5×", "1×", "2×"])
+        title += f",\nby {name_of(least.idxmax())} for {least.name.splitlines()[0]}"
+    figure.suptitle(
+        f"{title}\n(each rung against the one before it, {where})", x=0.01, ha="left", fontweight="bold"
+    )
+    figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5x or less", "1x", "2x or more"])
     return figure
 
 
 def curves(curves: pd.DataFrame, where: str) -> Figure | None:
-    """Loss against fp32's band: each rung's distance from the mean of fp32's seeds."""
+    """Loss less fp32's from the same weights, beside how far apart fp32's seeds are."""
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return None
     use_style()
     windows = smoothed(curves)
     windows = windows[(windows[SHAPE] == windows[SHAPE].iloc[0]).all(axis=1)]
-    band = windows[windows["rung"] == "fp32"].groupby("window")["loss"].agg(["min", "max", "mean"])
+    rows, found = off_fp32(windows), trained(curves)
+    apart = rows.groupby("window")["range"].first()
+    limit = 1.15 * max(apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max())  # the start is far up
+    steps = (apart.index.to_numpy() + 1) * found["smoothed"]
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
-    axis.fill_between(
-        band.index,
-        band["min"] - band["mean"],
-        band["max"] - band["mean"],
-        color="0.85",
-        label="fp32, three seeds",
-    )
-    others = [rung for rung in RUNGS if rung in set(windows["rung"]) and rung != "fp32"]
-    for index, rung in enumerate(others):
-        own = windows[windows["rung"] == rung].groupby("window")["loss"].mean()
-        axis.plot(
-            own.index,
-            own - band["mean"],
-            color=PALETTE[index % len(PALETTE)],
-            linewidth=1.4,
-            linestyle="-" if index < len(PALETTE) else "--",
-            label=name_of(rung),
-        )
-    inside = int((beyond_band(windows)["beyond"] == 0).sum())
-    title = f"{inside} of {len(others)} rungs train within the band of fp32's seeds throughout"
+    axis.fill_between(steps, -apart, apart, color="0.88", label=f"{found['seeds']} seeds of fp32")
+    for index, rung in enumerate(rung for rung in RUNGS if rung in set(rows["rung"])):
+        own = rows[rows["rung"] == rung].groupby("window")["off"].mean()
+        style = "-" if index < len(PALETTE) else "--"
+        color = PALETTE[index % len(PALETTE)]
+        axis.plot(steps[own.index], own, color=color, linewidth=1.4, linestyle=style, label=name_of(rung))
+    compared = f"{found['inside']} of {found['compared']} rungs"
+    title = f"{compared} train nearer to fp32 than its seeds are to one another"
     axis.set(
-        xlabel="training, in means of ten steps",
-        ylabel="loss less fp32's mean (nats)",
+        xlabel=f"steps of training (means of {found['smoothed']})",
+        ylabel="loss less fp32's (nats)",
+        ylim=(-limit, limit),
         title=f"{title}\nsize {windows['size'].iloc[0]}, {where}",
     )
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))

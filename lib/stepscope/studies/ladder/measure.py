@@ -141,6 +141,7 @@ def compiler_cache(config: Config) -> Iterator[None]:
     folder = Path(default_cache_dir(), "stepscope", name)
     if not config.process:
         shutil.rmtree(folder, ignore_errors=True)
+        torch._dynamo.reset()  # what a notebook's kernel compiled the time before
     folder.mkdir(parents=True, exist_ok=True)
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
     found = {name: os.environ.get(name) for name in folders}

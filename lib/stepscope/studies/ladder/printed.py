@@ -2,10 +2,10 @@
 
 import pandas as pd
 
-from stepscope.say.formats import interval_cells, number, percent, tiny
+from stepscope.say.formats import interval_cells, listing, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC
-from stepscope.studies.ladder.names import name_of, snippet
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder
+from stepscope.studies.ladder.names import AGAINST, name_of, snippet
 
 WHY = {
     "oom": "out of memory",
@@ -76,6 +76,15 @@ def gains(facts: dict) -> pd.DataFrame:
     return shown.rename(index=name_of).rename_axis("rung").rename_axis(None, axis=1).reset_index()
 
 
+def bounds(facts: dict) -> pd.DataFrame:
+    """A row a shape: the gain of all rungs that are good against each of what a step may wait for."""
+    rows = facts["shapes"].reset_index()
+    shape = {"size": rows["size"], "context": rows["context"].astype(str)}
+    if rows["vocabulary"].nunique() > 1:
+        shape["vocabulary"] = [f"{value:,}" for value in rows["vocabulary"]]
+    return pd.DataFrame(shape | {kind: column(rows, kind) for kind in AGAINST} | {"waits most for": rows["first"]})
+
+
 def snippets(facts: dict) -> pd.DataFrame:
     """The lines of each rung, one a row."""
     rows = [
@@ -98,8 +107,10 @@ def agreement(facts: dict) -> pd.DataFrame:
         }
     )
     if facts["curves"] is not None:
-        beyond = rows["rung"].map(facts["by_rung"]["beyond"])
-        table["beyond the band, nats"] = [("–" if pd.isna(value) else number(value, 2)) for value in beyond]
+        found = facts["by_rung"].reindex(rows["rung"]).reset_index(drop=True)
+        table["most off fp32 in training, nats"] = column(found, "apart", lambda value: number(value, 2))
+        table["of the seeds' distance"] = column(found, "of_range", share)
+        table["beyond their band, nats"] = column(found, "beyond", lambda value: number(value, 2))
     return table
 
 
@@ -178,3 +189,24 @@ def filled(facts: dict) -> pd.DataFrame:
             "of data sheet": column(rows, "of_sheet_bf16", share),
         }
     )
+
+
+def reading(rungs: pd.DataFrame) -> str:
+    """What one run says, in at most three sentences of markdown."""
+    found = ladder(rungs)
+    if found is None:
+        return "Nothing fits."
+    first, best = number(found["first_ms"]), number(found["best_ms"])
+    said = [
+        f"From **{first} ms** ({found['first_name']}) to **{best} ms** ({found['best_name']}):"
+        f" {number(found['faster'])}x faster, {percent(found['floor_share'], 1)} of the floor's speed."
+    ]
+    rows = found["rows"]
+    gained = rows[(rows["kind"] == "rung") & rows["gain"].notna()]
+    if len(gained):
+        most = gained.loc[gained["gain"].idxmax()]
+        times = number(most["gain"])
+        said.append(f"Most gained by {name_of(most['rung'])}: {times}x faster than the rung before.")
+    if found["missing"]:
+        said.append(f"Not measured: {listing(one['name'] for one in found['missing'])}.")
+    return " ".join(said)

@@ -229,4 +229,7 @@ def load_processes(store: Store, records: list[Record]) -> list[Process]:
 
 def with_runs(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """A stacked table with the shape of each row's run."""
-    return table.merge(runs_frame(records)[["run_id", *SHAPE]], on="run_id") if len(table) else table
+    if table.empty:
+        return table
+    table = table.infer_objects()  # stacked on tables without rows, numbers are objects
+    return table.merge(runs_frame(records)[["run_id", *SHAPE]], on="run_id")

@@ -3,6 +3,7 @@ GPU, and checkpoints inside one another."""
 import numpy as np
 import pandas as pd
 
+from stepscope.config import size_label
 from stepscope.say.formats import runs_of
 from stepscope.step.accounting import MIB, peak, require_formulas, value
 from stepscope.step.timing import WHOLE
@@ -62,7 +63,8 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
     groups = list(rows.groupby(["mode", "precision"], sort=False))
     cases = [case(mode, precision, group) for (mode, precision), group in groups]
     ok = rows[(rows["status"] == "ok") & (rows["blocks"] > 0)]
-    return {"run": shape_of(last), "batch": int(last["batch_size"]), "cases": [one for one in cases if one],
+    return {"run": shape_of(last), "label": size_label(str(last["size"])),
+            "batch": int(last["batch_size"]), "cases": [one for one in cases if one],
             "off_share": (ok["predicted_mib"] / ok["peak_mib"] - 1).abs().max() if len(ok) else None,
             "table": rows, "runs": runs_of(rows)}
 
@@ -142,13 +144,15 @@ def way(key: tuple, rows: pd.DataFrame) -> dict:
 def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Arrangements of the largest run that measured them: ``blocks``, ``arrangement``, ``status``,
     ``block_runs``, ``kept_mib`` (expected), ``beyond_mib`` (measured: peak less the state before the step;
-    missing without a GPU), ``rest_mib`` (of it, what is not kept) and ``time_ms``."""
+    missing without a GPU, and where it is less than is kept), ``rest_mib`` (of it, what is not kept) and
+    ``time_ms``."""
     run_id = runs.loc[runs["run_id"].isin(stacks["run_id"]), "run_id"].iloc[-1]
     rows = stacks[stacks["run_id"] == run_id].reset_index(drop=True)
     times = step_times(samples, ["run_id", "blocks", "arrangement"])
     beyond = ((rows["peak_allocated_bytes"] - rows["state_bytes"]) / MIB if "state_bytes" in rows
               else pd.Series(float("nan"), rows.index)).where(rows["status"] == "ok")
     kept = rows["expected_kept_bytes"] / MIB
+    beyond = beyond.where(beyond >= kept)  # else something of the state was freed during the step
     return rows.assign(study="memory", kept_mib=kept, beyond_mib=beyond, rest_mib=beyond - kept,
                        time_ms=[times.get((run_id, row.blocks, row.arrangement), float("nan"))
                                 for row in rows.itertuples()])
@@ -178,7 +182,8 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
     named = at_most.reset_index().to_dict("records")
     by_name = {row["arrangement"]: row for row in named}
     every = by_name.get("every block")
-    return {"run": shape_of(run), "batch": int(run["batch_size"]), "on_gpu": on_gpu,
+    return {"run": shape_of(run), "label": size_label(str(run["size"])), "batch": int(run["batch_size"]),
+            "on_gpu": on_gpu,
             "numbers": sorted(rows["blocks"].unique().tolist()), "most": most, "fewest": fewest,
             "as_many": most / fewest, "stream_mib": stream, "saved_mib": saved, "ratio": saved / stream,
             # sqrt(N) (saved + stream) is more than N stream + saved as long as sqrt(N) < saved / stream.

@@ -6,7 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.say import formats
+from stepscope.say.formats import MODE_WORDS, number
+from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
 from stepscope.studies.memory.facts import GIB, matrix
 from stepscope.studies.memory.facts_checkpoints import stacked_blocks
 from stepscope.studies.memory.facts_options import curve
@@ -116,14 +118,27 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
         axis.set_ylim(0)
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside right center")
-    figure.suptitle(f"{runs['size'].iloc[0]}, batch {runs['batch_size'].iloc[0]}, {where}", **HEADING)
+    figure.suptitle(f"{_peaks_title(runs, modes[-1])}\n({runs['size'].iloc[0]}, batch"
+                    f" {runs['batch_size'].iloc[0]}, {where}; each kind of run to its own scale)", **HEADING)
     return figure
+
+
+def _peaks_title(runs: pd.DataFrame, mode: str) -> str:
+    """The peak at the shortest context and at the longest, or that the longest does not fit."""
+    rows = runs[runs["mode"] == mode].sort_values("context_length")
+    words, first, last = MODE_WORDS[mode], rows.iloc[0], rows.iloc[-1]
+    peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']:,}"
+    if last["status"] == "oom":
+        return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']:,}"
+    longest_gib = number(last["predicted_mib"] / 1024)
+    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']:,}"
 
 
 def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
     """The peaks of one mode by precision, and the GPU's memory where they come near it."""
     by_precision = runs.sort_values("precision", ascending=False).groupby("precision", sort=False)
-    for (precision, rows), color, marker in zip(by_precision, PALETTE, MARKERS):
+    for (precision, rows), marker in zip(by_precision, MARKERS):
+        color = PRECISION_COLORS[precision]
         rows = rows.sort_values("context_length")
         axis.plot(rows["context_length"], rows["predicted_mib"] / 1024, "-", color=color, linewidth=1,
                   label=f"{precision}, predicted")
@@ -189,6 +204,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.set_xticks(numbers, numbers)
         axis.minorticks_off()
         axis.set_xlabel("blocks")
@@ -200,5 +216,5 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     sizes = [f"{last[column].get(name, np.nan) / 1024:.2g} GiB {words}" for name, words in
              (("none", "without checkpoints"), ("every block", "with one a block"), ("halved", "halved"))]
     figure.suptitle(f"{numbers[-1]} blocks: {', '.join(sizes)}\n({run['size']}, context "
-                    f"{run['context_length']}, {run['precision']}, {where})", **HEADING)
+                    f"{run['context_length']}, {formats.precision(run['precision'])}, {where})", **HEADING)
     return figure

@@ -151,26 +151,32 @@ def measure_checkpoints(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     Returns samples (as ``timing.measure``'s, with columns ``context_length`` and ``blocks_per_checkpoint``)
     and a row a setting: these two, ``status`` (``ok`` or ``oom``), ``predicted_bytes`` (allocated), and on a
-    GPU ``peak_allocated_bytes``, ``peak_requested_bytes``, ``peak_reserved_bytes``.
+    GPU ``state_bytes`` before the step and ``peak_allocated_bytes``, ``peak_requested_bytes``,
+    ``peak_reserved_bytes``.
     """
     samples, rows = [], []
     for context in sorted(config.contexts) or [config.context_length]:
         failed = {row["blocks_per_checkpoint"] for row in rows if row["status"] == "oom"}
-        here = config.model_copy(update={"context_length": context})
         settings = [blocks for blocks in config.checkpoints or [0] if blocks not in failed]
-        if not settings:
-            break
-        step = build_step(here)
-        for blocks in settings:
-            row = {"context_length": context, "blocks_per_checkpoint": blocks, "status": "ok",
-                   "predicted_bytes": peak(here, blocks).allocated}
-            layers = config.num_layers
-            arrangement = nesting.every(layers, blocks) if blocks else nesting.unchecked(layers)
-            found, times = measure_arranged(step, arrangement)
-            rows.append(row | found)
-            samples.append(times.assign(context_length=context, blocks_per_checkpoint=blocks))
-        del step  # before the next is built
+        if settings:
+            here = config.model_copy(update={"context_length": context})
+            for row, times in settings_at(here, settings):
+                rows.append(row)
+                samples.append(times)
     return together(samples), pd.DataFrame(rows)
+
+
+def settings_at(config: Config, settings: list[int]) -> list[tuple[dict, pd.DataFrame]]:
+    """Rows and samples of :func:`measure_checkpoints` at one context; what was built is gone after it."""
+    release(config.device, after_error=True)
+    step, found = build_step(config), []
+    for blocks in settings:
+        layers, at = config.num_layers, {"context_length": config.context_length,
+                                         "blocks_per_checkpoint": blocks}
+        arrangement = nesting.every(layers, blocks) if blocks else nesting.unchecked(layers)
+        row, times = measure_arranged(step, arrangement)
+        found.append((at | {"predicted_bytes": peak(config, blocks).allocated} | row, times.assign(**at)))
+    return found
 
 
 def measure_stacks(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -181,33 +187,33 @@ def measure_stacks(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     activations and temporaries alone. Returns samples (as ``timing.measure``'s, with columns ``blocks`` and
     ``arrangement``) and a row for each of these: ``status`` (``ok`` or ``oom``), ``block_runs`` (forward runs
     of blocks in a step, counted), ``expected_runs``, ``expected_kept_bytes`` (:func:`nesting.kept`), and on a
-    GPU ``state_bytes`` before the step and its peaks, as :func:`measure_checkpoints`'s.
+    GPU ``state_bytes`` and the peaks, as :func:`measure_checkpoints`'s.
     """
-    samples, rows = [], []
+    found = [one for blocks in config.stacks for one in arrangements_of(config, blocks)]
+    return together([times for _, times in found]), pd.DataFrame([row for row, _ in found])
+
+
+def arrangements_of(config: Config, blocks: int) -> list[tuple[dict, pd.DataFrame]]:
+    """Rows and samples of :func:`measure_stacks` of one number of blocks; what was built is gone after it."""
+    release(config.device, after_error=True)
+    here = config.step(num_layers=blocks, mode="forward_backward")
+    step = KeepingGradients(**vars(build_step(here)))
+    with nesting.arranged(step.model, nesting.every(blocks, 1)):
+        step()  # makes the gradients
     runs: list[None] = []
-    for blocks in config.stacks:
-        here = config.step(num_layers=blocks, mode="forward_backward")
-        step = KeepingGradients(**vars(build_step(here)))
-        with nesting.arranged(step.model, nesting.every(blocks, 1)):
-            step()  # makes the gradients
-        for block in step.model.blocks:
-            block.register_forward_pre_hook(lambda *called: runs.append(None))
-        stream, saved = value("4X", here), value(require_formulas(here).saved, here)
-        for name, arrange in nesting.ARRANGEMENTS.items():
-            runs.clear()
-            arrangement = arrange(blocks)
-            row = {"blocks": blocks, "arrangement": name, "status": "ok",
-                   "expected_runs": nesting.block_runs(arrangement),
-                   "expected_kept_bytes": nesting.kept(arrangement, stream, saved)}
-            if config.device == "cuda":
-                torch.cuda.synchronize()
-                row["state_bytes"] = torch.cuda.memory_allocated()
-            found, times = measure_arranged(step, arrangement)
-            row["block_runs"] = len(runs) // (config.warmup_steps + config.timed_steps)
-            rows.append(row | found)
-            samples.append(times.assign(blocks=blocks, arrangement=name))
-        del step  # before the next is built
-    return together(samples), pd.DataFrame(rows)
+    for block in step.model.blocks:
+        block.register_forward_pre_hook(lambda *called: runs.append(None))
+    stream, saved = value("4X", here), value(require_formulas(here).saved, here)
+    found = []
+    for name, arrange in nesting.ARRANGEMENTS.items():
+        runs.clear()
+        arrangement, at = arrange(blocks), {"blocks": blocks, "arrangement": name}
+        row, times = measure_arranged(step, arrangement)
+        counts = {"block_runs": len(runs) // (config.warmup_steps + config.timed_steps),
+                  "expected_runs": nesting.block_runs(arrangement),
+                  "expected_kept_bytes": nesting.kept(arrangement, stream, saved)}
+        found.append((at | counts | row, times.assign(**at)))
+    return found
 
 
 def together(samples: list[pd.DataFrame]) -> pd.DataFrame:
@@ -223,14 +229,16 @@ class KeepingGradients(Step):
 
 
 def measure_arranged(step: Step, arrangement: nesting.Arrangement) -> tuple[dict, pd.DataFrame]:
-    """The step under an arrangement's checkpoints: its ``status`` and, on a GPU, the allocator's peaks; and
-    its samples, none where it did not fit."""
-    device, found = step.config.device, {"status": "ok"}
+    """The step under an arrangement's checkpoints: its ``status`` and, on a GPU, ``state_bytes`` allocated
+    before it and the allocator's peaks; and its samples, none where it did not fit."""
+    device, samples = step.config.device, SAMPLES
+    found: dict = {"status": "ok"}
     step.clear_gradients()
-    release(device)
+    release(device, after_error=True)  # else what the setting before left in cycles counts here
     if device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    samples = SAMPLES
+        found["state_bytes"] = torch.cuda.memory_allocated()
     try:
         with nesting.arranged(step.model, arrangement):
             samples = measure(step)
@@ -238,9 +246,6 @@ def measure_arranged(step: Step, arrangement: nesting.Arrangement) -> tuple[dict
         found["status"] = "oom"
     if device == "cuda":
         found |= {name: number for name, number in counters().items() if name.startswith("peak")}
-    if found["status"] == "oom":
-        step.clear_gradients()
-        release(device, after_error=True)
     return found, samples
 
 

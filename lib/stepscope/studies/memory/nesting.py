@@ -92,19 +92,22 @@ def _kept(arrangement: Arrangement, stream: int, saved: int, below: int) -> int:
 @contextmanager
 def arranged(model: torch.nn.Module, arrangement: Arrangement) -> Iterator[None]:
     """Run the model's blocks under an arrangement's checkpoints; the results are the same."""
-    def run(parts: Arrangement, x: torch.Tensor) -> torch.Tensor:
-        for part in parts:
-            if isinstance(part, int):
-                x = model.blocks[part](x, model.cos, model.sin, model.future)
-            else:  # there is no dropout that a state of the random numbers would have to be kept for
-                x = checkpoint(run, part, x, use_reentrant=False, preserve_rng_state=False)
-        return x
-
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        return model.logits(model.final_norm(run(arrangement, model.embed(tokens))))
+        return model.logits(model.final_norm(run(arrangement, model.embed(tokens), model)))
 
     model.forward = forward  # shadows the class's; deleting it brings that back
     try:
         yield
     finally:
         del model.forward
+
+
+def run(arrangement: Arrangement, x: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+    """(B, T, C) through an arrangement's blocks. (No closure: one that calls itself is a cycle, in which a
+    model would stay until it is collected.)"""
+    for part in arrangement:
+        if isinstance(part, int):
+            x = model.blocks[part](x, model.cos, model.sin, model.future)
+        else:  # there is no dropout that a state of the random numbers would have to be kept for
+            x = checkpoint(run, part, x, model, use_reentrant=False, preserve_rng_state=False)
+    return x

@@ -27,11 +27,11 @@ CHAPTER = Chapter(
                  printed={"reductions": printed.reductions, "errors": printed.errors},
                  pictures=("mixed_norms",)),
         Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
-                 ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases"),
+                 ("nsys.operations", "nsys.operations_low"),
                  printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
                           | {"trend": printed.trend, "phases": printed.phases})),
         Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
-                 ("benchmark.times", "nsys.operations", "nsys.operations_low", "nsys.phases"),
+                 ("nsys.operations", "nsys.operations_low", "nsys.phases"),
                  printed={"causes": printed.causes}),
         Question("mixed-casts", facts_operations.casts, (),
                  ("mixed_precision.census", "nsys.casts"),

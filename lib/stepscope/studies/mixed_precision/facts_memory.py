@@ -17,32 +17,22 @@ def memory(times: pd.DataFrame) -> dict | None:
     """Peaks of the allocator in bf16 against fp32's, over sizes, contexts and modes.
 
     ``measurable`` is False on a CPU, and then there is nothing else. ``by_mode`` has the ``least`` and the
-    ``most`` of each mode, ``step`` and ``forward_more_percent`` (None where forward does not take more
-    everywhere) what the first page says; ``level`` the cells in which the full step saves nothing (None where
-    there are none); ``peaks_mib`` and ``times_ms`` a column a precision.
+    ``most`` of each mode; ``level`` the cells in which the full step saves nothing (None where there are
+    none); ``peaks_mib`` a column a precision.
     """
     rows = times[(times["phase"] == WHOLE) & times["peak_allocated_mib"].notna()]
     if rows.empty:
         return {"measurable": False, "runs": runs_of(times)}
-    peaks, walls = (rows.pivot_table(index=KEYS, columns="precision", values=column, observed=True)
-                    for column in ("peak_allocated_mib", "median_ms"))
+    peaks = rows.pivot_table(index=KEYS, columns="precision", values="peak_allocated_mib", observed=True)
     ratio = (peaks["bf16"] / peaks["fp32"]).dropna()
     modes = ratio.index.get_level_values("mode")
     by_mode = {mode: ratio[modes == mode] for mode in MODE_WORDS if (modes == mode).any()}
-    more = ratio[ratio > 1 + SAME]
-    step, forward = by_mode.get("step", ratio), by_mode.get("forward", pd.Series(dtype=float))
-    forward_least = forward.min() if len(forward) else 1.0
     widths = [(peaks[p] / peaks[q] - 1).abs().max() < EQUAL for p, q in (("fp16", "bf16"), ("tf32", "fp32"))
               if {p, q} <= set(peaks.columns)]
-    return {"measurable": True, "by_mode": [{"mode": mode} | _ends(group) for mode, group in by_mode.items()],
-            "cells": len(ratio), "less": int((ratio < 1 - SAME).sum()), "more": len(more),
-            "more_by_mode": [{"mode": mode, "cells": n}
-                             for mode, n in more.groupby(level="mode", sort=False).size().items()],
-            "forward_takes_more": forward_least > 1, "level": _level(rows),
-            "same_width_same_memory": bool(widths) and all(widths),
-            "step": _ends(step) | {"saves_everywhere": step.max() < 1 - SAME, "most_saved": 1 - step.min()},
-            "forward_more_percent": 100 * (forward - 1) if forward_least > 1 + SAME else None,
-            "peaks_mib": peaks, "times_ms": walls, "ratio": ratio.reindex(peaks.index), "runs": runs_of(rows)}
+    return {"measurable": True, "by_mode": [{"mode": mode, "several": len(group) > 1} | _ends(group)
+                                            for mode, group in by_mode.items()],
+            "level": _level(rows), "same_width_same_memory": bool(widths) and all(widths),
+            "peaks_mib": peaks, "ratio": ratio.reindex(peaks.index), "runs": runs_of(rows)}
 
 
 def _ends(ratio: pd.Series) -> dict:
@@ -84,6 +74,7 @@ def health(table: pd.DataFrame) -> dict | None:
             "unscaled": _without_scaler(ways["fp16 unscaled"]) if fp16 else None,
             "scaled": _with_scaler(ways["fp16 scaled"]) if fp16 else None,
             "bf16": lost(ways["bf16"]["zero"]) if "bf16" in ways else None,
+            "several": rows["run_id"].nunique() > 1,
             "context": context, "shown": pick(rows, context_length=context), "runs": runs_of(rows)}
 
 

@@ -5,7 +5,7 @@ import torch
 from stepscope.say.formats import EXACT, runs_of
 from stepscope.say.selections import pick
 from stepscope.studies.mixed_precision.comparison import LOW
-from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, EPS, TERM
+from stepscope.studies.mixed_precision.numerics import ADDITIONS, DTYPES, TERM
 
 # The handout's four loops, and what another report prints for each, to four decimals.
 PUBLISHED_SUMS = {"fp32 into fp32": 10.0001, "fp16 into fp16": 9.9531, "fp16 into fp32": 10.0021,
@@ -22,8 +22,7 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     ``loops`` are the handout's, ``as_published`` whether all came out as printed elsewhere, ``other`` those
     that did not; ``differ`` are the ways in which CPU and GPU differ, None where there is one device.
     ``terms``, ``apart`` and ``stops`` have a row a type, ``after`` being None where the sum does not get
-    there. ``exact`` are the ways in which adding loses nothing, ``worst`` the plain way with the largest
-    error, ``mended`` the same terms summed in fp32.
+    there. ``worst`` is the plain way with the largest error, ``mended`` the same terms summed in fp32.
     """
     devices = list(dict.fromkeys(sums["device"]))
     rows = pick(sums, device=devices[-1]).set_index("way")
@@ -34,19 +33,15 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     other = [way for way in loops if any(round(float(value), 4) != PUBLISHED_SUMS[way]
                                          for value in sums.loc[sums["way"] == way, "result"])]
     terms = rows.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
-    by_adding = rows["error_of_adding"].abs() > rows["error_of_term"].abs()
     worst = plain["error"].abs().idxmax()
     mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst]
                    and plain.sum_type[way] == "fp32" and way != worst), None)
     return {"term": TERM, "additions": ADDITIONS, "on_gpu": devices[-1] == "cuda",
             "loops": [{"way": way, "result": rows.result[way]} for way in loops], "as_published": not other,
             "other": [{"way": way, "published": PUBLISHED_SUMS[way]} for way in other],
-            "ways": sums["way"].nunique(), "differ": _differ(sums) if len(devices) > 1 else None,
+            "differ": _differ(sums) if len(devices) > 1 else None,
             "terms": [{"type": name, "error": error} for name, error in terms.items()],
             "apart": [{"type": name, "step": step} for name, step in fine["step_at_10"].items()],
-            "by_adding": [way for way in loops if by_adding[way]],
-            "by_storing": [way for way in loops if not by_adding[way]],
-            "exact": [way for way in plain.index if abs(plain.error_of_adding[way]) < EXACT],
             "casting_changes_nothing": len(loops) == 4 and rows.result[loops[2]] == rows.result[loops[3]],
             "stops": [{"type": row.Index, "at": row.stops_at,
                        "after": None if pd.isna(row.stops_after) else row.stops_after}
@@ -88,11 +83,9 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     """What each norm loses in each low type, over the scale of its inputs, on the device that the run had;
     and ``reduction``, what its sums lose (:func:`_reduction`; None where that was not measured).
 
-    ``types`` has for each type whether it ``loses_nothing``, the ``norms`` with their losses, and where the
-    output is ``right``. ``off`` is the output's median relative error by type where all types give one.
-    ``epsilon_alone`` is the largest scale at which fp16's variance is zero and its output still right,
-    ``overflows_from`` the least at which it overflows (None for either where there is none); ``coarsest`` is
-    what bf16 rounds most.
+    ``types`` has for each type whether it ``loses_nothing``, and where the output is ``right``. ``off`` is
+    the output's median relative error by type where all types give one; ``overflows_from`` the least scale at
+    which fp16's squares overflow (None where there is none).
     """
     rows = pick(table, device=table["device"].iloc[-1])
     types = [_of_type(pick(rows, dtype=dtype)) | {"dtype": dtype} for dtype in LOW]
@@ -101,19 +94,11 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     off = wide[wide["fp16"] < NORM_OFF].median()
     variances = rows[(rows["dtype"] == "fp16") & rows["quantity"].isin(["variance", "mean square"])]
     over = variances[variances["nonfinite"] > LOST]
-    under = variances[(variances["zero"] > LOST) & (variances["scale"] < 1)]
-    under = under.merge(pick(output, dtype="fp16"), on=["norm", "scale"], suffixes=("", "_output"))
-    under = under[under["relative_error_output"] < NORM_OFF]
-    coarse = pick(rows, dtype="bf16").groupby(["norm", "quantity"], sort=False)["relative_error"].median()
-    norm, quantity = coarse.idxmax()
     inner = rows[rows["quantity"] != "input"]
     shown = inner[inner["dtype"].isin(LOW)]
     return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
             "wrong": NORM_OFF, "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
-            "off_fp32": off["fp32"], "off_bf16": off["bf16"],
-            "epsilon_alone": under["scale"].max() if len(under) else None, "root_of_epsilon": EPS**0.5,
-            "coarsest": {"norm": norm, "quantity": quantity, "error": coarse.max(),
-                         "is_mean": quantity == "mean"},
+            "off_bf16": off["bf16"],
             "overflows_from": over["scale"].min() if len(over) else None,
             "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
             "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
@@ -155,29 +140,10 @@ def _reduction(table: pd.DataFrame) -> dict:
 
 
 def _of_type(rows: pd.DataFrame) -> dict:
-    """One type's losses by norm, and the scales at which each norm's output is right."""
+    """Whether one type loses anything, and the scales at which each norm's output is right."""
     over, gone = rows[rows["nonfinite"] > LOST], rows[rows["zero"] > LOST]
     output = pick(rows, quantity="output")
     good = output[(output["relative_error"] < NORM_OFF) & (output[["nonfinite", "zero"]] <= LOST).all(axis=1)]
     ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
     return {"loses_nothing": over.empty and gone.empty,
-            "norms": [{"norm": norm, "losses": _losses(pick(over, norm=norm), pick(gone, norm=norm))}
-                      for norm in rows["norm"].unique()],
             "right": [{"norm": norm, "low": low, "high": high} for norm, low, high in ranges.itertuples()]}
-
-
-def _losses(over: pd.DataFrame, gone: pd.DataFrame) -> list[dict]:
-    """How one norm loses quantities: by overflow, by becoming zero at small scales, and, being divided by
-    an overflow, at large ones. Each has ``groups``: quantities by the scale from which (``upwards``), or
-    up to which, they are lost."""
-    small, large = gone[gone["scale"] < 1], gone[gone["scale"] >= 1]
-    return [{"overflow": kind == "overflow", "divided": kind == "divided", "upwards": kind != "small",
-             "groups": _by_scale(rows, "max" if kind == "small" else "min")}
-            for kind, rows in (("overflow", over), ("small", small), ("divided", large)) if len(rows)]
-
-
-def _by_scale(rows: pd.DataFrame, end: str) -> list[dict]:
-    """Quantities by the least or greatest scale (``end`` is min or max) at which they are lost, in its
-    order."""
-    at = rows.groupby("quantity", sort=False)["scale"].agg(end)
-    return [{"scale": scale, "quantities": list(group.index)} for scale, group in at.groupby(at, sort=True)]

@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
+from stepscope.studies.mixed_precision.comparison import LOW, with_waits
 from stepscope.traces.families import MATMUL
 
 CASTS = "copy and cast"  # a family, as MATMUL is
@@ -40,20 +40,18 @@ def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
 
 
 def _census(census: pd.DataFrame) -> dict:
-    """Operations by kind under each autocast; under bf16 the casts by phase and every other operation
-    outside the optimizer (``shown``). ``lossy`` are the types in which the loss's log-softmax itself
+    """Operations by kind under each autocast; under bf16 every operation outside the optimizer but casts
+    (``shown``). ``lossy`` are the types in which the loss's log-softmax itself
     runs."""
     size, context = census["size"].iloc[0], census["context_length"].iloc[0]
     census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
     named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
     brain = pick(named, autocast="bf16")
-    casts_in = pick(brain, kind="cast").groupby("phase", sort=False)["count"].sum()
     softmax = pick(named, operation="_log_softmax")
     shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
     return {"size": size, "context": context,
             "autocasts": [{"autocast": autocast, "kinds": _by_kind(rows)}
                           for autocast, rows in named.groupby("autocast", sort=False)],
-            "casts": [{"phase": phase, "casts": n} for phase, n in casts_in.items()],
             "lossy": [autocast for autocast, rows in softmax.groupby("autocast", sort=False)
                       if (rows["kind"] == "low").all()],
             "softmax_in_fp32": bool((brain.loc[brain["operation"] == "exp", "kind"] == "fp32").all()),
@@ -77,7 +75,7 @@ def kind_of(operation: str, reads: str, writes: str) -> str:
 
 def _cost(captured: pd.DataFrame) -> dict | None:
     """Casts in captured full steps at the reference context: their number a step, ms, and share of all
-    operations' time, by size. ``falls``: the share is smaller with every size; None without captures."""
+    operations' time, by size; None without captures."""
     steps = pick(captured, mode="step") if len(captured) else captured
     if steps.empty:
         return None
@@ -87,9 +85,8 @@ def _cost(captured: pd.DataFrame) -> dict | None:
     table = steps.groupby("size", observed=True)[["casts", "casts_ms", "operations_ms"]].sum().reset_index()
     table["share"] = table["casts_ms"] / table["operations_ms"]
     sizes = [{"size": row.size, "share": row.share} for row in table.itertuples(index=False)]
-    return {"shares": table["share"], "ms": table["casts_ms"], "precision": precision, "context": context,
+    return {"shares": table["share"], "precision": precision, "context": context,
             "several": len(table) > 1, "first": sizes[0], "last": sizes[-1],
-            "falls": len(table) > 1 and table["share"].is_monotonic_decreasing,
             "as_counted": False, "table": table, "runs": runs_of(steps)}
 
 
@@ -130,8 +127,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
     limit = 1 / (1 - products)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
-            "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit, "others": 1 - products,
-            "most": order[0],
+            "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit,
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
@@ -139,15 +135,9 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
 
 
-def _gains(both: pd.DataFrame) -> dict:
-    """fp32's time over low precision's by part; the products' share in fp32; parts that are no faster at
-    any size."""
-    names = list(PARTS)
-    gains = {name: both[f"{name}_fp32"] / both[name] for name in names}
-    before = both[[f"{name}_fp32" for name in names]].sum(axis=1)
-    return {"by_part": [{"part": name, "times": gains[name]} for name in names],
-            "products_before": both["matrix products_fp32"] / before,
-            "no_faster": [name for name in names[1:] if (gains[name] < 1 + SAME).all()]}
+def _gains(both: pd.DataFrame) -> list[dict]:
+    """fp32's time over low precision's by part."""
+    return [{"part": name, "times": both[f"{name}_fp32"] / both[name]} for name in PARTS]
 
 
 def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str,

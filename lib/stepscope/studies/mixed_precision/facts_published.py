@@ -22,17 +22,13 @@ def published_pairs() -> pd.DataFrame:
 
 def published(speedups: pd.DataFrame) -> dict | None:
     """Published pairs' speed-ups over those here of the same size, pass and context (of any context where
-    theirs is not stated): ``reports`` has a row a report, ``places`` the counts, ``slower`` the pairs of
-    theirs that are slower than fp32, and how many of those are slower here (``slower_here``). None without
-    such pairs."""
+    theirs is not stated): ``reports`` has a row a report, ``places`` the counts. None without such pairs."""
     backward = pick(speedups, mode="forward_backward", phase="backward").assign(mode="backward")
     here = pd.concat([pick(speedups, phase=WHOLE), backward])
     here = here.assign(phase=here["mode"], here=here["speedup"], size=here["size"].astype(str))
     table = beside(published_pairs(), here, ["size", "phase", "precision"])
     if table.empty:
         return None
-    slower = table[table["theirs"] < 1]
     return {"pairs": len(table), "theirs": table["theirs"], "places": counts(table),
-            "reports": by_report(table), "slower": len(slower),
-            "slower_here": int((slower["low"] < 1).sum()), "table": table,
+            "reports": by_report(table), "table": table,
             "runs": runs_of(here[here["size"].isin(table["size"])])}

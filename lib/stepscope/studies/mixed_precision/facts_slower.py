@@ -4,34 +4,30 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, SAME, with_waits
+from stepscope.studies.mixed_precision.comparison import SAME, with_waits
 from stepscope.studies.mixed_precision.facts_operations import parts
-from stepscope.studies.mixed_precision.facts_speed import same_as_benchmark
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
 LAUNCHES, UNTOLD = "the GPU waits for launches", "not decided: no capture of it"
 SCALER = "the gradient scaler's work"
 SCALER_TOO = "the gradient scaler's work, and what makes bf16's longer, too"
-LOSS_CAST, GPU, PROCESSOR = "the loss's cast to fp32", "the GPU's own work", "the processor's own work"
+GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
 
 
-def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, operations: pd.DataFrame,
+def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
            operations_low: pd.DataFrame, captured: pd.DataFrame) -> dict:
-    """Which phases, passes and steps take longer than in fp32, and why.
+    """Which phases, passes and steps take longer than in fp32, and why; without the loss, whose phase is a
+    thousandth of a step.
 
-    ``benchmark`` is that study's times; ``operations`` are the profiles' in fp32 and ``operations_low`` in
-    the others, ``captured`` the phases of both (``nsys.phases``). ``decided`` of the slower ``whole`` passes
-    were captured, and ``host_sets_the_time`` where the GPU waits for launches in each of them. ``noise`` is
-    how far fp32's cells in which it waits differ from one process to another (None where that is unknown) and
-    how many are slower by more. ``by_cause`` has lists of phases, ``table`` a row for each cause, phase and
-    precision.
+    ``operations`` are the profiles' in fp32 and ``operations_low`` in the others, ``captured`` the phases of
+    both (``nsys.phases``). ``by_cause`` has of each cause how many ``cells`` and the range of their
+    slowdowns, ``table`` a row for each cause, phase and precision.
     """
-    rows = with_cause(speedups, times, captured)
+    rows = with_cause(speedups[speedups["phase"] != "loss"], times, captured)
     worse = rows[rows["change"] == "slower"]
     whole = worse[worse["phase"] == WHOLE]
     on_gpu = "cuda" in set(times["device"])
-    decided = whole[whole["cause"] != UNTOLD]
     table = _by_cause(worse)
     cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
         lambda p: "/".join(dict.fromkeys(p)))
@@ -47,19 +43,12 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame,
             {"size": size, "context": context, "precisions": precisions}
             for (size, context), precisions in cells.items()
         ],
-        "decided": len(decided),
-        "host_sets_the_time": bool(len(decided)) and bool((decided["cause"] == LAUNCHES).all()),
-        "noise": _noise(whole, same_as_benchmark(times, benchmark, captured)),
         "by_cause": [
             {
                 "cause": cause,
                 "low": group["low"].min(),
                 "high": group["high"].max(),
-                "lost_ms": group["lost_ms"].max(),
-                "phases": [
-                    {"phase": phase, "whole": phase == WHOLE, "cells": n}
-                    for phase, n in group.groupby("phase", sort=False)["cells"].sum().items()
-                ],
+                "cells": int(group["cells"].sum()),
             }
             for cause, group in table.groupby("cause", sort=False)
         ],
@@ -91,7 +80,7 @@ def _cause(row) -> str:
         return UNTOLD
     if row.waited_ms >= MOSTLY * (row.median_ms - row.fp32_ms):
         return LAUNCHES
-    return LOSS_CAST if row.phase == "loss" and row.precision in LOW else GPU
+    return GPU
 
 
 def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
@@ -101,13 +90,6 @@ def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
     return lost.groupby(["cause", "phase", "precision"], sort=False).agg(
         cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))),
         low=("ratio", "min"), high=("ratio", "max"), lost_ms=("lost", "max")).reset_index()
-
-
-def _noise(whole: pd.DataFrame, again: pd.DataFrame) -> dict | None:
-    if whole.empty or again.empty or not again["bound"].any():
-        return None
-    off = again.loc[again["bound"], "off"].max()
-    return {"off": off, "beyond": int((1 / whole["speedup"] - 1 > off).sum())}
 
 
 def _same_kernels(operations: pd.DataFrame, operations_low: pd.DataFrame) -> pd.Series | None:

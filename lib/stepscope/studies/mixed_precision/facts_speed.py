@@ -4,42 +4,37 @@ import pandas as pd
 from stepscope.config import PHASE_NAMES, PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
-from stepscope.say.selections import matrix, pick, reference
+from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
+from stepscope.studies.mixed_precision.comparison import SAME
 from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 
 
-def speed(speedups: pd.DataFrame, times: pd.DataFrame, benchmark: pd.DataFrame, operations: pd.DataFrame,
-          operations_low: pd.DataFrame, captured: pd.DataFrame) -> dict:
+def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
+          operations_low: pd.DataFrame) -> dict:
     """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over
     all.
 
-    ``benchmark`` is that study's times, whose fp32 is measured here again; ``operations`` the profiles' in
-    fp32, ``operations_low`` in the others, ``captured`` the phases of both (``nsys.phases``).
-    ``by_precision`` has the full step of the smallest and largest size, ``trend`` why it changes with the
-    size (:func:`_trend`); ``phases`` those of the largest size's step in ``phase_precision``. ``step`` has
-    the least and the most of bf16's full step; ``again`` how far fp32 is from the benchmark's; ``unlike``
-    what was compared at unlike clocks; ``missing`` what was not measured.
+    ``operations`` are the profiles' in fp32, ``operations_low`` in the others. ``by_precision`` has the full
+    step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`); ``phases``
+    those of the largest size's step in ``phase_precision``; ``unlike`` what was compared at unlike clocks;
+    ``missing`` what was not measured.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
     precisions = [precision for precision in PRECISIONS if precision in set(walls["precision"])]
-    best = walls.loc[walls["speedup"].idxmax()]
     changes = walls["change"].value_counts()
-    chosen = "bf16" if "bf16" in precisions else precisions[0]
     largest, within = walls["size"].iloc[-1], pick(speedups, mode="step", context_length=context)
     return {"context": context, "largest": largest, "precisions": precisions,
             "by_precision": _by_precision(pick(steps, context_length=context), precisions),
-            "best": {"speedup": best["speedup"], "mode": best["mode"]} | _cell(best),
             **_phases_of_largest(pick(within, size=largest), precisions),
-            "longer": _longer_context(steps, context, operations), "fp16_to_bf16": _fp16_to_bf16(steps),
+            "fp16_to_bf16": _fp16_to_bf16(steps),
             "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
             "unchanged": changes.get("none", 0), "same": SAME,
-            "again": _again(times, benchmark, captured), "unlike": _unlike(walls, times),
+            "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
-            "missing": _missing(times), "step": _least_and_most(pick(steps, precision=chosen)),
-            "walls": walls, "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
+            "missing": _missing(times), "walls": walls,
+            "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
 
 
 def _cell(row: pd.Series) -> dict:
@@ -47,16 +42,14 @@ def _cell(row: pd.Series) -> dict:
 
 
 def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
-    """Full steps at one context: the smallest and the largest size's speed-up, and whether it ``rises``
-    with every size."""
+    """Full steps at one context: the smallest and the largest size's speed-up."""
     found = []
     for precision in precisions:
         rows = pick(steps, precision=precision)
         if len(rows):
             first, last = rows.iloc[0], rows.iloc[-1]
             found.append({"precision": precision, "first": first["speedup"], "first_size": first["size"],
-                          "last": last["speedup"], "last_size": last["size"], "several": len(rows) > 1,
-                          "rises": rows["speedup"].is_monotonic_increasing})
+                          "last": last["speedup"], "last_size": last["size"], "several": len(rows) > 1})
     return found
 
 
@@ -70,37 +63,12 @@ def _phases_of_largest(rows: pd.DataFrame, precisions: list[str]) -> dict:
             {
                 "phase": phase,
                 "unchanged": group.change[phase] == "none",
-                "faster": group.change[phase] == "faster",
                 "speedup": group.speedup[phase],
-                "slowdown": 1 / group.speedup[phase],
             }
             for phase in PHASE_NAMES
             if phase in group.index
         ],
     }
-
-
-def _longer_context(steps: pd.DataFrame, context: int, operations: pd.DataFrame) -> dict | None:
-    """In how many cells the step's speed-up falls from a context to its double, and the ``products``'
-    share of fp32's step at both (None without profiles)."""
-    both = pick(steps, context_length=2 * context).merge(
-        pick(steps, context_length=context), on=["size", "precision"], suffixes=("", "_before"))
-    if both.empty:
-        return None
-    return {"context": 2 * context, "cells": len(both),
-            "falls": int((both["speedup"] < both["speedup_before"]).sum()),
-            "products": _products_by_context(operations, context)}
-
-
-def _products_by_context(operations: pd.DataFrame, context: int) -> dict | None:
-    rows = parts(operations)
-    if rows.empty:
-        return None
-    share = (rows["matrix products"] / rows[list(PARTS)].sum(axis=1)).groupby(rows["context_length"]).median()
-    if not {context, 2 * context} <= set(share.index):
-        return None
-    before, after = share[context], share[2 * context]
-    return {"before": before, "after": after, "falls": after < before}
 
 
 def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
@@ -136,9 +104,8 @@ def _trend(steps: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.Dat
     expected = 1 / (share / products + (1 - share) / others)
     table = by_size(both[["size", "context_length"]].assign(
         share=share, products=products, others=others, expected=expected, measured=both["speedup"]))
-    off = (table["expected"] / table["measured"] - 1).abs()
     ends = table[["size", "share", "products", "others", "expected", "measured"]].to_dict("records")
-    return {"precision": precision, "table": table, "first": ends[0], "last": ends[-1], "off": off.max(),
+    return {"precision": precision, "table": table, "first": ends[0], "last": ends[-1],
             "share_rises": table["share"].is_monotonic_increasing,
             "products_rise": table["products"].is_monotonic_increasing,
             "expected_rises": table["expected"].is_monotonic_increasing}
@@ -161,16 +128,6 @@ def _unlike(walls: pd.DataFrame, times: pd.DataFrame) -> dict:
     return {"pairs": len(rows), "of": len(known), "by_precision": cells, "capped": capped}
 
 
-def _again(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd.DataFrame) -> list[dict]:
-    """How far fp32's medians are from the benchmark's, apart for cells with phases in which the GPU waits for
-    launches (``bound``) and for the others."""
-    again = same_as_benchmark(times, benchmark, captured)
-    if again.empty:
-        return []
-    return [{"bound": bound, "off": rows["off"].max(), "cells": len(rows)}
-            for bound, rows in again.groupby("bound", sort=False)]
-
-
 def _missing(times: pd.DataFrame) -> list[dict]:
     """What was not measured, by precision and cause; ``cells`` is empty where that is all of the
     precision."""
@@ -179,30 +136,3 @@ def _missing(times: pd.DataFrame) -> list[dict]:
              "cells": [] if len(group) == len(pick(times, precision=precision)) else
                       [{"mode": row["mode"]} | _cell(row) for _, row in group.iterrows()]}
             for (precision, cause), group in rows.groupby(["precision", "cause"])]
-
-
-def _least_and_most(steps: pd.DataFrame) -> dict | None:
-    """The full step's least and greatest speed-up in one precision, and how many cells are slower than
-    fp32."""
-    if steps.empty:
-        return None
-    least, most = (steps.loc[index] for index in (steps["speedup"].idxmin(), steps["speedup"].idxmax()))
-    return {"precision": most["precision"], "several": len(steps) > 1, "cells": len(steps),
-            "least": {"speedup": least["speedup"]} | _cell(least),
-            "most": {"speedup": most["speedup"]} | _cell(most),
-            "slower": int((steps["change"] == "slower").sum())}
-
-
-def same_as_benchmark(times: pd.DataFrame, benchmark: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
-    """fp32's cells that the benchmark study has too, with ``off`` (how many times the smaller median of
-    wall time the larger is, less one) and ``bound`` (whether the GPU waits for launches in a phase of it
-    here, by ``captured`` phases)."""
-    other = matrix(benchmark)
-    if other.empty:
-        return other
-    keys = ["size", "context_length", "mode"]
-    here, there = (pick(table, phase=WHOLE, status="ok", precision=BASE).astype({"size": str})
-                   for table in (with_waits(times, captured), other))
-    both = here.merge(there[[*keys, "median_ms"]], on=keys, suffixes=("", "_benchmark"))
-    medians = both[["median_ms", "median_ms_benchmark"]]
-    return both.assign(off=medians.max(axis=1) / medians.min(axis=1) - 1, bound=both["waited_ms"] > 0)

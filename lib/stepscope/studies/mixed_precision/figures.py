@@ -6,16 +6,19 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from stepscope.say.formats import MODE_WORDS, ms
+from stepscope.say.formats import MODE_WORDS, ms, number, percent_change
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.facts_memory import beside_fp32
 from stepscope.studies.mixed_precision.facts_numerics import LOST
 from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 
-PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}
+# As the families of the profiles have them (studies/nsys/figures.py), with which these parts mostly coincide.
+PART_COLORS = dict(zip(PARTS, ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442"],
+                       strict=True))
+PRODUCTS = next(iter(PARTS))
 QUANTITY_COLORS = [*PALETTE[:6], "#000000"]
 
 
@@ -61,7 +64,12 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
     axes[0].set_ylabel("peak memory, bf16 over fp32")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    figure.suptitle(f"What bf16 does to memory ({where})", x=0.01, ha="left", fontweight="bold")
+    change = (peaks["bf16"] / peaks["fp32"] - 1).dropna()
+    ends = [(MODE_WORDS[mode], change.xs(mode, level="mode")) for mode in ("forward", "step")
+            if mode in change.index.get_level_values("mode")]
+    says = ", ".join(f"{words} {percent_change(own.min())} to {percent_change(own.max())}"
+                     for words, own in ends)
+    figure.suptitle(f"Peak memory in bf16: {says}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -87,8 +95,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
                         "total"].max() if (group["precision"] == "fp32").any() else group["total"].max()
         for row in group.to_dict("records"):
             start = 0.0
-            for index, name in enumerate(names):
-                axis.barh(y, row[name] / whole, left=start, color=PALETTE[index], edgecolor="white",
+            for name in names:
+                axis.barh(y, row[name] / whole, left=start, color=PART_COLORS[name], edgecolor="white",
                           linewidth=0.4, label=name if not labels else None)
                 start += row[name] / whole
             axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
@@ -97,12 +105,27 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
         y += 0.5
     axis.set_yticks([place for place, _ in labels], [words for _, words in labels])
     axis.invert_yaxis()
-    axis.set(xlabel="of fp32's time", title=f"A full step by part, context {context} ({where})")
+    axis.set(xlabel="of fp32's time", title=_left_title(pick(rows, size=sizes[-1]), sizes[-1], names)
+             + f"\n(full step by part, context {context}, {where})")
     axis.xaxis.set_major_formatter(PercentFormatter(1))
     axis.margins(x=0.1)
     axis.grid(axis="y", visible=False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     return figure
+
+
+def _left_title(rows: pd.DataFrame, size: str, names: list[str]) -> str:
+    """How many times faster products got beside fp32's, and how much the rest takes."""
+    found = rows.set_index("precision")
+    low = next((name for name in found.index if name != "fp32"), None)
+    if low is None:
+        return f"{size}'s products are {found[PRODUCTS].iloc[0] / found['total'].iloc[0]:.0%} of its step"
+    if "fp32" not in found.index:
+        return f"Products are {found.loc[low, PRODUCTS] / found.loc[low, 'total']:.0%} of {size}'s {low} step"
+    gain = found.loc["fp32", PRODUCTS] / found.loc[low, PRODUCTS]
+    rest = found["total"] - found[PRODUCTS]
+    return (f"{low} makes {size}'s matrix products {number(gain)}x faster;"
+            f" all else takes {number(rest[low] / rest['fp32'])}x as long")
 
 
 def health(table: pd.DataFrame, where: str) -> Figure | None:
@@ -129,7 +152,11 @@ def health(table: pd.DataFrame, where: str) -> Figure | None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=9)
     axes[0].set_ylabel("relative")
     axes[1].set_ylabel("share of fp32's non-zero ones")
-    figure.suptitle(f"Numerical health: a dot a size ({where})", x=0.01, ha="left", fontweight="bold")
+    lost = rows.groupby("way")["zero"].max()
+    says = ", ".join(f"{words} up to {lost[way]:.1g}" for way, words in (
+        ("fp16 unscaled", "unscaled"), ("fp16 scaled", "scaled")) if way in lost)
+    head = f"Share of gradients that fp16 makes zero: {says}" if says else "Gradients beside fp32's"
+    figure.suptitle(f"{head}\n(a dot a size, {where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -154,7 +181,10 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
     axes[0].set_ylabel("distance from the exact sum")
-    figure.suptitle(f"What adding loses ({where})", x=0.01, ha="left", fontweight="bold")
+    off = table.groupby("way")["error"].last().abs()
+    says = ", ".join(f"{way[:4]} is off by {off[way]:.1g}" for way in
+                     ("bf16 into bf16", "fp16 into fp16", "fp32 into fp32") if way in off)
+    figure.suptitle(f"After all additions {says}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -196,5 +226,9 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
     axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
     found = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(found.values(), found, loc="outside lower center", ncols=5)
-    figure.suptitle(f"What a norm loses in low precision ({where})", x=0.01, ha="left", fontweight="bold")
+    lost = table[(table["nonfinite"] > LOST) & (table["quantity"] != "input")]
+    beyond = lost.groupby("dtype")["scale"].min()
+    says = ", ".join(f"{dtype} overflows from inputs of {beyond[dtype]:g} on" if dtype in beyond
+                     else f"{dtype} nowhere overflows" for dtype in dtypes)
+    figure.suptitle(f"In a norm {says}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure

@@ -147,16 +147,15 @@ def parts(facts: dict) -> pd.DataFrame:
 
 
 def peaks(facts: dict) -> pd.DataFrame | None:
-    """A row for each shape and mode: peak and time by precision."""
+    """A row for each shape and mode: peak by precision."""
     if not facts["measurable"]:
         return None
-    peaks_mib, times_ms = facts["peaks_mib"], facts["times_ms"]
+    peaks_mib = facts["peaks_mib"]
     sizes, contexts, modes = zip(*peaks_mib.index)
     table = pd.DataFrame({"size": sizes, "context": contexts, "mode": map(MODE_WORDS.get, modes)})
     for precision in ("fp32", "bf16", "fp16"):
         if precision in peaks_mib:
-            table[precision] = [f"{number(mib / 1024)} GiB, {ms(time)}" if pd.notna(mib) else "–"
-                                for mib, time in zip(peaks_mib[precision], times_ms[precision])]
+            table[f"{precision} (GiB)"] = [number(mib / 1024) for mib in peaks_mib[precision]]
     table["bf16 / fp32"] = [percent(value) if pd.notna(value) else "–" for value in facts["ratio"]]
     return table
 

@@ -12,8 +12,7 @@ ENOUGH = 6        # of fewer runs, the interval of the median is their range
 
 def sooner(sweeps: pd.DataFrame) -> dict | None:
     """Wall times of the same sweep: of the ``first`` and of those on ``more`` workers (``times``: how many
-    times as fast), and how many numbers of operations are ``different``. ``best`` is the fastest of ``more``,
-    None without any; ``table`` has a row a sweep."""
+    times as fast), and how many numbers of operations are ``different``; ``table`` has a row a sweep."""
     timed = sweeps[sweeps["wall_s"].notna()]
     if timed.empty:
         return None
@@ -24,8 +23,7 @@ def sooner(sweeps: pd.DataFrame) -> dict | None:
     different = int(sweeps["different"].sum())
     return {"first": {"runs": int(first["runs"]), "wall_s": first["wall_s"], "workers": int(workers.iloc[0]),
                       "counted": first["counted"]},
-            "more": more, "best": max(more, key=lambda sweep: sweep["times"], default=None),
-            "different": different, "same": not different, "others": len(sweeps) - 1, "hosts": hosts(sweeps),
+            "more": more, "different": different, "same": not different, "hosts": hosts(sweeps),
             "table": sweeps.assign(times=first["wall_s"] / sweeps["wall_s"]), "runs": []}
 
 
@@ -85,9 +83,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
 
     ``groups``: each with its ``rows`` of :func:`summary`; ``far``: phases that keep the GPU busy and still
     changed; ``hosts``, ``pairs``: sweeps on another host than the first, and those compared with each other;
-    ``waiting_alone``: the spread of phases that wait for the host with nothing beside them, None without any;
-    ``slower``: groups that became slower beside others; ``busiest``: the sweep with the most beside, if no
-    phase that keeps the GPU busy changed in any.
+    ``slower``: groups that became slower beside others.
     """
     if timings["condition"].nunique() < 2:
         return None
@@ -100,14 +96,12 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
     elsewhere = [condition for condition in rows["condition"].unique() if host[condition] != host[first]]
     pairs = [{"condition": condition, "other": other, "rows": pair_rows(timings, condition, other)}
              for condition, other in zip(elsewhere[1:], elsewhere) if host[condition] == host[other]]
-    alone = rows[~rows["busy"] & (rows["beside"] == 0)]
     changed = ~rows["unchanged"] & ~rows["untold"]
     return {"first": first, "same_share": SAME, "far_share": FAR,
             "groups": [group(part) for _, part in rows.groupby("busy", sort=False)],
             "far": far.to_dict("records"), "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
-            "waiting_alone": None if alone.empty else {"p5": alone["p5"].min(), "p95": alone["p95"].max()},
             "slower": rows[changed & (rows["ratio"] > 1) & (rows["beside"] > 0)].to_dict("records"),
-            "busiest": busiest(rows[rows["busy"] & (rows["beside"] > 0)]), "table": rows, "runs": []}
+            "table": rows, "runs": []}
 
 
 def pair_rows(timings: pd.DataFrame, condition: str, other: str) -> list[dict]:
@@ -123,11 +117,6 @@ def group(rows: pd.DataFrame) -> dict:
             "rows": rows.to_dict("records")}
 
 
-def busiest(rows: pd.DataFrame) -> dict | None:
-    """The row with the most runs beside, None where a row changed."""
-    return rows.loc[rows["beside"].idxmax()].to_dict() if len(rows) and rows["unchanged"].all() else None
-
-
 def repeated(experiment: pd.DataFrame) -> dict | None:
     """Medians of the same run made again and again: those that ``differ`` from the runs' alone, and the least
     and the greatest ratio to them."""
@@ -135,8 +124,6 @@ def repeated(experiment: pd.DataFrame) -> dict | None:
     ratios_to_alone = experiment.loc[experiment["condition"] != ALONE, "ratio"]
     return {"all_runs": int(experiment["runs"].sum()), "differ": differing(experiment),
             "ratio_low": ratios_to_alone.min(), "ratio_high": ratios_to_alone.max(),
-            # An experiment of before has a condition more: kernels were made ready ahead then.
-            "kernels_ahead": bool(experiment["condition"].str.contains("ahead").any()),
             "fewest": fewest, "few": fewest < ENOUGH, "table": experiment, "runs": []}
 
 

@@ -27,6 +27,8 @@ def agree(timings: pd.DataFrame, where: str) -> Figure | None:
         axis.set_xlabel("time with one (ms)")
     axes[0, 0].set_ylabel("times as long")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    first = timings["condition"].iloc[0]
-    figure.suptitle(f"A phase's time against “{first}” ({where})", x=0.01, ha="left", fontweight="bold")
+    first, gpu = timings["condition"].iloc[0], both[both["busy"].astype(bool)]
+    same = (gpu["ratio"] - 1).abs() < SAME
+    figure.suptitle(f"{same.sum()} of {len(gpu)} times of phases that keep the GPU busy stay within"
+                    f" {SAME:.0%}\nof “{first}” ({where})", x=0.01, ha="left", fontweight="bold")
     return figure

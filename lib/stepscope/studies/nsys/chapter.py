@@ -39,10 +39,10 @@ CHAPTER = Chapter(
                  printed={"rules": printed.rules}),
     ),
     pictures=(
-        Picture("nsys_clocks", figures.clocks, ("nsys.clocks",), ("nsys.walls", "benchmark.times")),
+        Picture("nsys_clocks", figures.clocks, ("nsys.clocks",), ("nsys.walls",)),
         Picture("nsys_families",
                 partial(figures.families_by_size, mode="forward", phases=("forward",),
-                        words="Forward's device time by family"), ("nsys.operations",)),
+                        words="forward's time on the device"), ("nsys.operations",)),
         Picture("nsys_attention", figures.attention, ("nsys.operations", "nsys.regions")),
         Picture("nsys_roofline", figures.roofline, ("nsys.operations", "benchmark.ceilings")),
         Picture("nsys_timeline", figures.timeline, ("nsys.timeline",)),

@@ -20,40 +20,36 @@ FEWEST = 2         # steps that make a median
 APART = 0.1        # a clock that shows this much less shows something else
 
 
-def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """Each profile's forward by every clock, in ms: a row a run and mode.
+STATES = {"plain": "unprofiled", "annotated": "annotated", "captured": "profiled"}  # kinds of walls: columns
+
+
+def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame) -> pd.DataFrame:
+    """Each profile's forward by every clock, in ms, all of one process: a row a run and mode.
 
     Columns: size, context_length, mode, host_ms (NVTX range), projected_ms, operations_ms, gap_ms, gaps,
     busy_share (captured) of the forward phase, and ``spread`` (of projected_ms over the captured steps:
     largest less least, over the median); of the whole step's wall time ``unprofiled_ms``, ``annotated_ms``
-    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two; plain ones are
-    the same process's, or, where that ran none, the benchmark's), ``annotating`` (annotated over plain),
-    ``capturing`` (captured over annotated) and ``slowdown`` (captured over plain).
+    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two), with
+    ``unprofiled_spread`` and so on, ``annotating`` (annotated over plain), ``capturing`` (captured over
+    annotated) and ``slowdown`` (captured over plain).
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(_runs(clocks), on="run_id")
     steps = clocks[clocks["phase"] == "forward"].groupby(["run_id", "mode"])["projected_ns"]
-    spread = ((steps.max() - steps.min()) / steps.median()).where(steps.size() > 1).rename("spread")
     whole = walls[walls["phase"] == WHOLE].groupby(["run_id", "mode", "capture"])["time_ms"]
-    whole = whole.median().where(whole.size() >= FEWEST).unstack()
-    names = {"annotated": "annotated_ms", "captured": "profiled_ms"}
-    whole = whole.reindex(columns=["plain", *names]).rename(columns=names).join(spread)
-    table = table.merge(whole, on=["run_id", "mode"])
-    keys = [*PROFILE, "mode"]
-    benchmark = benchmark_times(times)
-    if len(benchmark):
-        steps = benchmark[benchmark["phase"] == WHOLE].rename(columns={"run_id": "benchmark_run"})
-        table = table.assign(size=table["size"].astype(str)).merge(
-            steps[[*keys, "median_ms", "benchmark_run"]], on=keys, how="left")
-    else:
-        table = table.assign(median_ms=float("nan"), benchmark_run=None)
-    own = table["plain"].notna()
-    table = table.assign(unprofiled_ms=table["plain"].fillna(table["median_ms"]),
-                         benchmark_run=table["benchmark_run"].mask(own, None))
-    table = table.drop(columns=["plain", "median_ms"])
+    enough = whole.size() >= FEWEST
+    medians, spreads = (values.where(enough).unstack().reindex(columns=[*STATES]).rename(columns=STATES)
+                        for values in (whole.median(), _spread(whole)))
+    of_whole = medians.add_suffix("_ms").join(spreads.add_suffix("_spread"))
+    table = table.merge(of_whole.join(_spread(steps).rename("spread")), on=["run_id", "mode"])
     return by_size(table.assign(annotating=table["annotated_ms"] / table["unprofiled_ms"],
                                 capturing=table["profiled_ms"] / table["annotated_ms"],
                                 slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
+
+
+def _spread(times) -> pd.Series:
+    """Largest less least over the median of grouped times; NaN of one."""
+    return ((times.max() - times.min()) / times.median()).where(times.size() > 1)
 
 
 def benchmark_times(times: pd.DataFrame) -> pd.DataFrame:
@@ -92,10 +88,10 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
 
     ``unprofiled`` compares with the plain time of the same pass, None where there is none; ``slowdown`` says
     what annotating and capturing cost of a step's wall time, None where no plain step was timed;
-    ``slowdowns`` has a column a mode and state, ``by_clock`` a row a profile; ``spread`` is by how much the
-    captured passes of a profile differ.
+    ``slowdowns`` has a column a mode and state, and ``spreads`` by how much the steps of each differ;
+    ``by_clock`` has a row a profile. Plain steps are those of the same process: no other one's are compared.
     """
-    table = clocks_beside(clocks, walls, times)
+    table = clocks_beside(clocks, walls)
     forward = table[table["mode"] == "forward"]
     if forward.empty:
         return None
@@ -106,22 +102,20 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     size, context = reference(forward)
     rows = pick(forward, size=size, context_length=context).iloc[0]
     host_share = forward["host_ms"] / forward["projected_ms"]
-    runs = {*runs_of(forward), *(f"benchmark/{run}" for run in forward["benchmark_run"].dropna())}
     return {"size": size, "context": context, "operations_ms": rows.operations_ms,
             "projected_ms": rows.projected_ms, "host_ms": rows.host_ms,
-            "busy_share": None if pd.isna(rows.busy_share) else rows.busy_share,
-            "gaps": round(rows.gaps), "agree": AGREE,
+            "busy_share": None if pd.isna(rows.busy_share) else rows.busy_share, "agree": AGREE,
             "unprofiled": without_profiler(rows) if pd.notna(rows.unprofiled_ms) else None,
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
-            "spread": forward["spread"] if forward["spread"].notna().any() else None,
-            "by_clock": forward, "slowdowns": states(table), "runs": sorted(runs)}
+            "by_clock": forward, "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
+            "runs": runs_of(forward)}
 
 
-def states(table: pd.DataFrame) -> pd.DataFrame:
-    """Profiles down, modes across: plain, annotated and captured ms of a step, each a column."""
-    kinds = {"unprofiled_ms": "plain", "annotated_ms": "annotated", "profiled_ms": "captured"}
+def states(table: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Profiles down, modes across: ms (or spread) of a step plain, annotated and captured, each a column."""
+    kinds = {f"{column}_{what}": kind for kind, column in STATES.items()}
     wide = table.pivot(index=PROFILE, columns="mode", values=list(kinds)).rename(columns=kinds, level=0)
     return wide.reindex(columns=[(kind, mode) for mode in MODE_WORDS for kind in kinds.values()])
 
@@ -135,20 +129,18 @@ def without_profiler(rows: pd.Series) -> dict:
 
 
 def cost_of_profiling(table: pd.DataFrame) -> dict:
-    """Steps of which a plain time is known (``compared``): how many times as long they take ``annotated``
-    (over plain), ``captured`` (over annotated), and both (``together``), each with its median, the largest
-    (``most``, with its own ms) and how many are slower by over ``nearly``; None where not measured. In
-    ``matched`` of ``passes`` forward passes the device's time under the profiler is the plain one, and
-    ``mismatches`` are the others."""
+    """Steps with a plain time of the same process: how many times as long they take ``annotated`` (over
+    plain), ``captured`` (over annotated), and both (``together``), each with the largest (``most``, with its
+    own ms) and how many are slower by over ``nearly``; None where not measured. ``mismatches`` are the forward
+    passes whose time on the device under the profiler is not the plain one, of ``passes``."""
     rows = table[table["unprofiled_ms"].notna()]
     forward = rows[rows["mode"] == "forward"]
     off = forward["projected_ms"] / forward["unprofiled_ms"] - 1
     apart = off.abs() >= AGREE
-    return {"compared": len(rows), "nearly": NEARLY,
+    return {"nearly": NEARLY,
             "annotated": _slower(rows, "annotating"), "captured": _slower(rows, "capturing"),
             "together": _slower(rows, "slowdown"),
-            "plain_in_same_process": bool(rows["benchmark_run"].isna().all()),
-            "matched": int((~apart).sum()), "passes": len(off),
+            "passes": len(off),
             "mismatches": [{"size": size, "context": context, "off_share": share} for size, context, share in
                            zip(forward["size"][apart], forward["context_length"][apart], off[apart],
                                strict=True)]}
@@ -159,7 +151,7 @@ def _slower(rows: pd.DataFrame, column: str) -> dict | None:
     if ratios.empty:
         return None
     most = rows.loc[ratios.idxmax()]
-    return {"median": ratios.median(), "slower": int((ratios > 1 + NEARLY).sum()), "steps": len(ratios),
+    return {"slower": int((ratios > 1 + NEARLY).sum()), "steps": len(ratios),
             "most": {"ratio": ratios.max(), "size": most["size"], "context": most.context_length,
                      "mode": most["mode"], "plain_ms": most.unprofiled_ms, "annotated_ms": most.annotated_ms,
                      "captured_ms": most.profiled_ms}}
@@ -171,10 +163,9 @@ def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataF
     captured.
 
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
-    that have one; ``least`` is the phase where it is least, None where no plain time is known; of the
-    ``long`` phases (all but the loss) the host is far ahead of the device in ``ahead``. Where it is not
-    (``not_ahead``), the queue is ``full`` in some, in ``gpu`` the GPU waits. ``by_phase`` has a row a profile
-    and phase; ``backward`` is backward_over_forward's.
+    that have one (empty where none has). Of the ``long`` phases (all but the loss) the GPU waits in
+    ``waiting``, the host on a full queue in ``full``. ``by_phase`` has a row a profile and phase;
+    ``backward`` is backward_over_forward's.
     """
     table = pick(three_clocks(clocks), mode="step").merge(_runs(clocks), on="run_id")
     if table.empty:
@@ -187,22 +178,12 @@ def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataF
     table = table.sort_values([*PROFILE, "place"], ignore_index=True)
     long = table[table["phase"] != "loss"]
     known = long[long["busy_share"].notna()]
-    least = known.loc[known["busy_share"].idxmin()] if len(known) else None
     busy = known.groupby("phase", sort=False)["busy_share"]
-    close = long[long["host_ms"] >= long["projected_ms"] * (1 - APART)]
     return {"busy": [{"phase": phase, "share": rows} for phase, rows in busy],
-            "least": None if least is None else {
-                "phase": least.phase, "size": least["size"], "context": least.context_length,
-                "share": least.busy_share, "operations": round(least.operations),
-                "plain_ms": least.plain_ms, "operations_ms": least.operations_ms},
-            "ahead": len(long) - len(close), "long": len(long), "not_ahead": len(close),
-            "full": int((close["waits"] == HOST).sum()), "gpu": int((close["waits"] == GPU).sum()),
-            "neither": int((close["waits"] == NEITHER).sum()),
-            "undecided": int((close["waits"] == UNDECIDED).sum()),
-            "all_gpu": int((long["waits"] == GPU).sum()), "all_full": int((long["waits"] == HOST).sum()),
-            "spread": long["spread"] if long["spread"].notna().any() else None,
+            "long": len(long), "waiting": int((long["waits"] == GPU).sum()),
+            "full": int((long["waits"] == HOST).sum()), "neither": int((long["waits"] == NEITHER).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
-            "on_gpu": "cuda" in set(clocks["device"]), "apart": APART, "by_phase": table,
+            "on_gpu": "cuda" in set(clocks["device"]), "by_phase": table,
             "runs": runs_of(table)}
 
 
@@ -241,7 +222,7 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
             "launches": rows.launches, "layers": int(rows.num_layers),
             "parts": launches_by_region(operations, rows), "both": None if pd.isna(other.name_both) else {
                 "same": bool(other.same), "kernel": other.kernel_both, "share": other.share_both},
-            "profiles": len(first), "kept": int(beside["same"].sum()),
+            "profiles": len(first), "several": len(first) > 1, "kept": int(beside["same"].sum()),
             "common": int(beside["name_both"].notna().sum()),
             "families": [{"family": family, "profiles": n}
                          for family, n in first["family"].value_counts().items()],
@@ -287,7 +268,7 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
             "families": [{"family": family, "share": share}
                          for family, share in families.items() if share > SPOKEN_OF],
             "names": dict(zip(kernels["kernel"], kernels["name"], strict=True)),
-            "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest,
+            "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest, "several": len(rest) > 1,
             "softmax_shares": _share(rows, rows["region"] == "attention.softmax"),
             "most": dict(zip(("size", "context"), rest.idxmax(), strict=True)),
             "shares": shares.pivot(index=PROFILE, columns="family", values="share")[order],
@@ -298,12 +279,12 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     """Shares of device time by family in forward alone and in a full step, of the profiles that have both;
     None where none has.
 
-    ``before`` and ``after`` are the matrix products' shares of forward and of the step over all profiles,
-    which fall in ``falls`` of them; ``without`` is their share of the step less the optimizer's phase, below
-    forward's in ``falls_without``. ``by_context`` has for each context the optimizer's shares of the step and
-    the points by which the products' share moves. ``gained`` and ``lost`` are the reference's other families
-    that changed most, largest first; ``largest`` says which family is the largest of the rest in how many
-    profiles; ``shares`` has a column a family and mode.
+    ``moved_low_points`` and ``moved_high_points`` are by how much the products' share of the step is above
+    forward's, over all profiles; it falls in ``falls`` of them; ``without`` is their share of the step less
+    the optimizer's phase, below forward's in ``falls_without``. ``by_context`` has for each context the
+    optimizer's shares of the step and the points by which the products' share moves. ``gained`` and ``lost``
+    are the reference's other families that changed most, largest first; ``shares`` has a column a family and
+    mode.
     """
     shares = by_family(operations).merge(_runs(operations), on="run_id")
     whole = shares[(shares["phase"] == "all") & shares["mode"].isin(["forward", "step"])]
@@ -319,7 +300,6 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     gained, lost = rows[rows > SPOKEN_OF], rows[rows < -SPOKEN_OF][::-1]
     none = pd.Series(0.0, wide.index)
     before, after = (wide[mode].get(MATMUL, none) for mode in ("forward", "step"))
-    largest = wide["step"].drop(columns=MATMUL, errors="ignore").idxmax(axis=1).value_counts()
     shown = [MATMUL, *(family for family in rows.index if change[family].abs().max() > SPOKEN_OF)]
     step = operations[(operations["mode"] == "step") & operations["run_id"].isin(whole["run_id"])]
     without = _products_share(step[step["phase"] != "optimizer"]).reindex(before.index)
@@ -329,16 +309,14 @@ def full_step(operations: pd.DataFrame) -> dict | None:
             "own_before": before[(size, context)], "own_after": after[(size, context)],
             "gained": [{"family": family, "points": gain * 100} for family, gain in gained.items()],
             "lost": [{"family": family, "points": gain * 100} for family, gain in lost.items()],
-            "before": before, "after": after, "without": without,
+            "without": without,
             "moved_low_points": moved.min(), "moved_high_points": moved.max(),
-            "falls": int((after < before).sum()), "profiles": len(before),
+            "falls": int((after < before).sum()), "profiles": len(before), "several": len(before) > 1,
             "falls_without": int((without < before - SPOKEN_OF).sum()), "by_context": [
                 {"context": context, "optimizer": optimizer[contexts == context],
                  "low_points": moved[contexts == context].min(),
                  "high_points": moved[contexts == context].max()}
                 for context in sorted(set(contexts))],
-            "optimizer_share": share_of_optimizer(operations),
-            "largest": [{"family": family, "profiles": n} for family, n in largest.items()],
             "shares": pd.DataFrame({(family, mode): wide[mode].get(family, none)
                                     for family in shown for mode in ("forward", "step")}),
             "runs": runs_of(operations)}
@@ -373,13 +351,6 @@ def backward_over_forward(operations: pd.DataFrame) -> dict | None:
         return None
     return {"all": ratios["all"], "products": ratios["products"], "rest": ratios["rest"],
             "own": ratios.loc[(size, context)].to_dict(), "size": size, "context": context}
-
-
-def share_of_optimizer(operations: pd.DataFrame) -> pd.Series:
-    """The optimizer phase's share of a full step's device time, by run."""
-    step = operations[operations["mode"] == "step"]
-    optimizer = step[step["phase"] == "optimizer"].groupby("run_id")["total_ns"].sum()
-    return (optimizer / step.groupby("run_id")["total_ns"].sum()).fillna(0)
 
 
 def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> dict:

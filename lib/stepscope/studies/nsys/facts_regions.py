@@ -58,10 +58,8 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
             "softmax_ms": softmax_ms, "products_ms": products_ms, "time_ratio": softmax_ms / products_ms,
             "projected_ms": projected_ms, "projected_ratio": softmax_ms / projected_ms,
             "flops_ratio": softmax_flops / product_flops, "bytes_ratio": softmax_bytes / product_bytes,
-            "softmax_tflops": softmax_flops / softmax_ms / 1e9,
             "softmax_tbs": softmax_bytes / softmax_ms / 1e9,
-            "products_tflops": product_flops / products_ms / 1e9,
-            "products_tbs": product_bytes / products_ms / 1e9}
+            "products_tflops": product_flops / products_ms / 1e9}
     return pd.DataFrame(found).T.rename_axis(PROFILE) if found else pd.DataFrame()
 
 
@@ -82,9 +80,8 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
     rates = softmax_rates(on_gpu, rates_by_profile(ceilings, times))
     each = by_operation(rates, size, context) if len(rates) else None
     return {"size": size, "context": context, "own": parts.loc[(size, context)].to_dict(),
-            "slower": int((parts["time_ratio"] > 1).sum()), "profiles": len(parts),
-            "time_ratios": parts["time_ratio"], "flops_shares": parts["flops_ratio"],
-            "projected_ratios": parts["projected_ratio"], "rates": rates if len(rates) else None,
+            "slower": int((parts["time_ratio"] > 1).sum()), "profiles": len(parts), "several": len(parts) > 1,
+            "time_ratios": parts["time_ratio"], "rates": rates if len(rates) else None,
             "operations": each,
             "at_copys_rate": [part["operation"] for part in each or () if part["at_copys_rate"]],
             "parts": parts, "runs": runs_of(operations)}
@@ -188,8 +185,8 @@ def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
                            times: pd.DataFrame) -> dict | None:
     """The reference's regions, longest first, each against its floor by operation.
 
-    ``longest`` are the first six; ``furthest`` is, of those with more than ``nontrivial`` of the time, the
-    one that stays furthest from its floor; ``above`` regions are faster than it, since what they read was in
+    ``furthest`` is, of those with more than ``nontrivial`` of the time, the one that stays furthest from its
+    floor; ``above`` regions are faster than it, since what they read was in
     the cache. ``whole`` is the pass's floor over its operations' time, in the reference and (``wholes``) in
     all profiles.
     """
@@ -202,7 +199,7 @@ def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
     rows = pick(floors, size=size, context_length=context).sort_values("time_ms", ascending=False)
     furthest = rows.loc[rows.loc[rows["share"] > NONTRIVIAL, "of_floor"].idxmin()]
     return {"size": size, "context": context, "nontrivial": NONTRIVIAL,
-            "longest": rows.head(6)[["region", "of_floor"]].to_dict("records"),
             "furthest": {"region": furthest.region, "of_floor": furthest.of_floor},
             "above": list(rows.loc[rows["of_floor"] > 1, "region"]),
-            "whole": wholes[(size, context)], "wholes": wholes, "regions": rows, "runs": runs_of(operations)}
+            "whole": wholes[(size, context)], "wholes": wholes,
+            "several": len(wholes) > 1, "regions": rows, "runs": runs_of(operations)}

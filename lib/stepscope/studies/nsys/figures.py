@@ -10,12 +10,13 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from stepscope.config import PHASE_NAMES, PHASES
+from stepscope.say.formats import number, percent
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.studies.nsys.facts import AGREE, clocks_beside
 from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
-from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, shown_family
+from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, MATMUL, shown_family
 
 FAMILY_COLORS = {
     "matrix multiply": "#0072B2", "fused attention": "#56B4E9", ATTENTION_SOFTMAX: "#CC79A7",
@@ -104,7 +105,8 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     gaps = [Rectangle((x, 0.1), width, 0.8) for x, width in zip(end[idle > 0], idle[idle > 0], strict=True)]
     axis.add_collection(PatchCollection(gaps, color="black", linewidth=0))
     axis.set(ylim=(0, 4), xlim=(0, (start + length).max()), xlabel="time from the step's start (ms)",
-             title=f"One captured step ({where})")
+             title=f"The device is idle for {percent(idle[idle > 0].sum() / (start + length).max())}"
+                   f" of a captured step\n({where})")
     axis.set_yticks([0.5, 1.5, 2.5, 3.5],
                     ["device idle", "operations", "phases on the device", "launched by the host"])
     axis.grid(visible=False)
@@ -127,9 +129,9 @@ def _phase_bars(axis: Axes, rows: pd.DataFrame, last_ms: float) -> None:
                           color="white" if phase in ("backward", "loss") else "black")
 
 
-def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame, where: str) -> Figure | None:
+def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, where: str) -> Figure | None:
     """Forward alone by every clock, as multiples of the plain pass's wall time; a line a profile."""
-    rows = pick(clocks_beside(clocks, walls, times), mode="forward")
+    rows = pick(clocks_beside(clocks, walls), mode="forward")
     rows = rows[rows["unprofiled_ms"].notna()] if len(rows) else rows
     if rows.empty:
         return None
@@ -165,7 +167,7 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
         return None
     use_style()
     sizes = sizes_of(keys)
-    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.3 + 1.9 * len(phases)),
+    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.5 + 2.2 * len(phases)),
                                 squeeze=False, sharey=True)
     largest = shares.groupby("family")["share"].max()
     used = [family for family in FAMILY_COLORS if largest.get(family, 0) > 0.001]
@@ -177,8 +179,10 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
     for size, top, bottom in zip(sizes, axes[0], axes[-1], strict=True):
         top.set_title(size)
         bottom.set_xlabel("context")
-    figure.legend(handles=patches(used), loc="outside lower center", ncols=4, fontsize=9)
-    title(figure, f"{words} ({where})")
+    figure.legend(handles=patches(used), loc="outside lower center", ncols=4, fontsize=10)
+    products = shares.loc[shares["family"] == MATMUL, "share"]
+    low, high = percent(products.min()), percent(products.max())
+    title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of {words}\n({where})")
     return figure
 
 
@@ -222,7 +226,10 @@ def attention(operations: pd.DataFrame, regions: pd.DataFrame, where: str) -> Fi
         axis.grid(axis="y", visible=False)
     axes[0, 0].invert_yaxis()
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    title(figure, f"Attention by its parts, forward, context {context} ({where})")
+    shares = pick(rows, size=sizes[-1]).groupby("region")["total_ns"].sum()
+    most, share = shares.idxmax().removeprefix("attention."), percent(shares.max() / shares.sum())
+    title(figure, f"{most} takes {share} of attention in {sizes[-1]}'s forward, on the device\n"
+                  f"(context {context}, {where}; each size to its own scale)")
     return figure
 
 
@@ -238,6 +245,9 @@ def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Fi
     if points.empty or not {"matmul_fp32", "copy"} <= set(values.index):
         return None
     points, peak_tflops, peak_tbs = points[points["tflops"] > 0], values["matmul_fp32"], values["copy"]
+    if points.empty:
+        return None
+    best = points.loc[points["tflops"].idxmax()]
     use_style()
     figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.8, 4.6))
     low, high = points["intensity"].min() / 2, points["intensity"].max() * 2
@@ -252,7 +262,9 @@ def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Fi
             rows = pick(points, region=region, size=size)
             axis.plot(rows["intensity"], rows["tflops"], marker, color=color, markersize=5, alpha=0.9)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte that the region's operations have to move",
-             ylabel="achieved TFLOP/s", title=f"Regions of forward under the measured ceilings ({where})")
+             ylabel="achieved TFLOP/s",
+             title=f"{best['region']} of {best['size']} is nearest to the product rate:\n"
+                   f"{number(best['tflops'])} of {number(peak_tflops)} TFLOP/s ({where})")
     for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     shown = [*((region, color, "o") for region, color in colors.items()),

@@ -35,6 +35,7 @@ from stepscope.traces.nsys_program import (
 )
 from stepscope.traces.nsys_reports import load_reports
 from stepscope.traces.torch_profiler import convert
+from stepscope.traces.turns import own_mark
 
 WALLS = ["capture", "place", "step", "phase", "time_ms", "enqueue_ms"]
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
@@ -134,7 +135,8 @@ def profile_run(config: Config, kept: Path | None,
         tables: operations, clocks, regions, timeline, walls, statuses, each with a column ``mode``.
         files: nsys's reports, and with ``keep_export`` the scrubbed exports. A report that cannot be used is
             left out, and ``statuses`` says why.
-        results: tool, the number of profiles by status, which implementation of attention ran, and seconds:
+        results: tool, the number of profiles by status, which implementation of attention ran, whether it
+            shared its GPU by turns (``took_turns``, absent where it did not), and seconds:
             ``watched_s`` of the watched process since it was asked, of which ``ready_s`` until it was ready,
             ``turn_s`` until it had its turn (see ``traces/turns.py``), ``steps_s`` of steps, ``others_s``
             while others had theirs, and the rest until the profiler had made its report; ``analysis_s`` of
@@ -167,6 +169,8 @@ def profile_run(config: Config, kept: Path | None,
                                          for status in ("captured", "oom", "crashed")}
     if "operations" in tables:
         results["attention_implementation"] = attention_implementation(config, tables["operations"])
+    if own_mark():
+        results["took_turns"] = True
     seconds = pd.DataFrame([item.seconds for item in captures]).sum().to_dict()
     seconds |= {"watched_s": watched - started, "export_s": exported - watched,
                 "analysis_s": time.perf_counter() - watched}

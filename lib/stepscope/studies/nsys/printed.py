@@ -7,7 +7,7 @@ import pandas as pd
 
 from stepscope.say.formats import MODE_WORDS, code, number, percent, plain, points, to
 from stepscope.say.words import Words
-from stepscope.studies.nsys.facts import PROFILE
+from stepscope.studies.nsys.facts import PROFILE, STATES
 
 REASONS = Path(__file__).parent / "words" / "reasons"
 CLAIM_FORMATS: dict[str, Callable[[float], str]] = {
@@ -36,12 +36,13 @@ def share(value: float) -> str:
 
 
 def slowdowns(facts: dict) -> pd.DataFrame:
-    """Profiles down, modes across: plain, annotated and captured wall time of a step."""
-    wide = facts["slowdowns"]
-    cells = {MODE_WORDS[mode]: [" / ".join(number(row[kind, mode]) for kind in
-                                           ("plain", "annotated", "captured"))
-                                for _, row in wide.iterrows()] for mode in MODE_WORDS}
-    return by_profile(pd.DataFrame(cells, index=wide.index))
+    """Profiles down, modes across: plain, annotated and captured wall time of a step, and how they differ."""
+    cells = {}
+    for mode, words in MODE_WORDS.items():
+        for name, said, wide in ((words, number, facts["slowdowns"]),
+                                 (f"{words}: steps differ by", share, facts["spreads"])):
+            cells[name] = [" / ".join(said(row[kind, mode]) for kind in STATES) for _, row in wide.iterrows()]
+    return by_profile(pd.DataFrame(cells, index=facts["slowdowns"].index))
 
 
 def phases(facts: dict) -> pd.DataFrame:

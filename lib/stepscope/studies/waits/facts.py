@@ -13,8 +13,8 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
     Settled is a phase whose added delay alone takes longer than its operations back to back: the GPU has to
     wait, which ``waits`` of ``must_wait`` verdicts say. And one whose added load alone takes longer than the
     whole phase took as it was, launches included: it cannot wait for them, which ``busy`` of ``cannot_wait``
-    say. ``wrong`` has the others of these; ``as_it_is`` the phases nothing was done to. ``slopes`` is, where
-    the GPU had to wait in two arms, by how much the phase got longer for each ms of delay that was added.
+    say. ``slopes`` is, where the GPU had to wait in two arms, by how much the phase got longer for each ms of
+    delay that was added.
     """
     rows = settled(phases[phases["phase"] != "loss"])
     if rows.empty:
@@ -25,16 +25,11 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
         return facts
     right = (rows["waits"] == GPU) == rows["must_wait"]
     must, cannot = rows["must_wait"], rows["cannot_wait"]
-    as_it_is = rows[rows["host_delay_us"].isna() & (rows["gpu_load_us"] == 0)]
-    named = [{"size": row.size_, "context": row.context_length, "phase": row.phase, "waits": row.waits}
-             for row in as_it_is.rename(columns={"size": "size_"}).itertuples()]
     slopes = pd.Series([slope for _, rows_of in rows[must].groupby(["run_id", "phase"], observed=True)
                         for slope in [slope_of(rows_of)] if slope is not None], dtype=float)
     return facts | {"must_wait": int(must.sum()), "waits": int((must & right).sum()),
                     "cannot_wait": int(cannot.sum()), "busy": int((cannot & right).sum()),
-                    "wrong": rows[(must | cannot) & ~right], "right": bool(right[must | cannot].all()),
-                    "settled": int((must | cannot).sum()), "as_it_is": named,
-                    "slopes": slopes if len(slopes) else None}
+                    "settled": int((must | cannot).sum()), "slopes": slopes if len(slopes) else None}
 
 
 def settled(phases: pd.DataFrame) -> pd.DataFrame:

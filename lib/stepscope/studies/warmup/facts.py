@@ -59,7 +59,6 @@ def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None
                    "median": error_range(rows["median_error"]), "processes": len(rows)}
                   for number, rows in cells.groupby("warmups")]
     return {"by_warmups": by_warmups, "cold": by_warmups[0], "settled": SETTLED, "steps": MEAN_OF,
-            "contexts": [str(context) for context in sorted(set(steps["context_length"]))], "cells": cells,
             "table": by_mode_and_context(steps, cells), "runs": runs_of(steps)}
 
 
@@ -124,23 +123,24 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
     slow = slow_at_first(steps)
     counts = slow["slow"].value_counts().sort_index()
     clocks = steps.dropna(subset=["sm_clock_mhz"])
-    return {"settled": SETTLED, "processes": len(slow),
+    return {"settled": SETTLED, "processes": len(slow), "several": len(slow) > 1,
             "slow_counts": [{"steps": int(steps), "processes": int(n)} for steps, n in counts.items()],
             "most": int(counts.index.max()), "none_slow": bool(counts.index.max() == 0),
             "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": int((slow["slow"] > 1).sum()),
             "slowest": slow.loc[slow["slow"].idxmax()].to_dict(),
             "second_furthest": slow["second"].max(), "third_furthest": slow["third"].max(),
             "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
-            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"], "runs": runs_of(steps)}
+            "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"],
+            "clocks_alike": clocks["sm_clock_mhz"].nunique() == 1, "runs": runs_of(steps)}
 
 
 def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
                benchmarks: pd.DataFrame) -> dict | None:
-    """What a fresh process pays: ``before`` its first step and ``within`` it, by part, over sizes; and
-    ``by_phase``, by how much each phase of a first step is longer than a steady one, over contexts.
+    """What a fresh process pays before its first step and in it: ``by_part``, over sizes; ``within`` has what
+    undoing it afterwards shows; and ``by_phase``, by how much each phase of a first step is longer than a
+    steady one, over contexts.
 
-    ``once`` compares with processes in which a one-layer model had run, None where there are none;
-    ``memory_calls`` are the calls for device memory under the profiler, None where none were seen.
+    ``once`` compares with processes in which a one-layer model had run, None where there are none.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
     if BEYOND not in set(plain["part"]):
@@ -149,16 +149,15 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     primed = costs[~costs["profile"].astype(bool) & costs["one_layer_first"].astype(bool)]
     by_part = plain.pivot_table(index=SHAPE, columns="part", values="time_ms", observed=True, sort=False,
                                 aggfunc="median")
-    before, within = (list(plain.loc[plain["when"] == when, "part"].unique()) for when in ("before", "in"))
-    within = [part for part in within if part not in (BEYOND, "not told apart")]
+    within = [part for part in plain.loc[plain["when"] == "in", "part"].unique()
+              if part not in (BEYOND, "not told apart")]
     once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
-    memory, purposes = purposes_of(calls) if len(calls) else (None, None)
     steps = first_steps(samples, benchmarks)
-    return {"beyond_ms": by_part[BEYOND], "before": [{"part": part, "ms": by_part[part]} for part in before],
+    return {"beyond_ms": by_part[BEYOND],
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
             "within": [{"part": part, "ms": by_part[part]} for part in within],
-            "once": once, "memory_calls": memory,
-            "by_part": by_part.drop(columns="not told apart"), "purposes": purposes,
+            "once": once, "by_part": by_part.drop(columns="not told apart"),
+            "purposes": purposes_of(calls) if len(calls) else None,
             "by_phase": extra_by_phase(steps) if len(steps) else None,
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
@@ -181,17 +180,11 @@ def done_once(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
     """
     after = primed[primed["part"] == BEYOND].groupby(SHAPE, observed=True)["time_ms"].median()
     once = (beyond_ms - after).dropna()
-    share = (once / beyond_ms).dropna()
     # On a noisy machine the difference can be either way.
-    return {"after_ms": after, "ms": once, "share_low": share.min(), "share_high": share.max(),
-            "clear": bool(once.min() > 0 and share.min() > 0)}
+    return {"after_ms": after, "ms": once, "clear": bool(once.min() > 0)}
 
 
-def purposes_of(calls: pd.DataFrame) -> tuple[dict | None, pd.DataFrame]:
-    """Calls into CUDA by purpose and shape, in a first and in a steady step; those for device memory by
-    themselves.
-    """
+def purposes_of(calls: pd.DataFrame) -> pd.DataFrame:
+    """Calls into CUDA by purpose and shape, in a first and in a steady step."""
     columns = ["first_calls", "first_ms", "steady_calls", "steady_ms"]
-    sums = by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()
-    memory = sums[sums["purpose"] == "device memory"]
-    return {column: memory[column] for column in columns} if len(memory) else None, sums
+    return by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stepscope.runs.tables import by_size
-from stepscope.say.formats import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS, span
 from stepscope.say.selections import pick
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
 from stepscope.studies.warmup.facts import RUN, SETTLED, whole_steps
@@ -39,8 +39,10 @@ def warmup_steps(samples: pd.DataFrame, benchmarks: pd.DataFrame, where: str) ->
     axes[0, 0].set_ylabel("time over steady")
     handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(contexts))
-    figure.suptitle(f"The first steps of each process; dashed: {SETTLED:.0%} slow ({where})", x=0.01,
-                    ha="left", fontweight="bold")
+    second = steps[steps["step"] == 1]
+    figure.suptitle(f"{(second['beyond'] < SETTLED).sum()} of {len(second)} processes are within"
+                    f" {SETTLED:.0%} of their steady time in step 2\n(dashed: {SETTLED:.0%} slow; {where})",
+                    x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -76,5 +78,7 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
         axis.grid(axis="y", visible=False)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=9)
     axes[0].invert_yaxis()
-    figure.suptitle(f"What starting costs ({where})", x=0.01, ha="left", fontweight="bold")
+    extra = table["first step beyond steady"]
+    figure.suptitle(f"The first step takes {span(extra, ' ms')} longer than a steady one\n"
+                    f"({where}; two scales)", x=0.01, ha="left", fontweight="bold")
     return figure

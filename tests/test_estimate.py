@@ -1,0 +1,115 @@
+"""What is said of a sweep's time before it starts and while it goes on, and what a run says meanwhile."""
+import csv
+import json
+
+import pytest
+
+from conftest import TINY, record_of
+from reference import records
+from stepscope.config import configure
+from stepscope.runs import estimate
+from stepscope.runs.logs import reading, said_last
+from stepscope.runs.record import SAID
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    """Make the table of some runs: fields of their configurations, and seconds."""
+    def make(*runs):
+        rows = [row for config, seconds in runs
+                for row in estimate.rows_of([record_of(config, duration_s=seconds,
+                                                       machine={"device_name": "Some GPU"})])]
+        monkeypatch.setattr(estimate, "table", lambda: tuple(rows))
+    estimate._known.cache_clear()
+    yield make
+    estimate._known.cache_clear()
+
+
+def on_gpu(**fields):
+    config = configure("benchmark", **{**TINY, **fields})
+    return config.model_copy(update={"device": "cuda"})
+
+
+def test_the_committed_table_has_the_committed_runs():
+    made = {(row["study"], row["run_id"]): row for row in estimate.rows_of(records())}
+    kept = {(row["study"], row["run_id"]): row for row in estimate.table()}
+    assert {key: kept.get(key) for key in made} == made, "`make reference` writes it"
+
+
+def test_a_run_takes_as_long_as_it_took_else_as_its_like(known):
+    known((on_gpu(), 10.0), (on_gpu(seed=1), 30.0), (on_gpu(size="tiny"), 80.0))
+    assert estimate.expected_s(on_gpu(seed=1)) == 30
+    assert estimate.expected_s(on_gpu(seed=2)) == 20
+    assert estimate.expected_s(on_gpu(size="micro")) == 40
+    assert estimate.expected_s(configure("warmup", **TINY).model_copy(update={"device": "cuda"})) is None
+
+
+def test_of_a_cpu_only_the_very_run_is_known(known, tiny):
+    known((tiny(), 10.0))
+    assert estimate.expected_s(tiny()) == 10 and estimate.expected_s(tiny(seed=1)) is None
+
+
+def test_a_sweep_is_announced_with_its_machine_and_with_what_is_not_known(known, tiny):
+    known((tiny(), 100.0), (tiny(seed=1), 80.0))
+    assert estimate.said_before([tiny(), tiny(seed=1)]) == f"2 runs: about 3 min on {estimate.CPU}"
+    assert estimate.said_before([tiny(), tiny(seed=2)]).startswith("2 runs: about 100 s on")
+    assert estimate.said_before([tiny(), tiny(seed=2)]).endswith("for 1 of them")
+    assert "nothing is known" in estimate.said_before([tiny(seed=2)])
+
+
+def test_what_is_left_goes_by_the_pace_so_far(known, tiny):
+    known((tiny(), 10.0), (tiny(seed=1), 40.0))
+    assert estimate.left_s([tiny(seed=1)], []) == 40
+    assert estimate.left_s([tiny(seed=1)], [(tiny(), 20.0)]) == 80  # twice as slow as there
+    assert estimate.left_s([tiny(seed=5), tiny(seed=6)], [(tiny(seed=2), 7.0)]) == 14  # by the mean
+    assert estimate.left_s([tiny(seed=5)], []) is None
+
+
+def test_a_table_keeps_the_runs_that_are_not_made_anew(known, store, tiny, tmp_path):
+    def commit(config, **fields):
+        with store.writing():
+            store.commit(store.begin(config), record_of(config, **fields))
+
+    commit(tiny(), duration_s=4.6)
+    commit(tiny(seed=1), duration_s=9.0, status="failed")
+    known((tiny(), 100.0), (tiny(seed=1), 200.0))
+    estimate.write([store.root], to := tmp_path / "seconds.csv")
+    seconds = {row["run_id"]: row["seconds"] for row in csv.DictReader(to.read_text().splitlines())}
+    assert seconds == {tiny().run_id: "5", tiny(seed=1).run_id: "200"}
+
+
+# What a run says
+
+def test_a_run_in_the_making_says_its_last_line(store, tiny):
+    assert said_last(store, tiny()) == ""
+    folder = store.begin(tiny())
+    assert said_last(store, tiny()) == ""
+    (folder / SAID).write_text("first\nsecond\x1b[2J\n\n")
+    assert said_last(store, tiny()) == "second"
+    assert said_last(store, tiny(seed=1)) == ""
+
+
+def cell(**outputs):
+    return {"outputs": [{"output_type": "display_data", "data": {kind: [text]}} for kind, text in outputs.items()]}
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        ([cell(**{"text/markdown": "**name**"}), cell(**{"text/markdown": "It takes **3 ms**\nof `x`."}),
+          cell(**{"text/plain": "later"})], "It takes 3 ms of x."),
+        ([cell(**{"text/markdown": "**name**"})], ""),
+        ([cell(**{"text/markdown": "**name**"}), cell(**{"text/markdown": "```python\n1\n```"})], ""),
+        (["no cell"], ""),
+        ([], ""),
+    ],
+)
+def test_a_run_is_read_by_the_last_words_of_its_notebook(store, tiny, cells, found):
+    record = record_of(tiny())
+    with store.writing():
+        folder = store.begin(tiny())
+        (folder / "notebook.ipynb").write_text(json.dumps({"cells": cells}))
+        store.commit(folder, record)
+    assert reading(store, record) == found
+    (store.folder(tiny()) / "notebook.ipynb").unlink()
+    assert reading(store, record) == ""
