@@ -15,6 +15,7 @@ from stepscope.step.accounting import ALLOWANCE, MIB
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.memory import facts_options, nesting, saved
 from stepscope.studies.memory import measure as memory
+from stepscope.studies.memory.facts import config_of as config_of_run
 from test_cli import command  # noqa: F401 - a fixture
 from test_memory import SHAPES, config_of
 
@@ -87,6 +88,14 @@ def test_h200_peaks_with_fused_attention_are_predicted():
             off[record.run_id] = accounting.peak(config).allocated / MIB / peak_mib - 1
     assert len(off) >= 10 and max(map(abs, off.values())) < 0.025
     assert max(abs(share) for run, share in off.items() if "-fp32-" in run) < 0.001
+
+
+def test_what_an_h200_asked_for_with_fused_attention_is_predicted():
+    runs = tables("memory")["runs"]
+    runs = runs[(runs["attention"] == "sdpa") & (runs["measured"] == "history") & (runs["status"] == "ok")]
+    for _, run in runs.iterrows():
+        off = accounting.peak(config_of_run(run)).bytes - run["steady_peak_requested_mib"] * MIB
+        assert abs(off) <= 1024, run["run_id"]
 
 
 def test_a_fused_kernels_workspace_is_a_gpus_alone():

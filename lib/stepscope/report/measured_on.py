@@ -34,8 +34,8 @@ def sizes(data: Data) -> pd.DataFrame:
     rows = []
     for (size, parameters), group in runs.groupby(["size", "parameters"], sort=False, observed=True):
         first = group.iloc[0]
-        rows.append({"size": size_label(str(size)), "layers": first["num_layers"], "d_model": first["d_model"],
-                     "d_ff": first["d_ff"], "heads": first["num_heads"],
+        rows.append({"size": size_label(str(size)), "layers": first["num_layers"],
+                     "d_model": first["d_model"], "d_ff": first["d_ff"], "heads": first["num_heads"],
                      "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
                      "contexts": listing(map(str, sorted(group["context_length"].unique()))),
                      "batch": listing(map(str, sorted(group["batch_size"].unique())))})

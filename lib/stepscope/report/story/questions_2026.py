@@ -131,14 +131,13 @@ def longest(sizes: list[str], context: int, batch: int, runs: pd.DataFrame) -> F
     memory = runs["gpu_memory_mib"].dropna() if len(runs) else runs
     if memory.empty:
         return None
-    needs = [
-        {"size": size_label(size), "gib": peak(on_gpu(
-            size=size, context_length=2 * context, batch_size=batch, mode="step")).allocated / GIB}
-        for size in sizes
-    ]
+    twice = {"context_length": 2 * context, "batch_size": batch, "mode": "step"}
+    tops = [peak(on_gpu(size=size, **twice)) for size in sizes]
     gpu_gib = float(memory.iloc[0]) * MIB / GIB
-    if any(one["gib"] <= gpu_gib for one in needs):
+    if any(top.allocated / GIB <= gpu_gib for top in tops):
         return None
+    needs = [{"size": size_label(size), "gib": top.allocated / GIB}
+             for size, top in zip(sizes, tops, strict=True)]
     return {"next": 2 * context, "needs": needs, "gpu_gib": gpu_gib}
 
 
