@@ -391,6 +391,7 @@ def test_arrangements_over_the_number_of_blocks(further):
     counted = further["stacks"].assign(block_runs=1)
     wrong = of(further | {"stacks": counted}, "memory-nested")
     assert not wrong["runs_as_expected"]
+    assert "At 4 blocks" in said(further, "memory-nested").text
     full = further["stacks"]["status"].where(further["stacks"]["blocks"] < 4, "oom")
     less = of(further | {"stacks": further["stacks"].assign(status=full)}, "memory-nested")
     assert less["most"] == 2 and len(less["out_of_memory"]) == 5

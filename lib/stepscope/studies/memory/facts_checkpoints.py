@@ -190,6 +190,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
             "crossing": (saved / stream) ** 2,
             "runs_as_expected": bool((rows["block_runs"] == rows["expected_runs"]).all()),
             "least": named[0], "at_most": named, "none": by_name.get("none"), "every": every,
+            "without": by_name.get("none"),  # in a template, none by itself is no fact
             "root": by_name.get("square root"), "halved": by_name.get("halved"),
             "start": by_name.get("from the start"),
             "root_worse": every is not None and "square root" in by_name

@@ -6,7 +6,7 @@ checkpoints of two blocks, ``[[[0], [1]], [[2], [3]]]`` four blocks halved twice
 parts again; the checkpoints among them are then kept and run again in their turn.
 
 With one level, √N checkpoints of √N blocks keep O(√N) for one more forward pass (Chen et al. 2016,
-arXiv:1604.06174, section 4.1), and halving again and again O(log N) for O(N log N) (section 4.3). What ``c``
+arXiv:1604.06174), and halving again and again O(log N) for O(N log N) (the same). What ``c``
 checkpoints can do with ``r`` runs of each block, C(c + r, c) blocks, is the optimum that Griewank & Walther's
 revolve attains (2000, doi:10.1145/347837.347846); its end where running again costs nothing is a single kept
 input, from which every block is reached anew: O(1) kept, O(N²) runs.
