@@ -50,7 +50,8 @@ def test_peaks_are_the_allocators_by_context_mode_and_precision(memory):
     _, table = memory["answers-memory"].tables[0]
     runs = tables("memory")["runs"]
     row = runs[(runs["size"].astype(str) == "2.7B") & (runs["context_length"] == 512) & (runs["mode"] == "step")
-               & (runs["precision"] == "fp32") & (runs["status"] == "ok")]
+               & (runs["precision"] == "fp32") & (runs["status"] == "ok") & (runs["attention"] == "eager")
+               & (runs["measured"] == "history")]
     cell = table.loc[table["context"] == 512, "full step, fp32 (GiB)"].iloc[0]
     assert float(cell) == pytest.approx(row["steady_peak_allocated_mib"].iloc[0] / 1024, rel=0.01)
 
@@ -141,10 +142,14 @@ def test_2026_says_the_longest_context_only_of_a_gpu_that_holds_no_longer_one():
 
 
 def test_2026_xl_is_said_of_its_own_size_alone(memory):
-    assert "2.7B (2026's xl)" in memory["answers-2026-memory"].text
-    runs = tables("memory")["runs"]
-    other = told("memory", **{"memory.runs": runs[runs["size"].astype(str) != "2.7B"]})
-    assert "which is 2026's xl" not in other["answers-2026-memory"].text
+    assert "2.7B, which is 2026's xl" in memory["answers-2026-memory"].text
+
+    def xl(size):
+        peaks = {"size": size, "by_context": pd.DataFrame({"context_length": [512, 2048]}), "out_of_memory": []}
+        found = {"memory_peaks": peaks, "memory_block": None}
+        return questions_2026.memory(found, {"attention.ends": NONE})["xl"]
+
+    assert xl("2.7B")["longest"] == 2048 and xl("xl") is None  # 2025's xl is another
 
 
 def test_2026_long_attention_is_of_probes_that_fit():

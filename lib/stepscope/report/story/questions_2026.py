@@ -85,6 +85,7 @@ def profiles(
     told = [total, first, rest, step, softmax]
     families = rest["shares"].drop(columns=nsys.MATMUL, errors="ignore")
     families = families[families.max().sort_values(ascending=False).index[:CONTEXTS]]
+    before, after = (step["shares"][nsys.MATMUL, mode] for mode in ("forward", "step"))
     adamw = pd.concat([one["optimizer"] for one in step["by_context"]])
     return {
         "sizes": [size_label(size) for size in sizes],
@@ -102,12 +103,12 @@ def profiles(
         "common": first["common"],
         "rest_shares": rest["rest_shares"].tolist(),
         "families": [{"family": name, "shares": families[name].tolist()} for name in families],
-        "moved_points": (-(step["after"] - step["before"]) * 100).tolist(),
-        "falls": bool((step["after"] < step["before"]).all()),
+        "moved_points": ((before - after) * 100).tolist(),
+        "falls": bool((after < before).all()),
         "adamw_makes_it": step["falls_without"] == 0,
         "adamw": adamw.tolist(),
-        "time_ratios": softmax["time_ratios"].tolist(),
-        "flops_shares": softmax["flops_shares"].tolist(),
+        "time_ratios": softmax["parts"]["time_ratio"].tolist(),
+        "flops_shares": softmax["parts"]["flops_ratio"].tolist(),
         "bytes_ratios": softmax["parts"]["bytes_ratio"].tolist(),
         "moves_more": bool((softmax["parts"]["bytes_ratio"] > 1).all()),
         "longest": longest(sizes, max(contexts), int(operations["batch_size"].iloc[0]), runs),
@@ -146,8 +147,9 @@ def by_profile(total: Facts, first: Facts, rest: Facts, step: Facts, softmax: Fa
     table = total["by_clock"].astype({"size": str}).set_index(PROFILE)[["projected_ms", "unprofiled_ms"]]
     kernel = first["first"].astype({"size": str}).set_index(PROFILE)[["share", "launches"]]
     columns = {
-        "rest": rest["rest_shares"], "before": step["before"], "after": step["after"],
-        "softmax_times": softmax["time_ratios"], "softmax_flops": softmax["flops_shares"],
+        "rest": rest["rest_shares"],
+        "before": step["shares"][nsys.MATMUL, "forward"], "after": step["shares"][nsys.MATMUL, "step"],
+        "softmax_times": softmax["parts"]["time_ratio"], "softmax_flops": softmax["parts"]["flops_ratio"],
     }
     for name, series in columns.items():
         keys = [(str(size), context) for size, context in series.index]
