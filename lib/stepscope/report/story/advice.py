@@ -16,7 +16,7 @@ ADVISED = ("tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graphs", "no_casts")
 
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
            speedups: pd.DataFrame) -> dict | None:
-    """A change a key: the shapes where it gained least and most (``single`` where that is one shape, ``alike``
+    """A change a key: the shapes where it gained least and most (``single`` where that is one, ``alike``
     where all gains print as one, ``contexts`` where the shapes differ in context), and those where it did not
     surely help (``idle``; a precision's also of the eager steps in the study of precisions); ``fewest`` and
     ``most`` processes that a gain is the median of; under ``checkpoints`` what checkpointing spares and

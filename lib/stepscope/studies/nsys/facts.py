@@ -131,7 +131,7 @@ def without_profiler(rows: pd.Series) -> dict:
 def cost_of_profiling(table: pd.DataFrame) -> dict:
     """Steps with a plain time of the same process: how many times as long they take ``annotated`` (over
     plain), ``captured`` (over annotated), and both (``together``), each with the largest (``most``, with its
-    own ms) and how many are slower by over ``nearly``; None where not measured. ``mismatches`` are the forward
+    own ms) and how many are slower by over ``nearly``; None where not measured. ``mismatches`` are forward
     passes whose time on the device under the profiler is not the plain one, of ``passes``."""
     rows = table[table["unprofiled_ms"].notna()]
     forward = rows[rows["mode"] == "forward"]
@@ -279,7 +279,6 @@ def full_step(operations: pd.DataFrame) -> dict | None:
     """Shares of device time by family in forward alone and in a full step, of the profiles that have both;
     None where none has.
 
-    ``before`` and ``after`` are the products' shares of each, by size and context;
     ``moved_low_points`` and ``moved_high_points`` are by how much the products' share of the step is above
     forward's, over all profiles; it falls in ``falls`` of them; ``without`` is their share of the step less
     the optimizer's phase, below forward's in ``falls_without``. ``by_context`` has for each context the
@@ -310,7 +309,7 @@ def full_step(operations: pd.DataFrame) -> dict | None:
             "own_before": before[(size, context)], "own_after": after[(size, context)],
             "gained": [{"family": family, "points": gain * 100} for family, gain in gained.items()],
             "lost": [{"family": family, "points": gain * 100} for family, gain in lost.items()],
-            "before": before, "after": after, "without": without,
+            "without": without,
             "moved_low_points": moved.min(), "moved_high_points": moved.max(),
             "falls": int((after < before).sum()), "profiles": len(before), "several": len(before) > 1,
             "falls_without": int((without < before - SPOKEN_OF).sum()), "by_context": [
