@@ -86,7 +86,8 @@ def markup(folder, runs, text):
     for stem in stems:  # only their captions matter
         (folder / "figures" / f"{stem}.png").write_bytes(PNG)
     page = BeautifulSoup(render_page(whole(compose(data, stems), "runs"), folder), "html.parser")
-    elements = Counter((tag.name, *sorted(set(tag.attrs) - {"class"}))
+    # A longer text may make a table one of sentences, whose cells repeat their column's name for a phone.
+    elements = Counter((tag.name, *sorted(set(tag.attrs) - {"class", "data-name"}))
                        for tag in page.find_all(True) if tag.name != "code")
     headings = [re.sub(r"\W+", "", tag.get_text()) for tag in page.find_all(re.compile("h[1-6]"))]
     return elements, headings, [link["href"] for link in page.find_all("a", href=True)]

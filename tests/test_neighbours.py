@@ -16,7 +16,7 @@ from stepscope.studies.neighbours import measure as neighbours
 from stepscope.studies.neighbours.chapter import CHAPTER
 
 REFERENCE = Path(__file__).parent.parent / "runs" / "h200"
-RUNS = ["small-ctx128-all-fp32-71a35554", "large-ctx512-all-fp32-339d56d3"]
+RUNS = ["small-ctx128-all-fp32-71a35554", "large-ctx512-all-fp32-6fd2336e"]
 
 
 def copied(folder, wall_s=None, workers=1, runs=RUNS):

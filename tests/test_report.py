@@ -128,7 +128,7 @@ def test_without_records_every_question_says_so_in_its_place(tmp_path):
     empty = load_data(Store(tmp_path))
     said = {answer.text for answer in compose(empty).answers}
     assert all("stepscope " in text for text in said)
-    assert len(said) <= len(chapters()) + 2  # a sentence for each study, and little else
+    assert len(said) <= len(chapters()) + 3  # a sentence for each study, and little else
     assert draw_figures(empty, tmp_path) == []
     assert "Nothing has been measured yet" in writeup(compose(empty))
 

@@ -526,12 +526,11 @@ def fit(
     for row in found.itertuples():
         table.add_row(MODE_WORDS[row.mode], row.precision, f"{row.peak_mib / 1024:.2f}", row.phase,
                       "tight" if row.tight else "yes" if row.fits else "no",
-                      _from_to(row.largest_context, row.most_context),
-                      _from_to(row.largest_batch, row.most_batch))
+                      f"{row.largest_context:,}", f"{row.largest_batch:,}")
     out = Console()
     out.print(table)
     for words in _fit_words(found, free, measured=allowance is None):
-        out.print(words, soft_wrap=True, highlight=False, markup=False)
+        out.print(words, highlight=False, markup=False)
 
 
 def _fit_words(found: "pd.DataFrame", free: float, measured: bool) -> list[str]:
@@ -540,7 +539,7 @@ def _fit_words(found: "pd.DataFrame", free: float, measured: bool) -> list[str]:
     if free:
         whose = ", the most of what the allocator reserved that was in no tensor at a peak of the reference"
         words.append(f"Tight: it leaves less than {free:.0%} of the memory free{whose if measured else ''}."
-                     " The largest context and batch are that which leaves it and that which just fits.")
+                     " The largest context and batch leave it (with --allowance 0 nothing).")
     alone = found[found["mode"] == "forward"].set_index("precision")["peak_mib"] / 1024
     if alone["bf16"] > alone["fp32"]:
         words.append(f"Forward alone in bf16 takes {alone['bf16'] - alone['fp32']:.2f} GiB more than in fp32,"
@@ -560,10 +559,6 @@ def _shape_asked(size: str | None, edition: int | None, dimensions: tuple[int | 
     if size is None and edition is not None:
         raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
     return own if size is None else own | {"size": size_of(size, edition)}
-
-
-def _from_to(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,}\u2013{last:,}"
 
 
 def _fit_title(config: "StepConfig", checkpoint: int, memory: float) -> str:

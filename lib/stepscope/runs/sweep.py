@@ -132,6 +132,8 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None,
     with _signals_noted():
         # What cannot be done is said before a folder is touched; of a joined cluster, when it has told.
         configs = [] if how.scheduler else _configurations(paths, store, how, {})
+        if how.workers is not None:
+            check_workers(how.workers, all(config.takes_turns for config in configs))
         with store.writing(), ExitStack() as closing:
             clear_dead()
             client = None
@@ -140,8 +142,6 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None,
                 closing.callback(close_cluster, client)
                 configs = _configurations(paths, store, how, there)
             shared = all(config.takes_turns for config in configs)
-            if how.workers is not None:
-                check_workers(how.workers, shared)
             end, workers = _what_is_left(configs, paths, store, console), 0
             todo = len(end.left)
             try:

@@ -32,10 +32,12 @@ def runs_frame(records: list[Record]) -> pd.DataFrame:
 def _row(record: Record) -> dict:
     config = configure(**record.config)
     fields = config.model_dump() | ({"size": config.shape} if isinstance(config, StepConfig) else {})
+    # Who took turns was timed while the others did nothing.
+    beside = 0 if record.results.get("took_turns") else len(record.beside)
     return fields | record.results | {
         "run_id": record.run_id, "study": record.study, "status": record.status, "cause": record.cause,
         "started_at": record.started_at, "duration_s": record.duration_s, "measuring_s": record.measuring_s,
-        "device_name": record.machine.get("device_name"), "beside": len(record.beside)}
+        "device_name": record.machine.get("device_name"), "beside": beside}
 
 
 def read_table(root: Path, name: str) -> pd.DataFrame:

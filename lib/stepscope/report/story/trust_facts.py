@@ -228,5 +228,5 @@ def recipe(
         "one": bool(slow and slow["processes"] == 1),
         "repeated": 0 if cells.empty else int(cells["processes"].max()),
         "unlike": UNLIKE_CLOCKS,
-        "runs": runs_of(rows),
+        "runs": [],  # how they were timed is no answer made from them
     }
