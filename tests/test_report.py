@@ -202,6 +202,8 @@ def test_the_readmes_story_is_made_from_the_records_and_rendering_again_changes_
     text = readme.read_text()
     assert text.startswith("# Words\n") and text.endswith("<!-- /story -->\nmore\n")
     assert "old" not in text
+    links = re.findall(r"\]\(([\w/.]*)#([\w-]+)\)", text)
+    assert links and all(f'id="{anchor}"' in (folder / page).read_text() for page, anchor in links)
     made = compose(load_data(store), [path.stem for path in (folder / "figures").glob("*.png")])
     readme.write_text(text.replace(" ms", " s", 1))
     with pytest.raises(StaleReport, match="README.md, line"):

@@ -120,20 +120,21 @@ def evidence(report: Report, runs_link: str) -> dict[str, str]:
     return {f"{name}.md": _linked(text, report, name) for name, text in made.items()}
 
 
-def _linked(text: str, report: Report, here: str) -> str:
+def _linked(text: str, report: Report, here: str | None) -> str:
     """Links to an answer's anchor lead to the page that it is on.
 
     Args:
-        here: the page of the text: a study, or nothing for the main text.
+        here: the page of the text: a study, "" for the main text, None for the README beside it.
     """
     pages_of = {one.key: study for study, (_, answers) in report.studies.items() for one in answers}
     pages_of |= {one.key: "" for answers in report.story.values() for one in answers}
 
     def leads(link: re.Match) -> str:
-        there = pages_of.get(link[1], here)
+        there = pages_of.get(link[1], here or "")
         if there == here:
             return link[0]
-        page = f"{'' if here else 'evidence/'}{there}.md" if there else "../writeup.md"
+        beside, up = ("", "../") if here else ("evidence/", "")
+        page = f"{beside}{there}.md" if there else f"{up}writeup.md"
         return f"]({page}#{link[1]})"
 
     return re.sub(r"\]\(#([\w-]+)\)", leads, text)
@@ -163,7 +164,8 @@ def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:
     made |= {folder / "evidence" / name: text for name, text in evidence(report, runs).items()}
     made |= {folder / "figures" / name: text for name, text in pages(report.data).items()}
     if (readme := folder / "README.md").exists():
-        made[readme] = with_story(readme.read_text(encoding="utf-8"), report.data)
+        made[readme] = with_story(readme.read_text(encoding="utf-8"), report.data,
+                                  lambda text: _linked(text, report, None))
     return made
 
 
