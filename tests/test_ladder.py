@@ -20,7 +20,7 @@ from stepscope.say.chapter import answer
 from stepscope.step.ceilings import measure_ceilings
 from stepscope.step.flops import parameter_count
 from stepscope.step.rates import data_sheet
-from stepscope.studies.ladder import chapter, facts, floor, fp8, measure, printed
+from stepscope.studies.ladder import chapter, facts, figures, floor, fp8, measure, printed
 from stepscope.studies.ladder.checks import check_optimizer
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
@@ -567,6 +567,8 @@ def test_what_would_have_to_change_is_computed_from_the_kernels():
     assert one["parts"]["products"] - one["parts"]["products_least"] == pytest.approx(8)
     assert one["over_ms"] == pytest.approx(95 - 108 / 1.2, rel=1e-3) and one["enough"] == ["products and attention"]
     assert facts.left(facts.reference(rungs), kernels)["whole_ms"] == pytest.approx(sum(spent.values()))
+    both = kernels.assign(time_ms=kernels["time_ms"].where(kernels["rung"] == "chunked", kernels["time_ms"] / 2))
+    assert facts.left(facts.reference(rungs), both)["name"] == name_of("overlap"), "of two, the last"
 
 
 def test_training_outside_the_band_is_told():
@@ -702,6 +704,17 @@ def test_pictures_are_drawn_from_a_gpus_data_and_a_cpus(found):
             assert figure.axes
             plt.close(figure)
     assert chapter.CHAPTER.pictures[0].draw(made_up()["rungs"].assign(status="oom"), where="here") is None
+
+
+def test_a_table_of_gains_is_titled_by_what_gains_most_where():
+    import matplotlib.pyplot as plt
+
+    steep = {"fp32": 1000.0, "tf32": 300.0, "bf16": 290.0}
+    launched = {"fp32": 1000.0, "tf32": 990.0, "bf16": 200.0}
+    rungs = over_processes([process("small", ms=launched), process("2.7B", ms=steep)])
+    figure = figures.gains(rungs, where="here")
+    assert "2.7B gains most by TF32, small by bf16 autocast\n" in figure.get_suptitle()
+    plt.close(figure)
 
 
 def test_the_floor_at_a_clock_is_that_of_products_kept_up(config):

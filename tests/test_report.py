@@ -133,6 +133,17 @@ def test_without_records_every_question_says_so_in_its_place(tmp_path):
     assert "Nothing has been measured yet" in writeup(compose(empty))
 
 
+def test_what_was_not_measured_is_named_and_what_was_is_linked_also_without_runs(few):
+    """Sweeps side by side are answered from tables beside the runs."""
+    kept = writeup(compose(few))
+    none = {name: table[:0] if name.startswith("neighbours.") else table for name, table in few.tables.items()}
+    lost = writeup(compose(dataclasses.replace(few, tables=none)))
+    for text, there in ((kept, True), (lost, False)):
+        unmeasured = re.search("Not measured here: (.*?)[.] ", text)[1]
+        assert ("](evidence/neighbours.md)" in text) == there == ("Sweeps side by side" not in unmeasured)
+        assert "](evidence/warmup.md)" in text and "Attention" in unmeasured
+
+
 def test_the_cpu_preset_is_named_in_every_heading(few):
     cpu = [record.model_copy(update={"config": record.config | {"device": "cpu"},
                                      "machine": {"device_name": "a processor"}}) for record in few.records]

@@ -33,6 +33,8 @@ def test_the_story_is_the_ladder_from_its_first_rung_to_its_fastest(rungs):
     fastest = own.loc[own["median_ms"].idxmin()]
     assert found["faster"] == fastest["times_as_fast"] and found["gains"], "of times within a process"
     assert all(one["gain"] > 1 + first.HELPS for one in found["best"])
+    [told] = tell(first.PART, given(**{"ladder.rungs": rungs}))
+    assert all(one["name"] in told.text for one in found["best"]) and len(told.text.split()) <= 170
     assert found["elsewhere"]["gain"] > found["elsewhere"]["here"]
 
 
@@ -46,13 +48,55 @@ def test_a_ladder_of_one_size_names_no_other(rungs):
 def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
     found = advice.advice(rungs, *[pd.DataFrame()] * 4)
     for rung, change in found["changes"].items():
-        gains = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain"]
+        own = rungs[(rungs["rung"] == rung) & rungs["gain"].notna()]
+        sure = (own["gain"] > 1 + first.HELPS) & (own["gain_low"] > 1)
+        gains = own.loc[sure, "gain"]
         assert change["most"]["gain"] == gains.max() and change["least"]["gain"] == gains.min()
-        low = rungs.loc[(rungs["rung"] == rung) & rungs["gain"].notna(), "gain_low"]
-        assert len(change["idle"]) == ((gains < 1 + first.HELPS) | (low <= 1)).sum()
+        assert {one["size"] for one in change["idle"]} == set(own.loc[~sure, "size"].astype(str))
     assert found["checkpoints"] is None
     [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
     assert "Out of memory" not in told.text and told.text.count("\n|") > 5
+    assert len({row.count(" | ") for row in told.text.splitlines() if row.startswith("| ")}) == 1
+
+
+def test_no_shape_is_in_the_range_of_gains_and_among_those_without_one(rungs):
+    changes = advice.advice(rungs, *[pd.DataFrame()] * 4)["changes"]
+    for change in changes.values():
+        idle = {one["size"] for one in change["idle"]}
+        assert not idle & {change["least"]["size"], change["most"]["size"]}
+
+
+def test_what_leaving_a_change_out_costs_is_told_where_it_was_measured(rungs):
+    """A ratio to the finished step, of each shape that has one; no column where none has."""
+    found = advice.advice(rungs, *[pd.DataFrame()] * 4)
+    own = rungs[(rungs["rung"] == "without_sdpa") & (rungs["status"] == "ok")]
+    without = found["changes"]["sdpa"]["without"]
+    assert [shape["over_finished"] for shape in without] == own["over_finished"].tolist() != []
+    assert found["changes"]["tf32"]["without"] == [] and found["left_out"]
+    same = rungs.assign(over_finished_low=0.9)
+    unsure = advice.advice(same, *[pd.DataFrame()] * 4)["changes"]["sdpa"]["without"]
+    assert unsure and not any(shape["surely"] for shape in unsure)
+    kept = rungs[rungs["kind"] != "left_out"]
+    assert not advice.advice(kept, *[pd.DataFrame()] * 4)["left_out"]
+    texts = [tell(advice.PART, given(**{"ladder.rungs": table}))[0].text for table in (rungs, same, kept)]
+    assert "not surely" in texts[1] and "left out" in texts[0] and "left out" not in texts[2]
+    assert len({row.count(" | ") for row in texts[2].splitlines() if row.startswith("| ")}) == 1
+
+
+def test_the_story_says_in_how_many_processes_and_from_where_it_is_left_out(rungs):
+    found = first.story(rungs, pd.DataFrame())
+    own = rungs[rungs["size"].astype(str) == found["size"]].set_index("rung")
+    assert found["processes"] <= own.loc["fp32", "processes"]
+    assert found["filled"]["of_sheet"] == own.loc["fill", "of_sheet_bf16"]
+    small = rungs[rungs["size"] == "small"].set_index("rung")
+    assert found["other"]["first_ms"] == small.loc["fp32", "median_ms"]
+    fastest = small.loc[small["median_ms"] == found["other"]["best_ms"], "over_hugging_face"]
+    assert [found["other"]["beside"]["over"]] == fastest.tolist()
+    less = rungs[~rungs["rung"].isin(["fill", "hugging_face"])].assign(over_hugging_face=np.nan)
+    bare = first.story(less, pd.DataFrame())
+    assert bare["filled"] is None and bare["beside"] is None and bare["other"]["beside"] is None
+    [told] = tell(first.PART, given(**{"ladder.rungs": less}))
+    assert "Hugging Face" not in told.text and "fills the memory" not in told.text
 
 
 def test_a_gain_that_is_not_sure_is_none(rungs):
@@ -63,9 +107,10 @@ def test_a_gain_that_is_not_sure_is_none(rungs):
     [sure] = tell(first.PART, given(**{"ladder.rungs": rungs}))
     assert "no rung" in told.text and "no rung" not in sure.text
     changes = advice.advice(unsure, *[pd.DataFrame()] * 4)["changes"]
-    assert all(not shape["surely"] for change in changes.values() for shape in change["idle"])
-    shapes = len(rungs[["size", "context_length"]].drop_duplicates())
-    assert len(changes["bf16"]["idle"]) == shapes
+    assert all(change["most"] is None for change in changes.values())
+    assert {one["size"] for one in changes["bf16"]["idle"]} == set(rungs["size"].astype(str))
+    [told] = tell(advice.PART, given(**{"ladder.rungs": unsure}))
+    assert told.text.count("none sure") == len(changes)
 
 
 def test_advice_says_from_how_many_processes(rungs):
@@ -82,8 +127,8 @@ def test_where_a_precision_alone_makes_no_step_faster_is_said(rungs):
     found = advice.advice(rungs, *[pd.DataFrame()] * 3, speedups)
     steps = speedups[(speedups["mode"] == "step") & (speedups["phase"] == "step")
                      & (speedups["precision"] == "bf16") & (speedups["speedup"] < 1 + first.HELPS)]
-    told = {(shape["size"], shape["context"]) for shape in found["changes"]["bf16"]["idle"]}
-    assert {(str(row.size_), row.context_length)
+    told = {(one["size"], context) for one in found["changes"]["bf16"]["idle"] for context in one["contexts"]}
+    assert {(str(row.size_), str(row.context_length))
             for row in steps.rename(columns={"size": "size_"}).itertuples()} <= told
 
 

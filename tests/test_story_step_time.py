@@ -8,6 +8,7 @@ from reference import changed, tables
 from stepscope.report.story import step_time_facts as facts
 from stepscope.report.story.part import tell
 from stepscope.report.story.step_time import PART, step_kinds, step_phases
+from stepscope.studies.ladder.names import name_of
 
 
 def all_tables(**replaced):
@@ -90,6 +91,18 @@ def test_a_sweep_of_ones_own_in_another_precision_is_told_of_itself():
     assert found["config"]["precision"] == "bf16" and found["compiled"] is None
     figure = step_phases(times, tables("compile")["times"], "here")
     assert [axis.get_title(loc="left").split("\n")[0] for axis in figure.axes] == ["bf16, fused attention"]
+
+
+def test_the_step_whose_products_are_told_of_is_named_and_its_kernels_run_in_turn():
+    rungs, kernels = (tables("ladder")[name] for name in ("rungs", "kernels"))
+    found = facts.finished(rungs, kernels)
+    own = rungs[(rungs["size"].astype(str) == found["size"]) & (rungs["kind"] == "rung")]
+    own = own[own["rung"].map(name_of) == found["name"]]
+    assert found["in_turn"] and own["median_ms"].tolist() == [found["ms"]]
+    [of] = own["rung"]
+    assert not facts.finished(rungs, kernels.assign(time_ms=kernels["time_ms"] * 2))["in_turn"]
+    without = facts.finished(rungs, kernels[kernels["rung"] != of])
+    assert without is None or without["name"] != found["name"]
 
 
 def test_nothing_is_said_without_steps_or_of_a_gpu_from_a_cpu():

@@ -96,12 +96,20 @@ def _templates() -> Environment:
     return templates
 
 
+def answered(one: Answer) -> bool:
+    """Whether an answer stands on measurements: on runs, or on files that a runs folder keeps beside them."""
+    return bool(one.runs or one.tables)
+
+
 def writeup(report: Report) -> str:
     """The main text as GitHub markdown, to stand beside the folders ``figures`` and ``evidence``."""
     data = report.data
-    missing = [title for title, answers in report.studies.values() if not any(one.runs for one in answers)]
+    measured = {study: title for study, (title, answers) in report.studies.items()
+                if any(map(answered, answers))}
+    missing = [title for study, (title, _) in report.studies.items() if study not in measured]
     text = _templates().get_template("writeup.md.j2").render(
-        data=data, report=report, machine=machine(data), sizes=sizes(data), missing=missing)
+        data=data, report=report, machine=machine(data), sizes=sizes(data), measured=measured,
+        missing=missing)
     return _linked(text, report, "")
 
 

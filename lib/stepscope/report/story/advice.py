@@ -1,6 +1,7 @@
 """What to do: from a symptom to a change, with the gain that was measured."""
 import pandas as pd
 
+from stepscope.config import SIZES
 from stepscope.report.story.first import HELPS
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
@@ -10,51 +11,76 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder.facts import runs_in
 from stepscope.studies.memory.facts_options import checkpointing
 
-# The changes that advice is given on, in the order of its rows.
-ADVISED = ("tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graphs", "no_casts")
+# The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
+# without it; without compiling its CUDA graph goes too, without bf16 what spares casts.
+ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused": None,
+           "blocks": "without_compiling", "cuda_graphs": "without_cuda_graphs",
+           "no_casts": "without_no_casts"}
 
 
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
            speedups: pd.DataFrame) -> dict | None:
-    """A change a key: the shapes where it gained least and most (``single`` where that is one, ``alike``
-    where all gains print as one, ``contexts`` where the shapes differ in context), and those where it did not
-    surely help (``idle``; a precision's also of the eager steps in the study of precisions); ``fewest`` and
-    ``most`` processes that a gain is the median of; under ``checkpoints`` what checkpointing spares and
-    costs, None where that was not measured."""
-    gained = rungs[rungs["gain"].notna() & rungs["rung"].isin(ADVISED)]
+    """A change a key: of the shapes where it surely helped, those where least and most (None where none did;
+    ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes differ
+    in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
+    of the eager steps in the study of precisions), and under ``without`` what the finished step takes longer
+    where it is left out; ``fewest`` and ``most`` processes that a ratio is the median of; under
+    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
+    gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
     if gained.empty:
         return None
-    gained = gained[gained["vocab_size"] == gained["vocab_size"].min()]
-    found = {rung: _gain(rows) for rung, rows in gained.groupby("rung", sort=False)}
-    for rung in {"tf32", "bf16"} & found.keys():
-        found[rung]["idle"] += _idle_alone(speedups, rung)
+    contexts = gained["context_length"].nunique() > 1
+    found = {str(rung): _gain(own, speedups, contexts) | {"without": _without(rows, ADVISED[str(rung)])}
+             for rung, own in gained.groupby("rung", sort=False)}
+    told = pd.concat([gained, rows[rows["rung"].isin([one for one in ADVISED.values() if one])]])
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
     against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
-            "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
-            "alike": gained["processes"].nunique() == 1,
+            "fewest": int(told["processes"].min()), "most": int(told["processes"].max()),
+            "alike": told["processes"].nunique() == 1,
+            "left_out": any(change["without"] for change in found.values()),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
 
-def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:
+def _gain(rows: pd.DataFrame, speedups: pd.DataFrame, contexts: bool) -> dict:
+    """What one change gains on the ladder, over shapes."""
+    shapes = [_shape(row, "gain") for row in rows.sort_values("gain").to_dict("records")]
+    helped = [shape for shape in shapes if shape["surely"]]
+    idle = [shape for shape in shapes if not shape["surely"]] + _idle_alone(speedups, rows["rung"].iloc[0])
+    sizes = {shape["size"]: sorted({one["context"] for one in idle if one["size"] == shape["size"]})
+             for shape in idle}
+    order = [*sorted(sizes, key=lambda size: [*SIZES].index(size) if size in SIZES else len(SIZES))]
+    return {"least": helped[0] if helped else None, "most": helped[-1] if helped else None,
+            "single": len(helped) == 1,
+            "alike": len(helped) > 1 and number(helped[0]["gain"]) == number(helped[-1]["gain"]),
+            "contexts": contexts,
+            "idle": [{"size": size, "contexts": [str(one) for one in sizes[size]]} for size in order],
+            "one_context": len({one["context"] for one in (*shapes, *idle)}) == 1}
+
+
+def _without(rows: pd.DataFrame, rung: str | None) -> list[dict]:
+    """How many times slower the finished step is without a change, by shape."""
+    own = rows[rows["rung"] == rung]
+    own = own[own["over_finished"].notna()] if len(own) else own
+    return [_shape(row, "over_finished") for row in own.to_dict("records")]
+
+
+def _shape(row: dict, ratio: str) -> dict:
+    """A shape with a ratio of times within a process, and whether that is surely above 1."""
+    return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
+            "surely": bool(row[ratio] > 1 + HELPS and row[f"{ratio}_low"] > 1)}
+
+
+def _idle_alone(speedups: pd.DataFrame, rung: str) -> list[dict]:
     """Shapes whose eager full step a precision does not make faster."""
-    if speedups.empty:
+    if speedups.empty or rung not in ("tf32", "bf16"):
         return []
-    rows = pick(speedups, precision=precision, mode="step", phase=WHOLE)
+    rows = pick(speedups, precision=rung, mode="step", phase=WHOLE)
     rows = rows[rows["speedup"] < 1 + HELPS]
-    return [{"size": str(row["size"]), "context": int(row["context_length"]), "gain": row["speedup"]}
+    return [{"size": str(row["size"]), "context": int(row["context_length"])}
             for row in rows.to_dict("records")]
-
-
-def _gain(rows: pd.DataFrame) -> dict:
-    shapes = [{"size": str(row["size"]), "context": int(row["context_length"]), "gain": row["gain"],
-               "surely": bool(row["gain"] > 1 + HELPS and row["gain_low"] > 1)}
-              for row in rows.sort_values("gain").to_dict("records")]
-    alike = len(shapes) > 1 and number(shapes[0]["gain"]) == number(shapes[-1]["gain"])
-    return {"least": shapes[0], "most": shapes[-1], "single": len(shapes) == 1, "alike": alike,
-            "contexts": len({shape["context"] for shape in shapes}) > 1,
-            "idle": [shape for shape in shapes if not shape["surely"]]}
 
 
 PART = Part("What to do", questions=(

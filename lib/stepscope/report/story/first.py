@@ -22,16 +22,17 @@ VARIED = ("precision", "attention", "compile", "optimizer", "batch_size", "vocab
 def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     """The ladder of the largest size from its first rung to its fastest, and the rungs that gain most.
 
-    ``best`` are the rungs that surely gain more than :data:`HELPS`, the most first; ``elsewhere`` the largest
-    gain of one rung at another size, None where there is one size or none gains more there; ``trained`` what
-    loss curves say, None where there are none.
+    ``best`` are the rungs that surely gain more than :data:`HELPS`, in the ladder's order; ``elsewhere`` the
+    largest gain of one rung at another size, None where there is one size or none gains more there; ``other``
+    the ladder of the smallest size, None where that is the same or it surely gains nothing; ``filled`` the
+    share of the data sheet's bf16 rate at the batch that fills the memory, None where that is not known;
+    ``trained`` what loss curves say, None where there are none.
     """
     found = ladder_facts.ladder(rungs)
     if found is None:
         return None
     rows = found["rows"]
     gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS) & (rows["gain_low"] > 1)]
-    gained = gained.sort_values("gain", ascending=False)
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]} for row in gained.to_dict("records")]
     other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
     other = other[other["size"].astype(str) != found["size"]]
@@ -41,17 +42,46 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         here = rows.loc[rows["rung"] == most["rung"], "gain"]
         if len(here) and most["gain"] > here.iloc[0] * (1 + HELPS):
             elsewhere = {"name": name_of(most["rung"]), "size": str(most["size"]), "gain": most["gain"],
-                         "here": here.iloc[0], "useless_here": bool(here.iloc[0] < 1 + HELPS)}
-    beside = found["beside"]
+                         "here": here.iloc[0], "processes": int(most["processes"])}
+    fill = ladder_facts.of_rung(rows, "fill")
+    of_sheet = fill["of_sheet_bf16"] if fill else np.nan
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
-            "products_ms", "moving_ms", "several", "processes", "most_processes",
-            "alike", "gains", "runs")
+            "gains", "runs")
     return {name: found[name] for name in told} | {
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
-        "best": best, "changes": len(best), "elsewhere": elsewhere,
-        "beside_ms": beside and beside["median_ms"], "over_beside": beside and beside["over_best"],
-        "beats_beside": bool(beside and beside["over_best"] > 1 + HELPS and beside["over_best_low"] > 1),
+        "best": best, "changes": len(best), "elsewhere": elsewhere, "processes": _both(rows, "fp32"),
+        "beside": _beside(rows), "other": _smallest(rungs, found["size"]),
+        "filled": {"batch": int(fill["batch"]), "of_sheet": of_sheet} if fill and of_sheet > 0 else None,
         "trained": _trained(curves)}
+
+
+def _both(rows: pd.DataFrame, name: str) -> int:
+    """In how many processes both the fastest rung and this one, or else the first, were measured, at most."""
+    other = ladder_facts.of_rung(rows, name)
+    first = ladder_facts.climbed(rows).iloc[0]
+    return int(min(ladder_facts.best_of(rows)["processes"], (other or first)["processes"]))
+
+
+def _beside(rows: pd.DataFrame) -> dict | None:
+    """How many times faster a shape's fastest rung is than Hugging Face's step, and in how many processes;
+    None where it is not surely faster."""
+    best = ladder_facts.best_of(rows)
+    if not (best["over_hugging_face"] > 1 + HELPS and best["over_hugging_face_low"] > 1):
+        return None
+    return {"over": best["over_hugging_face"], "processes": _both(rows, "hugging_face")}
+
+
+def _smallest(rungs: pd.DataFrame, told_of: str) -> dict | None:
+    """The ladder of the smallest size, in short."""
+    shapes = [own for own in ladder_facts.by_shape(rungs) if len(ladder_facts.climbed(own))]
+    own = ladder_facts.reference(shapes[0]) if shapes else None
+    if own is None or str(own["size"].iloc[0]) == told_of:
+        return None
+    first, best = ladder_facts.climbed(own).iloc[0], ladder_facts.best_of(own)
+    if not ladder_facts.surely_faster(first, best):
+        return None
+    return {"size": str(best["size"]), "first_ms": first["median_ms"], "best_ms": best["median_ms"],
+            "beside": _beside(own), "processes": _both(own, "fp32")}
 
 
 def _trained(curves: pd.DataFrame) -> dict | None:

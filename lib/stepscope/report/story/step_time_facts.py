@@ -194,17 +194,19 @@ def gains(rungs: pd.DataFrame) -> dict | None:
 
 
 def finished(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The ladder's finished step: its ms, and its products' ms and share of it. What else runs may run beside
-    them, so nothing is said of its share."""
+    """The ladder's last profiled step whose kernels ran one after another (``in_turn``; without one, the one
+    whose kernels did not): its name, its ms, and its products' ms and share of it. What else runs may run
+    beside them, so nothing is said of its share."""
     own = ladder.reference(rungs) if len(rungs) else None
     if own is None or kernels.empty or (left := ladder.left(own, kernels)) is None:
         return None
-    step = own[own["rung"].map(name_of) == left["name"]]
+    step = own[(own["kind"] == "rung") & (own["rung"].map(name_of) == left["name"])]
     products = {family["family"]: family["ms"] for family in left["families"]}.get(MATMUL)
     if products is None or step.empty or step["status"].iloc[0] != "ok":
         return None
     ms = step["median_ms"].iloc[0]
-    return {"ms": ms, "products_ms": products, "share": products / ms, "size": str(own["size"].iloc[0])}
+    return {"ms": ms, "products_ms": products, "share": products / ms, "size": str(own["size"].iloc[0]),
+            "name": left["name"], "in_turn": not left["at_once"]}
 
 
 def rates(times: pd.DataFrame, ceilings: pd.DataFrame, operations: pd.DataFrame,

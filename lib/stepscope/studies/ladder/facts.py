@@ -446,13 +446,14 @@ def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def profiled_step(at: pd.DataFrame, kind: str = "") -> dict | None:
-    """Of a shape's profiled rungs, the one at the batch that fills (``fill``) or the finished step: rather
-    one whose kernels ran one after another."""
+    """Of a shape's profiled rungs, the one at the batch that fills (``fill``) or the last one of the same
+    arithmetic: rather one whose kernels ran one after another."""
     if at.empty:
         return None
-    own = at[at["rung"] == kind] if kind else at[at["rung"].isin(set(RUNGS) - {"fill"})]
-    own = own.sort_values("at_once", kind="stable")
-    return None if own.empty else own.iloc[0].to_dict()
+    own = at[at["rung"] == kind] if kind else at[at["rung"].isin(set(RUNGS) - {"fill", OTHER_ARITHMETIC})]
+    own = own.assign(place=own["rung"].map(RUNGS.index)) if not kind else own.assign(place=0)
+    own = own.sort_values(["at_once", "place"], ascending=[True, False], kind="stable")
+    return None if own.empty else own.iloc[0].drop("place").to_dict()
 
 
 def what_is_left(at: pd.DataFrame, kind: str, one: dict) -> dict:
@@ -502,7 +503,8 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     )
     if rows.empty:
         return None
-    rows = rows.assign(name=rows["rung"].map(name_of), cost=rows["over_finished"] - 1)
+    over = rows["over_finished"]
+    rows = rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over)
     shapes = [
         {
             **shape_of(own.iloc[0]),

@@ -73,7 +73,7 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
             color=BESIDE_TEXT,
         )
     axis.set_ylim(len(near) + (0.5 if beside else -0.5), -1.4)
-    faster = f"{number(found['faster'], 2)}x faster"
+    faster = f"{number(found['faster'])}x faster"
     title = f"{number(first)} to {number(found['best_ms'])} ms: the same step, {faster}"
     if not found["gains"]:
         title = f"No change makes the step of {number(first)} ms surely faster"
@@ -94,7 +94,7 @@ def _thousands(value: float) -> str:
 
 
 def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float) -> None:
-    """A bar a rung from ``left`` to its time, with its ms, how many times as fast as the first, and tokens a
+    """A bar a rung from ``left`` to its time, with its ms, how many times faster than the first, and tokens a
     second beside it; ``span`` of the axis is for bars, in ms."""
     colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
     times = rows["median_ms"]
@@ -122,7 +122,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
 
 
 def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
-    """Sizes across, rungs down: how many times as fast each makes what was before it."""
+    """Sizes across, rungs down: how many times faster each makes what was before it."""
     rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
@@ -153,14 +153,19 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     axis.xaxis.tick_top()
     axis.grid(visible=False)
     least, most = (table[shape] for shape in table.columns[[0, -1]])
-    title = f"{most.name.splitlines()[0]} gains most by {name_of(most.idxmax())}"
+    title = _gains_most(most)
     if least.notna().any() and least.idxmax() != most.idxmax():
-        title += f",\nby {name_of(least.idxmax())} for {least.name.splitlines()[0]}"
+        title += f", {_gains_most(least).replace('gains most ', '')}"
     figure.suptitle(
         f"{title}\n(each rung against the one before it, {where})", x=0.01, ha="left", fontweight="bold"
     )
     figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5x or less", "1x", "2x or more"])
     return figure
+
+
+def _gains_most(gained: pd.Series) -> str:
+    """Which rung gains most for one shape: "2.7B gains most by TF32"."""
+    return f"{gained.name.splitlines()[0]} gains most by {name_of(gained.idxmax()).removesuffix(' products')}"
 
 
 def curves(curves: pd.DataFrame, where: str) -> Figure | None:

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from stepscope.say.formats import interval_cells, listing, number, percent, tiny
+from stepscope.say.formats import faster, interval_cells, listing, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
@@ -127,7 +127,7 @@ def goals(facts: dict) -> pd.DataFrame:
             "best rung": rows["best_name"],
             "ms": column(rows, "best_ms"),
             "Hugging Face, ms": column(rows, "beside_ms"),
-            "times as fast [95% interval]": [
+            "x faster than Hugging Face's [95% interval]": [
                 f"{number(row.over_hugging_face)} [{number(row.over_low)}, {number(row.over_high)}]"
                 for row in rows.itertuples()
             ],
@@ -172,7 +172,7 @@ def left_out(facts: dict) -> pd.DataFrame:
             "context": rows["context_length"].astype(str),
             "without": rows["name"],
             "ms": column(rows, "median_ms"),
-            "slower by": [f"{value:+.0%}" for value in rows["cost"]],
+            "is": rows["speed"].map(faster),
         }
     )
 
