@@ -14,7 +14,7 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
 TABLES = ("nsys.operations", "nsys.operations_fused", "benchmark.ceilings", "benchmark.times", "compile.times",
-          "attention.cells", "attention.ends", "attention.predicted", "attention.accounting")
+          "attention.cells", "ladder.backends", "attention.ends", "attention.predicted", "attention.accounting")
 
 
 def operations(device="cuda", **columns):
@@ -68,6 +68,22 @@ def test_what_a_step_gains_leaves_out_those_that_wait_for_the_host():
     assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY)) is None
 
 
+def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
+    ahead = attention.fused_gains(steps(median_ms=1000.0, trailing_ms=40.0))
+    assert not ahead["waits"].any() and attention.fused_gains(steps(median_ms=100.0, trailing_ms=4.0))["waits"].all()
+
+
+def test_kernels_of_the_models_shape_are_ranked_by_their_median():
+    times = {"FLASH_ATTENTION": [2.0, 9.0, 2.2], "CUDNN_ATTENTION": [3.0, 3.0, 1.0]}
+    rows = [{"kernel": kernel, "time_ms": ms * factor, "size": size, "context_length": 512}
+            for kernel, own in times.items() for ms in own
+            for size, factor in (("2.7B", 10), ("small", 1), ("large", 5))]
+    found = attention.at_the_model(pd.DataFrame(rows))
+    assert [(one["size"], one["fastest"], one["next_ms"]) for one in found["rows"]] == [
+        ("small", "flash", 3.0), ("2.7B", "flash", 30.0)]
+    assert attention.at_the_model(pd.DataFrame(rows[:1])) is attention.at_the_model(EMPTY) is None
+
+
 def test_the_softmax_pictures_title_is_what_was_measured():
     title = attention.draw_softmax(operations(), ceilings(), EMPTY, EMPTY, "here").axes[0].get_title("left")
     slow = operations()
@@ -91,15 +107,16 @@ def test_the_fastest_kernel_follows_the_data():
     fast = (cells["implementation"] == "cudnn") & (cells["sequence"] > 1024)
     times = [column for column in cells if column.endswith("_ms")]
     cells.loc[fast, times] /= 10
-    found = attention.which_kernel(cells)
+    found = attention.which_kernel(cells, EMPTY)
     assert (found["precision"], found["top"]["implementation"]) == ("bf16", "cudnn")
     assert found["top"]["faster"] == pytest.approx(40)
+    assert found["order"].startswith("SDPBackend.CUDNN_ATTENTION, ")
     assert [one["implementation"] for one in found["from"]][-1] == "cudnn"
     assert found["from"][-1]["sequence"] == 4096
     assert "cuDNN" in attention.draw_time(cells, EMPTY, "here").get_suptitle()
     slow = cells.copy()
     slow.loc[slow["implementation"] != "eager", times] *= 1e3
-    assert not attention.which_kernel(slow)["fused_wins"]
+    assert not attention.which_kernel(slow, EMPTY)["fused_wins"]
     words = told("which-kernel", attention__cells=slow).text
     assert "faster than attention written out" not in words
 
@@ -109,9 +126,9 @@ def test_tf32_is_said_to_help_only_where_it_does():
     cells = cells[(cells["implementation"] != "efficient") | (cells["precision"] != "tf32")]
     same = cells[(cells["implementation"] == "efficient") & (cells["precision"] == "fp32")]
     cells = pd.concat([cells, same.assign(precision="tf32")], ignore_index=True)
-    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells)["tf32"]}
+    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells, EMPTY)["tf32"]}
     assert helps == {"eager": True, "compiled": True, "efficient": False}
-    assert attention.which_kernel(cells[cells["precision"] == "bf16"])["tf32"] is None
+    assert attention.which_kernel(cells[cells["precision"] == "bf16"], EMPTY)["tf32"] is None
 
 
 def test_an_end_is_said_where_it_was_looked_for():

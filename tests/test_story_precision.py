@@ -50,6 +50,10 @@ def test_ratios_are_of_the_medians_and_flat_steps_are_those_that_a_short_context
             if step_ms(mixed, precision="bf16", size=size, context_length=128)
             > 0.95 * step_ms(mixed, precision="bf16", size=size, context_length=512)]
     assert flat and found["flat"]["sizes"] == flat and found["flat"]["tokens"] == 4 > found["flat"]["high"]
+    assert not found["flat"]["captured"]
+    captured = pd.DataFrame({"mode": ["step"], "context_length": [128], "precision": ["bf16"]})
+    told = speeds(mixed["speedups"], mixed["times"], NOTHING, NOTHING, captured, NOTHING, NOTHING, spread)
+    assert told["flat"]["captured"]
     # What two processes may differ by says nothing of the context.
     assert facts_of(mixed)["flat"] is facts_of(mixed, spread=spread.assign(between_share=1.0))["flat"] is None
 

@@ -7,7 +7,7 @@ import pytest
 
 from reference import tables
 from stepscope.report.load import chapters
-from stepscope.report.story import questions, questions_2026, questions_facts
+from stepscope.report.story import STORY, questions, questions_2026, questions_facts
 from stepscope.report.story.part import tell
 
 NONE = pd.DataFrame()
@@ -38,10 +38,10 @@ def test_what_was_not_measured_vanishes(memory):
     assert not any(label.startswith("(f)") for label in letters(without))
 
 
-def test_every_link_leads_to_a_question_of_a_study():
-    known = {question.key for chapter in chapters() for question in chapter.questions}
+def test_every_link_leads_to_a_question():
+    known = {question.key for holder in (*chapters(), *STORY) for question in holder.questions}
     words = Path(questions.__file__).parent / "words"
-    links = {link for part in ("answers", "trust") for path in words.glob(f"{part}-*.md")
+    links = {link for path in words.glob("*.md")
              for link in re.findall(r"\]\(#([\w-]+)\)", path.read_text(encoding="utf-8"))}
     assert links and links <= known
 

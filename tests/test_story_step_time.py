@@ -71,7 +71,16 @@ def test_regions_add_up_to_forward():
                           tables("benchmark")["times"], 512)
     table = found["table"]
     assert table["share"]["small"].sum() < 1 and table["share"]["small"].is_monotonic_decreasing
+    assert {"norm", "attention.rope"} <= set(table.index)
     assert (found["left"]["all"] + found["whole"]["all"]).to_list() == pytest.approx([1] * 5)
+
+
+def test_a_batch_that_fills_the_memory_is_told_with_its_rate():
+    rungs = tables("ladder")["rungs"]
+    found = facts.filled(rungs)
+    fills = rungs[rungs["rung"] == "fill"].set_index("size")
+    assert found["sheet"] == fills["of_sheet_bf16"].max() and found["batch"] == fills.loc[found["size"], "batch"]
+    assert facts.filled(rungs.assign(of_sheet_bf16=float("nan"))) is facts.filled(pd.DataFrame()) is None
 
 
 def test_other_times_take_other_words():

@@ -32,12 +32,45 @@ def test_processes_that_differ_more_than_one_shows_are_told_of():
     assert not found["waiting"]  # no profile tells who waits
 
 
+def test_cells_that_differ_though_a_capture_shows_no_waiting_are_told_of():
+    cells = trust_facts.step_spreads(spreads(small=0.9, large=0.4, xl=0.02))
+    calm = {("small", 128, "step"): True, ("large", 128, "step"): False, ("xl", 128, "step"): False}
+    found = trust_facts._apart(cells, calm)
+    assert found["waiting"] and [one["size"] for one in found["despite"]] == ["large"]
+    assert trust_facts._apart(cells, {})["despite"] == []
+
+
+def eager(by, **ms):
+    """Eager full steps in bf16 as a study has them: a row a size."""
+    return pd.DataFrame([{"mode": "step", "phase": "step", "precision": "bf16", "status": "ok", "device": "cuda",
+                          "optimizer": "foreach", "compile": False, "batch_size": 4, "context_length": 512,
+                          "size": size, "attention": "eager", "median_ms": value, "sm_clock_mhz": 1980.0,
+                          "study": by, "run_id": size} for size, value in ms.items()])
+
+
+def test_one_step_is_compared_over_the_studies_that_timed_it():
+    low, compiled = eager("mixed_precision", small=20.0, large=100.0, xl=200.0), eager("compile", small=50.0, large=101.0)
+    rungs = pd.DataFrame([{"rung": "bf16", "size": "small", "context_length": 512, "vocab_size": 10_000, "status": "ok",
+                           "batch": 4.0, "median_ms": 30.0, "sm_clock_mhz": 1900.0, "runs": "ladder/a; ladder/b"}])
+    found = trust_facts.hosts(low, compiled.assign(variant="eager"), rungs, NONE)
+    assert (found["most"]["size"], found["most"]["times"], found["most"]["needs_ms"]) == ("small", 2.5, None)
+    assert (found["apart"], found["alike"], found["clocks_alike"]) == (["small"], ["large"], False)
+    assert found["table"].set_index("size").loc["small", ["precisions", "compile", "ladder"]].tolist() == [20, 50, 30]
+    assert {"ladder/b", "compile/small"} <= set(found["runs"])
+    assert "xl" not in set(trust_facts.printed_hosts(found)["size"])  # one study alone compares nothing
+    assert trust_facts.hosts(low, compiled.assign(variant="block"), NONE, NONE) is None
+    assert trust_facts.hosts(low.assign(device="cpu"), compiled.assign(variant="eager"), NONE, NONE) is None
+    assert trust_facts.hosts(NONE, NONE, NONE, NONE) is None
+
+
 def test_two_processes_make_no_spread_and_nothing_measured_says_nothing():
     assert repeats(spreads(small=0.9).assign(processes=2)) is None and repeats(NONE) is None
     assert apart(spreads(small=0.9).assign(processes=2), "a GPU") is None
 
 
-def test_the_title_of_the_picture_is_what_was_found():
+def test_the_title_and_the_bars_of_the_picture_are_what_was_found():
+    bars = apart(spreads(small=0.4, large=0.02), "a GPU").axes[0].patches
+    assert [bar.get_width() for bar in bars] == pytest.approx([40, 2])
     one, two = (apart(table, "a GPU").get_suptitle() for table in
                 (spreads(small=0.9), spreads(small=0.4, large=0.02)))
     assert "small at 128 differs by 90%" in one and "large" not in one

@@ -53,6 +53,12 @@ def test_the_share_of_a_step_is_what_its_phases_take_beyond_their_operations():
             assert shapes[size, context, "fp32"] == pytest.approx(waited.sum() / plain[own.index].sum())
 
 
+def test_what_waits_most_adds_up_with_the_map():
+    most = facts.where(*given())["most"]
+    assert most["operations_ms"] + most["gaps_ms"] + most["waited_ms"] == pytest.approx(most["plain_ms"])
+    assert most["gaps_ms"] == pytest.approx(most["operations"] * most["gap_us"] / 1e3, rel=0.01)
+
+
 def test_other_times_take_other_words():
     times, captured, low = given()
     assert "in fp32 that is small at context 128" in told(*given())["waiting-where"].text

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from stepscope.report.story.part import Part
+from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.selections import pick, precisions
@@ -30,7 +31,8 @@ REPLACED = ("attention.scores", "attention.mask", "attention.softmax", "attentio
 DRAWN = ("eager", "compiled", "efficient", "flash", "cudnn")
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
             "math": "MATH"}  # torch.nn.attention.SDPBackend
-TO_THE_END = 0.05  # of a step: its last launch is so near its end
+TO_THE_END = 0.05  # of a step: its last launch is so near its end,
+AHEAD_MS = 5.0     # and the host no further ahead: one that is has launches of long kernels in the queue
 PARTS = ("what", "ms", "faster")  # of a winner
 MUCH_FASTER = 1.1  # from here on a kernel is called faster, and not about as fast
 FONT = 14
@@ -84,7 +86,7 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
     """Full steps, not compiled, with attention written out (``_eager``) and by SDPA, AdamW as torch runs it
     by default, at the context that most were measured at: size, context_length, precision, median_ms,
     peak_allocated_mib, ``gain`` (times as fast), ``saved_mib`` and whether the host launched one of
-    both to the end (``waits``), so that it is the host's pace, too."""
+    both to the end (``waits``), so that it is host-bound."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
     if times.empty:
@@ -96,8 +98,9 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
         return both
     both = both[both["context_length"] == both["context_length"].mode().iloc[0]].copy()
     both["gain"] = both["median_ms_eager"] / both["median_ms"]
-    trailing = [both[f"trailing_ms{of}"] / both[f"median_ms{of}"] for of in ("", "_eager")]
-    both["waits"] = pd.concat(trailing, axis=1).min(axis=1) < TO_THE_END
+    near = [both[f"trailing_ms{of}"] < (TO_THE_END * both[f"median_ms{of}"]).clip(upper=AHEAD_MS)
+            for of in ("", "_eager")]
+    both["waits"] = pd.concat(near, axis=1).any(axis=1)
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
     # Of several runs of one kind the quickest: the others may wait for the host.
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
@@ -174,12 +177,13 @@ def _stack(axis: Axes, y: int, parts: list[tuple[str, float, str]]) -> None:
 
 # -- which kernel --------------------------------------------------------------------------------------------
 
-def which_kernel(cells: pd.DataFrame) -> dict | None:
+def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame) -> dict | None:
     """Causal attention by implementation at the head dimension that is spoken of, on a GPU.
 
     ``told``: at the longest sequence, in ``precision`` (bf16 where it was measured), the drawn ones' ``ms``
     and times ``faster`` than written out, the fastest (``top``) first; ``wide``: fp32's fastest; ``table``:
-    the fastest at each sequence, forward alone and with backward; ``from``: see :func:`changes_of`.
+    the fastest at each sequence, forward alone and with backward; ``from``: see :func:`changes_of`;
+    ``order``: SDPA's kernels as ``told`` ranks them, as code; ``at_model``: see :func:`at_the_model`.
     """
     rows = timed(cells)
     rows = rows[rows["device"] == "cuda"] if len(rows) else rows
@@ -202,8 +206,27 @@ def which_kernel(cells: pd.DataFrame) -> dict | None:
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
             "table": best, "from": changes_of(best[best["precision"] == narrow]), "tf32": of_tf32(at),
-            "backend": BACKENDS.get(told["cells"][0]["implementation"], "FLASH_ATTENTION"),
+            "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
+                               if cell["implementation"] in BACKENDS),
+            "at_model": at_the_model(backends),
             "skips": [] if masked is None else masked["skip"], "runs": runs_of(cells)}
+
+
+def at_the_model(backends: pd.DataFrame) -> dict | None:
+    """One layer's attention as the ladder timed it (bf16, forward and backward): of the smallest and the
+    largest size the ``fastest`` kernel and the ``next``, ms; None where fewer than two were timed."""
+    if backends.empty:
+        return None
+    called = {backend: name for name, backend in BACKENDS.items()}
+    timed = by_size(backends[backends["kernel"].isin(called)].dropna(subset="time_ms"))
+    rows = []
+    for (size, context), own in timed.groupby(["size", "context_length"], observed=True, sort=False):
+        ms = own.groupby("kernel")["time_ms"].median().sort_values()
+        if len(ms) > 1:
+            rows.append({"size": str(size), "context": int(context), "fastest": called[ms.index[0]],
+                         "fastest_ms": ms.iloc[0], "next": called[ms.index[1]], "next_ms": ms.iloc[1]})
+    rows = [one for one in rows if one["context"] == rows[0]["context"]]
+    return {"context": rows[0]["context"], "rows": [rows[0], *rows[1:][-1:]]} if rows else None
 
 
 def ranked(rows: pd.DataFrame) -> list[dict]:
@@ -392,8 +415,8 @@ PART = Part(
     questions=(
         Question("softmax", softmax, CAPTURES, ("benchmark.times", "compile.times", "nsys.operations_fused"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
-        Question("which-kernel", which_kernel, CELLS, printed={"winners": printed_winners},
-                 pictures=("attention_time",)),
+        Question("which-kernel", which_kernel, CELLS, ("ladder.backends",),
+                 printed={"winners": printed_winners}, pictures=("attention_time",)),
         Question("attention-memory", where_it_ends, CELLS,
                  ("attention.ends", "attention.predicted", "attention.accounting")),
     ),

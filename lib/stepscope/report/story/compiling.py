@@ -13,7 +13,6 @@ from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick, precisions, reference
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.step.timing import WHOLE
 from stepscope.studies.compile import facts as compile_facts
 from stepscope.studies.compile import facts_kernels, facts_launches
 from stepscope.studies.compile.pairs import (
@@ -45,8 +44,9 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> di
     attentions), and why: ``why`` the kernels, ``adamw`` what it leaves alone, ``peak`` of forward + backward.
 
     ``written_more``: more with written-out attention than with SDPA, everywhere; ``fused`` what a fused AdamW
-    gains at least for the size of ``adamw``; ``taken`` what SDPA ran; ``slower`` the pairs that surely
-    got slower; ``helps``: more than half of the steps surely got faster.
+    gains at least for the size of ``adamw``; ``taken`` what SDPA ran; ``marked``: of the ``shown`` full
+    steps, how many pairs have samples that are not steady; ``slower`` the pairs that surely got slower;
+    ``helps``: more than half of the steps surely got faster.
     """
     both = settled(beside(times))
     if both.empty or (both["mode"] == "step").sum() == 0:
@@ -76,7 +76,8 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> di
         "adamw": _adamw(times, spread),
         "peak": _peak(times),
         "taken": compile_facts.taken(times),
-        "marked": _marked(both),
+        "marked": int(steps["flagged"].sum()),
+        "shown": len(steps),
         "pairs": both,
         "runs": runs_of(both),
     }
@@ -85,17 +86,6 @@ def gain(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> di
 def _best(steps: pd.DataFrame) -> dict:
     row = steps.loc[steps["speedup"].idxmax()]
     return {"size": row["size"], "precision": row["precision"], "times": row["speedup"]}
-
-
-def _marked(both: pd.DataFrame) -> bool:
-    """Whether samples of a pair that the picture shows are not steady."""
-    low = precisions(both)[-1]
-    return bool(
-        both.loc[
-            (both["mode"] == "step") | ((both["mode"] == "forward_backward") & (both["precision"] == low)),
-            "flagged",
-        ].any()
-    )
 
 
 def _by_precision(rows: pd.DataFrame) -> list[dict]:
@@ -168,6 +158,7 @@ def _adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     return {
         "size": most["size"],
         "precision": most["precision"],
+        "attention": ATTENTION_WORDS[most["attention"]],
         "share": most["share"],
         "share_after": most["share_after"],
         "rises": bool((rows["share_after"] > rows["share"]).all()),
@@ -201,8 +192,8 @@ def gain_title(steps: pd.DataFrame) -> str:
 
 
 def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
-    """How many times faster compiled blocks are than eager ones: a panel an attention, a row a size, a dot
-    each for the full step in every precision and for forward + backward in the lowest."""
+    """How many times faster compiled blocks make a full step than eager ones: a panel an attention, a row a
+    size, a dot a precision."""
     both = settled(beside(times))
     if both.empty or not (both["mode"] == "step").any():
         return None
@@ -210,33 +201,23 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
     shown = [name for name in ATTENTIONS if (both["attention"] == name).any()]
     names = precisions(both)
     sizes = list(dict.fromkeys(both["size"].astype(str)))
-    low = names[-1]
-    kinds = [(name, "step", "full step") for name in names] + [
-        (low, "forward_backward", "forward + backward")
-    ]
     figure, axes = plt.subplots(
         1, len(shown), figsize=(WIDTH_IN, 2.3 + 0.55 * len(sizes)), squeeze=False, sharex=True, sharey=True
     )
     for axis, attention in zip(axes[0], shown):
-        for name, mode, words in kinds:
-            rows = pick(both, attention=attention, precision=name, mode=mode)
+        for name in names:
+            rows = pick(both, attention=attention, precision=name, mode="step")
             places = [sizes.index(str(size)) for size in rows["size"]]
-            hollow, square = mode != "step", name == "fp32"
             axis.plot(
                 rows["speedup"],
                 places,
                 linestyle="none",
-                marker="s" if square else "o",
+                marker="s" if name == "fp32" else "o",
                 markersize=13,
                 color=PRECISION_COLORS[name],
-                markerfacecolor="white" if hollow else None,
-                markeredgewidth=2.5,
-                label=f"{name}, {words}",
+                label=name,
                 zorder=3,
             )
-            for row, place in zip(rows.itertuples(), places):
-                if row.flagged:
-                    axis.annotate("†", (row.speedup, place), (9, 7), textcoords="offset points", fontsize=14)
         axis.axvline(1, color="0.4", linewidth=1.5, linestyle="--")
         axis.set_ylim(len(sizes) - 0.5, -0.5)
         axis.set_yticks(range(len(sizes)), sizes, fontsize=15)
@@ -250,8 +231,6 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
         fontsize=14,
         handletextpad=0.1,
         columnspacing=1,
-        title="† samples are not steady" if both["flagged"].any() else None,
-        title_fontsize=13,
     )
     figure.suptitle(gain_title(pick(both, mode="step")), x=0.01, ha="left", fontweight="bold", fontsize=17)
     return figure
@@ -260,31 +239,30 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
 # -- what it costs, and how much of the model at once --------------------------------------------------------
 
 
-def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame, eager: pd.DataFrame) -> dict | None:
-    """Seconds of compiling blocks and the ``whole`` forward as one graph, and what the latter and CUDA graphs
-    gain.
+def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+    """Seconds of compiling blocks, and what one graph of the whole forward and CUDA graphs gain.
 
     ``blocks_s`` where something was compiled before, ``first_s`` where not; ``table`` has a row a size of the
-    lowest precision: seconds, the full step's ms by variant and after how many steps blocks are ``earned``
-    back. ``rungs`` are the ladder's of the largest model; ``eager`` the times of another study (mixed
-    precision's), by which a host that was slow is told.
+    lowest precision: the full step's ms by variant, the seconds that blocks compile in where they are the
+    first in their process, and after how many steps these are ``earned`` back. ``rungs`` are the ladder's of
+    the largest model, with how many times as long as blocks one graph compiles (``longer``).
     """
     told = facts_launches.cost(times)
     if told is None or not told["blocks"]:
         return None
     seconds = {rows["first"]: rows["training_s"] for rows in told["blocks"]}
     table = _costs(times, told["seconds"])
-    whole = told["seconds"].query("variant == 'model'")["training_s"]
     rungs = {name: _rung(rungs, name) for name in ("blocks", "graph", "cuda_graphs")}
     return {
         "blocks_s": seconds.get(False),
         "first_s": seconds.get(True),
         "one_for_all": told["two_graphs"],
-        "whole_s": whole if len(whole) else None,
         "better": _better(times),
-        "graphed": _graphed(times, kernels, eager),
+        "graphed": _graphed(times, kernels),
         "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
-        "rungs": rungs if all(rungs.values()) else None,
+        "rungs": rungs | {"longer": rungs["graph"]["compile_s"] / rungs["blocks"]["compile_s"]}
+        if all(rungs.values())
+        else None,
         **table,
         "on_gpu": "cuda" in set(times["device"]),
         "runs": told["runs"],
@@ -303,23 +281,29 @@ def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
 
 
 def _better(times: pd.DataFrame) -> dict | None:
-    """Full steps as one graph against blocks: where surely faster (:data:`NEARLY`), and where not."""
+    """Full steps as one graph against blocks: those that are surely faster (:data:`NEARLY`), and how many
+    ``others`` there are."""
     both = settled(beside(times, "block", "model"))
     steps = pick(both, mode="step") if len(both) else both
     if steps.empty:
         return None
     well = steps["sure"] & (steps["speedup"] > 1 + NEARLY)
 
-    def named(rows: pd.DataFrame) -> list[str]:
-        return list(dict.fromkeys(rows["size"].astype(str) + " in " + rows["precision"]))
+    cells = [
+        {
+            "size": str(row.size),
+            "precision": row.precision,
+            "attention": ATTENTION_WORDS[row.attention],
+            "times": row.speedup,
+        }
+        for row in steps[well].itertuples(index=False)
+    ]
+    return {"well": cells, "others": int((~well).sum())}
 
-    return {"speedups": steps.loc[well, "speedup"], "well": named(steps[well]), "not": named(steps[~well])}
 
-
-def _graphed(times: pd.DataFrame, kernels: pd.DataFrame, elsewhere: pd.DataFrame) -> dict | None:
+def _graphed(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     """The full step with CUDA graphs against the same graph without, where they gain most; the GPU's busy
-    share of forward + backward in both (None where not captured); how many times as long the eager step took
-    in this process as in another study's (``slow_host``; None where about as long, or not known)."""
+    share of forward + backward in both (None where not captured)."""
     both = beside(times, "model", "cuda_graphs")
     steps = pick(both, mode="step") if len(both) else both
     if steps.empty:
@@ -330,23 +314,6 @@ def _graphed(times: pd.DataFrame, kernels: pd.DataFrame, elsewhere: pd.DataFrame
     if busy and {"model", "cuda_graphs"} <= set(busy["table"]):
         own = pick(busy["table"], run_id=most["run_id"], attention=most["attention"])
         share = own.iloc[0][["model", "cuda_graphs"]].to_dict() if len(own) else {}
-    here, there = (
-        pick(
-            rows,
-            phase=WHOLE,
-            mode="step",
-            attention="eager",
-            status="ok",
-            size=most["size"],
-            context_length=most["context_length"],
-            batch_size=most["batch_size"],
-            precision=most["precision"],
-        )
-        if len(rows)
-        else pd.DataFrame({"median_ms": []})
-        for rows in (pick(times, run_id=most["run_id"], variant="eager"), elsewhere)
-    )
-    slow = here["median_ms"].min() / there["median_ms"].min() if len(here) and len(there) else 1.0
     return {
         "size": most["size"],
         "precision": most["precision"],
@@ -356,7 +323,6 @@ def _graphed(times: pd.DataFrame, kernels: pd.DataFrame, elsewhere: pd.DataFrame
         "faster": bool((steps["sure"] & (steps["speedup"] > 1)).all()),
         "busy": share.get("model"),
         "busy_after": share.get("cuda_graphs"),
-        "slow_host": slow if slow > 1 + 2 * NEARLY else None,
     }
 
 
@@ -372,7 +338,9 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
     whole = pick(whole, mode="step", precision=low, attention=attention) if len(whole) else whole
     rows = []
     for row in steps.to_dict("records"):
-        own = pick(seconds, run_id=row["run_id"], attention=attention).set_index("variant")["training_s"]
+        # What is compiled first in a process pays for the compiler, too, as a training does.
+        cold = pick(seconds, run_id=row["run_id"], variant="block", first=True)["training_s"]
+        block_s = cold.iloc[0] if len(cold) else None
         model = pick(whole, run_id=row["run_id"])["median_ms_after"] if len(whole) else whole
         saved_s = (row["median_ms"] - row["median_ms_after"]) / 1e3
         rows.append(
@@ -381,9 +349,8 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
                 "eager_ms": row["median_ms"],
                 "block_ms": row["median_ms_after"],
                 "model_ms": model.iloc[0] if len(model) else None,
-                "block_s": own.get("block"),
-                "model_s": own.get("model"),
-                "earned": own["block"] / saved_s if "block" in own and saved_s > 0 else None,
+                "block_s": block_s,
+                "earned": block_s / saved_s if block_s is not None and saved_s > 0 else None,
             }
         )
     return {
@@ -407,13 +374,12 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
         ("block_ms", "blocks, ms"),
         ("model_ms", "one graph, ms"),
         ("block_s", "blocks compile in, s"),
-        ("model_s", "one graph in, s"),
         ("earned", "blocks pay after, steps"),
     ):
         values = rows[column].astype(float)
         if values.notna().any():
             cells[words] = [
-                number(value, 2 if column in ("earned", "block_s", "model_s") else 3) for value in values
+                number(value, 2 if column in ("earned", "block_s") else 3) for value in values
             ]
     return pd.DataFrame(cells)
 
@@ -430,7 +396,7 @@ PART = Part(
             "compiling-cost",
             cost,
             (TIMES,),
-            (KERNELS, "ladder.rungs", "mixed_precision.times"),
+            (KERNELS, "ladder.rungs"),
             printed={"costs": cost_table},
         ),
     ),

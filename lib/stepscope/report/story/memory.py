@@ -13,7 +13,7 @@ from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.step.accounting import MIB, instants, on_gpu, peak
+from stepscope.step.accounting import instants, on_gpu, peak
 from stepscope.studies.ladder.facts import reference as ladder_of
 from stepscope.studies.memory import facts, facts_accounting, facts_options
 from stepscope.studies.memory.facts import GIB, config_of, matrix, reference
@@ -359,7 +359,6 @@ def printed_fits(found: dict) -> pd.DataFrame:
     words = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
     return pd.DataFrame({
         "runs": table["mode"].map(words), "precision": table["precision"],
-        f"peak at {found['fits']['context']} (GiB)": (table["peak_mib"] * MIB / GIB).map(number),
         "longest context": [span(*pair) for pair in zip(table["largest_context"], table["most_context"])],
         "largest batch": [span(*pair) for pair in zip(table["largest_batch"], table["most_batch"])]})
 

@@ -81,7 +81,9 @@ def speeds(
             for at, rows in slower.groupby("context_length")
         ],
         "slowdown": 1 / slower["speedup"],
-        "flat": _flat(pick(times, status="ok", mode="step", phase=WHOLE, precision=main), context, spread)
+        "flat": _flat(
+            pick(times, status="ok", mode="step", phase=WHOLE, precision=main), context, spread, captured
+        )
         if on_gpu
         else None,
         "more_operations": _more_operations(operations, operations_low, main),
@@ -113,10 +115,13 @@ def _way(speedup: float) -> dict:
     return {"slower": speedup < 1, "times": 1 / speedup if speedup < 1 else speedup}
 
 
-def _flat(own: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:
+def _flat(
+    own: pd.DataFrame, context: int, spread: pd.DataFrame, captured: pd.DataFrame
+) -> dict | None:
     """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference, two
     processes, and which even the spread between processes lets be longer there by less than the tokens are
-    more; ``high``, by how much at most."""
+    more; ``high``, by how much at most; ``captured``, whether such a
+    step was."""
     shortest = own["context_length"].min()
     if shortest == context:
         return None
@@ -134,9 +139,11 @@ def _flat(own: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:
     ]
     level = both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]
     flat = both[level & (both["high"] < context / shortest)]
+    steps = pick(captured, mode="step", context_length=shortest) if len(captured) else captured
     return (
         {
             "high": flat["high"].max(),
+            "captured": len(steps) > 0 and bool(steps["precision"].isin(own["precision"]).any()),
             "sizes": list(flat["size"].astype(str)),
             "shortest": shortest,
             "context": context,

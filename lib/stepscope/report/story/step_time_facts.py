@@ -222,7 +222,8 @@ def rates(times: pd.DataFrame, ceilings: pd.DataFrame, operations: pd.DataFrame,
     sheet = own["sheet"] and {"of": ends(steps["of_sheet"]), "tflops": own["sheet"]["fp32_tflops"]}
     return {"context": context_of(rows), "measured": ends(steps["utilisation"]), "sheet": sheet,
             "rises": bool(len(steps) > 1 and steps["utilisation"].is_monotonic_increasing),
-            "tflops": own["fp32_tflops"], "best": best(rungs),
+            "tflops": own["fp32_tflops"], "best": best(rungs), "filled": filled(rungs),
+            "tokens": int(rows["batch_size"].iloc[0]) * context_of(rows),
             "regions": regions(operations, ceilings, times, context_of(rows)), "runs": runs_of(rows)}
 
 
@@ -237,11 +238,21 @@ def best(rungs: pd.DataFrame) -> dict | None:
             "on_sheet": bool(pd.notna(row["of_sheet_bf16"])), "floor": row["floor_share"]}
 
 
+def filled(rungs: pd.DataFrame) -> dict | None:
+    """The ladder's finished step at the batch that fills the memory, of the shape nearest to the data sheet's
+    rate (``sheet``); None where that was not measured or the rate is not known."""
+    found = ladder.filled(rungs) if len(rungs) else None
+    if found is None or not found["sheet_known"]:
+        return None
+    own = found["best"]
+    return {"size": own["size"], "batch": int(own["batch"]), "sheet": own["of_sheet_bf16"]}
+
+
 def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,
             context: int) -> dict | None:
     """Regions of forward alone, largest first: ``table`` with a share of forward and of the floor for the
-    smallest and the largest size; the two ``furthest`` from their floor in the smallest; ``whole``, the floor
-    of all of forward over its time, by size, and what is ``left``."""
+    smallest and the largest size (:data:`ROWS`, and the two furthest from their floor in the smallest);
+    ``whole``, the floor of all of forward over its time, by size, and what is ``left``."""
     if operations.empty:
         return None
     floors = region_floors(operations, ceilings, times)
@@ -255,5 +266,5 @@ def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     wide = wide[(wide["share"][shown] > SPOKEN_OF).any(axis=1)]
     wide = wide.sort_values(("share", shown[0]), ascending=False)
     furthest = wide.sort_values(("of_floor", shown[0])).index[:2]
-    return {"table": wide.head(ROWS), "sizes": shown, "whole": ends(whole), "left": ends(1 - whole),
-            "furthest": [f"`{name}`" for name in furthest]}
+    told = wide.index.isin([*wide.index[:ROWS], *furthest])
+    return {"table": wide[told], "sizes": shown, "whole": ends(whole), "left": ends(1 - whole)}

@@ -28,6 +28,13 @@ PART = Part(
             pictures=("trust_spread",),
         ),
         Question(
+            "trust-hosts",
+            facts.hosts,
+            (),
+            ("mixed_precision.times", "compile.times", "ladder.rungs", "nsys.phases"),
+            printed={"hosts": facts.printed_hosts},
+        ),
+        Question(
             "trust-clocks",
             facts.clocks_and_profilers,
             (),

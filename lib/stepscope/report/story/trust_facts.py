@@ -3,9 +3,10 @@ from the clocks that every study reads."""
 
 import pandas as pd
 
+from stepscope.report.story.waiting_facts import decided
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Facts
-from stepscope.say.formats import runs_of
+from stepscope.say.formats import number, runs_of
 from stepscope.say.selections import pick
 from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
@@ -15,6 +16,8 @@ from stepscope.studies.warmup.facts import enough, first_step
 from stepscope.traces.waits import GPU
 
 FEW = 3  # processes, which a spread between them needs at least
+MUCH = 0.1  # of a time: then processes, or studies, differ
+BATCH = 4  # of the steps that all studies time
 
 
 def step_spreads(spread: pd.DataFrame) -> pd.DataFrame:
@@ -43,8 +46,9 @@ def repeats(
     """``slow``: of :func:`enough`, with how many of its processes had ``settled`` after one step, ``most``
     slow steps and, where it is clear, what the first step pays ``once`` in ms; ``apart``: the cells of
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows
-    less than processes differ in all of them (``hidden``), and whether by the profiles the GPU waits for
-    launches in the widest of them and not in the least (``waiting``)."""
+    less than processes differ in all of them (``hidden``), whether by the profiles the GPU waits for
+    launches in the widest of them and not in the least (``waiting``), and the cells in which processes differ
+    by more than :data:`MUCH` although by the profiles it does not wait (``despite``)."""
     slow = enough(warmups, benchmarks)
     first = first_step(costs, calls, warmups, benchmarks) if len(costs) else None
     cells = step_spreads(spread)
@@ -96,7 +100,110 @@ def _apart(cells: pd.DataFrame, waiting: dict[tuple[str, int, str], bool]) -> Fa
         "several": len(cells) > 1,
         "hidden": bool((cells["range_share"] > cells["within_share"]).all()),
         "waiting": waits["widest"] is True and waits["least"] is False,
+        "despite": [
+            row
+            for row in cells[cells["range_share"] > MUCH].to_dict("records")
+            if waiting.get((row["size"], row["context_length"], row["mode"])) is False
+        ],
     }
+
+
+def hosts(
+    low: pd.DataFrame, compiled: pd.DataFrame, rungs: pd.DataFrame, captured: pd.DataFrame
+) -> Facts | None:
+    """Eager full steps in bf16 that more than one study timed, at the reference context: ``table``, a row a
+    size and attention with each study's ms (nan where it has none) and ``times``, the slowest over the
+    fastest; ``most``, the row that differs most, with what its operations need (``needs_ms``, by a capture;
+    None without); ``apart`` and ``alike``, the sizes that differ by more than :data:`MUCH` in some row, and
+    the others; ``clocks_alike``: in all rows. None where no step was timed twice."""
+    timed = [_eager_bf16(low, "precisions"), _eager_bf16(compiled, "compile"), _ladder_bf16(rungs)]
+    timed = [one for one in timed if len(one)]
+    if not timed:
+        return None
+    found = pd.concat(timed)
+    found = pick(found, context_length=found["context_length"].mode().iloc[0])
+    keys, context = ["size", "attention"], int(found["context_length"].iloc[0])
+    wide = found.pivot_table(index=keys, columns="by", values="median_ms", aggfunc="median", observed=True)
+    wide = wide.reindex(columns=[name for name in STUDIES if name in wide])
+    mhz = found.groupby(keys, observed=True)["sm_clock_mhz"].agg(lambda own: own.max() / own.min() - 1)
+    wide = wide[wide.notna().sum(axis=1) > 1]
+    if wide.empty:
+        return None
+    rows = wide.assign(times=wide.max(axis=1) / wide.min(axis=1)).reset_index()
+    table = by_size(rows.assign(context_length=context)).astype({"size": str})
+    most = table.loc[table["times"].idxmax()]
+    own = found[(found["size"] == most["size"]) & (found["attention"] == most["attention"])]
+    apart = list(dict.fromkeys(table.loc[table["times"] > 1 + MUCH, "size"]))
+    return {
+        "context": context,
+        "table": table,
+        "most": {
+            "size": most["size"],
+            "written_out": most["attention"] == "eager",
+            "times": most["times"],
+            "low_ms": own["median_ms"].min(),
+            "high_ms": own["median_ms"].max(),
+            "needs_ms": _needs_ms(low, captured, most, context),
+        },
+        "apart": apart,
+        "alike": [size for size in dict.fromkeys(table["size"]) if size not in apart],
+        "clocks_alike": bool((mhz[wide.index] <= UNLIKE_CLOCKS).all()),
+        "runs": sorted(set(found["runs"].str.split("; ").explode())),
+    }
+
+
+STEP = ["by", "runs", "size", "context_length", "attention", "median_ms", "sm_clock_mhz"]
+STUDIES = ("precisions", "compile", "ladder")
+RUNG_ATTENTION = {"bf16": "eager", "sdpa": "sdpa"}  # the eager steps of the ladder in bf16
+
+
+def _eager_bf16(times: pd.DataFrame, study: str) -> pd.DataFrame:
+    """Eager full steps in bf16, AdamW as torch runs it by default, on a GPU."""
+    if times.empty:
+        return pd.DataFrame(columns=STEP)
+    rows = pick(times, mode="step", phase=WHOLE, precision="bf16", status="ok", device="cuda")
+    rows = pick(rows, optimizer="foreach")
+    rows = pick(rows, variant="eager") if "variant" in rows else rows[~rows["compile"].astype(bool)]
+    rows = rows[rows["batch_size"] == BATCH]
+    runs = rows["study"] + "/" + rows["run_id"]
+    return rows.assign(by=study, runs=runs, size=rows["size"].astype(str))[STEP]
+
+
+def _ladder_bf16(rungs: pd.DataFrame) -> pd.DataFrame:
+    """The same on the ladder."""
+    if rungs.empty:
+        return pd.DataFrame(columns=STEP)
+    rows = rungs[rungs["rung"].isin(RUNG_ATTENTION) & (rungs["status"] == "ok") & (rungs["batch"] == BATCH)]
+    rows = rows[rows["vocab_size"] == rungs["vocab_size"].min()]
+    return rows.assign(
+        by="ladder", size=rows["size"].astype(str), attention=rows["rung"].map(RUNG_ATTENTION)
+    )[STEP]
+
+
+def _needs_ms(low: pd.DataFrame, captured: pd.DataFrame, row: pd.Series, context: int) -> float | None:
+    """What a step's operations take by its capture, without gaps; None where that was not captured."""
+    if low.empty or captured.empty or row["attention"] != "eager":
+        return None
+    phases = decided(pd.DataFrame(), low, captured)
+    phases = (
+        pick(phases, size=row["size"], context_length=context, precision="bf16") if len(phases) else phases
+    )
+    return phases["operations_ms"].sum() if len(phases) == 3 else None
+
+
+def printed_hosts(facts: Facts) -> pd.DataFrame:
+    """A row a size and attention: each study's ms, and the slowest over the fastest."""
+    table = facts["table"]
+    shown = pd.DataFrame(
+        {
+            "size": table["size"],
+            "attention": table["attention"].map({"eager": "written out", "sdpa": "SDPA"}),
+        }
+    )
+    for study in STUDIES:
+        if study in table:
+            shown[f"{study} (ms)"] = [number(ms) if pd.notna(ms) else "–" for ms in table[study]]
+    return shown.assign(**{"slowest over fastest": [f"{number(one)}x" for one in table["times"]]})
 
 
 def clocks_and_profilers(

@@ -3,7 +3,6 @@
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stepscope.report.story.trust_facts import step_spreads
 from stepscope.say.formats import MODE_WORDS, number
@@ -13,66 +12,30 @@ FONT = 15  # points: read on a phone, too
 
 
 def apart(spread: pd.DataFrame, where: str) -> Figure | None:
-    """The same step in several processes: a row a configuration, slowest process over fastest beside the
-    interval that one process gives."""
+    """The same step in several processes: a bar a configuration, by how many percent the slowest takes longer
+    than the fastest."""
     cells = step_spreads(spread)
     if cells.empty:
         return None
     use_style()
-    cells = cells.iloc[::-1].reset_index(drop=True)
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.9 + 0.42 * len(cells)))
-    axis.hlines(
-        cells.index,
-        100 * cells["within_share"],
-        100 * cells["range_share"],
-        color="0.75",
-        linewidth=2,
-        zorder=1,
-    )
-    axis.scatter(
-        100 * cells["within_share"],
-        cells.index,
-        s=80,
-        facecolor="white",
-        edgecolor=PALETTE[5],
-        linewidth=2,
-        zorder=2,
-        label="one process: its interval (±)",
-    )
-    axis.scatter(
-        100 * cells["range_share"],
-        cells.index,
-        s=80,
-        marker="s",
+    longer = 100 * cells["range_share"]
+    bars = axis.barh(
+        [f"{size}, {context}" for size, context in zip(cells["size"], cells["context_length"], strict=True)],
+        longer,
         color=PALETTE[0],
-        zorder=2,
-        label=f"{cells['processes'].max():g} processes: slowest over fastest",
     )
-    axis.legend(
-        loc="upper left",
-        bbox_to_anchor=(-0.2, 1.0),
-        ncols=2,
-        fontsize=FONT,
-        handletextpad=0.1,
-        labelcolor=[PALETTE[5], PALETTE[0]],
-    )
-    axis.set_yticks(
-        cells.index,
-        [
-            f"{row.size_name}, {row.context_length}"
-            for row in cells.rename(columns={"size": "size_name"}).itertuples()
-        ],
-        fontsize=FONT,
-    )
-    axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.tick_params(axis="x", labelsize=FONT)
-    axis.set_ylim(-0.6, len(cells) + 0.4)
-    axis.margins(x=0.12)
-    axis.grid(axis="y", visible=False)
+    axis.bar_label(bars, [f"{number(one, 2)}%" for one in longer], padding=5, fontsize=FONT)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.18 * longer.max())
+    axis.set_xticks([])
+    axis.spines["bottom"].set_visible(False)
+    axis.tick_params(axis="y", labelsize=FONT)
+    axis.grid(visible=False)
     mode = MODE_WORDS[cells["mode"].iloc[0]]
-    axis.set_xlabel(f"difference of the same {mode} (size, context)", fontsize=FONT)
+    axis.set_xlabel(
+        f"how much longer the slowest of {cells['processes'].max():g} processes takes ({mode})", fontsize=FONT
+    )
     least, widest = cells.loc[cells["range_share"].idxmin()], cells.loc[cells["range_share"].idxmax()]
     title = f"{_named(widest)} differs by {number(100 * widest['range_share'], 2)}%"
     if len(cells) > 1:
