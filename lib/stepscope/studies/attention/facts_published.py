@@ -15,10 +15,11 @@ PASSES = ("forward", "backward")
 def grid(cells: pd.DataFrame) -> dict | None:
     """A report's grid in fp32 and its compiled attention with TF32, beside the cells here with the mask.
 
-    ``written_out`` and ``tf32`` have an entry a pass with the ``ratio`` of a pass (the time here over theirs),
-    and of fp32's time over TF32's, printed and here, of those points that do not wait for the host here
-    (``waiting`` do); ``table`` has a row a point.
-    Printed times are of all ``passes`` together: ``tflops_each`` is the rate of each at the largest point, ``tflops_step`` that of the report's own training step.
+    ``written_out`` and ``tf32`` have an entry a pass with the ``ratio`` of a pass (the time here over
+    theirs), and of fp32's time over TF32's, printed and here, of those points that do not wait for the
+    host here (``waiting`` do); ``table`` has a row a point.
+    Printed times are of all ``passes`` together: ``tflops_each`` is the rate of each at the largest point,
+    ``tflops_step`` that of the report's own training step.
     ``squares``: score matrices in memory before backward, at the longest sequence and least d, printed and
     here.
     None where no point is of theirs.

@@ -62,23 +62,26 @@ def by_precision(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def against_eager(rows: pd.DataFrame, among: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Rows with ``eager_ms``, ``speedup`` and the interval of the written-out attention of the same
-    precision, d and sequence (found ``among`` others, default the rows themselves)."""
+    """Rows with ``eager_ms``, ``speedup``, ``eager_waits`` (for the host) and the interval of the written-out
+    attention of the same precision, d and sequence (found ``among`` others, default the rows themselves)."""
     among = rows if among is None else among
+    among = among.assign(eager_waits=waits_for_host(among))
     parts = {"median": "eager_ms", "ci_low": "eager_low_ms", "ci_high": "eager_high_ms"}
     columns = {f"pass_{part}_ms": name for part, name in parts.items()}
-    eager = among[among["implementation"] == "eager"].set_index(POINT)[list(columns)]
+    eager = among[among["implementation"] == "eager"].set_index(POINT)[[*columns, "eager_waits"]]
     both = rows.join(eager.rename(columns=columns), on=POINT, how="inner")
     return both.assign(speedup=both["eager_ms"] / both["pass_median_ms"])
 
 
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against
-    it; ``sure``: whether the second fastest's interval is apart; ``waits``: it waits for the host."""
+    it; ``sure``: whether the second fastest's interval is apart; ``waits``: it or the written-out one
+    waits for the host."""
     of_point = against_eager(rows).sort_values("pass_median_ms").groupby(POINT, sort=False)
     best, second = of_point.nth(0).set_index(POINT), of_point.nth(1).set_index(POINT)
     sure = second["pass_ci_low_ms"].reindex(best.index) > best["pass_ci_high_ms"]
-    return best.assign(sure=sure, waits=waits_for_host(best)).reset_index().sort_values(POINT, ignore_index=True)
+    best = best.assign(sure=sure, waits=waits_for_host(best) | best["eager_waits"])
+    return best.reset_index().sort_values(POINT, ignore_index=True)
 
 
 def tops(best: pd.DataFrame, d: int, sequence: int) -> list[dict]:
@@ -89,8 +92,8 @@ def tops(best: pd.DataFrame, d: int, sequence: int) -> list[dict]:
 
 
 def gains(best: pd.DataFrame) -> dict | None:
-    """What the fastest implementations gain over written out, of those that do not wait for the host:
-    ``untold``: how many of them the second fastest's interval overlaps."""
+    """What the fastest implementations gain over written out, of points where neither waits for the
+    host; ``untold``: how many of them the second fastest's interval overlaps."""
     own = best[~best["waits"]] if len(best) else best
     if own.empty:
         return None
@@ -133,12 +136,13 @@ def unsteady(rows: pd.DataFrame) -> dict:
 def beside_compiled(rows: pd.DataFrame) -> pd.DataFrame:
     """Eager and compiled (``_compiled``) in the first precision that was measured, a row for each d and
     sequence, with how many times faster each phase is (``_ratio``) and whether the intervals overlap
-    (``_overlaps``)."""
+    (``_overlaps``); ``waits``: one of both waits for the host."""
     rows = rows[rows["precision"] == precisions(rows)[0]]
     eager, compiled = (rows[rows["implementation"] == name] for name in ("eager", "compiled"))
     both = eager.merge(compiled, on=["d_model", "sequence"], suffixes=("", "_compiled"))
     for phase in ("forward", "backward"):
         both[f"{phase}_overlaps"] = ((both[f"{phase}_ci_low_ms"] <= both[f"{phase}_ci_high_ms_compiled"])
                                      & (both[f"{phase}_ci_low_ms_compiled"] <= both[f"{phase}_ci_high_ms"]))
+        both["waits"] = waits_for_host(both) | waits_for_host(both, "_compiled")
         both[f"{phase}_ratio"] = both[f"{phase}_median_ms"] / both[f"{phase}_median_ms_compiled"]
     return both.sort_values(["d_model", "sequence"])

@@ -95,8 +95,9 @@ def compiled(facts: dict) -> pd.DataFrame | None:
     table = both[["d_model", "sequence"]].rename(columns={"d_model": "d"})
     for phase in ("forward", "backward"):
         table[f"{phase}, compiled"] = both[f"{phase}_median_ms_compiled"].map(number)
-        table[f"{phase}, x faster"] = [number(ratio) + (" *" if overlaps else "") for ratio, overlaps in
-                                            zip(both[f"{phase}_ratio"], both[f"{phase}_overlaps"])]
+        table[f"{phase}, against written out"] = [
+            faster(ratio) + (" *" if overlaps else "") + (" †" if waits else "") for ratio, overlaps, waits
+            in zip(both[f"{phase}_ratio"], both[f"{phase}_overlaps"], both["waits"])]
     return table.assign(**{"in use, compiled": mib(both, "in_use_bytes_compiled")})
 
 
@@ -223,7 +224,8 @@ def published_ratios(facts: dict) -> pd.DataFrame:
     waits for the host here."""
     table = facts["table"]
     return _grid(table.assign(cell=[
-        "–" if row.waits else number(row.forward_ratio) + (f", {number(row.backward_ratio)}" if row.backward_ratio > 0 else "")
+        "–" if row.waits else ", ".join(number(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
+                                        if ratio > 0)
         for row in table.itertuples()]))
 
 

@@ -51,7 +51,8 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
                other: str) -> dict | None:
     """Block sizes of one level at the longest context of the largest size, apart from the run ``other``; None
     without a GPU's peaks. ``cases``, a mode and precision each: ``least`` and ``quickest`` setting with
-    checkpoints (``same``: one is both), whether a step without them fits, and what the next larger takes
+    checkpoints (``same``: the first is as quick, within :data:`SAME_TIME`), whether a step
+    without them fits, and what the next larger takes
     more."""
     rows = settings(checkpoints, runs[runs["run_id"] != other], samples, "checkpointing")
     if rows.empty or rows["peak_mib"].isna().all():
@@ -89,7 +90,8 @@ def case(mode: str, precision: str, rows: pd.DataFrame) -> dict | None:
     return {"mode": mode, "precision": precision, "least": int(least["blocks"]),
             "every_block": bool(least["blocks"] == 1), "peak_gib": least["peak_mib"] * MIB / GIB,
             "ms": least["time_ms"], "quickest": None if quickest is None else int(quickest["blocks"]),
-            "same": quickest is not None and bool(quickest["blocks"] == least["blocks"]),
+            "same": quickest is not None
+            and bool(least["time_ms"] <= quickest["time_ms"] * (1 + SAME_TIME)),
             "none_tried": len(none) > 0, "none_fits": bool((none["status"] == "ok").any()),
             "none_predicted_gib": none["predicted_mib"].iloc[0] * MIB / GIB if len(none) else None,
             "beside": beside}

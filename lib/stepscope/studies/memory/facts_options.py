@@ -67,7 +67,8 @@ def measured_optimum(table: pd.DataFrame, fitted: pd.DataFrame, optimum: int) ->
                    "saved_share": 1 - best["peak_mib"] / base["peak_mib"],
                    "longer_share": best["time_ms"] / base["time_ms"] - 1}
     blocks = int(best["blocks"])
-    return {"blocks": blocks, "peak_mib": best["peak_mib"], "peak_gib": best["peak_mib"] * MIB / GIB, "as_predicted": blocks == optimum,
+    return {"blocks": blocks, "peak_mib": best["peak_mib"], "peak_gib": best["peak_mib"] * MIB / GIB,
+            "as_predicted": blocks == optimum,
             "every_block": blocks == 1,
             "beside": [{"blocks": int(row["blocks"]), "peak_mib": row["peak_mib"]} for row in beside],
             "off_share": (fitted["predicted_mib"] / fitted["peak_mib"] - 1).abs().max(),

@@ -57,7 +57,8 @@ def when(facts: dict) -> pd.DataFrame | None:
         "where": [where(row) for _, row in tops.iterrows()], "context": tops["context_length"].astype(str),
         "MiB": tops["size_mib"].map(number)})
     of_place = rows.groupby(["mode", "precision", "where"], sort=False)
-    told = of_place.agg(context=("context", ", ".join), MiB=("MiB", lambda sizes: ", ".join(dict.fromkeys(sizes))))
+    told = of_place.agg(context=("context", ", ".join),
+                        MiB=("MiB", lambda sizes: ", ".join(dict.fromkeys(sizes))))
     return told.reset_index()[["mode", "precision", "context", "where", "MiB"]].rename(
         columns={"MiB": "made by an allocation of, MiB"})
 
@@ -72,7 +73,8 @@ def checked(facts: dict) -> pd.DataFrame | None:
         "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
         "attention": rows["attention"].map(ATTENTION_WORDS), "AdamW": rows["optimizer"],
         "predicted": rows["predicted_mib"].map(gib2), "measured": rows["steady_peak_allocated_mib"].map(gib2),
-        "difference": [signed_percent(share, 2) for share in rows["off_share"]]})
+        "difference": ["0" if abs(share) < 5e-4 else signed_percent(share, 1)
+                       for share in rows["off_share"]]})
 
 
 def by_category(facts: dict) -> pd.DataFrame | None:
