@@ -109,7 +109,7 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
                    for step in (peaks["step"].min(), peaks["step"].max()))
     heights = last["allocated_mib"]
     by_height = heights.drop("loss", errors="ignore").sort_values()  # the loss' peak is backward's first
-    top, first_top = (step.reset_index().loc[step["allocated_mib"].argmax()] for step in (last, first))
+    top = last.reset_index().loc[last["allocated_mib"].argmax()]
     ends = last_step(rows[rows["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
     alone, snapshot = reference(runs, "forward"), with_snapshot(runs)
     shown = pd.DataFrame([row for row in (run, alone, snapshot) if row is not None])
@@ -117,7 +117,6 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
             "told_apart": bool((by_height.diff().dropna() / by_height.iloc[-1] > NEARLY).all()),
             "top": place(top), "top_gib": top["allocated_mib"] * MIB / GIB,
             "top_asked_gib": last["requested_mib"].max() * MIB / GIB,
-            "first_top": place(first_top), "first_top_gib": first_top["allocated_mib"] * MIB / GIB,
             "state_gib": ends["forward", "optimizer state"] / GIB,
             "first_forward_lower_gib": (heights["forward"] - first["allocated_mib"]["forward"]) * MIB / GIB,
             "forward": None if alone is None else forward_alone(alone, levels),
