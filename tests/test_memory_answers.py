@@ -403,9 +403,9 @@ def test_arrangements_over_the_number_of_blocks(further):
     found = of(further, "memory-nested")
     assert (found["most"], found["fewest"], found["numbers"]) == (4, 2, [2, 4]) and found["runs_as_expected"]
     assert found["least"]["arrangement"] == "from the start" and found["none"]["growth"] > 1
-    assert found["rest_mib"] == pytest.approx([1.0] * len(found["rest_mib"]))
+    assert (found["table"]["beyond_mib"] - found["table"]["kept_mib"]).tolist() == pytest.approx([1.0] * 10)
     shrunk = further["stacks"].assign(state_bytes=2 * MIB + further["stacks"]["expected_kept_bytes"])
-    assert of(further | {"stacks": shrunk}, "memory-nested")["rest"] == []
+    assert of(further | {"stacks": shrunk}, "memory-nested")["table"]["beyond_mib"].isna().all()
     counted = further["stacks"].assign(block_runs=1)
     wrong = of(further | {"stacks": counted}, "memory-nested")
     assert not wrong["runs_as_expected"]

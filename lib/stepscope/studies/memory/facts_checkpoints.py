@@ -146,8 +146,7 @@ def way(key: tuple, rows: pd.DataFrame) -> dict:
 def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Arrangements of the largest run that measured them: ``blocks``, ``arrangement``, ``status``,
     ``block_runs``, ``kept_mib`` (expected), ``beyond_mib`` (measured: peak less the state before the step;
-    missing without a GPU, and where it is less than is kept), ``rest_mib`` (of it, what is not kept) and
-    ``time_ms``."""
+    missing without a GPU, and where it is less than is kept) and ``time_ms``."""
     run_id = runs.loc[runs["run_id"].isin(stacks["run_id"]), "run_id"].iloc[-1]
     rows = stacks[stacks["run_id"] == run_id].reset_index(drop=True)
     times = step_times(samples, ["run_id", "blocks", "arrangement"])
@@ -155,7 +154,7 @@ def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFra
               else pd.Series(float("nan"), rows.index)).where(rows["status"] == "ok")
     kept = rows["expected_kept_bytes"] / MIB
     beyond = beyond.where(beyond >= kept)  # else something of the state was freed during the step
-    return rows.assign(study="memory", kept_mib=kept, beyond_mib=beyond, rest_mib=beyond - kept,
+    return rows.assign(study="memory", kept_mib=kept, beyond_mib=beyond,
                        time_ms=[times.get((run_id, row.blocks, row.arrangement), float("nan"))
                                 for row in rows.itertuples()])
 
@@ -163,8 +162,8 @@ def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFra
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     """Arrangements of checkpoints against the number of blocks. ``most``: the largest number of blocks of
     which all fit, ``at_most`` its arrangements by what they take, the least first, with ``times``, how much
-    longer than without checkpoints; ``rest``: by arrangement the least and most MiB beyond what is kept;
-    ``growth``: how many times as much the most takes as the fewest, beside how many times as many blocks."""
+    longer than without checkpoints; ``growth``: how many times as much the most takes as the fewest, beside
+    how many times as many blocks."""
     rows = stacked_blocks(stacks, runs, samples)
     run = runs.set_index("run_id").loc[rows["run_id"].iloc[0]]
     config = config_of(run)
@@ -179,7 +178,6 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
     base = at_most["time_ms"].get("none", float("nan"))
     at_most = at_most.assign(times=at_most["time_ms"] / base, growth=at_most[by] / at_fewest[by],
                              run_times=at_most["block_runs"] / most).sort_values(by, kind="stable")
-    rest = rows.dropna(subset="rest_mib").groupby("arrangement", sort=False)["rest_mib"].agg(["min", "max"])
     stream, saved = value("4X", config) / MIB, value(require_formulas(config).saved, config) / MIB
     named = at_most.reset_index().to_dict("records")
     by_name = {row["arrangement"]: row for row in named}
@@ -197,8 +195,5 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
             "start": by_name.get("from the start"),
             "root_worse": every is not None and "square root" in by_name
             and bool(by_name["square root"][by] > every[by]),
-            "rest": [{"arrangement": name, "low": row["min"], "high": row["max"]}
-                     for name, row in rest.iterrows()] if on_gpu else [],
-            "rest_mib": rest.loc[rest.index != "none"].to_numpy().ravel().tolist() if on_gpu else [],
             "out_of_memory": rows.loc[rows["status"] == "oom", ["blocks", "arrangement"]].to_dict("records"),
             "table": rows, "runs": runs_of(rows)}
