@@ -170,10 +170,7 @@ def test_the_full_steps_peak_over_contexts(tables):
     flat = facts.full_step(own.assign(steady_peak_allocated_mib=100.0), phase_of)
     assert (flat["flat_up_to"], flat["in_optimizer"], flat["backward_from"]) == (16, [4], 16)
     rising = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 * context), phase_of)
-    assert rising["flat_up_to"] is None and rising["falls"] is None
-    falling = facts.full_step(own.assign(steady_peak_allocated_mib=100.0 - context,
-                                         steady_peak_requested_mib=1.0 * context), phase_of)
-    assert falling["falls"] == {"from": 4, "to": 16, "by_mib": 12, "asked_more_mib": 12}
+    assert rising["flat_up_to"] is None and rising["last_gib"] == pytest.approx(1600 / 1024)
     assert facts.full_step(own.iloc[:1], phase_of) is None
 
 
@@ -237,6 +234,25 @@ def test_a_block_against_its_gradients(tables):
         tables | {"saved": saved}, "memory-block", block_gradient_bytes=10_000).text
 
 
+def test_what_blocks_save_is_compared_with_the_same_attention(tables):
+    """SDPA saves less: its run at one context is no row beside those of the written-out attention."""
+    fused = tables["runs"].assign(attention="sdpa", run_id=tables["runs"]["run_id"] + "-sdpa",
+                                  block_saved_bytes=1.0)
+    saved = pd.DataFrame({"run_id": [*tables["runs"]["run_id"], *fused["run_id"]], "line": "a.py:1",
+                          "source": "x", "region": "ffn", "tensor": "activation", "bytes": 1000})
+    both = tables | {"saved": saved, "runs": pd.concat([fused, tables["runs"]], ignore_index=True)}
+    own = of(both, "memory-block")["by_run"]
+    assert len(own) > 1 and own["saved_mib"].tolist() == pytest.approx([5000 / MIB] * len(own))
+
+
+def test_contexts_that_peak_in_one_place_are_one_row(tables):
+    found = of(tables, "memory-peaks")
+    shown = printed.when(found)
+    keys = shown[["mode", "precision", "where"]]
+    assert not keys.duplicated().any()
+    assert sum(len(contexts.split(", ")) for contexts in shown["context"]) == len(found["tops"])
+
+
 def test_a_blocks_input_is_shown_however_small_it_is(tables):
     run = facts.reference(tables["runs"])
     saved = pd.DataFrame({"run_id": run["run_id"], "line": [f"a.py:{n}" for n in range(7)], "source": "x",
@@ -289,8 +305,8 @@ def test_settings_that_do_not_fit_are_told_and_not_compared(tables):
     assert without["against_none"] is None and without["blocks"] == 1
     none_fits = settings(tables, status="oom")
     found = of(none_fits, "memory-checkpointing")
-    assert found["measured"] is None and found["stops_early"] is None and found["on_gpu"]
-    assert printed.curve(found)["measured peak, MiB"].nunique() == 1
+    assert found["measured"] is None and found["more_quicker"] is None and found["on_gpu"]
+    assert printed.curve(found)["measured peak, GiB"].nunique() == 1
     assert said(none_fits, "memory-checkpointing").text and figures.checkpoints(
         none_fits["checkpoints"], tables["runs"], pd.DataFrame(), "here") is not None
 
@@ -357,6 +373,8 @@ def test_the_quickest_setting_is_not_always_the_one_that_needs_least():
     one = facts_checkpoints.case("step", "fp32", rows)
     assert (one["least"], one["quickest"], one["same"], one["none_fits"]) == (1, 2, False, True)
     assert one["beside"]["more_share"] == pytest.approx(0.5) and not one["beside"]["slower"]
+    near = facts_checkpoints.case("step", "fp32", rows.assign(time_ms=[5.0, 7.02, 7.0]))
+    assert near["same"] and near["quickest"] == 2  # within 1% nothing is ranked
     again = facts_checkpoints.case("step", "fp32", rows.assign(time_ms=[5.0, 7.0, 8.0]))
     assert again["same"] and again["beside"]["slower"] and not again["beside"]["as_quick"]
     assert facts_checkpoints.case("step", "fp32", rows.assign(status="oom")) is None
@@ -385,9 +403,9 @@ def test_arrangements_over_the_number_of_blocks(further):
     found = of(further, "memory-nested")
     assert (found["most"], found["fewest"], found["numbers"]) == (4, 2, [2, 4]) and found["runs_as_expected"]
     assert found["least"]["arrangement"] == "from the start" and found["none"]["growth"] > 1
-    assert found["rest_mib"] == pytest.approx([1.0] * len(found["rest_mib"]))
+    assert (found["table"]["beyond_mib"] - found["table"]["kept_mib"]).tolist() == pytest.approx([1.0] * 10)
     shrunk = further["stacks"].assign(state_bytes=2 * MIB + further["stacks"]["expected_kept_bytes"])
-    assert of(further | {"stacks": shrunk}, "memory-nested")["rest"] == []
+    assert of(further | {"stacks": shrunk}, "memory-nested")["table"]["beyond_mib"].isna().all()
     counted = further["stacks"].assign(block_runs=1)
     wrong = of(further | {"stacks": counted}, "memory-nested")
     assert not wrong["runs_as_expected"]
@@ -447,10 +465,12 @@ def test_every_block_leaves_its_gradients_in_backward(tables):
     assert facts.gradients_in_backward(own[own["category"] != "gradients"], config) is None
 
 
-def test_what_running_again_spares():
+def test_more_checkpoints_may_be_quicker():
     fitted = pd.DataFrame({"blocks": [1, 2, 4], "time_ms": [80.0, 90.0, 100.0]})
-    assert facts_options.stops_early(fitted)["each_ms"] == pytest.approx(20 / 3)  # 4 parts against 1
-    assert facts_options.stops_early(fitted.assign(time_ms=100.0)) is None
+    found = facts_options.more_quicker(fitted)
+    assert (found["many_blocks"], found["many_ms"], found["few_blocks"], found["few_ms"]) == (1, 80, 4, 100)
+    assert facts_options.more_quicker(fitted.assign(time_ms=100.0)) is None
+    assert facts_options.more_quicker(fitted[:1]) is None
 
 
 def test_fragmentation_pairs_runs(tables):

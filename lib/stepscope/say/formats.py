@@ -188,16 +188,6 @@ def to(low: object, high: object) -> str:
     return f"{low}" if f"{low}" == f"{high}" else f"{low} to {high}"
 
 
-def with_error(value: float, error: float) -> str:
-    """Value ± error to the error's first digit, five decimals at most; without an error the value alone."""
-    if math.isnan(error):
-        return f"{value:.3f}"
-    if error < 5e-6:
-        return f"{value:.5f}"
-    decimals = min(5, max(0, -math.floor(math.log10(error))))
-    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
-
-
 def faster(ratio: float, digits: int = 3) -> str:
     """What a ratio of times, before over after, says: "2.10x faster", "1.30x slower", or "as fast"."""
     low = ratio < 1
@@ -219,7 +209,7 @@ FILTERS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
-                     signed_percent, code, signed, tiny, called, positions, to, with_error,
+                     signed_percent, code, signed, tiny, called, positions, to,
                      percent_change, share, faster, faster_span)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -39,7 +39,7 @@ CHAPTER = Chapter(
         Question("attention-saved", facts_memory.saved_for_backward, CELLS, printed={"saved": printed.saved}),
         Question("attention-end", facts_ends.where_it_ends, CELLS, ENDS,
                  printed={"ends": printed.ends, "account": printed.account}),
-        Question("attention-long", facts_long.at_the_longest, ("attention.long",), CELLS,
+        Question("attention-long", facts_long.at_the_longest, ("attention.long",),
                  printed={"long": printed.long}),
         Question("attention-published", facts_published.grid, CELLS,
                  printed={"ratios": printed.published_ratios, "tf32": printed.published_tf32}),

@@ -85,23 +85,18 @@ def against_ceiling(cells: pd.DataFrame) -> dict | None:
     """Shares of the measured matrix-product rate without the mask: at the longest sequence, the best of all,
     of forward + backward and of forward alone.
 
-    ``extremes`` are at one d; ``growing`` counts combinations whose share grows with d throughout;
-    ``longest`` has the cells at each d's longest sequence.
+    ``extremes`` are at one d; ``longest`` has the cells at each d's longest sequence.
     """
     rows = timed(cells, causal=False)
     rows = rows[rows["utilisation"].notna()] if len(rows) else rows
     if rows.empty:
         return None
     longest = rows[rows["sequence"] == rows.groupby("d_model")["sequence"].transform("max")]
-    d, kinds = head(longest), ["precision", "implementation"]
-    several = longest[longest.groupby(kinds)["d_model"].transform("nunique") > 1]
-    grows = [one.sort_values("d_model")["utilisation"].is_monotonic_increasing
-             for _, one in several.groupby(kinds)]
+    d = head(longest)
     at_d = longest[longest["d_model"] == d]
     ceilings = longest["pass_tflops"] / longest["utilisation"]
     return {"names": NAMES, "d": d, "sequence": longest["sequence"].max(),
             "extremes": [highest_and_lowest(at_d, precision) for precision in precisions(at_d)],
-            "combinations": len(grows), "growing": sum(grows),
             "rates": [{"precision": p, "tflops": ceilings[longest["precision"] == p]}
                       for p in precisions(longest)],
             "best": highest(rows),
@@ -125,8 +120,8 @@ def highest(rows: pd.DataFrame, of: str = "utilisation") -> list[dict]:
 
 
 def the_mask(cells: pd.DataFrame) -> dict | None:
-    """Time with the mask over time without, at the longest sequence, over d and precisions, and who must
-    ``skip`` half of the square."""
+    """``gains``: time without the mask over time with it, at the longest sequence, over d and precisions; and
+    who must ``skip`` half of the square."""
     masked, plain = timed(cells), timed(cells, causal=False)
     both = masked.merge(plain, on=["implementation", *POINT], suffixes=("", "_plain"))
     if both.empty:
@@ -136,5 +131,5 @@ def the_mask(cells: pd.DataFrame) -> dict | None:
     ratios = {name: longest.loc[longest["implementation"] == name, "ratio"]
               for name in implementations(longest)}
     return {"names": NAMES, "sequence": longest["sequence"].max(),
-            "ratios": [{"implementation": name, "ratio": ratio} for name, ratio in ratios.items()],
+            "gains": [{"implementation": name, "gain": 1 / ratio} for name, ratio in ratios.items()],
             "skip": [name for name, ratio in ratios.items() if ratio.max() < SKIPPED], "runs": runs_of(cells)}

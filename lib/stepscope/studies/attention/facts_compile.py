@@ -59,31 +59,28 @@ def seconds(values: pd.Series) -> dict | None:
 
 def pay_off(cells: pd.DataFrame) -> dict | None:
     """After how many passes the compiled attention has made up for being compiled: ``at`` one point by
-    precision (None where it is no faster), and over the grid."""
+    precision (None where it is no faster); how often over the grid it ``helped``, or ``never``
+    will."""
     pay = passes_to_pay(cells)
     if pay.empty:
         return None
     d, sequence = head(pay), pay["sequence"].max()
     at = pay[(pay["d_model"] == d) & (pay["sequence"] == sequence)]
     never, sure = pay[pay["passes_to_pay"] == np.inf], pay[pay["passes_to_pay"] < np.inf]
-    behind = int((never["pass_ci_low_ms"] > never["pass_ci_high_ms_eager"]).sum())
     return {"d": d, "sequence": sequence, "cells": len(pay), "helped": len(sure), "never": len(never),
             "at": [{"precision": precision, "passes": passes if passes < np.inf else None}
                    for precision, passes in zip(at["precision"], at["passes_to_pay"])],
-            "passes": sure["passes_to_pay"], "gains": sure["gain"], "never_slower": behind,
-            "never_apart": len(never) - behind,
             "never_waiting": int((waits_for_host(never) & waits_for_host(never, "_eager")).sum())}
 
 
 def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
-    """Causal cells of the compiled attention that were compiled there, with ``gain`` over eager and after how
-    many passes the compile time is made up (infinite where it is no faster)."""
+    """Causal cells of the compiled attention that were compiled there, and after how many passes the compile
+    time is made up (infinite where it is no faster)."""
     rows = timed(cells)
     compiled = rows[(rows["implementation"] == "compiled") & (rows["graphs"] > 0)]
     columns = [*POINT, "pass_median_ms", "pass_ci_low_ms", "pass_ci_high_ms", "enqueue_ms", "device"]
     both = compiled.merge(rows.loc[rows["implementation"] == "eager", columns], on=POINT,
                           suffixes=("", "_eager"))
-    both["gain"] = both["pass_median_ms_eager"] / both["pass_median_ms"]
     cost_ms = both["first_forward_ms"] + both["first_backward_ms"] - both["pass_median_ms"]
     saved_ms = both["pass_median_ms_eager"] - both["pass_median_ms"]
     faster = both["pass_ci_high_ms"] < both["pass_ci_low_ms_eager"]
@@ -94,8 +91,8 @@ def tf32(cells: pd.DataFrame) -> dict | None:
     """The compiled attention with TF32 against without, of one process each: how many pairs (phase, d,
     sequence) ``differ``, are a lower bound ``at_least``, tell nothing since they ``wait`` for the host,
     overlap ``within`` their intervals, or are no further apart than ``processes`` are (``apart``, by
-    sequence: see :func:`control`; empty where there is none); the change by d and at its best and worst
-    (``most``, ``least``)."""
+    sequence: see :func:`control`; empty where there is none); the ``gain`` (fp32's time over TF32's)
+    by d and at its best and worst (``most``, ``least``)."""
     if is_cpu(cells):
         return {"on_cpu": True, "runs": runs_of(cells)}
     by = without_tf32(cells[cells["status"] == "ok"])
@@ -111,14 +108,14 @@ def tf32(cells: pd.DataFrame) -> dict | None:
             "apart": [{"sequence": at, "most": differ[at]} for at in sorted(set(real["sequence"]))
                       if at in differ.index],
             "at_least": int(real["at_least"].sum()),
-            "by_d": [{"d": d, "change": change} for d, change in by_d.items()],
+            "by_d": [{"d": d, "change": change, "gain": 1 / (1 + change)} for d, change in by_d.items()],
             "most": change_of(real.loc[real["change"].idxmin()]) if len(real) else None,
             "least": change_of(real.loc[real["change"].idxmax()]) if len(real) else None,
             "changes": changes, "runs": runs_of(cells)}
 
 
 def change_of(row: pd.Series) -> dict:
-    return {"change": row.change, "saving": -row.change, "loss": row.change > 0, "phase": row.phase,
+    return {"gain": 1 / (1 + row.change), "loss": row.change > 0, "phase": row.phase,
             "d": row.d_model, "sequence": row.sequence}
 
 

@@ -9,10 +9,10 @@ from stepscope.say.formats import NEARLY, runs_of
 from stepscope.studies.attention.cells import implementations, is_cpu, timed
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.names import NAMES
-from stepscope.studies.attention.prediction import by_code, by_fit, end, longest_fitting, number_bytes
-from stepscope.studies.attention.unseen import CORRECTED, MASK_INSIDE_BYTES
+from stepscope.studies.attention.prediction import by_code, by_fit, end, number_bytes
+from stepscope.studies.attention.unseen import CORRECTED
 
-CARDS_GIB = (16, 24, 40, 80, 141)  # sold as GB; their memory is about as many GiB
+CARDS_GIB = (24, 80)  # sold as GB; their memory is about as many GiB
 SAME_CARD = 0.02  # a card whose name is this close to the memory of the device here is that device
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 SEARCHES = {"": ("pass", False), "_expandable": ("pass", True), "_mask": ("mask", False)}  # part, expandable
@@ -41,12 +41,11 @@ def where_it_ends(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFra
     first = table.iloc[0]
     return found | {
         "d": first["d_model"], "batch": int(cells["batch_size"].iloc[0]),
-        "overhead_gib": first["overhead"] / 2**30, "has_compiled": "compiled" in set(table["implementation"]),
+        "has_compiled": "compiled" in set(table["implementation"]),
         "has_mask": table["fails_mask"].notna().any(),
-        "is_a_card": any(same_card(card, first["device_bytes"]) for card in CARDS_GIB),
         "known": known_peaks(table), "allocator": allocator(table[table["fails"].notna()], ends),
         "mask": mask_making(table), "unreached": unreached(table),
-        "first": first_failing(accounting, cells, ends), "written_out": written_out_end(table)}
+        "first": first_failing(accounting, cells)}
 
 
 def squares_at_peak(predicted: pd.DataFrame) -> list[dict]:
@@ -69,10 +68,9 @@ def ends_table(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFrame)
     measurement), ``by_fit`` (from peaks measured at the
     sequences that were timed), ``fits`` and ``fails`` (the longest pass that did and the shortest that did
     not), the same with ``_expandable`` (the allocator's expandable segments) and with ``_mask``
-    (FlexAttention's mask made), ``pass_by_fit`` (of the pass without it), ``mask_pair_bytes`` (measured while
+    (FlexAttention's mask made), ``mask_pair_bytes`` (measured while
     that is made, for each pair of positions), ``overhead`` (what of the device no tensor can have), ``known``
-    (the measured peak over the predicted one), ``end_s`` (how long a pass at the end would take), and
-    ``gib_16`` ...: the end by fit on a device of so much.
+    (the measured peak over the predicted one), and ``gib_24`` ...: the end by fit on a device of so much.
     """
     rows = []
     runs = cells[cells["find_end"].astype(bool)].groupby("run_id") if "available_bytes" in cells else ()
@@ -92,16 +90,13 @@ def end_of(name: str, peaks: pd.DataFrame, probes: pd.DataFrame, known: pd.DataF
     device, available = first["device_bytes"], first["available_bytes"]
     # Probes that fit are measured too: the fit is from the timed cells alone, as a prediction has to be.
     fitted, coded = by_fit(peaks), by_code(name, known, first)
-    fitted_end = end(fitted, available)
     predicted_peak = np.polynomial.Polynomial(coded[0])(last["sequence"]) if coded else float("nan")
     row = {"study": "attention", "run_id": first["run_id"], "precision": first["precision"],
            "d_model": first["d_model"], "implementation": name, "device_bytes": device,
-           "overhead": device - available, "by_code": end(coded, available), "by_fit": fitted_end,
+           "overhead": device - available, "by_code": end(coded, available), "by_fit": end(fitted, available),
            "corrected": name in CORRECTED and len(coded) > 0,
-           "pass_by_fit": longest_fitting(fitted[0], available),
            "mask_pair_bytes": fitted[1][2] if len(fitted) > 1 else float("nan"),
-           "known": last["peak_bytes"] / predicted_peak,
-           "end_s": last["pass_median_ms"] / 1e3 * (fitted_end / last["sequence"]) ** 2}
+           "known": last["peak_bytes"] / predicted_peak}
     for suffix, (part, expandable) in SEARCHES.items():
         row |= searched(suffix, part, expandable, probes, last["sequence"])
     return row | {f"gib_{card}": end(fitted, card_bytes(card, device) - (device - available))
@@ -193,9 +188,8 @@ def mask_making(table: pd.DataFrame) -> dict | None:
     if flex.empty:
         return None
     spans = {column: {"low": flex[column].min(), "high": flex[column].max()}
-             for column in ("fits_mask", "fails_mask", "by_code", "fits", "pass_by_fit")}
-    # The mask and its padded copy are followed, a byte a pair each.
-    return spans | {"pair_bytes": flex["mask_pair_bytes"], "code_pair_bytes": MASK_INSIDE_BYTES + 2}
+             for column in ("fits_mask", "fails_mask")}
+    return spans | {"pair_bytes": flex["mask_pair_bytes"]}
 
 
 def unreached(table: pd.DataFrame) -> dict | None:
@@ -203,8 +197,7 @@ def unreached(table: pd.DataFrame) -> dict | None:
     rows = table[table["fails"].isna() & table["fails_mask"].isna()]
     if rows.empty:
         return None
-    return {"implementations": list(dict.fromkeys(rows["implementation"])), "fits": rows["fits"],
-            "end_minutes": rows["end_s"] / 60}
+    return {"implementations": list(dict.fromkeys(rows["implementation"])), "fits": rows["fits"]}
 
 
 def smallest_failing(accounting: pd.DataFrame) -> pd.DataFrame:
@@ -216,40 +209,17 @@ def smallest_failing(accounting: pd.DataFrame) -> pd.DataFrame:
                       & (accounting["implementation"] == smallest["implementation"])]
 
 
-def first_failing(accounting: pd.DataFrame, cells: pd.DataFrame, ends: pd.DataFrame) -> dict | None:
-    """The shortest sequence that failed: what its tensors need, what was to be had, the largest of them, and
-    what the allocator ``said`` (``cut``: without its last words) and held ``idle``, in no tensor."""
+def first_failing(accounting: pd.DataFrame, cells: pd.DataFrame) -> dict | None:
+    """The shortest sequence that failed: what its tensors need, what was to be had, the largest of them."""
     tensors = smallest_failing(accounting)
     if tensors.empty:
         return None
     first = tensors.iloc[0]
-    probe = ends[(ends["run_id"] == first["run_id"]) & (ends["implementation"] == first["implementation"])
-                 & (ends["sequence"] == first["sequence"]) & ~ends["expandable"].astype(bool)]
-    reason = probe["reason"].iloc[0]
-    said, cut, _ = reason.partition(" by PyTorch but unalloc")
     available = cells.loc[cells["run_id"] == first["run_id"], "available_bytes"].iloc[0]
     total, large = tensors["bytes"].sum(), tensors["bytes"].max()
     largest = tensors[tensors["bytes"] == large]
-    held = reserved_bytes(said + cut)
     return {"implementation": first["implementation"], "precision": first["precision"],
             "sequence": first["sequence"], "total_gib": total / 2**30, "available_gib": available / 2**30,
             "large_gib": large / 2**30, "largest": len(largest),
             "largest_share": len(largest) * large / total,
-            "made_in": list(dict.fromkeys(text.split(":")[0] for text in largest["tensor"])),
-            "would_fit": total < available, "idle_gib": held / 2**30, "much_idle": held > available * NEARLY,
-            "said": said, "cut": bool(cut)}
-
-
-def written_out_end(table: pd.DataFrame) -> dict | None:
-    """The first end of written-out attention, and in its precision what holds the most (``linear``)."""
-    ends = table[(table["implementation"] == "eager") & table["fails"].notna()].sort_values("fails")
-    if ends.empty:
-        return None
-    first = ends.iloc[0]
-    same = table[table["precision"] == first["precision"]].set_index("implementation")
-    by_memory = same.loc[~same.index.isin([*QUADRATIC, "flex"]), "by_fit"].sort_values()
-    linear = {"implementation": by_memory.index[-1], "by_fit": by_memory.iloc[-1]} if len(by_memory) else None
-    return {"d": first["d_model"], "precision": first["precision"], "by_code": first["by_code"],
-            "fits": first["fits"], "fails": first["fails"], "expandable": first["fails_expandable"] > 0,
-            "fits_expandable": first["fits_expandable"], "fails_expandable": first["fails_expandable"],
-            "linear": linear}
+            "made_in": list(dict.fromkeys(text.split(":")[0] for text in largest["tensor"]))}

@@ -13,7 +13,7 @@ KEYS = [*POINT, "causal"]
 def generations(cells: pd.DataFrame) -> dict | None:
     """Runs that measured FlashAttention-4 too. ``table``: a row for each point, masked or not, with
     ``<implementation>_ms`` of forward + backward and ``<implementation>_forward`` of the ceiling;
-    ``gains``: times as fast as FlashAttention-2 at the longest sequence, of each that ran; ``refused``:
+    ``gains``: times faster than FlashAttention-2 at the longest sequence, of each that ran; ``refused``:
     torch's or the package's reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what
     each was captured to be, by its own name."""
     rows = pd.concat([timed(cells, causal=causal) for causal in (True, False)])

@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.config import SIZES, StepConfig
 from stepscope.say.formats import runs_of
-from stepscope.say.published import counts, load_published, placed, published_times
+from stepscope.say.published import load_published, published_times
 from stepscope.say.selections import pick
 from stepscope.step.flops import phase_flops
 from stepscope.studies.attention.cells import timed, waits_for_host
@@ -15,11 +15,11 @@ PASSES = ("forward", "backward")
 def grid(cells: pd.DataFrame) -> dict | None:
     """A report's grid in fp32 and its compiled attention with TF32, beside the cells here with the mask.
 
-    ``written_out`` and ``tf32`` have an entry a pass with the ``ratio`` of a pass (theirs over here), and of
-    TF32's time over fp32's, printed and here, with the ``places`` of theirs, of those points that do not wait
-    for the host here (``waiting`` do); ``table`` has a row a point.
-    Printed times are of all ``passes`` together: ``tflops_one`` would be their rate at the largest point if
-    they were of one, ``tflops_each`` is it of each, ``tflops_step`` that of the report's own training step.
+    ``written_out`` and ``tf32`` have an entry a pass with the ``ratio`` of a pass (the time here over
+    theirs), and of fp32's time over TF32's, printed and here, of those points that do not wait for the
+    host here (``waiting`` do); ``table`` has a row a point.
+    Printed times are of all ``passes`` together: ``tflops_each`` is the rate of each at the largest point,
+    ``tflops_step`` that of the report's own training step.
     ``squares``: score matrices in memory before backward, at the longest sequence and least d, printed and
     here.
     None where no point is of theirs.
@@ -34,7 +34,7 @@ def grid(cells: pd.DataFrame) -> dict | None:
         return None
     for name in PASSES:
         table[name] = table[name] / report.attention_passes
-        table[f"{name}_ratio"] = table[name] / table[f"{name}_median_ms"]
+        table[f"{name}_ratio"] = table[f"{name}_median_ms"] / table[name]
     table["waits"] = waits_for_host(table)
     compiled = tf32_beside(theirs, timed(cells, implementation="compiled"))
     of_device, longest = table[~table["waits"]], table[table["sequence"] == table["sequence"].max()]
@@ -48,33 +48,30 @@ def grid(cells: pd.DataFrame) -> dict | None:
                             for name in PASSES if of_device[f"{name}_ratio"].notna().any()],
             "tf32": [{"phase": name, **saved} for name, saved in compiled.items()],
             "d": narrow.d_model, "sequence": narrow.sequence, "tflops_each": each,
-            "tflops_one": each / report.attention_passes, "tflops_step": step_tflops(report.name),
+            "tflops_step": step_tflops(report.name),
             "squares": narrow.mib * 2**20 / square_bytes, "squares_here": narrow.in_use_bytes / square_bytes,
             "table": table, "runs": runs_of(eager)}
 
 
 def of_ratios(ratios: pd.Series) -> dict:
-    """The median and the ends of some ratios, and how many are in each place."""
-    return {"ratio": ratios, "median": ratios.median(),
-            "places": counts(placed(pd.DataFrame({"theirs": ratios, "low": 1.0, "high": 1.0})))}
+    return {"ratio": ratios, "median": ratios.median()}
 
 
 def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]:
-    """By pass: TF32's time over fp32's as printed (``theirs``) and here (``here``), at points that do not
+    """By pass: fp32's time over TF32's as printed (``theirs``) and here (``here``), at points that do not
     wait for the host here; ``table`` has a row a point that both have. Empty without any."""
     fp32, tf32 = (pick(compiled, precision=precision) for precision in ("fp32", "tf32"))
     here = fp32.merge(tf32, on=POINT, suffixes=("", "_tf32"))
     both = theirs.merge(here, on=POINT, suffixes=("", "_here"))
     found = {}
     for name in PASSES if len(both) else ():
-        rows = both[POINT].assign(theirs=both[f"tf32_{name}"] / both[f"compiled_{name}"],
-                                  here=both[f"{name}_median_ms_tf32"] / both[f"{name}_median_ms"])
-        rows = placed(rows.assign(low=rows["here"], high=rows["here"]))
-        own = rows[~(waits_for_host(both) | waits_for_host(both, "_tf32"))]
+        rows = both[POINT].assign(theirs=both[f"compiled_{name}"] / both[f"tf32_{name}"],
+                                  here=both[f"{name}_median_ms"] / both[f"{name}_median_ms_tf32"],
+                                  waits=waits_for_host(both) | waits_for_host(both, "_tf32"))
+        own = rows[~rows["waits"]]
         if len(own):
-            found[name] = {"points": len(own), "theirs": own["theirs"], "median": own["theirs"].median(),
-                           "here": own["here"], "median_here": own["here"].median(), "places": counts(own),
-                           "table": rows}
+            found[name] = {"points": len(own), "median": own["theirs"].median(),
+                           "median_here": own["here"].median(), "table": rows}
     return found
 
 

@@ -8,12 +8,14 @@ from stepscope.studies.attention.cells import POINT, head, is_cpu, timed, waits_
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.names import NAMES
 
+WIDE = 0.02  # of a median: an interval that reaches no further says nothing
+
 
 def how_long(cells: pd.DataFrame) -> dict | None:
     """Times and memory of causal passes, by precision at ``d`` and the longest ``sequence``, and over all.
 
-    ``fastest`` and ``slower`` are None where nothing stands beside written-out attention or nothing is
-    slower; ``fewer`` is of cells that were timed fewer times than asked.
+    ``tops`` are the fastest at that point; ``fastest`` and ``slower`` are None where nothing stands beside
+    written-out attention or nothing is slower; ``fewer`` is of cells that were timed fewer times than asked.
     """
     rows = timed(cells)
     if rows.empty:
@@ -21,13 +23,13 @@ def how_long(cells: pd.DataFrame) -> dict | None:
     d = head(rows)
     sequence = rows.loc[rows["d_model"] == d, "sequence"].max()
     at = cells[cells["causal"] & (cells["d_model"] == d) & (cells["sequence"] == sequence)]
-    shown = precisions(rows[rows["d_model"] == d])
     best = fastest(rows)
     return {"names": NAMES, "grid": grid(rows), "shortest": rows["sequence"].min(),
             "longest": rows["sequence"].max(), "d": d, "sequence": sequence,
-            "times": [{"precision": p, "cells": ranked(timed(at), p, "pass_median_ms")} for p in shown],
-            "in_use": [{"precision": p, "cells": ranked(timed(at), p, "in_use_bytes")} for p in shown[:1]],
-            "fastest": gains(best, d, sequence), "slower": slower(rows),
+            "times": [{"precision": p, "cells": ranked(timed(at), p)}
+                      for p in precisions(rows[rows["d_model"] == d])],
+            "tops": tops(best, d, sequence), "fastest": gains(best), "slower": slower(rows),
+            "wide_share": WIDE,
             "most_passes": int(rows["timed_steps"].max()), "on_cpu": is_cpu(cells),
             "fewer": fewer_passes(rows), "neighbours": beside(rows), "unsteady": unsteady(rows), "best": best,
             "written_out": by_precision(cells[(cells["implementation"] == "eager") & cells["causal"]]),
@@ -44,11 +46,10 @@ def grid(rows: pd.DataFrame) -> list[dict]:
     return [{"heads": list(heads), "precisions": shown} for heads, shown in found.items()]
 
 
-def ranked(at: pd.DataFrame, precision: str, by: str) -> list[dict]:
-    """Implementations of one point and precision, the least first: ``ms`` of a pass, ``mib`` in use."""
-    rows = at[at["precision"] == precision].sort_values(by)
-    return [{"implementation": row.implementation, "ms": row.pass_median_ms, "mib": row.in_use_bytes / 2**20}
-            for row in rows.itertuples()]
+def ranked(at: pd.DataFrame, precision: str) -> list[dict]:
+    """Implementations of one point and precision, the fastest first, with ``ms`` of a pass."""
+    rows = at[at["precision"] == precision].sort_values("pass_median_ms")
+    return [{"implementation": row.implementation, "ms": row.pass_median_ms} for row in rows.itertuples()]
 
 
 def by_precision(rows: pd.DataFrame) -> pd.DataFrame:
@@ -60,50 +61,57 @@ def by_precision(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values([*POINT, "implementation"], key=ranked)
 
 
-def against_eager(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with ``eager_ms``, ``speedup`` and the interval of the written-out attention of the same
-    precision, d and sequence."""
+def against_eager(rows: pd.DataFrame, among: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Rows with ``eager_ms``, ``speedup``, ``eager_waits`` (for the host) and the interval of the written-out
+    attention of the same precision, d and sequence (found ``among`` others, default the rows themselves)."""
+    among = rows if among is None else among
+    among = among.assign(eager_waits=waits_for_host(among))
     parts = {"median": "eager_ms", "ci_low": "eager_low_ms", "ci_high": "eager_high_ms"}
     columns = {f"pass_{part}_ms": name for part, name in parts.items()}
-    eager = rows[rows["implementation"] == "eager"].set_index(POINT)[list(columns)]
+    eager = among[among["implementation"] == "eager"].set_index(POINT)[[*columns, "eager_waits"]]
     both = rows.join(eager.rename(columns=columns), on=POINT, how="inner")
     return both.assign(speedup=both["eager_ms"] / both["pass_median_ms"])
 
 
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against
-    it; ``sure``: whether the second fastest's interval is apart."""
+    it; ``sure``: whether the second fastest's interval is apart; ``waits``: it or the written-out one
+    waits for the host."""
     of_point = against_eager(rows).sort_values("pass_median_ms").groupby(POINT, sort=False)
     best, second = of_point.nth(0).set_index(POINT), of_point.nth(1).set_index(POINT)
     sure = second["pass_ci_low_ms"].reindex(best.index) > best["pass_ci_high_ms"]
-    return best.assign(sure=sure).reset_index().sort_values(POINT, ignore_index=True)
+    best = best.assign(sure=sure, waits=waits_for_host(best) | best["eager_waits"])
+    return best.reset_index().sort_values(POINT, ignore_index=True)
 
 
-def gains(best: pd.DataFrame, d: int, sequence: int) -> dict | None:
-    """What the fastest implementations gain over written out: at one point (``top``, its precision with the
-    most), and over all points."""
-    if best.empty:
+def tops(best: pd.DataFrame, d: int, sequence: int) -> list[dict]:
+    """The fastest of each precision at one point: ``gains`` unless it is the written-out attention itself."""
+    at = by_precision(best[(best["d_model"] == d) & (best["sequence"] == sequence)]) if len(best) else best
+    return [{"implementation": row.implementation, "precision": row.precision, "ms": row.pass_median_ms,
+             "speedup": row.speedup, "gains": row.implementation != "eager"} for row in at.itertuples()]
+
+
+def gains(best: pd.DataFrame) -> dict | None:
+    """What the fastest implementations gain over written out, of points where neither waits for the
+    host; ``untold``: how many of them the second fastest's interval overlaps."""
+    own = best[~best["waits"]] if len(best) else best
+    if own.empty:
         return None
-    at = best[(best["d_model"] == d) & (best["sequence"] == sequence)].sort_values("speedup", ascending=False)
-    top = None
-    if len(at):
-        first = at.iloc[0]
-        top = {"implementation": first.implementation, "precision": first.precision,
-               "ms": first.pass_median_ms, "eager_ms": first.eager_ms, "speedup": first.speedup}
-    return {"top": top, "points": len(best), "speedups": best["speedup"],
+    return {"points": len(own), "speedups": own["speedup"], "untold": int((~own["sure"]).sum()),
             "wins": [{"implementation": name, "points": points}
-                     for name, points in best["implementation"].value_counts().items()]}
+                     for name, points in own["implementation"].value_counts().items()]}
 
 
 def slower(rows: pd.DataFrame) -> dict | None:
-    """Cells that are slower than written out by more than both intervals allow."""
-    both = against_eager(rows)
+    """Cells that are slower than written out by more than both intervals allow, of those that do not wait
+    for the host."""
+    both = against_eager(rows[~waits_for_host(rows)], rows)
     losers = both[both["pass_ci_low_ms"] > both["eager_high_ms"]]
     if losers.empty:
         return None
     by_name = losers.groupby(["implementation", "precision"], sort=False).size().sort_values(ascending=False)
     worst = losers.loc[losers["speedup"].idxmin()]
-    return {"cells": len(losers), "of": int((rows["implementation"] != "eager").sum()),
+    return {"cells": len(losers), "of": int((both["implementation"] != "eager").sum()),
             "by_name": [{"implementation": name, "precision": precision, "cells": found}
                         for (name, precision), found in by_name.items()],
             "worst": {"implementation": worst.implementation, "precision": worst.precision,
@@ -112,17 +120,9 @@ def slower(rows: pd.DataFrame) -> dict | None:
 
 
 def fewer_passes(rows: pd.DataFrame) -> dict | None:
-    """Cells with fewer passes than asked for; ``widest``: how far their intervals reach, of the median."""
+    """Cells with fewer passes than asked for, and the ``least``."""
     fewer = rows[rows["passes"] < rows["timed_steps"]]
-    if fewer.empty:
-        return None
-    median = fewer["pass_median_ms"]
-    above, below = fewer["pass_ci_high_ms"] - median, median - fewer["pass_ci_low_ms"]
-    reach_ms = above.where(above > below, below)
-    return {"cells": len(fewer), "of": len(rows), "least": int(fewer["passes"].min()),
-            "most": int(fewer["passes"].max()), "cell_s": rows["cell_seconds"],
-            "least_passes": int(rows["least_passes"].max()),
-            "longest_s": (fewer["passes"] * median).max() / 1e3, "widest": reach_ms.div(median).max()}
+    return None if fewer.empty else {"cells": len(fewer), "least": int(fewer["passes"].min())}
 
 
 def unsteady(rows: pd.DataFrame) -> dict:
@@ -135,13 +135,14 @@ def unsteady(rows: pd.DataFrame) -> dict:
 
 def beside_compiled(rows: pd.DataFrame) -> pd.DataFrame:
     """Eager and compiled (``_compiled``) in the first precision that was measured, a row for each d and
-    sequence, with how many times as fast each phase is (``_ratio``) and whether the intervals overlap
-    (``_overlaps``)."""
+    sequence, with how many times faster each phase is (``_ratio``) and whether the intervals overlap
+    (``_overlaps``); ``waits``: one of both waits for the host."""
     rows = rows[rows["precision"] == precisions(rows)[0]]
     eager, compiled = (rows[rows["implementation"] == name] for name in ("eager", "compiled"))
     both = eager.merge(compiled, on=["d_model", "sequence"], suffixes=("", "_compiled"))
     for phase in ("forward", "backward"):
         both[f"{phase}_overlaps"] = ((both[f"{phase}_ci_low_ms"] <= both[f"{phase}_ci_high_ms_compiled"])
                                      & (both[f"{phase}_ci_low_ms_compiled"] <= both[f"{phase}_ci_high_ms"]))
+        both["waits"] = waits_for_host(both) | waits_for_host(both, "_compiled")
         both[f"{phase}_ratio"] = both[f"{phase}_median_ms"] / both[f"{phase}_median_ms_compiled"]
     return both.sort_values(["d_model", "sequence"])

@@ -86,7 +86,7 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
 
 
 def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
-    """How many times as fast as written-out attention, over d and sequence: a row of panels a precision, a
+    """How many times faster than written-out attention, over d and sequence: a row of panels a precision, a
     panel an implementation."""
     rows = timed(cells)
     if rows.empty:
@@ -108,11 +108,11 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
             here = both[(both["precision"] == precision) & (both["implementation"] == name)]
             image = _heat(axis, here, heads, sorted(both["sequence"].unique()), limit)
         line[0].set_ylabel(f"{precision}\nd", fontsize=10)
-    figure.colorbar(image, ax=axes, label="times as fast", shrink=0.6, format=PLAIN)
+    figure.colorbar(image, ax=axes, label="x faster", shrink=0.6, format=PLAIN)
     figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"),
                      fontsize=10)
     best = both.loc[both["speedup"].idxmax()]
-    figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x as fast as written out"
+    figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x faster than written out"
                     f" ({best['precision']})\n(forward + backward, causal, {where})", x=0.01, ha="left",
                     fontweight="bold")
     return figure

@@ -5,15 +5,16 @@ import textwrap
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.say.formats import number, percent, percent_change, positions, span, to, with_error
+from stepscope.say.formats import count, faster, number, percent, positions, span, to
 from stepscope.say.selections import precisions
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import SMALL_SHARE
 from stepscope.studies.attention.facts_ends import CARDS_GIB
+from stepscope.studies.attention.facts_time import WIDE
 from stepscope.studies.attention.names import NAMES
 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong", "none": "–"}
-NO_CHANGE = {"host": "not told (host)", "noise": "none", "processes": "not told (processes)"}
+NO_CHANGE = {"host": "waits for the host", "noise": "as fast", "processes": "within two processes"}
 FEW_SQUARES = 0.05  # below it no digit is shown
 
 
@@ -49,10 +50,12 @@ def at_one_point(facts: dict) -> pd.DataFrame:
 
 
 def long(facts: dict) -> pd.DataFrame:
-    """Precision, d and implementation down."""
+    """Precision and implementation down, with d where there are several."""
     rows = facts["cells"]
-    return measured(rows, {"precision": rows["precision"], "d": rows["d_model"],
-                           "implementation": rows["implementation"].map(NAMES)})
+    heads = {"d": rows["d_model"]} if len(facts["heads"]) > 1 else {}
+    passes = ["–" if math.isnan(passes) else f"{passes:.0f}" for passes in rows["passes"]]
+    return measured(rows, {"precision": rows["precision"], **heads,
+                           "implementation": rows["implementation"].map(NAMES)}).assign(passes=passes)
 
 
 def written_out(facts: dict) -> pd.DataFrame:
@@ -63,16 +66,21 @@ def written_out(facts: dict) -> pd.DataFrame:
 
 
 def measured(rows: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
-    """Columns, and what was measured: times or how it ended, memory in use and at the peak, passes."""
+    """Columns, and what was measured: times or how it ended, memory in use and at the peak."""
     def cells(phase: str) -> list[str]:
         columns = ["status", *(f"{phase}_{part}_ms" for part in ("median", "ci_low", "ci_high"))]
-        return [STATUS_WORDS.get(status) or f"{number(median)} [{number(low)}, {number(high)}]"
+        return [STATUS_WORDS.get(status) or interval(median, low, high)
                 for status, median, low, high in rows[columns].itertuples(index=False)]
     table = pd.DataFrame(columns | {
         "forward": cells("forward"), "in use before backward": mib(rows, "in_use_bytes"),
-        "backward": cells("backward"), "peak": mib(rows, "peak_bytes"),
-        "passes": ["–" if math.isnan(passes) else f"{passes:.0f}" for passes in rows["passes"]]})
+        "backward": cells("backward"), "peak": mib(rows, "peak_bytes")})
     return table.drop(columns="peak") if (table["peak"] == "–").all() else table
+
+
+def interval(median: float, low: float, high: float) -> str:
+    """The median, with its interval where that reaches far."""
+    wide = max(high - median, median - low) > WIDE * median
+    return f"{number(median)} [{number(low)}, {number(high)}]" if wide else number(median)
 
 
 def mib(rows: pd.DataFrame, column: str) -> list[str]:
@@ -80,18 +88,17 @@ def mib(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def compiled(facts: dict) -> pd.DataFrame | None:
-    """The handout's other table, eager and compiled beside each other; None where there are not both."""
+    """The handout's other table, compiled, against eager; None where there are not both."""
     both = facts["compiled"]
     if both.empty:
         return None
     table = both[["d_model", "sequence"]].rename(columns={"d_model": "d"})
     for phase in ("forward", "backward"):
-        table[f"{phase}, eager"] = both[f"{phase}_median_ms"].map(number)
         table[f"{phase}, compiled"] = both[f"{phase}_median_ms_compiled"].map(number)
-        table[f"{phase}, times as fast"] = [number(ratio) + (" *" if overlaps else "") for ratio, overlaps in
-                                            zip(both[f"{phase}_ratio"], both[f"{phase}_overlaps"])]
-    return table.assign(**{"in use, eager": mib(both, "in_use_bytes"),
-                           "in use, compiled": mib(both, "in_use_bytes_compiled")})
+        table[f"{phase}, against written out"] = [
+            faster(ratio) + (" *" if overlaps else "") + (" †" if waits else "") for ratio, overlaps, waits
+            in zip(both[f"{phase}_ratio"], both[f"{phase}_overlaps"], both["waits"])]
+    return table.assign(**{"in use, compiled": mib(both, "in_use_bytes_compiled")})
 
 
 def best(facts: dict) -> pd.DataFrame | None:
@@ -100,8 +107,8 @@ def best(facts: dict) -> pd.DataFrame | None:
     if rows.empty:
         return None
     def cell(row) -> str:
-        mark = "" if row.sure else " *"
-        return f"{NAMES[row.implementation]} {number(row.pass_median_ms)} ({number(row.speedup, 2)}){mark}"
+        mark = ("" if row.sure else " *") + (" †" if row.waits else "")
+        return f"{NAMES[row.implementation]} {number(row.pass_median_ms)} ({number(row.speedup, 2)}x){mark}"
     cells = rows.assign(cell=[cell(row) for row in rows.itertuples()])
     table = cells.pivot(index=["d_model", "sequence"], columns="precision", values="cell").fillna("–")
     return table[precisions(rows)].rename_axis(["d", "sequence"]).reset_index()
@@ -148,26 +155,22 @@ def compilations(facts: dict) -> pd.DataFrame:
 
 
 def changes(facts: dict) -> pd.DataFrame | None:
-    """d and sequence down, forward and backward across: without TF32, with it, the change; None on a CPU."""
+    """d and sequence down, forward and backward across: with TF32, and against fp32; None on a CPU."""
     if facts["on_cpu"]:
         return None
     points: dict[tuple, dict] = {}
     for row in facts["changes"].sort_values(["d_model", "sequence"], kind="stable").itertuples():
-        change = f"{row.change:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
+        change = faster(1 / (1 + row.change))
         change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
         point = points.setdefault((row.d_model, row.sequence), {"d": row.d_model, "sequence": row.sequence})
-        point |= {f"{row.phase}, fp32": number(row.fp32_ms), f"{row.phase}, TF32": number(row.tf32_ms),
-                  f"Δ {row.phase}": change}
+        point |= {f"{row.phase}, TF32": number(row.tf32_ms), f"{row.phase}, against fp32": change}
     return pd.DataFrame(points.values())
 
 
 def saved(facts: dict) -> pd.DataFrame:
     """Implementations down: the exponent, and by precision what is saved at one point."""
     fits, rows = facts["fits"], facts["saved"]
-    table = pd.DataFrame({"exponent": [with_error(fit.exponent, fit.error) for fit in fits.itertuples()],
-                          "points": fits["points"].astype(str)}, index=fits.index)
-    table["between the two longest"] = pd.Series({name: span(powers, digits=4) for name,
-                                                  powers in facts["local"].items()})
+    table = pd.DataFrame({"exponent": fits["exponent"].map(number)})
     for precision, of in rows.groupby("precision", sort=False):
         of = of.set_index("implementation")
         table[f"{precision} (MiB)"] = of["mib"].map(number)
@@ -184,9 +187,9 @@ def ends(facts: dict) -> pd.DataFrame | None:
     rows = facts["table"]
     shown = pd.DataFrame({
         "precision": rows["precision"], "implementation": rows["implementation"].map(NAMES),
-        "code": [positions(end) + (" *" if corrected else "")
-                 for end, corrected in zip(rows["by_code"], rows["corrected"])],
-        "fit": rows["by_fit"].map(positions),
+        "predicted": [f"{positions(fit)} †" if math.isnan(code) else positions(code)
+                      + (" *" if corrected else "") for code, fit, corrected
+                      in zip(rows["by_code"], rows["by_fit"], rows["corrected"])],
         "measured": fits_and_fails(rows["fits"], rows["fails_mask"].fillna(rows["fails"])),
         "expandable": fits_and_fails(rows["fits_expandable"], rows["fails_expandable"])}
         | {f"{card} GB": rows[f"gib_{card}"].map(positions) for card in CARDS_GIB})
@@ -200,31 +203,38 @@ def fits_and_fails(fits: pd.Series, fails: pd.Series) -> list[str]:
 
 
 def account(facts: dict) -> pd.DataFrame | None:
-    """Every tensor of the shortest sequence that failed, and their sum; None where none failed."""
+    """The tensors of the shortest sequence that failed that make 1% of it or more, the others together, and
+    the sum; None where none failed."""
     if not facts["searched"] or facts["account"].empty:
         return None
     rows = facts["account"]
     first = rows.iloc[0]
     whole = f"all, {NAMES[first['implementation']]}, {first['precision']}, sequence {first['sequence']}"
-    shown = [*zip(rows["tensor"], rows["shape"], rows["bytes"]), (whole, "", rows["bytes"].sum())]
-    return pd.DataFrame([{"tensor": tensor, "shape": shape, "bytes": f"{size:,}", "GiB": number(size / 2**30)}
+    large = rows["bytes"] >= 0.01 * rows["bytes"].sum()
+    big, small = rows[large], rows.loc[~large, "bytes"]
+    shown = [*zip(big["tensor"], big["shape"], big["bytes"]),
+             *([(f"{count(len(small), 'smaller tensor')}", "", small.sum())] if len(small) else []),
+             (whole, "", rows["bytes"].sum())]
+    return pd.DataFrame([{"tensor": tensor, "shape": shape, "GiB": number(size / 2**30)}
                          for tensor, shape, size in shown])
 
 
 def published_ratios(facts: dict) -> pd.DataFrame:
-    """d down, sequences across: forward's ratio, then backward's where it was printed."""
+    """d down, sequences across: forward's ratio, then backward's where it was printed; a dash where a pass
+    waits for the host here."""
     table = facts["table"]
     return _grid(table.assign(cell=[
-        number(row.forward_ratio) + (f", {number(row.backward_ratio)}" if row.backward_ratio > 0 else "")
+        "–" if row.waits else ", ".join(number(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
+                                        if ratio > 0)
         for row in table.itertuples()]))
 
 
 def published_tf32(facts: dict) -> pd.DataFrame | None:
-    """d down, sequences across: TF32's change of forward's time as printed, and here in brackets."""
+    """d down, sequences across: fp32's time over TF32's of forward as printed, and here in brackets."""
     if not facts["tf32"]:
         return None
     table = facts["tf32"][0]["table"]
-    return _grid(table.assign(cell=[f"{percent_change(row.theirs - 1)} ({percent_change(row.here - 1)})"
+    return _grid(table.assign(cell=["–" if row.waits else f"{number(row.theirs)} ({number(row.here)})"
                                     for row in table.itertuples()]))
 
 

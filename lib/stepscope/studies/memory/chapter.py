@@ -28,7 +28,7 @@ CHAPTER = Chapter(
                  (LEVELS, "memory.predicted", "memory.foretold"),
                  printed={"checked": printed.checked, "by_category": printed.by_category,
                           "fits": printed.fits}),
-        Question("memory-residual", facts.residual, (RUNS,), printed={"by_context": printed.residual}),
+        Question("memory-residual", facts.residual, (RUNS,)),
         Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS,),
                  printed={"largest": printed.largest}),
         Question("memory-block", facts.block, (SAVED, RUNS), (ALLOCATIONS,),

@@ -109,7 +109,7 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
                    for step in (peaks["step"].min(), peaks["step"].max()))
     heights = last["allocated_mib"]
     by_height = heights.drop("loss", errors="ignore").sort_values()  # the loss' peak is backward's first
-    top, first_top = (step.reset_index().loc[step["allocated_mib"].argmax()] for step in (last, first))
+    top = last.reset_index().loc[last["allocated_mib"].argmax()]
     ends = last_step(rows[rows["moment"] == "end"]).set_index(["phase", "category"])["bytes"]
     alone, snapshot = reference(runs, "forward"), with_snapshot(runs)
     shown = pd.DataFrame([row for row in (run, alone, snapshot) if row is not None])
@@ -117,7 +117,6 @@ def timeline(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
             "told_apart": bool((by_height.diff().dropna() / by_height.iloc[-1] > NEARLY).all()),
             "top": place(top), "top_gib": top["allocated_mib"] * MIB / GIB,
             "top_asked_gib": last["requested_mib"].max() * MIB / GIB,
-            "first_top": place(first_top), "first_top_gib": first_top["allocated_mib"] * MIB / GIB,
             "state_gib": ends["forward", "optimizer state"] / GIB,
             "first_forward_lower_gib": (heights["forward"] - first["allocated_mib"]["forward"]) * MIB / GIB,
             "forward": None if alone is None else forward_alone(alone, levels),
@@ -173,30 +172,25 @@ def full_step(ok: pd.DataFrame, phase_of: pd.Series) -> dict | None:
     """How the full step's peak moves with context in fp32, and the phases (by run_id) that it is in; None for
     one context.
 
-    ``flat_up_to``: up to which context it hardly changes, ``backward_from``: from which on it is backward's,
-    ``falls``: between which contexts it falls although more is asked for; each None where that is not so.
+    ``flat_up_to``: up to which context it hardly changes, ``backward_from``: from which on it is backward's;
+    each None where that is not so.
     """
     full = ok[(ok["mode"] == "step") & (ok["precision"] == "fp32")].sort_values("context_length")
     if len(full) < 2:
         return None
     contexts, phases = full["context_length"].tolist(), phase_of[full["run_id"]].tolist()
     peaks_mib = full["steady_peak_allocated_mib"].tolist()
-    asked_mib = full["steady_peak_requested_mib"].tolist()
     flat = [context for context, peak in zip(contexts, peaks_mib) if abs(peak / peaks_mib[0] - 1) < FLAT]
-    falls = [{"from": contexts[i], "to": contexts[i + 1], "by_mib": peaks_mib[i] - peaks_mib[i + 1],
-              "asked_more_mib": asked_mib[i + 1] - asked_mib[i]} for i in range(len(full) - 1)
-             if peaks_mib[i + 1] < peaks_mib[i] and asked_mib[i + 1] > asked_mib[i]]
 
     def contexts_of(phase: str) -> list[int]:
         return [context for context, its in zip(contexts, phases) if its == phase]
 
-    return {"first_context": contexts[0], "first_mib": peaks_mib[0],
-            "last_context": contexts[-1], "last_mib": peaks_mib[-1],
+    return {"first_context": contexts[0], "first_gib": peaks_mib[0] * MIB / GIB,
+            "last_context": contexts[-1], "last_gib": peaks_mib[-1] * MIB / GIB,
             "flat_share": FLAT, "flat_up_to": flat[-1] if len(flat) > 1 else None,
             "in_optimizer": contexts_of("optimizer"),
             "backward_from": next(iter(contexts_of("backward")), None),
-            "parameters_gib": int(full["parameters_bytes"].iloc[0]) / GIB,
-            "falls": falls[0] if falls else None}
+            "parameters_gib": int(full["parameters_bytes"].iloc[0]) / GIB}
 
 
 def autocast_changes(ok: pd.DataFrame, levels: pd.DataFrame) -> list[dict]:
@@ -240,7 +234,7 @@ def copies_bytes(run: pd.Series, levels: pd.DataFrame) -> int:
 
 def residual(runs: pd.DataFrame) -> dict | None:
     """One tensor of the residual stream of the largest size whose allocations were asked for, at the usual
-    context (else the least), and ``by_context``."""
+    context (else the least)."""
     runs = runs[runs["measured"] == "history"] if (runs["measured"] == "history").any() else runs
     group = runs[runs["size"] == runs["size"].max()]
     rows = group.drop_duplicates("context_length").sort_values("context_length")
@@ -249,8 +243,7 @@ def residual(runs: pd.DataFrame) -> dict | None:
     one = (usual if len(usual) else rows).iloc[0]
     return {"size": str(one["size"]), "batch": one["batch_size"], "context": one["context_length"],
             "d_model": one["d_model"], "bytes": one["bytes"], "mib": one["bytes"] / MIB,
-            "by_context": pd.DataFrame({"context": rows["context_length"], "mib": rows["bytes"] / MIB}),
-            "runs": runs_of(rows)}
+            "runs": runs_of(one.to_frame().T)}
 
 
 def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
@@ -328,7 +321,9 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | N
     recorded = None
     if allocations is not None and len(allocations):
         recorded = gradients_in_backward(allocations[allocations["run_id"] == run_id], config)
-    by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])]
+    # SDPA saves no squares: runs of another attention are another table.
+    by_run = runs[runs["run_id"].isin(measured) & (runs["size"] == run["size"])
+                  & (runs["attention"] == run["attention"])]
     by_run = by_run.drop_duplicates(["precision", "context_length"]).sort_values(
         ["precision", "context_length"], ascending=[False, True])
     return {"run": shape_of(run), "saved_mib": saved_bytes / MIB, "tensors": len(rows),
@@ -339,11 +334,11 @@ def block(saved: pd.DataFrame, runs: pd.DataFrame, allocations: pd.DataFrame | N
             "gradients_as_expected": gradient_bytes == value(BLOCK_GRADIENTS, config),
             "in_backward": recorded,
             "saves_more": saved_bytes > gradient_bytes, "ratio": saved_bytes / gradient_bytes,
+            "gradients_of_all_mib": (by_run["block_gradient_bytes"] / MIB).tolist(),
             "by_run": None if len(by_run) < 2 else pd.DataFrame({
                 "precision": by_run["precision"], "context": by_run["context_length"],
                 "saved_mib": by_run["block_saved_bytes"] / MIB,
-                "copies_mib": by_run["block_copies_bytes"] / MIB,
-                "gradients_mib": by_run["block_gradient_bytes"] / MIB}),
+                "copies_mib": by_run["block_copies_bytes"] / MIB}),
             "runs": runs_of(run.to_frame().T)}
 
 

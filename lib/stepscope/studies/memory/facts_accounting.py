@@ -6,7 +6,6 @@ from stepscope.config import StepConfig, needs_edition
 from stepscope.say.formats import runs_of
 from stepscope.step.accounting import ALLOWANCE, CATEGORIES, FORMULAS, MIB, peak, what_fits
 from stepscope.studies.memory.facts import (
-    ROUNDING,
     USUAL,
     config_of,
     histories,
@@ -41,8 +40,7 @@ def checked(ok: pd.DataFrame) -> dict:
     allocated_mib, asked_mib = ok["steady_peak_allocated_mib"], ok["steady_peak_requested_mib"]
     table = ok.assign(off_share=ok["predicted_mib"] / allocated_mib - 1,
                       asked_off_bytes=[one.bytes - asked * MIB for one, asked in zip(peaks, asked_mib)],
-                      rounding_mib=allocated_mib - asked_mib,
-                      predicted_rounding_mib=[one.categories[ROUNDING] / MIB for one in peaks])
+                      rounding_mib=allocated_mib - asked_mib)
     furthest = table.loc[table["off_share"].abs().idxmax()]
     foretold_mib = table.get("predicted_peak_mib", table["predicted_mib"])
     return {"peaks": len(table), "within_share": WITHIN,

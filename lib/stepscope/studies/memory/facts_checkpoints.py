@@ -51,7 +51,8 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
                other: str) -> dict | None:
     """Block sizes of one level at the longest context of the largest size, apart from the run ``other``; None
     without a GPU's peaks. ``cases``, a mode and precision each: ``least`` and ``quickest`` setting with
-    checkpoints (``same``: one is both), whether a step without them fits, and what the next larger takes
+    checkpoints (``same``: the first is as quick, within :data:`SAME_TIME`), whether a step
+    without them fits, and what the next larger takes
     more."""
     rows = settings(checkpoints, runs[runs["run_id"] != other], samples, "checkpointing")
     if rows.empty or rows["peak_mib"].isna().all():
@@ -89,7 +90,8 @@ def case(mode: str, precision: str, rows: pd.DataFrame) -> dict | None:
     return {"mode": mode, "precision": precision, "least": int(least["blocks"]),
             "every_block": bool(least["blocks"] == 1), "peak_gib": least["peak_mib"] * MIB / GIB,
             "ms": least["time_ms"], "quickest": None if quickest is None else int(quickest["blocks"]),
-            "same": quickest is not None and bool(quickest["blocks"] == least["blocks"]),
+            "same": quickest is not None
+            and bool(least["time_ms"] <= quickest["time_ms"] * (1 + SAME_TIME)),
             "none_tried": len(none) > 0, "none_fits": bool((none["status"] == "ok").any()),
             "none_predicted_gib": none["predicted_mib"].iloc[0] * MIB / GIB if len(none) else None,
             "beside": beside}
@@ -144,8 +146,7 @@ def way(key: tuple, rows: pd.DataFrame) -> dict:
 def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Arrangements of the largest run that measured them: ``blocks``, ``arrangement``, ``status``,
     ``block_runs``, ``kept_mib`` (expected), ``beyond_mib`` (measured: peak less the state before the step;
-    missing without a GPU, and where it is less than is kept), ``rest_mib`` (of it, what is not kept) and
-    ``time_ms``."""
+    missing without a GPU, and where it is less than is kept) and ``time_ms``."""
     run_id = runs.loc[runs["run_id"].isin(stacks["run_id"]), "run_id"].iloc[-1]
     rows = stacks[stacks["run_id"] == run_id].reset_index(drop=True)
     times = step_times(samples, ["run_id", "blocks", "arrangement"])
@@ -153,7 +154,7 @@ def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFra
               else pd.Series(float("nan"), rows.index)).where(rows["status"] == "ok")
     kept = rows["expected_kept_bytes"] / MIB
     beyond = beyond.where(beyond >= kept)  # else something of the state was freed during the step
-    return rows.assign(study="memory", kept_mib=kept, beyond_mib=beyond, rest_mib=beyond - kept,
+    return rows.assign(study="memory", kept_mib=kept, beyond_mib=beyond,
                        time_ms=[times.get((run_id, row.blocks, row.arrangement), float("nan"))
                                 for row in rows.itertuples()])
 
@@ -161,8 +162,8 @@ def stacked_blocks(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFra
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     """Arrangements of checkpoints against the number of blocks. ``most``: the largest number of blocks of
     which all fit, ``at_most`` its arrangements by what they take, the least first, with ``times``, how much
-    longer than without checkpoints; ``rest``: by arrangement the least and most MiB beyond what is kept;
-    ``growth``: how many times as much the most takes as the fewest, beside how many times as many blocks."""
+    longer than without checkpoints; ``growth``: how many times as much the most takes as the fewest, beside
+    how many times as many blocks."""
     rows = stacked_blocks(stacks, runs, samples)
     run = runs.set_index("run_id").loc[rows["run_id"].iloc[0]]
     config = config_of(run)
@@ -177,7 +178,6 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
     base = at_most["time_ms"].get("none", float("nan"))
     at_most = at_most.assign(times=at_most["time_ms"] / base, growth=at_most[by] / at_fewest[by],
                              run_times=at_most["block_runs"] / most).sort_values(by, kind="stable")
-    rest = rows.dropna(subset="rest_mib").groupby("arrangement", sort=False)["rest_mib"].agg(["min", "max"])
     stream, saved = value("4X", config) / MIB, value(require_formulas(config).saved, config) / MIB
     named = at_most.reset_index().to_dict("records")
     by_name = {row["arrangement"]: row for row in named}
@@ -195,8 +195,5 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
             "start": by_name.get("from the start"),
             "root_worse": every is not None and "square root" in by_name
             and bool(by_name["square root"][by] > every[by]),
-            "rest": [{"arrangement": name, "low": row["min"], "high": row["max"]}
-                     for name, row in rest.iterrows()] if on_gpu else [],
-            "rest_mib": rest.loc[rest.index != "none"].to_numpy().ravel().tolist() if on_gpu else [],
             "out_of_memory": rows.loc[rows["status"] == "oom", ["blocks", "arrangement"]].to_dict("records"),
             "table": rows, "runs": runs_of(rows)}

@@ -7,7 +7,7 @@ from stepscope.step.accounting import MIB, peak, require_formulas, value
 from stepscope.studies.memory.facts import GIB, config_of, shape_of
 from stepscope.studies.memory.facts_checkpoints import at_longest, settings
 
-QUICKER = 0.02  # of a step: a smaller difference of times is not explained
+QUICKER = 0.02  # of a step: a smaller difference of times is not told
 UNMOVED = 0.01  # a share of reserved memory that counts as no change
 
 
@@ -48,7 +48,7 @@ def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Dat
     return {"run": shape_of(run), "layers": config.num_layers,
             "optimum": optimum, "optimum_gib": every[optimum] / GIB, "on_gpu": on_gpu,
             "measured": measured_optimum(table, fitted, optimum) if compared else None,
-            "stops_early": stops_early(fitted) if compared else None,
+            "more_quicker": more_quicker(fitted) if compared else None,
             "why": why(config), "table": table,
             "longest": (longest := at_longest(checkpoints, runs, samples, table["run_id"].iloc[0])),
             "runs": sorted({*runs_of(table), *(longest["runs"] if longest else [])})}
@@ -67,25 +67,22 @@ def measured_optimum(table: pd.DataFrame, fitted: pd.DataFrame, optimum: int) ->
                    "saved_share": 1 - best["peak_mib"] / base["peak_mib"],
                    "longer_share": best["time_ms"] / base["time_ms"] - 1}
     blocks = int(best["blocks"])
-    return {"blocks": blocks, "peak_mib": best["peak_mib"], "as_predicted": blocks == optimum,
+    return {"blocks": blocks, "peak_mib": best["peak_mib"], "peak_gib": best["peak_mib"] * MIB / GIB,
+            "as_predicted": blocks == optimum,
             "every_block": blocks == 1,
             "beside": [{"blocks": int(row["blocks"]), "peak_mib": row["peak_mib"]} for row in beside],
             "off_share": (fitted["predicted_mib"] / fitted["peak_mib"] - 1).abs().max(),
             "against_none": against}
 
 
-def stops_early(fitted: pd.DataFrame) -> dict | None:
-    """What each part more spares where more checkpoints are quicker: PyTorch stops running a part again at
-    the last tensor that backward needs of it."""
+def more_quicker(fitted: pd.DataFrame) -> dict | None:
+    """The settings with the fewest and the most blocks per checkpoint where the first, of more checkpoints,
+    is the quicker; else None."""
     few, many = fitted.iloc[-1], fitted.iloc[0]
-    most = int(fitted["blocks"].max())
-    # There are as many parts as checkpoints.
-    parts_few, parts_many = (-(-most // int(row["blocks"])) for row in (few, many))
-    spared = parts_many - parts_few
-    if spared <= 0 or many["time_ms"] > few["time_ms"] * (1 - QUICKER):
+    if len(fitted) < 2 or many["time_ms"] > few["time_ms"] * (1 - QUICKER):
         return None
     return {"many_blocks": int(many["blocks"]), "few_blocks": int(few["blocks"]), "many_ms": many["time_ms"],
-            "few_ms": few["time_ms"], "each_ms": (few["time_ms"] - many["time_ms"]) / spared}
+            "few_ms": few["time_ms"]}
 
 
 def why(config: StepConfig) -> dict:

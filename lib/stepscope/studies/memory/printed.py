@@ -4,9 +4,15 @@ import pandas as pd
 from stepscope.say.formats import MODE_WORDS, fixed, number, percent, signed_percent
 from stepscope.studies.memory.facts import place
 
+ATTENTION_WORDS = {"eager": "written out", "sdpa": "SDPA"}
 
-def mib(size_mib: float) -> str:
-    return f"{fixed(size_mib)} MiB"
+
+def gib(size_mib: float) -> str:
+    return fixed(size_mib / 1024)
+
+
+def gib2(size_mib: float) -> str:
+    return fixed(size_mib / 1024, 2)
 
 
 def where(row: pd.Series) -> str:
@@ -22,8 +28,8 @@ def where(row: pd.Series) -> str:
 def phases(facts: dict) -> pd.DataFrame:
     """A row a phase: its peak in the first and in a steady step, and where that is."""
     rows = facts["phases"]
-    return pd.DataFrame({"phase": rows["phase"], "first step": rows["first_mib"].map(mib),
-                         "steady step": rows["allocated_mib"].map(mib),
+    return pd.DataFrame({"phase": rows["phase"], "first step": rows["first_mib"].map(gib),
+                         "steady step": rows["allocated_mib"].map(gib),
                          "where the steady step's peak is": [where(row) for _, row in rows.iterrows()]})
 
 
@@ -31,8 +37,8 @@ def by_context(facts: dict) -> pd.DataFrame:
     """Contexts down, modes and precisions across."""
     runs = facts["by_context"]
     cells = runs.assign(
-        cell=[f"{fixed(run['steady_peak_allocated_mib'], 0)} / {fixed(run['steady_peak_reserved_mib'], 0)}"
-              if run["status"] == "ok" else f"out of memory (predicted {fixed(run['predicted_mib'], 0)})"
+        cell=[f"{gib(run['steady_peak_allocated_mib'])} / {gib(run['steady_peak_reserved_mib'])}"
+              if run["status"] == "ok" else f"out of memory ({gib(run['predicted_mib'])} predicted)"
               for _, run in runs.iterrows()],
         column=runs["mode"].map(MODE_WORDS) + ", " + runs["precision"])
     table = cells.pivot(index="context_length", columns="column", values="cell")
@@ -40,16 +46,21 @@ def by_context(facts: dict) -> pd.DataFrame:
 
 
 def when(facts: dict) -> pd.DataFrame | None:
-    """A row a run: its peak, where it is, and the allocation that makes it."""
+    """A row for contexts of a mode and precision that peak in one place: where that is, and the allocations
+    that make the peaks."""
     tops = facts["tops"]
     if tops is None:
         return None
-    return pd.DataFrame({
+    tops = tops.sort_values(["mode", "precision", "context_length"])
+    rows = pd.DataFrame({
         "mode": tops["mode"].map(MODE_WORDS), "precision": tops["precision"],
-        "context": tops["context_length"], "peak, MiB": tops["allocated_mib"].map(fixed),
-        "where": [where(row) for _, row in tops.iterrows()],
-        "made by an allocation of, MiB": tops["size_mib"].map(number),
-    }).sort_values(["mode", "precision", "context"])
+        "where": [where(row) for _, row in tops.iterrows()], "context": tops["context_length"].astype(str),
+        "MiB": tops["size_mib"].map(number)})
+    of_place = rows.groupby(["mode", "precision", "where"], sort=False)
+    told = of_place.agg(context=("context", ", ".join),
+                        MiB=("MiB", lambda sizes: ", ".join(dict.fromkeys(sizes))))
+    return told.reset_index()[["mode", "precision", "context", "where", "MiB"]].rename(
+        columns={"MiB": "made by an allocation of, MiB"})
 
 
 def checked(facts: dict) -> pd.DataFrame | None:
@@ -60,21 +71,19 @@ def checked(facts: dict) -> pd.DataFrame | None:
     return pd.DataFrame({
         "size": rows["size"].astype(str), "context": rows["context_length"],
         "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
-        "predicted": rows["predicted_mib"].map(fixed),
-        "measured": rows["steady_peak_allocated_mib"].map(fixed),
-        "difference": [signed_percent(share, 2) for share in rows["off_share"]],
-        "asked for: difference, bytes": [f"{off:+,.0f}" for off in rows["asked_off_bytes"]],
-        "rounding, predicted / measured": [f"{fixed(ours)} / {fixed(theirs)}" for ours, theirs in
-                                           zip(rows["predicted_rounding_mib"], rows["rounding_mib"])]})
+        "attention": rows["attention"].map(ATTENTION_WORDS), "AdamW": rows["optimizer"],
+        "predicted": rows["predicted_mib"].map(gib2), "measured": rows["steady_peak_allocated_mib"].map(gib2),
+        "difference": ["0" if abs(share) < 5e-4 else signed_percent(share, 1)
+                       for share in rows["off_share"]]})
 
 
 def by_category(facts: dict) -> pd.DataFrame | None:
     """Categories down; precisions, predicted and measured, across."""
     if facts["by_category"] is None:
         return None
-    table = facts["by_category"]["table"].map(fixed, decimals=3)
+    table = facts["by_category"]["table"].map(fixed)
     for cell in facts["by_category"]["corrected"]:
-        before = f" (corrected after measuring; before: {fixed(cell['before_mib'], 3)})"
+        before = f" (corrected after measuring; before: {fixed(cell['before_mib'])})"
         table.loc[cell["category"], (cell["precision"], "predicted")] += before
     table.columns = [", ".join(names) for names in table]
     return table.rename_axis("category").reset_index()
@@ -90,16 +99,10 @@ def fits(facts: dict) -> pd.DataFrame:
     return pd.concat([rows["mode"].map(MODE_WORDS), rows["precision"], whole], axis=1)
 
 
-def residual(facts: dict) -> pd.DataFrame:
-    """A row a context."""
-    rows = facts["by_context"]
-    return pd.DataFrame({"context": rows["context"], "MiB": rows["mib"].map(number, digits=4)})
-
-
 def largest(facts: dict) -> pd.DataFrame:
     """A row a line of the model and size."""
     rows = facts["table"]
-    return pd.DataFrame({"MiB each": rows["mib"].map(number, digits=4), "times": rows["times"].astype(str),
+    return pd.DataFrame({"MiB each": rows["mib"].map(number), "times": rows["times"].astype(str),
                          "region": rows["region"], "line": rows["line"]})
 
 
@@ -108,7 +111,7 @@ def five(facts: dict) -> pd.DataFrame:
     rows = pd.concat([facts["five"], facts["input"]]).drop_duplicates(["line", "tensor"])
     return pd.DataFrame({"region": rows["region"], "saved": rows["names"],
                          "tensors": rows["tensors"].astype(str),
-                         "MiB": rows["mib"].map(number, digits=4), "share": rows["share"].map(percent),
+                         "MiB": rows["mib"].map(number), "share": rows["share"].map(percent),
                          "line": rows["line"]})
 
 
@@ -119,8 +122,7 @@ def by_run(facts: dict) -> pd.DataFrame | None:
     rows = facts["by_run"]
     return pd.DataFrame({"precision": rows["precision"], "context": rows["context"],
                          "saved": rows["saved_mib"].map(fixed),
-                         "of it copies of weights": rows["copies_mib"].map(fixed),
-                         "gradients": rows["gradients_mib"].map(fixed)})
+                         "of it copies of weights": rows["copies_mib"].map(fixed)})
 
 
 def curve(facts: dict) -> pd.DataFrame:
@@ -128,15 +130,10 @@ def curve(facts: dict) -> pd.DataFrame:
     rows = facts["table"]
     settings = [str(blocks) if blocks else "none" for blocks in rows["blocks"]]
     table = pd.DataFrame({"blocks per checkpoint": settings,
-                          "predicted peak, MiB": rows["predicted_mib"].map(fixed)})
+                          "predicted peak, GiB": rows["predicted_mib"].map(gib)})
     if facts["on_gpu"]:
-        table["measured peak, MiB"] = ["out of memory" if status == "oom" else fixed(peak_mib)
-                                       for status, peak_mib in zip(rows["status"], rows["peak_mib"])]
+        table["measured peak, GiB"] = outcome(rows)
     return table.assign(**{"step, ms": rows["time_ms"].map(number)})
-
-
-def gib(size_mib: float) -> str:
-    return fixed(size_mib / 1024)
 
 
 def longest(facts: dict) -> pd.DataFrame | None:
@@ -204,7 +201,7 @@ def pairs(facts: dict) -> pd.DataFrame | None:
         return None
     rows = facts["pairs"]
     return pd.DataFrame({"size": rows["size"].astype(str), "context": rows["context_length"],
-                         "mode": rows["mode"].map(MODE_WORDS), "allocated": rows["allocated_mib"].map(fixed),
-                         "reserved": rows["reserved_mib"].map(fixed),
-                         "allocated, expandable": rows["allocated_mib_expandable"].map(fixed),
-                         "reserved, expandable": rows["reserved_mib_expandable"].map(fixed)})
+                         "mode": rows["mode"].map(MODE_WORDS), "allocated": rows["allocated_mib"].map(gib),
+                         "reserved": rows["reserved_mib"].map(gib),
+                         "allocated, expandable": rows["allocated_mib_expandable"].map(gib),
+                         "reserved, expandable": rows["reserved_mib_expandable"].map(gib)})

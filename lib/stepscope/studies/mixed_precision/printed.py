@@ -112,7 +112,7 @@ def causes(facts: dict) -> pd.DataFrame | None:
     phases = table["phase"].replace(WHOLE, "whole pass or step")
     return pd.DataFrame({"cause": table["cause"], "phase": phases, "precision": table["precision"],
                          "cells": table["cells"], "sizes": table["sizes"],
-                         "times as long": [span(ends) for ends in zip(table["low"], table["high"])],
+                         "x slower": [span(ends) for ends in zip(table["low"], table["high"])],
                          "longer by at most": table["lost_ms"].map(ms)})
 
 

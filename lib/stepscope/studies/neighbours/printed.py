@@ -11,7 +11,7 @@ def sweeps(facts: dict) -> pd.DataFrame:
     rows = facts["table"]
     return pd.DataFrame({"sweep": rows["condition"], "at once": rows["at_once"].astype(str),
                          "wall time (s)": rows["wall_s"].map(number),
-                         "times as fast": rows["times"].map(number),
+                         "x faster": rows["times"].map(number),
                          "mean run (s)": rows["mean_run_s"].map(number),
                          "operations that differ": rows["different"].astype(str)})
 
