@@ -150,7 +150,7 @@ def ladder_rows(rungs: pd.DataFrame, names: Mapping[str, str]) -> list[dict]:
     for row in rungs[rungs["vocab_size"] == smallest].to_dict("records"):
         def known(*columns: str, row: dict = row, factor: float = 1.0) -> float | None:
             """The first of these columns that has a number, to six digits."""
-            value = next((row[column] for column in columns if pd.notna(row[column])), None)
+            value = next((row[column] for column in columns if pd.notna(row.get(column))), None)
             return None if value is None else float(f"{value * factor:.6g}")
         rung = row["rung"]
         shown.append(vars(Rung(
