@@ -208,6 +208,8 @@ def test_the_pickers_rows_are_the_ladders_rungs():
     assert ladder_rows(pd.concat([rungs, larger], ignore_index=True), {"cuda_graphs": "<One> graph"}) == rows
     assert ladder_rows(pd.DataFrame(), {}) == [] and ladder_rows(rungs.assign(status="oom"), {}) == []
     assert ladder_rows(rungs.assign(kind="left_out"), {}) == []
+    on_cpu = ladder_rows(rungs.drop(columns="peak_mib"), {})  # no memory is counted there
+    assert len(on_cpu) == len(rows) and all(row["peak_gib"] is None for row in on_cpu)
 
 
 def test_a_place_without_its_piece_keeps_its_words(tmp_path):
