@@ -4,6 +4,7 @@ import pytest
 
 from stepscope.report.story import attention
 from stepscope.report.story.part import tell
+from stepscope.studies.attention.cells import timed
 from stepscope.traces.families import MATMUL
 from test_attention_facts import EMPTY, gpu_cells
 
@@ -14,7 +15,8 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
 TABLES = ("nsys.operations", "nsys.operations_fused", "benchmark.ceilings", "benchmark.times", "compile.times",
-          "attention.cells", "ladder.backends", "attention.ends", "attention.predicted", "attention.accounting")
+          "attention.cells", "ladder.backends", "attention.generations",
+          "attention.ends", "attention.predicted", "attention.accounting")
 
 
 def operations(device="cuda", **columns):
@@ -107,7 +109,7 @@ def test_the_fastest_kernel_follows_the_data():
     fast = (cells["implementation"] == "cudnn") & (cells["sequence"] > 1024)
     times = [column for column in cells if column.endswith("_ms")]
     cells.loc[fast, times] /= 10
-    found = attention.which_kernel(cells, EMPTY)
+    found = attention.which_kernel(cells, EMPTY, EMPTY)
     assert (found["precision"], found["top"]["implementation"]) == ("bf16", "cudnn")
     assert found["top"]["faster"] == pytest.approx(40)
     assert found["order"].startswith("SDPBackend.CUDNN_ATTENTION, ")
@@ -116,9 +118,24 @@ def test_the_fastest_kernel_follows_the_data():
     assert "cuDNN" in attention.draw_time(cells, EMPTY, "here").get_suptitle()
     slow = cells.copy()
     slow.loc[slow["implementation"] != "eager", times] *= 1e3
-    assert not attention.which_kernel(slow, EMPTY)["fused_wins"]
+    assert not attention.which_kernel(slow, EMPTY, EMPTY)["fused_wins"]
     words = told("which-kernel", attention__cells=slow).text
     assert "faster than attention written out" not in words
+
+
+def test_flash_attention_4_stands_beside_the_fastest_of_sdpa():
+    fused = timed(gpu_cells())
+    fused = fused[fused["implementation"].isin(["flash", "cudnn", "efficient"]) & (fused["precision"] == "bf16")]
+    d, last = int(fused["d_model"].iloc[0]), fused["sequence"].max()
+    best = fused[fused["d_model"] == d].groupby("sequence")["pass_median_ms"].min()
+    factor = fused["sequence"].map(lambda sequence: 0.5 if sequence == last else 2.0)
+    own = fused.assign(implementation="fa4", pass_median_ms=fused["sequence"].map(best) * factor)
+    found = attention.newer_than_sdpa(pd.concat([fused, own.drop_duplicates("sequence")]), d, "bf16")
+    assert (found["sequence"], found["against_ms"]) == (last, best[last])
+    assert found["faster"] == pytest.approx(2)
+    assert found["behind"] == {"sequence": best.index[-2], "faster": pytest.approx(0.5)}
+    assert attention.newer_than_sdpa(fused, d, "bf16") is None
+    assert attention.newer_than_sdpa(EMPTY, d, "bf16") is None
 
 
 def test_tf32_is_said_to_help_only_where_it_does():
@@ -126,9 +143,9 @@ def test_tf32_is_said_to_help_only_where_it_does():
     cells = cells[(cells["implementation"] != "efficient") | (cells["precision"] != "tf32")]
     same = cells[(cells["implementation"] == "efficient") & (cells["precision"] == "fp32")]
     cells = pd.concat([cells, same.assign(precision="tf32")], ignore_index=True)
-    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells, EMPTY)["tf32"]}
+    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells, EMPTY, EMPTY)["tf32"]}
     assert helps == {"eager": True, "compiled": True, "efficient": False}
-    assert attention.which_kernel(cells[cells["precision"] == "bf16"], EMPTY)["tf32"] is None
+    assert attention.which_kernel(cells[cells["precision"] == "bf16"], EMPTY, EMPTY)["tf32"] is None
 
 
 def test_an_end_is_said_where_it_was_looked_for():

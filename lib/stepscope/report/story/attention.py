@@ -177,13 +177,14 @@ def _stack(axis: Axes, y: int, parts: list[tuple[str, float, str]]) -> None:
 
 # -- which kernel --------------------------------------------------------------------------------------------
 
-def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame) -> dict | None:
+def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.DataFrame) -> dict | None:
     """Causal attention by implementation at the head dimension that is spoken of, on a GPU.
 
     ``told``: at the longest sequence, in ``precision`` (bf16 where it was measured), the drawn ones' ``ms``
     and times ``faster`` than written out, the fastest (``top``) first; ``wide``: fp32's fastest; ``table``:
     the fastest at each sequence, forward alone and with backward; ``from``: see :func:`changes_of`;
-    ``order``: SDPA's kernels as ``told`` ranks them, as code; ``at_model``: see :func:`at_the_model`.
+    ``order``: SDPA's kernels as ``told`` ranks them, as code; ``at_model``: see :func:`at_the_model`;
+    ``newer``: see :func:`newer_than_sdpa`.
     """
     rows = timed(cells)
     rows = rows[rows["device"] == "cuda"] if len(rows) else rows
@@ -208,8 +209,27 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame) -> dict | None:
             "table": best, "from": changes_of(best[best["precision"] == narrow]), "tf32": of_tf32(at),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
-            "at_model": at_the_model(backends),
+            "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
             "skips": [] if masked is None else masked["skip"], "runs": runs_of(cells)}
+
+
+def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
+    """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence: both
+    ``ms`` of forward and backward, and times ``faster``, and so (below 1: slower) at the longest sequence
+    where it is ``behind``, if any; None where it did not run at this head dimension."""
+    rows = timed(generations) if len(generations) else generations
+    rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
+    if rows.empty or "fa4" not in set(rows["implementation"]):
+        return None
+    ms = rows.pivot_table(index="sequence", columns="implementation", values="pass_median_ms")
+    others = ms.drop(columns="fa4")
+    faster = (others.min(axis=1) / ms["fa4"]).dropna()
+    if faster.empty:
+        return None
+    last, behind = faster.index[-1], faster[faster < 1]
+    return {"ms": ms["fa4"][last], "sequence": int(last), "against": others.loc[last].idxmin(),
+            "against_ms": others.loc[last].min(), "faster": faster[last],
+            "behind": {"sequence": int(behind.index[-1]), "faster": behind.iloc[-1]} if len(behind) else None}
 
 
 def at_the_model(backends: pd.DataFrame) -> dict | None:
@@ -415,7 +435,7 @@ PART = Part(
     questions=(
         Question("softmax", softmax, CAPTURES, ("benchmark.times", "compile.times", "nsys.operations_fused"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
-        Question("which-kernel", which_kernel, CELLS, ("ladder.backends",),
+        Question("which-kernel", which_kernel, CELLS, ("ladder.backends", "attention.generations"),
                  printed={"winners": printed_winners}, pictures=("attention_time",)),
         Question("attention-memory", where_it_ends, CELLS,
                  ("attention.ends", "attention.predicted", "attention.accounting")),

@@ -116,7 +116,9 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
     eager = pick(compiled, status="ok", mode="step", phase=WHOLE, variant="eager", optimizer="foreach",
                  **{name: own[name] for name in (*SHAPE, "attention")})["median_ms"]
     others = ladder.climbed(rungs) if len(rungs) else rungs
-    others = pick(others, rung="cuda_graphs") if len(others) else others
+    if len(others):  # the shapes that are alike but for their size
+        others = pick(others, rung="cuda_graphs", vocab_size=others["vocab_size"].min(),
+                      context_length=others["context_length"].mode().iloc[0])
     gained = [ladder.shape_of(row) | {"gain": row["gain"], "helps": bool(row["gain"] > LITTLE)}
               for row in others.to_dict("records") if row["gain"] > 0]
     filled = ladder.filled(rungs) if len(rungs) else None

@@ -99,11 +99,13 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
     colors = [PALETTE[1] if rung == OTHER_ARITHMETIC else PALETTE[0] for rung in rows["rung"]]
     times = rows["median_ms"]
     axis.barh(range(len(rows)), times - left, left=left, color=colors, height=0.72)
-    for y, row in enumerate(rows.itertuples()):
+    # As everywhere: of times within a process, where these were taken.
+    ratios = rows["times_as_fast"].fillna(first / times)
+    for y, (row, ratio) in enumerate(zip(rows.itertuples(), ratios)):
         axis.text(
             max(row.median_ms, left) + span / 40,
             y,
-            f"{number(row.median_ms)} ms · {number(first / row.median_ms)}x"
+            f"{number(row.median_ms)} ms · {number(ratio)}x"
             f" · {_thousands(row.tokens_per_s)} tok/s",
             va="center",
             fontsize=LARGE,
