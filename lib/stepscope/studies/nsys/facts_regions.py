@@ -144,41 +144,24 @@ def by_operation(rates: pd.DataFrame, size: str, context: int) -> list[dict]:
             for name, rows in long.groupby("operation", sort=False)]
 
 
-def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
-    """Each region of forward alone against its formulas: size, context_length, region, time_ms a pass,
-    tflops, tbs, intensity.
-
-    ``tflops`` counts matrix products only and is 0 where a region has none; ``tbs`` counts the bytes that the
-    region's operations have to move; ``intensity`` is FLOPs per such byte.
-    """
-    found = []
-    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
-        config, steps = config_of(rows, size, context), rows["steps"].iloc[0]
-        flops, moved = forward_flops(config), forward_bytes(config)
-        for region, total_ns in rows.groupby("region")["total_ns"].sum().items():
-            if region in moved:
-                found.append({"size": str(size), "context_length": context, "region": region,
-                              "time_ms": total_ns / steps / 1e6,
-                              "tflops": flops.get(region, 0) * steps / total_ns / 1e3,
-                              "tbs": moved[region] * steps / total_ns / 1e3,
-                              "intensity": flops.get(region, 0) / moved[region]})
-    return by_size(pd.DataFrame(found)) if found else pd.DataFrame()
-
-
 def region_floors(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """region_rates' rows with ``floor_ms``, the region's operations each at the rate that limits it (see
-    ``flops.forward_floors_ms``), ``of_floor`` (floor over time) and ``share`` of the pass."""
-    rows, rates = region_rates(operations), rates_by_profile(ceilings, times)
-    if rows.empty or rates.empty:
+    """Each region of forward alone beside its floor, its operations each at the rate that limits it (see
+    ``flops.forward_floors_ms``): size, context_length, region, time_ms a pass, ``floor_ms``, ``of_floor``
+    (floor over time) and ``share`` of the pass. Empty where no rate was measured."""
+    rates, found = rates_by_profile(ceilings, times), []
+    if rates.empty:
         return pd.DataFrame()
-    forward, floors = forward_of(operations), []
-    for row in rows.rename(columns={"size": "size_"}).itertuples():
-        rate = rates_of(rates, row.size_, row.context_length)
-        config = config_of(forward, row.size_, row.context_length)
-        floors.append(forward_floors_ms(config, rate["matmul_fp32"], rate["copy"])[row.region])
-    rows = rows.assign(floor_ms=floors)
-    total = rows.groupby(PROFILE, observed=True)["time_ms"].transform("sum")
-    return rows.assign(of_floor=rows["floor_ms"] / rows["time_ms"], share=rows["time_ms"] / total)
+    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
+        rate, time = rates_of(rates, str(size), context), rows.groupby("region")["total_ns"].sum()
+        floors = forward_floors_ms(config_of(rows, size, context), rate["matmul_fp32"], rate["copy"])
+        steps = rows["steps"].iloc[0]
+        found += [{"size": str(size), "context_length": context, "region": region, "floor_ms": floors[region],
+                   "time_ms": total_ns / steps / 1e6} for region, total_ns in time.items() if region in floors]
+    if not found:
+        return pd.DataFrame()
+    table = by_size(pd.DataFrame(found))
+    whole = table.groupby(PROFILE, observed=True)["time_ms"].transform("sum")
+    return table.assign(of_floor=table["floor_ms"] / table["time_ms"], share=table["time_ms"] / whole)
 
 
 def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,
