@@ -53,7 +53,8 @@ def _between(processes: Facts | None) -> Facts | None:
 def profiles(found: Facts, tables: Tables) -> Facts:
     """``adamw_makes_it``: the products' share falls in most full steps, and in none without the optimizer's
     phase. ``fades``: AdamW's share of the step at the ``first`` and ``last`` context, None where its median
-    does not fall at every longer one. ``moves_more``: softmax has fewer FLOPs than the two products, and more bytes."""
+    does not fall at every longer one. ``moves_more``: softmax has fewer FLOPs than the two products, and more
+    bytes."""
     return {
         "several_profiles": found["nsys_b"] is not None and found["nsys_b"]["profiles"] > 1,
         **_pattern(found["nsys_d"]),

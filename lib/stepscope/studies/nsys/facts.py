@@ -270,10 +270,10 @@ def full_step(operations: pd.DataFrame) -> dict | None:
 
     ``moved_low_points`` and ``moved_high_points`` are by how much the products' share of the step is above
     forward's, over all profiles; it falls in ``falls`` of them; ``without`` is their share of the step less
-    the optimizer's phase, in ``falls_without`` below forward's by more than ``hardly_points``. ``by_context`` has for each context the
-    optimizer's shares of the step and the points by which the products' share moves. ``gained`` and ``lost``
-    are the reference's other families that changed most, largest first; ``shares`` has a column a family and
-    mode.
+    the optimizer's phase, in ``falls_without`` below forward's by more than ``hardly_points``. ``by_context``
+    has for each context the optimizer's shares of the step and the points by which the products' share moves.
+    ``gained`` and ``lost`` are the reference's other families that changed most, largest first; ``shares``
+    has a column a family and mode.
     """
     shares = by_family(operations).merge(_runs(operations), on="run_id")
     whole = shares[(shares["phase"] == "all") & shares["mode"].isin(["forward", "step"])]
@@ -347,8 +347,8 @@ def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> dict:
     """What of all profiles' time is in no phase, no region, no family.
 
     ``left_out`` counts the profiles for which some of nsys's own reports could not be used, with the
-    ``first`` one's reason, None where all could; ``families`` has the rules of those that took time, each with
-    its share, the largest first.
+    ``first`` one's reason, None where all could; ``families`` has the rules of those that took time, each
+    with its share, the largest first.
     """
     profiles, time = statuses["status"].value_counts(), operations["total_ns"].sum()
     phases, families = (operations.groupby(by)["total_ns"].sum() for by in ("phase", "family"))

@@ -155,8 +155,9 @@ def region_floors(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.Da
         rate, time = rates_of(rates, str(size), context), rows.groupby("region")["total_ns"].sum()
         floors = forward_floors_ms(config_of(rows, size, context), rate["matmul_fp32"], rate["copy"])
         steps = rows["steps"].iloc[0]
-        found += [{"size": str(size), "context_length": context, "region": region, "floor_ms": floors[region],
-                   "time_ms": total_ns / steps / 1e6} for region, total_ns in time.items() if region in floors]
+        found += [{"size": str(size), "context_length": context, "region": region, "floor_ms": floor_ms,
+                   "time_ms": time[region] / steps / 1e6} for region, floor_ms in floors.items()
+                  if region in time]
     if not found:
         return pd.DataFrame()
     table = by_size(pd.DataFrame(found))

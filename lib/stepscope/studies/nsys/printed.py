@@ -38,9 +38,10 @@ def slowdowns(facts: dict) -> pd.DataFrame | None:
 def _states(facts: dict, mode: str, words: str = "") -> pd.DataFrame:
     """One mode's ms plain, annotated and captured, and by how much plain and captured steps differ."""
     times, spreads = (facts[name].xs(mode, axis=1, level=1) for name in ("slowdowns", "spreads"))
+    spreads = spreads[["plain", "captured"]]
     return pd.DataFrame({
         f"{words}{' / '.join(STATES)}": [" / ".join(map(number, row)) for row in times.to_numpy()],
-        f"{words}differ by": [" / ".join(map(share, row)) for row in spreads[["plain", "captured"]].to_numpy()],
+        f"{words}differ by": [" / ".join(map(share, row)) for row in spreads.to_numpy()],
     }, index=times.index)
 
 
