@@ -164,6 +164,7 @@ def test_who_waits_is_counted_over_the_long_phases(tables, times):
     tables = without_plain(tables)
     found = phased(tables, times)
     assert sum(found[part] for part in ("full", "waiting", "neither")) == found["long"] > 0
+    assert phased(tables, times, phases=tables["phases"].assign(spread=0.5))["differ"] == 0.5 > found["differ"]
     deep = phased(tables, times, phases=tables["phases"].assign(deepest=1022.0))
     assert deep["full"] == deep["long"] and deep["waiting"] == 0
     shallow = tables["phases"].assign(deepest=1.0)
@@ -194,7 +195,7 @@ def test_the_first_kernel_and_its_launches_follow_the_data(operations):
     assert found["profiles"] == found["common"] == PROFILES
     assert sum(part["launches"] for part in found["parts"]) == found["launches"]
     assert {part["region"]: part["a_layer"] for part in found["parts"]}["head"] is None
-    assert not found["both"]["same"] and found["families"] == [{"family": MATMUL, "profiles": PROFILES}]
+    assert not found["both"]["same"] and (found["first"]["family"] == MATMUL).all()
     assert found["fractional"] == 0
     renamed = changed(operations, lambda t: (small(t) & (t["region"] == "attention.softmax")
                                              & (t["phase"] == "forward")),
@@ -280,8 +281,7 @@ def test_softmax_against_products_follows_the_data(operations, ceilings, times):
     found = softmaxed(operations, ceilings, times)
     own = found["own"]
     assert own["time_ratio"] > 1 > own["flops_ratio"] and found["slower"] == found["profiles"] == PROFILES
-    assert own["softmax_tbs"] * own["softmax_ms"] > own["products_ms"] and own["bytes_ratio"] > 1
-    assert own["projected_ratio"] < own["time_ratio"] and own["projected_ms"] > own["products_ms"]
+    assert own["bytes_ratio"] > 1 and own["projected_ratio"] < own["time_ratio"]
     assert softmaxed(faster_softmax(operations, 10), ceilings, times)["slower"] == 0
     assert softmaxed(operations, ceilings.iloc[:0], times.iloc[:0])["operations"] is None
 
@@ -297,8 +297,8 @@ def test_softmax_is_told_by_operation(operations, ceilings, times):
     slow = changed(operations, lambda t: t["name"].str.contains("exp_kernel"), total_ns=lambda t: t["total_ns"] * 2)
     other = {part["operation"]: part for part in softmaxed(slow, ceilings, times)["operations"]}
     assert not other["exponentiate"]["at_copys_rate"]
-    assert other["exponentiate"]["own"] == pytest.approx(parts["exponentiate"]["own"] / 2)
-    assert other["sum"]["own"] == parts["sum"]["own"]
+    assert list(other["exponentiate"]["share"]) == pytest.approx(list(parts["exponentiate"]["share"] / 2))
+    assert list(other["sum"]["share"]) == list(parts["sum"]["share"])
 
 
 def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):

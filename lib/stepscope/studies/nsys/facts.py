@@ -160,7 +160,8 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
 
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
     that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
-    queue in ``full``. ``by_phase`` has a row a profile and phase; ``backward`` is backward_over_forward's.
+    queue in ``full``. ``differ`` is the most by which the captured steps' operations differ (None of one
+    step). ``by_phase`` has a row a profile and phase; ``backward`` is backward_over_forward's.
     """
     steps = pick(matrix(phases), mode="step")
     if steps.empty:
@@ -173,6 +174,7 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
+            "differ": rows["spread"].max() if rows["spread"].notna().any() else None,
             "on_gpu": "cuda" in set(rows["device"]), "by_phase": rows, "runs": runs_of(rows)}
 
 
@@ -213,8 +215,6 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
                 "same": bool(other.same), "kernel": other.kernel_both, "share": other.share_both},
             "profiles": len(first), "several": len(first) > 1, "kept": int(beside["same"].sum()),
             "common": int(beside["name_both"].notna().sum()),
-            "families": [{"family": family, "profiles": n}
-                         for family, n in first["family"].value_counts().items()],
             "fractional": int((forward["count"] % forward["steps"] != 0).sum()),
             "names": {names[name]: name for name in (rows["name"], other.name_both)
                       if names.get(name, name) not in name},
@@ -233,9 +233,9 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     """What of forward's device time is no matrix product.
 
     ``families`` are those of the reference with their shares, ``kernels`` its kernels with more than
-    ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference, ``most`` the profile
-    where it is largest; ``shares`` has a column a family, in which attention's softmax is one (see
-    ``families.shown_family``), and ``softmax_shares`` is that one over all profiles.
+    ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference; ``shares``
+    has a column a family, in which attention's softmax is one (see ``families.shown_family``), and
+    ``softmax_shares`` is that one over all profiles.
     """
     kernels = per_kernel(operations, "forward", "forward")
     if kernels.empty:
@@ -259,7 +259,6 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
                          for family, share in families.items() if share > SPOKEN_OF],
             "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest, "several": len(rest) > 1,
             "softmax_shares": _share(rows, rows["region"] == "attention.softmax"),
-            "most": dict(zip(("size", "context"), rest.idxmax(), strict=True)),
             "shares": shares.pivot(index=PROFILE, columns="family", values="share")[order],
             "runs": runs_of(operations)}
 
