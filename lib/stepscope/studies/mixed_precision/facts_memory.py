@@ -77,14 +77,8 @@ def health(table: pd.DataFrame) -> dict | None:
 
 
 def _without_scaler(rows: pd.DataFrame) -> dict:
-    """What fp16 loses without a scaler; ``longer`` is its median over sizes at the least and greatest
-    context, where it grows with each (else None)."""
-    by_context = rows.groupby("context_length")["zero"].median()
-    grows = len(by_context) > 1 and by_context.is_monotonic_increasing
     return {"zero": lost(rows["zero"]), "most": rows["zero"].max(), "loses_some": rows["zero"].max() > FEW,
-            "norm_off": rows["norm_off"].max(),
-            "longer": {"low": by_context.iloc[0], "low_context": by_context.index[0],
-                       "high": by_context.iloc[-1], "high_context": by_context.index[-1]} if grows else None}
+            "norm_off": rows["norm_off"].max()}
 
 
 def _with_scaler(rows: pd.DataFrame) -> dict:

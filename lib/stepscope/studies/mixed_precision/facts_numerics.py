@@ -81,12 +81,13 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     """What each norm loses in each low type, over the scale of its inputs, on the device that the run had;
     and ``reduction``, what its sums lose (:func:`_reduction`; None where that was not measured).
 
-    ``types`` has for each type whether it ``loses_nothing``, and where the output is ``right``. ``off`` is
+    ``types`` has for each type whether it ``loses_nothing``. ``off`` is
     the output's median relative error by type where all types give one; ``overflows_from`` the least scale at
     which fp16's squares overflow (None where there is none).
     """
     rows = pick(table, device=table["device"].iloc[-1])
-    types = [_of_type(pick(rows, dtype=dtype)) | {"dtype": dtype} for dtype in LOW]
+    lost = rows[(rows["nonfinite"] > LOST) | (rows["zero"] > LOST)]
+    types = [{"dtype": dtype, "loses_nothing": pick(lost, dtype=dtype).empty} for dtype in LOW]
     output = pick(rows, quantity="output")
     wide = output.pivot_table(index=["norm", "scale"], columns="dtype", values="relative_error").dropna()
     off = wide[wide["fp16"] < NORM_OFF].median()
@@ -95,7 +96,7 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     inner = rows[rows["quantity"] != "input"]
     shown = inner[inner["dtype"].isin(LOW)]
     return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
-            "wrong": NORM_OFF, "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
+            "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
             "off_bf16": off["bf16"],
             "overflows_from": over["scale"].min() if len(over) else None,
             "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
@@ -135,13 +136,3 @@ def _reduction(table: pd.DataFrame) -> dict:
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],
             "table": squares[squares["dtype"].isin(LOW)]}
-
-
-def _of_type(rows: pd.DataFrame) -> dict:
-    """Whether one type loses anything, and the scales at which each norm's output is right."""
-    over, gone = rows[rows["nonfinite"] > LOST], rows[rows["zero"] > LOST]
-    output = pick(rows, quantity="output")
-    good = output[(output["relative_error"] < NORM_OFF) & (output[["nonfinite", "zero"]] <= LOST).all(axis=1)]
-    ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
-    return {"loses_nothing": over.empty and gone.empty,
-            "right": [{"norm": norm, "low": low, "high": high} for norm, low, high in ranges.itertuples()]}

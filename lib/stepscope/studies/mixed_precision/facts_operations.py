@@ -126,6 +126,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     limit = 1 / (1 - products)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
             "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit,
+            "product_shares": products,
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,

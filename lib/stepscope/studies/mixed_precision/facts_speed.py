@@ -26,7 +26,6 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
     within = pick(speedups, mode="step", context_length=context)
     return {"context": context, "precisions": precisions,
             "by_precision": _by_precision(pick(steps, context_length=context), precisions),
-            "fp16_to_bf16": _fp16_to_bf16(steps),
             "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
             "unchanged": changes.get("none", 0), "same": SAME,
             "unlike": _unlike(walls, times),
@@ -49,13 +48,6 @@ def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
             found.append({"precision": precision, "first": first["speedup"], "first_size": first["size"],
                           "last": last["speedup"], "last_size": last["size"], "several": len(rows) > 1})
     return found
-
-
-def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
-    """fp16's time of a full step over bf16's of the same run."""
-    pair = pick(steps, precision="bf16").merge(pick(steps, precision="fp16"), on="run_id",
-                                               suffixes=("", "_fp16"))
-    return pair["median_ms_fp16"] / pair["median_ms"] if len(pair) else None
 
 
 def _trend(steps: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:

@@ -29,7 +29,7 @@ CHAPTER = Chapter(
                  printed={"regions": printed.regions}),
         Question("nsys-claims", facts_claims.claims_beside, ("nsys.operations",),
                  ("nsys.operations_low", "nsys.regions", "nsys.clocks", "benchmark.times"),
-                 printed={"claims": printed.claims}),
+                 printed={"reports": printed.reports, "claims": printed.claims}),
         Question("nsys-conserved", facts.conserved, ("nsys.operations",), ("nsys.statuses",),
                  printed={"rules": printed.rules}),
     ),

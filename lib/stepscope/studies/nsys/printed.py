@@ -127,6 +127,11 @@ def rules(facts: dict) -> pd.DataFrame:
     return table.assign(share=[percent(share, 2) for share in table["share"]])[["family", "reason", "share"]]
 
 
+def reports(facts: dict) -> pd.DataFrame:
+    """A row for each report: its claims, and how many are within."""
+    return pd.DataFrame(facts["reports"])
+
+
 def claims(facts: dict) -> pd.DataFrame | None:
     """A row for each claim that is off; its reasons are blocks of ``words/reasons/claims.md``."""
     words = Words(REASONS, "claims.md")
