@@ -57,30 +57,42 @@ def without(table, mode):
     return table[(table["size"] != "small") | (table["mode"] != mode)].reset_index(drop=True)
 
 
-def clocked(tables, times, **replaced):
+def clocked(tables, **replaced):
     """forward_total of the committed profiles, some tables replaced."""
     given = tables | replaced
-    return facts.forward_total(given["clocks"], given["walls"], times, given["phases"])
+    return facts.forward_total(given["clocks"], given["walls"])
 
 
 def phased(tables, times, **replaced):
     given = tables | replaced
-    return facts.every_phase(given["clocks"], given["phases"], given["operations"], given["walls"], times)
+    return facts.every_phase(given["phases"], given["operations"], given["walls"], times)
 
 
-def test_whether_clocks_match_is_decided_by_the_data(tables, times):
-    found = clocked(tables, times)
+def test_whether_clocks_match_is_decided_by_the_data(tables):
+    found = clocked(tables)
     assert found["unprofiled"]["match"] and found["measures_the_host"] and not found["host_does_the_work"]
     assert found["operations_ms"] <= found["projected_ms"] and len(printed.clocks(found)) == PROFILES
     plain = tables["walls"].loc[tables["walls"]["capture"] == "plain", "run_id"].nunique()
     slow = slower(tables["clocks"])
-    later = clocked(tables, times, clocks=slow)
+    later = clocked(tables, clocks=slow)
     assert not later["unprofiled"]["match"]
     for one in (found["slowdown"], later["slowdown"]):
-        assert one["passes"] == plain > 0
+        assert one["passes"] == one["matched"] + len(one["told"]) + len(one["untold"]) == plain > 0
     assert len(later["slowdown"]["mismatches"]) > len(found["slowdown"]["mismatches"])
     busy = changed(tables["clocks"], lambda t: t["phase"] == "forward", host_ns=lambda t: t["projected_ns"])
-    assert clocked(tables, times, clocks=busy)["host_does_the_work"]
+    assert clocked(tables, clocks=busy)["host_does_the_work"]
+
+
+def test_a_mismatch_is_told_where_it_is_more_than_passes_differ(tables):
+    slow, walls = slower(tables["clocks"]), tables["walls"]
+    steady = walls.assign(time_ms=walls.groupby(["run_id", "mode", "phase", "capture"])["time_ms"].transform("median"))
+    told = clocked(tables, clocks=slow, walls=steady)["slowdown"]
+    assert told["told"] and not told["untold"]
+    loose = changed(steady, lambda t: t["step"] % 2 == 0, time_ms=lambda t: t["time_ms"] * 9)
+    assert not clocked(tables, clocks=slow, walls=loose)["slowdown"]["told"]
+    gaps = clocked(tables, clocks=slow.assign(operations_ns=0))["slowdown"]
+    assert gaps["gaps_alone"] and not clocked(tables, clocks=slow.assign(
+        operations_ns=slow["projected_ns"]))["slowdown"]["gaps_alone"]
 
 
 def without_plain(tables):
@@ -91,9 +103,8 @@ def without_plain(tables):
 def test_without_plain_steps_of_the_process_nothing_is_said_of_the_profilers_cost(tables, times):
     """The benchmark's times are another process's: no clock is held against them."""
     tables = without_plain(tables)
-    nothing = clocked(tables, times)
+    nothing = clocked(tables)
     assert nothing["unprofiled"] is None and nothing["slowdown"] is None
-    assert clocked(tables, times.iloc[:0])["busy_share"] is None
     assert printed.slowdowns(nothing).iloc[0, 2].startswith("– / ")
     claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS), times.iloc[:0])
     assert "nan" not in printed.claims(claims).to_csv()
@@ -115,12 +126,11 @@ def test_plain_annotated_and_captured_steps_of_one_process_are_compared(tables, 
     tables = without_plain(tables)
     profiles = tables["operations"]["run_id"].nunique()
     walls = plain_steps(tables, 2)
-    found = clocked(tables, times, walls=walls)
-    assert found["busy_share"] == pytest.approx(0.5)
+    found = clocked(tables, walls=walls)
     of_captured, of_plain = found["spreads"]["captured"], found["spreads"]["plain"]
     assert of_plain.to_numpy() == pytest.approx(of_captured.to_numpy()) and (of_plain > 0).all().all()
     wider = changed(walls, lambda t: t["capture"] == "annotated", time_ms=lambda t: t["time_ms"] * (1 + t["step"] % 2))
-    spreads = clocked(tables, times, walls=wider)["spreads"]
+    spreads = clocked(tables, walls=wider)["spreads"]
     assert (spreads["annotated"] > 0.4).all().all() and spreads["plain"].equals(of_plain)
     cost = found["slowdown"]
     assert cost["annotated"]["most"]["ratio"] == pytest.approx(9 / 8)
@@ -128,31 +138,33 @@ def test_plain_annotated_and_captured_steps_of_one_process_are_compared(tables, 
     assert cost["together"]["slower"] == cost["together"]["steps"] == 3 * profiles
     assert cost["annotated"]["steps"] == 3 * profiles
     again = walls.duplicated(["run_id", "mode", "phase", "capture"])
-    none = clocked(tables, times, walls=walls[~again | (walls["capture"] != "annotated")])["slowdown"]
+    none = clocked(tables, walls=walls[~again | (walls["capture"] != "annotated")])["slowdown"]
     assert none["annotated"] is None  # one step is no median
     shares = phased(tables, times, walls=walls)["busy"]
     assert all(part["share"].round(9).eq(0.5).all() for part in shares)
 
 
-def test_the_words_on_clocks_follow_the_facts(tables, times):
+def test_the_words_on_clocks_follow_the_facts(tables):
     def said(**replaced):
-        return Words(WORDS, "nsys-a.md").block("text", clocked(tables, times, **replaced))
+        return Words(WORDS, "nsys-a.md").block("text", clocked(tables, **replaced))
     assert "do not match" in said(clocks=slower(tables["clocks"])) and "do not match" not in said()
-    assert "match" not in said(walls=tables["walls"][tables["walls"]["capture"] != "plain"])
+    assert "match" not in said(walls=without_plain(tables)["walls"])
 
 
 def test_phases_are_in_their_order(tables, times):
     found = phased(tables, times)
     assert [part["phase"] for part in found["busy"]] == ["forward", "backward", "optimizer"]
-    assert list(found["by_phase"]["phase"][:4]) == ["forward", "loss", "backward", "optimizer"]
-    forward = tables["clocks"][tables["clocks"]["mode"] == "forward"]
-    assert phased(tables, times, clocks=forward) is None
+    assert list(found["by_phase"]["phase"][:3]) == ["forward", "backward", "optimizer"]
+    assert list(printed.phases(found))[2:] == ["forward", "backward", "optimizer"]
+    forward = tables["phases"][tables["phases"]["mode"] == "forward"]
+    assert phased(tables, times, phases=forward) is None
 
 
 def test_who_waits_is_counted_over_the_long_phases(tables, times):
     tables = without_plain(tables)
     found = phased(tables, times)
     assert sum(found[part] for part in ("full", "waiting", "neither")) == found["long"] > 0
+    assert phased(tables, times, phases=tables["phases"].assign(spread=0.5))["differ"] == 0.5 > found["differ"]
     deep = phased(tables, times, phases=tables["phases"].assign(deepest=1022.0))
     assert deep["full"] == deep["long"] and deep["waiting"] == 0
     shallow = tables["phases"].assign(deepest=1.0)
@@ -161,7 +173,7 @@ def test_who_waits_is_counted_over_the_long_phases(tables, times):
     unknown = phased(tables, times.iloc[:0], phases=shallow)
     assert unknown["waiting"] == unknown["full"] == unknown["neither"] == 0 and not unknown["busy"]
     assert "not known" in Words(WORDS, "nsys-phases.md").block("text", unknown)
-    assert set(printed.phases(unknown)["busy"]) == {"–"}
+    assert printed.phases(unknown)["backward"].str.endswith("not decided").all()
 
 
 def test_backward_over_forward_is_by_products_and_the_rest(operations):
@@ -183,7 +195,7 @@ def test_the_first_kernel_and_its_launches_follow_the_data(operations):
     assert found["profiles"] == found["common"] == PROFILES
     assert sum(part["launches"] for part in found["parts"]) == found["launches"]
     assert {part["region"]: part["a_layer"] for part in found["parts"]}["head"] is None
-    assert not found["both"]["same"] and found["families"] == [{"family": MATMUL, "profiles": PROFILES}]
+    assert not found["both"]["same"] and (found["first"]["family"] == MATMUL).all()
     assert found["fractional"] == 0
     renamed = changed(operations, lambda t: (small(t) & (t["region"] == "attention.softmax")
                                              & (t["phase"] == "forward")),
@@ -191,7 +203,9 @@ def test_the_first_kernel_and_its_launches_follow_the_data(operations):
     other = facts.top_kernel(renamed)
     assert other["kernel"] == "one_big_softmax" and other["both"]["same"]
     assert other["kept"] == found["kept"] + 1
-    assert set(found["names"].values()) <= set(operations["name"]) and found["kernel"] in found["names"]
+    shortened = facts.top_kernel(operations.assign(name="void a::gemm<" + operations["name"] + ">(int)"))
+    assert shortened["kernel"] in shortened["names"] and found["kernel"] not in found["names"]
+    assert printed.names(found) is None and len(printed.names(shortened)) == len(shortened["names"])
     assert other["parts"] == [{"region": "attention.softmax", "launches": 60, "a_layer": 5}]
     table = printed.first_kernels(other).set_index(["size", "context"])
     assert table.loc[("small", 512), "first in fwd + bwd"] == "same"
@@ -233,6 +247,8 @@ def test_what_a_full_step_changes_follows_the_data(operations):
         assert len(own["optimizer"]) == 5 and own["low_points"] <= own["high_points"]
     assert found["falls_without"] <= found["falls"]
     assert "loss softmax" in set(facts.by_family(operations)["family"])
+    cell = printed.step_families(found).set_index(["size", "context"])[MATMUL]["small", 512]
+    assert cell == f"{found['own_before']:.1%} → {found['own_after']:.1%}"
     none = facts.full_step(operations[operations["phase"] != "optimizer"])
     assert "optimizer" not in [part["family"] for part in none["gained"]]
     assert all(own["optimizer"].max() == 0 for own in none["by_context"])
@@ -250,7 +266,7 @@ def test_where_forward_could_not_be_captured_another_profile_is_spoken_of(tables
     claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
     assert "nan" not in printed.claims(claims).to_csv()
     assert {row["claim"].measure for row in claims["claims"] if row["claim"].size == "small"} == {"scores_gflop"}
-    found = [clocked(tables, times, clocks=clocks), facts.top_kernel(operations),
+    found = [clocked(tables, clocks=clocks), facts.top_kernel(operations),
              facts.not_matmul(operations), facts.full_step(operations),
              facts_regions.softmax_against_matmul(operations, ceilings, times),
              facts_regions.regions_against_floors(operations, ceilings, times)]
@@ -265,8 +281,7 @@ def test_softmax_against_products_follows_the_data(operations, ceilings, times):
     found = softmaxed(operations, ceilings, times)
     own = found["own"]
     assert own["time_ratio"] > 1 > own["flops_ratio"] and found["slower"] == found["profiles"] == PROFILES
-    assert own["softmax_tbs"] * own["softmax_ms"] > own["products_ms"] and own["bytes_ratio"] > 1
-    assert own["projected_ratio"] < own["time_ratio"] and own["projected_ms"] > own["products_ms"]
+    assert own["bytes_ratio"] > 1 and own["projected_ratio"] < own["time_ratio"]
     assert softmaxed(faster_softmax(operations, 10), ceilings, times)["slower"] == 0
     assert softmaxed(operations, ceilings.iloc[:0], times.iloc[:0])["operations"] is None
 
@@ -282,8 +297,8 @@ def test_softmax_is_told_by_operation(operations, ceilings, times):
     slow = changed(operations, lambda t: t["name"].str.contains("exp_kernel"), total_ns=lambda t: t["total_ns"] * 2)
     other = {part["operation"]: part for part in softmaxed(slow, ceilings, times)["operations"]}
     assert not other["exponentiate"]["at_copys_rate"]
-    assert other["exponentiate"]["own"] == pytest.approx(parts["exponentiate"]["own"] / 2)
-    assert other["sum"]["own"] == parts["sum"]["own"]
+    assert list(other["exponentiate"]["share"]) == pytest.approx(list(parts["exponentiate"]["share"] / 2))
+    assert list(other["sum"]["share"]) == list(parts["sum"]["share"])
 
 
 def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):
@@ -362,6 +377,8 @@ def test_claims_are_counted_by_their_place(operations, tables, times):
         return facts_claims.claims_beside(*((tables | {"operations": operations})[name] for name in OF_CLAIMS), times)
     found = facts_of(operations)
     assert sum(found["places"].values()) == len(found["claims"]) > 20
+    assert sum(one["within"] for one in found["reports"]) == found["places"]["within"]
+    assert len(printed.claims(found)) == found["places"]["below"] + found["places"]["above"] > 0
     scores = [row["place"] for row in facts_of(faster_softmax(operations, 100))["claims"]
               if row["claim"].as_printed == "softmax 316 µs, scores 146 µs"]
     assert scores == ["above"]
@@ -385,7 +402,7 @@ def test_every_reason_has_its_words_and_every_words_their_reason():
 def test_unaccounted_kernels_would_be_told(operations, tables):
     found = facts.conserved(operations, tables["statuses"])
     assert found["unknown"] == 0 and found["captured"] == 3 * PROFILES and found["left_out"] is None
-    assert found["families"].groupby("family")["share"].first().sum() == pytest.approx(1)
+    assert found["families"]["share"].sum() == pytest.approx(1) and (found["families"]["share"] > 0).all()
     strange = changed(operations, lambda t: t["region"] == "embedding", family="other")
     assert facts.conserved(strange, tables["statuses"])["unknown"] > 0
     assert (answered("nsys", "nsys-conserved", operations=strange).text
@@ -401,7 +418,7 @@ def test_reports_that_were_left_out_and_profiles_out_of_memory_are_told(operatio
     assert "r.csv: line 3" in answered("nsys", "nsys-conserved", statuses=statuses).text
 
 
-def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables, ceilings):
+def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables):
     timeline = tables["timeline"]
     one = timeline[small(timeline)].drop(columns=["size", "context_length"])  # as a run's notebook has it
     said, of_several = (figures.timeline(rows, "here").axes[0].get_title("left") for rows in (one, timeline))
@@ -410,4 +427,3 @@ def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables, ceilin
     idle = [int(re.search(r"(\d+)%", text)[1]) for text in (said, longer)]
     assert idle[1] > idle[0]  # of shorter operations more is idle
     assert figures.timeline(timeline[timeline["mode"] == "forward"], "here") is None
-    assert figures.roofline(tables["operations"], ceilings[ceilings["ceiling"] != "copy"], "here") is None

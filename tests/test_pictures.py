@@ -9,7 +9,6 @@ from stepscope.report.story import step_time, waiting
 from stepscope.studies.benchmark import figures as of_benchmark
 from stepscope.studies.ladder import facts, figures, printed
 from stepscope.studies.mixed_precision import figures as of_precision
-from stepscope.studies.nsys import figures as of_nsys
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +88,3 @@ def test_a_title_follows_its_numbers(draw, given, columns, where):
     own, *others = (tables(study)[name] for study, name in (one.split(".") for one in given))
     changed = own.assign(**{name: own[name].where(own[where[0]] != where[1], own[name] * 3) for name in columns})
     assert title_of(draw(own, *others, "here")) != title_of(draw(changed, *others, "here"))
-
-
-def test_titles_of_profiles_follow_the_operations():
-    operations, regions = tables("nsys")["operations"], tables("nsys")["regions"]
-    said = title_of(of_nsys.attention(operations, regions, "here"))
-    softmax = operations["region"] == "attention.softmax"
-    more = operations.assign(total_ns=operations["total_ns"].where(~softmax, operations["total_ns"] * 50))
-    assert said.startswith("qkv") and title_of(of_nsys.attention(more, regions, "here")).startswith("softmax")

@@ -92,16 +92,6 @@ def test_backward_is_held_down_by_what_is_no_product():
     assert questions_facts._backward(None) is None
 
 
-def test_gaps_alone_grew_where_the_operations_still_fit_into_the_plain_time():
-    def of(operations_ms):
-        by_clock = pd.DataFrame({"projected_ms": [20.0, 10.0], "unprofiled_ms": [15.0, 10.0],
-                                 "operations_ms": [operations_ms, 9.0]})
-        return questions_facts._gaps_alone({"agree": 0.02, "by_clock": by_clock,
-                                            "slowdown": {"mismatches": [{"size": "small"}]}})
-
-    assert of(9.0) and not of(19.0) and not questions_facts._gaps_alone(None)
-
-
 def profiled(*shapes):
     return pd.DataFrame([{"size": size, "context_length": context, "mode": "step"}
                          for size, contexts in shapes for context in contexts])

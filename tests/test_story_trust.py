@@ -96,7 +96,7 @@ def rungs(*clocks, throttle="power_cap"):
 
 
 def clocks(ladder=NONE, compiled=NONE, speedups=NONE):
-    return trust_facts.clocks_and_profilers(ladder, compiled, speedups, *[NONE] * 6)
+    return trust_facts.clocks_and_profilers(ladder, compiled, speedups, *[NONE] * 5)
 
 
 def test_clocks_held_back_are_found_with_their_reason():

@@ -103,7 +103,7 @@ PART = Part(
             "answers-2026-profiles",
             edition.profiles,
             ("nsys.operations", "nsys.clocks"),
-            ("nsys.walls", "benchmark.times", "nsys.phases", "benchmark.ceilings", "memory.runs"),
+            ("nsys.walls", "benchmark.times", "benchmark.ceilings", "memory.runs"),
             printed={"profiles": edition.printed_profiles},
         ),
         answers(

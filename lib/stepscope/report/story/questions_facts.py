@@ -51,14 +51,12 @@ def _between(processes: Facts | None) -> Facts | None:
 
 
 def profiles(found: Facts, tables: Tables) -> Facts:
-    """``gaps_alone``: in all profiles whose device time is not the plain one, the operations themselves fit
-    into the plain time, so that only the gaps between them grew. ``adamw_makes_it``: the products' share
-    falls in most full steps, and in none without the optimizer's phase. ``fades``: AdamW's share of the step
-    at the ``first`` and ``last`` context, None where its median does not fall at every longer one.
-    ``moves_more``: softmax has fewer FLOPs than the two products, and more bytes."""
+    """``adamw_makes_it``: the products' share falls in most full steps, and in none without the optimizer's
+    phase. ``fades``: AdamW's share of the step at the ``first`` and ``last`` context, None where its median
+    does not fall at every longer one. ``moves_more``: softmax has fewer FLOPs than the two products, and more
+    bytes."""
     return {
         "several_profiles": found["nsys_b"] is not None and found["nsys_b"]["profiles"] > 1,
-        "gaps_alone": _gaps_alone(found["nsys_a"]),
         **_pattern(found["nsys_d"]),
         "moves_more": found["nsys_e"] is not None
         and found["nsys_e"]["own"]["bytes_ratio"] > 1
@@ -76,18 +74,6 @@ def _pattern(step: Facts | None) -> Facts:
         "adamw_makes_it": 2 * step["falls"] > step["profiles"] and step["falls_without"] == 0,
         "fades": {"first": contexts[0], "last": contexts[-1]} if fades else None,
     }
-
-
-def _gaps_alone(told: Facts | None) -> bool:
-    if told is None or not told["slowdown"]:
-        return False
-    rows = told["by_clock"]
-    grown = rows[rows["projected_ms"] > (1 + told["agree"]) * rows["unprofiled_ms"]]
-    return (
-        len(grown) > 0
-        and len(grown) == len(told["slowdown"]["mismatches"])
-        and bool((grown["operations_ms"] <= grown["unprofiled_ms"]).all())
-    )
 
 
 def mixed(found: Facts, tables: Tables) -> Facts:

@@ -45,7 +45,6 @@ PART = Part(
                 "nsys.clocks",
                 "nsys.walls",
                 TIMES,
-                "nsys.phases",
                 "nsys.operations",
                 "nsys.statuses",
             ),

@@ -213,7 +213,6 @@ def clocks_and_profilers(
     clocks: pd.DataFrame,
     walls: pd.DataFrame,
     times: pd.DataFrame,
-    phases: pd.DataFrame,
     operations: pd.DataFrame,
     statuses: pd.DataFrame,
 ) -> Facts | None:
@@ -224,7 +223,7 @@ def clocks_and_profilers(
     the profiles in which every operation is accounted for. None on a CPU, and where nothing of these was
     measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
-    told = forward_total(clocks, walls, times, phases) if len(clocks) else None
+    told = forward_total(clocks, walls) if len(clocks) and len(walls) else None
     cost = told["slowdown"] if told else None
     kept = conserved(operations, statuses) if len(operations) else None
     if len(clocks) and not (clocks["device"] == "cuda").any():

@@ -48,5 +48,5 @@ def device_state(times: pd.DataFrame) -> dict | None:
                 "runs": len(polled), "furthest":
                 (polled["kept_up_energy_polled_j"] / polled["kept_up_energy_j"] - 1).abs().max()},
             "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
-                held | (steps["mode"] == "step")],
+                held | (steps["mode"] == "step") & steps["kept_up_power_w"].notna()],
             "runs": runs_of(steps)}

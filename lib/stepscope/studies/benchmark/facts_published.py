@@ -23,8 +23,7 @@ def measured(times: pd.DataFrame) -> pd.DataFrame:
 def timings(times: pd.DataFrame) -> dict | None:
     """Who published (``sources``), and the fp32 times that they print over those here of the same size, pass
     and context (of any context where theirs is not stated): ``reports`` has a row a report and clock,
-    ``places`` the counts over all; ``most``: the pass on which reports are furthest apart. None without such
-    times."""
+    ``places`` the counts over all. None without such times."""
     here = measured(times)
     reports = load_published()
     theirs = published_times(reports)
@@ -32,10 +31,7 @@ def timings(times: pd.DataFrame) -> dict | None:
     table = beside(theirs, here, ["size", "phase"]) if len(here) else here
     if table.empty:
         return None
-    one_pass = table.dropna(subset="context_length").groupby(["size", "context_length", "phase"])["theirs"]
-    spread = (one_pass.max() / one_pass.min()).rename("spread").reset_index()
-    most = spread.loc[spread["spread"].idxmax()].to_dict() if len(spread) else None
     own = here[here["size"].isin(table["size"])]
     return {"sources": [report.model_dump() for report in reports], "figures": len(table),
             "places": counts(table), "reports": by_report(table, "clock"),
-            "most": most if most and most["spread"] > 1 else None, "table": table, "runs": runs_of(own)}
+            "table": table, "runs": runs_of(own)}

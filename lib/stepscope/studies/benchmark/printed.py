@@ -4,7 +4,7 @@ import math
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS, interval_cells, number, percent, plus_minus
+from stepscope.say.formats import MODE_WORDS, number, percent, plus_minus
 from stepscope.say.published import printed_by_report
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
@@ -28,12 +28,12 @@ def wall_table(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def phases(facts: dict) -> pd.DataFrame | None:
-    """Median and interval of each phase of the full step; None where no full step was run."""
-    times = facts["times"]
-    rows = times[(times["mode"] == "step") & (times["phase"] != WHOLE) & (times["status"] == "ok")].copy()
+    """Median of each phase of the full step but the loss; None where no full step was run."""
+    rows = pick(facts["times"], mode="step", status="ok")
+    rows = rows[~rows["phase"].isin([WHOLE, "loss"])]
     if rows.empty:
         return None
-    rows["cell"] = interval_cells(rows)
+    rows = rows.assign(cell=rows["median_ms"].map(number))
     table = rows.pivot(index=["size", "context_length"], columns="phase", values="cell")
     order = [phase for phase in PHASE_NAMES if phase in table]
     return table[order].rename_axis(["size", "context"]).reset_index()
@@ -68,9 +68,11 @@ def launches(facts: dict) -> pd.DataFrame | None:
     return table[order].rename_axis(["size", "context"]).fillna("–").reset_index()
 
 
-def states(facts: dict) -> pd.DataFrame:
-    """A row a run: clock, time held back, power, energy."""
+def states(facts: dict) -> pd.DataFrame | None:
+    """A row a run: clock, time held back, power, energy; None where there is nothing of these to tell."""
     rows = facts["table"]
+    if rows.empty:
+        return None
     table = rows.assign(mode=rows["mode"].map(MODE_WORDS), time=rows["median_ms"].map(number),
                         clock=[number(value, 4) for value in rows["sm_clock_mhz"]],
                         least=[number(value, 4) for value in rows["sm_clock_least_mhz"]],

@@ -21,7 +21,7 @@ from stepscope.studies.compile.pairs import (
 def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     """What part of forward + backward the GPU is ``busy`` (None where no kernels were captured; ``on_gpu``
     only), what the whole forward with CUDA graphs changes, what AdamW takes of the full step, and compiled
-    steps with ``fused`` AdamW. ``shares`` has AdamW's part of each pair."""
+    steps with ``fused`` AdamW."""
     both = beside(times)
     if both.empty:
         return None
@@ -29,7 +29,7 @@ def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -
     return {
         "busy": busy(times, kernels), "fused": fused, "on_gpu": bool((both["device"] == "cuda").all()),
         "adamw": adamw(optimizer) if len(optimizer) else None, "optimizer": MAIN,
-        "shares": optimizer if len(optimizer) else None, "graphed": graphed(times),
+        "graphed": graphed(times),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
 
 

@@ -3,12 +3,11 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, number, percent, percent_change
+from stepscope.say.formats import MODE_WORDS, number, percent, percent_change, span
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
 VARIANT_WORDS = {"eager": "eager", "block": "compiled", "model": "one graph", "cuda_graphs": "CUDA graphs"}
 FLAGGED = " †"    # behind a pair of which a side's samples are not one steady state
-ADAMW = "AdamW's part of the full step"
 
 
 def cells_of(both: pd.DataFrame) -> list[str]:
@@ -47,15 +46,6 @@ def by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
 def times(facts: dict) -> pd.DataFrame | None:
     """Median times and speedups of the pairs, by mode."""
     return None if facts["pairs"] is None else by_mode(facts["pairs"], cells_of(facts["pairs"]))
-
-
-def shares(facts: dict) -> pd.DataFrame | None:
-    """AdamW's part of the full step, eager to compiled."""
-    rows = facts["shares"]
-    if rows is None:
-        return None
-    cells = [f"{percent(row.share)} to {percent(row.share_after)}" for row in rows.itertuples()]
-    return wide(rows, pd.Series(ADAMW, index=rows.index), cells)
 
 
 def busy(facts: dict) -> pd.DataFrame | None:
@@ -101,16 +91,15 @@ def peaks(facts: dict) -> pd.DataFrame | None:
 
 
 def seconds(facts: dict) -> pd.DataFrame:
-    """Seconds of compiling, a row for each run, attention and variant."""
+    """Sizes down, what is compiled across: seconds to compile forward and backward, over precisions and
+    attentions."""
+    words = {"block": "block", "model": "whole forward", "cuda_graphs": "with CUDA graphs"}
     rows = facts["seconds"]
-    return pd.DataFrame({
-        "size": rows["size"], "precision": rows["precision"],
-        "attention": rows["attention"].map(ATTENTION_WORDS),
-        "compiled": rows["variant"].map({"block": "block", "model": "whole forward",
-                                         "cuda_graphs": "with CUDA graphs"}),
-        "forward + backward": rows["training_s"].map(number),
-        "first of its process": rows["first"].map({True: "yes", False: "no"}),
-        "forward": rows["inference_s"].map(number)})
+    rows = rows.assign(what=rows["variant"].map(words) + rows["first"].map({True: ", first", False: ""}))
+    keys = ["size", "context_length"] if rows["context_length"].nunique() > 1 else ["size"]
+    table = rows.pivot_table(index=keys, columns="what", values="training_s", aggfunc=span, observed=True,
+                             sort=False)
+    return table.fillna("–").rename(columns={"context_length": "context"}).reset_index()
 
 
 def whole(facts: dict) -> pd.DataFrame | None:

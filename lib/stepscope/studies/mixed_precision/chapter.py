@@ -1,8 +1,6 @@
 """What the mixed-precision study brings to the report."""
-from functools import partial
 from pathlib import Path
 
-from stepscope.config import PHASES
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.mixed_precision import (
     facts_memory,
@@ -28,8 +26,7 @@ CHAPTER = Chapter(
                  pictures=("mixed_norms",)),
         Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("nsys.operations", "nsys.operations_low"),
-                 printed=({mode: partial(printed.speedups, mode=mode) for mode in PHASES}
-                          | {"trend": printed.trend, "phases": printed.phases})),
+                 printed={"speedups": printed.speedups, "phases": printed.phases}),
         Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("nsys.operations", "nsys.operations_low", "nsys.phases"),
                  printed={"causes": printed.causes}),

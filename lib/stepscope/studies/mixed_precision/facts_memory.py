@@ -4,7 +4,7 @@ import math
 import pandas as pd
 
 from stepscope.say.formats import MODE_WORDS, runs_of
-from stepscope.say.selections import pick, reference
+from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import BASE, SAME
 
@@ -59,34 +59,26 @@ def _level(rows: pd.DataFrame) -> dict | None:
 def health(table: pd.DataFrame) -> dict | None:
     """How far loss and gradients of each precision are from fp32's, over all sizes and contexts.
 
-    ``ways`` has the largest relative distances; ``unscaled`` and ``scaled`` what fp16 loses without and with
-    a scaled loss (both None unless there are both), ``bf16`` what bf16 loses; ``shown`` the rows of the
-    reference ``context``.
+    ``ways`` has the largest relative distances and shares of gradients that became zero or overflowed;
+    ``unscaled`` and ``scaled`` what fp16 loses without and with a scaled loss (both None unless there are
+    both), ``bf16`` what bf16 loses.
     """
     rows = beside_fp32(table)
     if rows.empty:
         return None
     ways = dict(list(rows.groupby("way", sort=False)))
     fp16 = {"fp16 unscaled", "fp16 scaled"} <= set(ways)
-    _, context = reference(rows)
-    return {"ways": [{"way": way, "loss_off": group["loss_off"].max(), "norm_off": group["norm_off"].max()}
+    return {"ways": [{"way": way} | group[["loss_off", "norm_off", "zero", "nonfinite"]].max().to_dict()
                      for way, group in ways.items()],
             "unscaled": _without_scaler(ways["fp16 unscaled"]) if fp16 else None,
             "scaled": _with_scaler(ways["fp16 scaled"]) if fp16 else None,
             "bf16": lost(ways["bf16"]["zero"]) if "bf16" in ways else None,
-            "several": rows["run_id"].nunique() > 1,
-            "context": context, "shown": pick(rows, context_length=context), "runs": runs_of(rows)}
+            "several": rows["run_id"].nunique() > 1, "runs": runs_of(rows)}
 
 
 def _without_scaler(rows: pd.DataFrame) -> dict:
-    """What fp16 loses without a scaler; ``longer`` is its median over sizes at the least and greatest
-    context, where it grows with each (else None)."""
-    by_context = rows.groupby("context_length")["zero"].median()
-    grows = len(by_context) > 1 and by_context.is_monotonic_increasing
     return {"zero": lost(rows["zero"]), "most": rows["zero"].max(), "loses_some": rows["zero"].max() > FEW,
-            "norm_off": rows["norm_off"].max(),
-            "longer": {"low": by_context.iloc[0], "low_context": by_context.index[0],
-                       "high": by_context.iloc[-1], "high_context": by_context.index[-1]} if grows else None}
+            "norm_off": rows["norm_off"].max()}
 
 
 def _with_scaler(rows: pd.DataFrame) -> dict:

@@ -21,8 +21,9 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
 
     ``loops`` are the handout's, ``as_published`` whether all came out as printed elsewhere, ``other`` those
     that did not; ``differ`` are the ways in which CPU and GPU differ, None where there is one device.
-    ``terms``, ``apart`` and ``stops`` have a row a type, ``after`` being None where the sum does not get
-    there. ``worst`` is the plain way with the largest error, ``mended`` the same terms summed in fp32.
+    ``apart`` has a row a type, ``stuck`` one for each whose sum stops growing before all terms are in.
+    ``worst`` is the plain way with the largest error, ``mended`` the same terms summed in fp32; ``table`` has
+    the plain ways.
     """
     devices = list(dict.fromkeys(sums["device"]))
     rows = pick(sums, device=devices[-1]).set_index("way")
@@ -32,7 +33,6 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     loops = [way for way in PUBLISHED_SUMS if way in rows.index]
     other = [way for way in loops if any(round(float(value), 4) != PUBLISHED_SUMS[way]
                                          for value in sums.loc[sums["way"] == way, "result"])]
-    terms = rows.drop_duplicates("term_type").set_index("term_type")["error_of_term"]
     worst = plain["error"].abs().idxmax()
     mended = next((way for way in plain.index if plain.term_type[way] == plain.term_type[worst]
                    and plain.sum_type[way] == "fp32" and way != worst), None)
@@ -40,17 +40,15 @@ def additions(sums: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
             "loops": [{"way": way, "result": rows.result[way]} for way in loops], "as_published": not other,
             "other": [{"way": way, "published": PUBLISHED_SUMS[way]} for way in other],
             "differ": _differ(sums) if len(devices) > 1 else None,
-            "terms": [{"type": name, "error": error} for name, error in terms.items()],
             "apart": [{"type": name, "step": step} for name, step in fine["step_at_10"].items()],
             "casting_changes_nothing": len(loops) == 4 and rows.result[loops[2]] == rows.result[loops[3]],
-            "stops": [{"type": row.Index, "at": row.stops_at,
-                       "after": None if pd.isna(row.stops_after) else row.stops_after}
-                      for row in fine.itertuples()],
+            "stuck": [{"type": row.Index, "at": row.stops_at, "after": row.stops_after}
+                      for row in fine[fine["stops_after"] < ADDITIONS].itertuples()],
             "careful_off": rows.loc[careful, "error"].abs().max() if careful.any() else None,
             "careful_is_exact": bool((rows.loc[careful, "error"].abs() < EXACT).all()),
             "worst": {"result": plain.result[worst], "type": plain.sum_type[worst]},
             "mended": plain.result[mended] if mended else None,
-            "table": rows.reset_index(), "runs": runs_of(sums)}
+            "table": plain.reset_index(), "runs": runs_of(sums)}
 
 
 def _differ(sums: pd.DataFrame) -> list[str]:
@@ -83,12 +81,13 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     """What each norm loses in each low type, over the scale of its inputs, on the device that the run had;
     and ``reduction``, what its sums lose (:func:`_reduction`; None where that was not measured).
 
-    ``types`` has for each type whether it ``loses_nothing``, and where the output is ``right``. ``off`` is
+    ``types`` has for each type whether it ``loses_nothing``. ``off`` is
     the output's median relative error by type where all types give one; ``overflows_from`` the least scale at
     which fp16's squares overflow (None where there is none).
     """
     rows = pick(table, device=table["device"].iloc[-1])
-    types = [_of_type(pick(rows, dtype=dtype)) | {"dtype": dtype} for dtype in LOW]
+    lost = rows[(rows["nonfinite"] > LOST) | (rows["zero"] > LOST)]
+    types = [{"dtype": dtype, "loses_nothing": pick(lost, dtype=dtype).empty} for dtype in LOW]
     output = pick(rows, quantity="output")
     wide = output.pivot_table(index=["norm", "scale"], columns="dtype", values="relative_error").dropna()
     off = wide[wide["fp16"] < NORM_OFF].median()
@@ -97,7 +96,7 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     inner = rows[rows["quantity"] != "input"]
     shown = inner[inner["dtype"].isin(LOW)]
     return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
-            "wrong": NORM_OFF, "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
+            "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
             "off_bf16": off["bf16"],
             "overflows_from": over["scale"].min() if len(over) else None,
             "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
@@ -136,14 +135,4 @@ def _reduction(table: pd.DataFrame) -> dict:
             "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],
-            "table": rows[rows["dtype"].isin(LOW) & (rows["quantity"] != "output")]}
-
-
-def _of_type(rows: pd.DataFrame) -> dict:
-    """Whether one type loses anything, and the scales at which each norm's output is right."""
-    over, gone = rows[rows["nonfinite"] > LOST], rows[rows["zero"] > LOST]
-    output = pick(rows, quantity="output")
-    good = output[(output["relative_error"] < NORM_OFF) & (output[["nonfinite", "zero"]] <= LOST).all(axis=1)]
-    ranges = good.groupby("norm", sort=False)["scale"].agg(["min", "max"])
-    return {"loses_nothing": over.empty and gone.empty,
-            "right": [{"norm": norm, "low": low, "high": high} for norm, low, high in ranges.itertuples()]}
+            "table": squares[squares["dtype"].isin(LOW)]}

@@ -40,18 +40,16 @@ def casts(census: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
 
 
 def _census(census: pd.DataFrame) -> dict:
-    """Operations by kind under each autocast; under bf16 every operation outside the optimizer but casts
-    (``shown``). ``lossy`` are the types in which the loss's log-softmax itself
-    runs."""
+    """Operations by kind under bf16 (``kinds``), and each of forward and loss but casts (``shown``).
+    ``lossy`` are the types in which the loss's log-softmax itself runs."""
     size, context = census["size"].iloc[0], census["context_length"].iloc[0]
     census = census[census["operation"] != "zeros_like"]  # AdamW's state, made in the first step only
     named = census.assign(kind=[kind_of(r.operation, r.reads, r.writes) for r in census.itertuples()])
     brain = pick(named, autocast="bf16")
     softmax = pick(named, operation="_log_softmax")
-    shown = brain[(brain["kind"] != "cast") & (brain["phase"] != "optimizer")]
+    shown = brain[(brain["kind"] != "cast") & brain["phase"].isin(["forward", "loss"])]
     return {"size": size, "context": context,
-            "autocasts": [{"autocast": autocast, "kinds": _by_kind(rows)}
-                          for autocast, rows in named.groupby("autocast", sort=False)],
+            "kinds": _by_kind(brain),
             "lossy": [autocast for autocast, rows in softmax.groupby("autocast", sort=False)
                       if (rows["kind"] == "low").all()],
             "softmax_in_fp32": bool((brain.loc[brain["operation"] == "exp", "kind"] == "fp32").all()),
@@ -128,6 +126,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     limit = 1 / (1 - products)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
             "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit,
+            "product_shares": products,
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,

@@ -21,44 +21,25 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame
     thousandth of a step.
 
     ``operations`` are the profiles' in fp32 and ``operations_low`` in the others, ``captured`` the phases of
-    both (``nsys.phases``). ``by_cause`` has of each cause how many ``cells`` and the range of their
-    slowdowns, ``table`` a row for each cause, phase and precision.
+    both (``nsys.phases``). ``cells`` are whole passes and steps, ``most`` the largest slowdown of all;
+    ``table`` has a row for each cause and phase.
     """
     rows = with_cause(speedups[speedups["phase"] != "loss"], times, captured)
     worse = rows[rows["change"] == "slower"]
     whole = worse[worse["phase"] == WHOLE]
-    on_gpu = "cuda" in set(times["device"])
-    table = _by_cause(worse)
     cells = whole.groupby(["size", "context_length"], observed=True)["precision"].agg(
         lambda p: "/".join(dict.fromkeys(p)))
-    compared = int((rows["phase"] == WHOLE).sum())
-    return {
-        "compared": len(rows),
-        "nowhere": worse.empty,
-        "whole": len(whole),
-        "whole_compared": compared,
-        "phases": len(worse) - len(whole),
-        "phases_compared": len(rows) - compared,
-        "cells": [
-            {"size": size, "context": context, "precisions": precisions}
-            for (size, context), precisions in cells.items()
-        ],
-        "by_cause": [
-            {
-                "cause": cause,
-                "low": group["low"].min(),
-                "high": group["high"].max(),
-                "cells": int(group["cells"].sum()),
-            }
-            for cause, group in table.groupby("cause", sort=False)
-        ],
-        "optimizer_kernels": _same_kernels(operations, operations_low),
-        "scaler_extra": _scaler(rows) if on_gpu else None,
-        "more_operations": _more_operations(operations, operations_low),
-        "on_gpu": on_gpu,
-        "table": table,
-        "runs": runs_of(rows if worse.empty else worse),
-    }
+    compared, on_gpu = int((rows["phase"] == WHOLE).sum()), "cuda" in set(times["device"])
+    return {"compared": len(rows), "nowhere": worse.empty,
+            "whole": len(whole), "whole_compared": compared,
+            "phases": len(worse) - len(whole), "phases_compared": len(rows) - compared,
+            "cells": [{"size": size, "context": context, "precisions": precisions}
+                      for (size, context), precisions in cells.items()],
+            "most": 1 / worse["speedup"].min(),
+            "optimizer_kernels": _same_kernels(operations, operations_low),
+            "scaler_extra": _scaler(rows) if on_gpu else None,
+            "more_operations": _more_operations(operations, operations_low),
+            "on_gpu": on_gpu, "table": _by_cause(worse), "runs": runs_of(rows if worse.empty else worse)}
 
 
 def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
@@ -84,11 +65,14 @@ def _cause(row) -> str:
 
 
 def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
-    """Slower cells by cause, phase and precision: number of ``cells``, their ``sizes``, ``low`` and
+    """Slower cells by cause and phase: number of ``cells``, their ``sizes`` and ``precisions``, ``low`` and
     ``high`` (times fp32's time) and ``lost_ms`` (the most)."""
+    def listed(values: pd.Series) -> str:
+        return ", ".join(dict.fromkeys(map(str, values)))
+
     lost = worse.assign(lost=worse["median_ms"] - worse["fp32_ms"], ratio=1 / worse["speedup"])
-    return lost.groupby(["cause", "phase", "precision"], sort=False).agg(
-        cells=("ratio", "size"), sizes=("size", lambda s: ", ".join(dict.fromkeys(map(str, s)))),
+    return lost.groupby(["cause", "phase"], sort=False).agg(
+        cells=("ratio", "size"), precisions=("precision", listed), sizes=("size", listed),
         low=("ratio", "min"), high=("ratio", "max"), lost_ms=("lost", "max")).reset_index()
 
 

@@ -1,7 +1,7 @@
 """How fast lower precision is, against fp32."""
 import pandas as pd
 
-from stepscope.config import PHASE_NAMES, PRECISIONS
+from stepscope.config import PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
@@ -16,25 +16,22 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
     all.
 
     ``operations`` are the profiles' in fp32, ``operations_low`` in the others. ``by_precision`` has the full
-    step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`); ``phases``
-    those of the largest size's step in ``phase_precision``; ``unlike`` what was compared at unlike clocks;
-    ``missing`` what was not measured.
+    step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`);
+    ``unlike`` what was compared at unlike clocks; ``missing`` what was not measured.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
     precisions = [precision for precision in PRECISIONS if precision in set(walls["precision"])]
     changes = walls["change"].value_counts()
-    largest, within = walls["size"].iloc[-1], pick(speedups, mode="step", context_length=context)
-    return {"context": context, "largest": largest, "precisions": precisions,
+    within = pick(speedups, mode="step", context_length=context)
+    return {"context": context, "precisions": precisions,
             "by_precision": _by_precision(pick(steps, context_length=context), precisions),
-            **_phases_of_largest(pick(within, size=largest), precisions),
-            "fp16_to_bf16": _fp16_to_bf16(steps),
             "compared": len(walls), "faster": changes.get("faster", 0), "slower": changes.get("slower", 0),
             "unchanged": changes.get("none", 0), "same": SAME,
             "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
             "missing": _missing(times), "walls": walls,
-            "step_phases": within[within["phase"] != WHOLE], "runs": runs_of(speedups)}
+            "step_phases": within[~within["phase"].isin([WHOLE, "loss"])], "runs": runs_of(speedups)}
 
 
 def _cell(row: pd.Series) -> dict:
@@ -51,31 +48,6 @@ def _by_precision(steps: pd.DataFrame, precisions: list[str]) -> list[dict]:
             found.append({"precision": precision, "first": first["speedup"], "first_size": first["size"],
                           "last": last["speedup"], "last_size": last["size"], "several": len(rows) > 1})
     return found
-
-
-def _phases_of_largest(rows: pd.DataFrame, precisions: list[str]) -> dict:
-    """The phases of the largest size's step in bf16, or in the only precision there is."""
-    chosen = precisions[0] if len(precisions) == 1 else "bf16"
-    group = pick(rows, precision=chosen).set_index("phase")
-    return {
-        "phase_precision": chosen if chosen in precisions else None,
-        "phases": [
-            {
-                "phase": phase,
-                "unchanged": group.change[phase] == "none",
-                "speedup": group.speedup[phase],
-            }
-            for phase in PHASE_NAMES
-            if phase in group.index
-        ],
-    }
-
-
-def _fp16_to_bf16(steps: pd.DataFrame) -> pd.Series | None:
-    """fp16's time of a full step over bf16's of the same run."""
-    pair = pick(steps, precision="bf16").merge(pick(steps, precision="fp16"), on="run_id",
-                                               suffixes=("", "_fp16"))
-    return pair["median_ms_fp16"] / pair["median_ms"] if len(pair) else None
 
 
 def _trend(steps: pd.DataFrame, operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:

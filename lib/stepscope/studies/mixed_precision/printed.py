@@ -1,10 +1,8 @@
 """The mixed-precision study's tables as they are printed."""
-from decimal import Decimal
-
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS, ms, number, percent, scientific, signed, span, tiny
+from stepscope.say.formats import MODE_WORDS, ms, number, percent, signed, span, tiny
 from stepscope.say.published import printed_by_report
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW
@@ -14,11 +12,10 @@ KIND_WORDS = {"low": "in the low type", "fp32": "in fp32", "both": "that take or
 
 
 def sums(facts: dict) -> pd.DataFrame:
-    """A row for each way of summing, with all decimals of its result."""
+    """A row for each way of summing one term after another."""
     table = facts["table"]
-    return pd.DataFrame({"way": table["way"], "printed": table["result"].map("{:.4f}".format),
-                         "exactly": [f"{Decimal(result):f}" for result in table["result"]],
-                         "bits": table["bits"].map("`{}`".format), "error": table["error"].map(signed),
+    return pd.DataFrame({"way": table["way"], "result": table["result"].map("{:.4f}".format),
+                         "error": table["error"].map(signed),
                          "from storing 0.01": table["error_of_term"].map(signed),
                          "from adding": table["error_of_adding"].map(signed)})
 
@@ -32,85 +29,68 @@ def types(facts: dict) -> pd.DataFrame:
 
 
 def errors(facts: dict) -> pd.DataFrame:
-    """Norm, type and quantity down, scales across."""
-    cells = facts["cells"].assign(cell=[_error(row) for row in facts["cells"].itertuples()])
-    wide = cells.pivot(index=["norm", "dtype", "quantity"], columns="scale", values="cell")
-    order = [(norm, dtype, quantity) for norm, quantities in facts["quantities"].items() for dtype in LOW
-             for quantity in quantities]
-    wide = wide.reindex(order).fillna("– ↑")
-    wide.columns = [tiny(scale, 0) for scale in wide.columns]
-    return wide.reset_index()
-
-
-def _error(row) -> str:
-    error = "–" if pd.isna(row.relative_error) else scientific(row.relative_error, 0)
-    return f"{error} {'↑' if row.overflows else ''}{'↓' if row.vanishes else ''}".strip()
+    """Norm and quantity down; of each type the scales of inputs at which little is lost, and the error
+    there."""
+    rows = []
+    for norm, quantities in facts["quantities"].items():
+        for quantity in quantities:
+            own = facts["cells"].query("norm == @norm and quantity == @quantity")
+            row = {"norm": norm, "quantity": quantity}
+            for dtype in LOW:
+                kept = own[(own["dtype"] == dtype) & ~own["overflows"] & ~own["vanishes"]]
+                scales = f"{tiny(kept['scale'].min(), 0)} to {tiny(kept['scale'].max(), 0)}"
+                row |= {f"{dtype}, scales kept": scales if len(kept) else "none",
+                        f"{dtype}, error there": tiny(kept["relative_error"].max()) if len(kept) else "–"}
+            rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def reductions(facts: dict) -> pd.DataFrame | None:
-    """Norm, quantity, type and way of summing down, inputs by width across: median relative error."""
+    """Inputs by width down, types and ways of summing across: the larger of both norms' errors."""
     if facts["reduction"] is None:
         return None
-    rows = facts["reduction"]["table"].sort_values(["width", "input"], kind="stable")
-    rows = rows.assign(cell=rows["error"].map(tiny),
-                       column=rows["input"].str.split(" ").str[0] + ", " + rows["width"].astype(str))
-    keys = ["norm", "quantity", "dtype", "way"]
-    wide = rows.pivot(index=keys, columns="column", values="cell")[rows["column"].unique()]
-    return wide.reset_index().fillna("–")
+    rows = facts["reduction"]["table"]
+    rows = rows.assign(column=rows["dtype"] + ", " + rows["way"], of=rows["input"].str.split(" ").str[0])
+    wide = rows.pivot_table(index=["of", "width"], columns="column", values="error", aggfunc="max",
+                            sort=False)
+    return wide.map(tiny).rename_axis(["inputs", "width"]).reset_index()
+
+
+def speedups(facts: dict) -> pd.DataFrame:
+    """Sizes and contexts down; across fp32's ms and how many times faster each precision is, of every mode
+    in one cell."""
+    walls, keys = facts["walls"], ["size", "context_length"]
+    modes = [mode for mode in MODE_WORDS if mode in set(walls["mode"])]
+    base = walls.drop_duplicates([*keys, "mode"])
+    cells = {"fp32 (ms)": base.assign(cell=base["fp32_ms"].map(number))}
+    cells |= {precision: rows.assign(cell=[_factor(row) for row in rows.itertuples()])
+              for precision, rows in walls.groupby("precision", sort=False)}
+    table = pd.DataFrame({name: cells[name].pivot(index=keys, columns="mode", values="cell").reindex(
+        columns=modes).fillna("–").agg(" / ".join, axis=1) for name in ("fp32 (ms)", *facts["precisions"])})
+    return table.fillna("–").rename_axis(["size", "context"]).reset_index()
 
 
 def _factor(row) -> str:
-    """A speed-up with its interval, and its clock where that is unlike fp32's; "none" where there is no
-    change."""
-    if row.change == "none":
-        return "– none"
-    clock = f" ≠ {number(row.sm_clock_mhz, 4)} MHz" if row.unlike_clocks else ""
-    return f"{number(row.speedup)} [{number(row.speedup_low)}, {number(row.speedup_high)}]{clock}"
-
-
-def speedups(facts: dict, mode: str) -> pd.DataFrame | None:
-    """A mode's shapes down, precisions across."""
-    rows = facts["walls"][facts["walls"]["mode"] == mode]
-    if rows.empty:
-        return None
-    wide = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
-    wide = wide.pivot(index=["size", "context_length"], columns="precision", values="cell")
-    wide = wide.reindex(columns=facts["precisions"]).fillna("–")
-    fp32_ms = rows.groupby(["size", "context_length"], observed=True)["fp32_ms"].first()
-    wide.insert(0, "fp32 (ms)", fp32_ms.map(number))
-    if rows["fp32_mhz"].notna().any():
-        clocks_mhz = rows.groupby(["size", "context_length"], observed=True)["fp32_mhz"].first()
-        wide.insert(1, "fp32 (MHz)", [number(mhz, 4) for mhz in clocks_mhz])
-    return wide.rename_axis(["size", "context"]).reset_index()
+    """A speed-up, marked where its clock is unlike fp32's; "=" where there is no change."""
+    return "=" if row.change == "none" else number(row.speedup) + ("≠" if row.unlike_clocks else "")
 
 
 def phases(facts: dict) -> pd.DataFrame:
-    """Sizes and precisions down, phases of a full step across."""
+    """Sizes down, phases of a full step across: every precision's speed-up in one cell."""
     rows = facts["step_phases"]
-    wide = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
-    wide = wide.pivot(index=["size", "precision"], columns="phase", values="cell")
+    rows = rows.assign(cell=[_factor(row) for row in rows.itertuples()])
+    wide = rows.pivot(index=["size", "phase"], columns="precision", values="cell")
+    wide = wide.reindex(columns=facts["precisions"]).fillna("–").agg(" / ".join, axis=1).unstack("phase")
     return wide[[phase for phase in PHASE_NAMES if phase in wide]].reset_index()
 
 
-def trend(facts: dict) -> pd.DataFrame | None:
-    """A row for each size: why its step gets faster as it does."""
-    if facts["trend"] is None:
-        return None
-    rows = facts["trend"]["table"]
-    return pd.DataFrame({"size": rows["size"], "products, of fp32's operations": rows["share"].map(percent),
-                         "products faster (times)": rows["products"].map(number),
-                         "all else (times)": rows["others"].map(number),
-                         "all operations (times)": rows["expected"].map(number),
-                         "wall time (times)": rows["measured"].map(number)})
-
-
 def causes(facts: dict) -> pd.DataFrame | None:
-    """A row for each cause, phase and precision that is slower than fp32."""
+    """A row for each cause and phase that is slower than fp32."""
     table = facts["table"]
     if table.empty:
         return None
     phases = table["phase"].replace(WHOLE, "whole pass or step")
-    return pd.DataFrame({"cause": table["cause"], "phase": phases, "precision": table["precision"],
+    return pd.DataFrame({"cause": table["cause"], "phase": phases, "precisions": table["precisions"],
                          "cells": table["cells"], "sizes": table["sizes"],
                          "x slower": [span(ends) for ends in zip(table["low"], table["high"])],
                          "longer by at most": table["lost_ms"].map(ms)})
@@ -147,27 +127,19 @@ def parts(facts: dict) -> pd.DataFrame:
 
 
 def peaks(facts: dict) -> pd.DataFrame | None:
-    """A row for each shape and mode: peak by precision."""
+    """Sizes and contexts down, modes across: GiB in fp32 and bf16."""
     if not facts["measurable"]:
         return None
-    peaks_mib = facts["peaks_mib"]
-    sizes, contexts, modes = zip(*peaks_mib.index)
-    table = pd.DataFrame({"size": sizes, "context": contexts, "mode": map(MODE_WORDS.get, modes)})
-    for precision in ("fp32", "bf16", "fp16"):
-        if precision in peaks_mib:
-            table[f"{precision} (GiB)"] = [number(mib / 1024) for mib in peaks_mib[precision]]
-    table["bf16 / fp32"] = [percent(value) if pd.notna(value) else "–" for value in facts["ratio"]]
-    return table
+    gib = (facts["peaks_mib"][["fp32", "bf16"]] / 1024).map(number).agg(" → ".join, axis=1).unstack("mode")
+    modes = [mode for mode in MODE_WORDS if mode in gib]
+    return gib[modes].fillna("–").rename(columns=MODE_WORDS).rename_axis(["size", "context"]).reset_index()
 
 
 def health(facts: dict) -> pd.DataFrame:
-    """A row for each size and precision at the reference context."""
-    shown = facts["shown"]
-    off = {"loss off": "loss_off", "gradient norm off": "norm_off", "became zero": "zero",
-           "overflowed": "nonfinite"}
-    return pd.DataFrame({"size": shown["size"], "precision": shown["way"],
-                         "loss": shown["loss"].map("{:.6f}".format)}
-                        | {header: shown[column].map(tiny) for header, column in off.items()})
+    """A row for each precision: the most over sizes and contexts."""
+    ways = pd.DataFrame(facts["ways"]).set_index("way").rename_axis("precision")
+    return ways.map(tiny).set_axis(["loss off", "gradient norm off", "became zero", "overflowed"],
+                                   axis=1).reset_index()
 
 
 def pairs(facts: dict) -> pd.DataFrame:

@@ -6,35 +6,30 @@ from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, printed
 from stepscope.studies.nsys.tables import load
 
-PLAIN = ("nsys.walls", "benchmark.times")  # where plain times are
-
 CHAPTER = Chapter(
     Path(__file__).parent, "Profiling", load,
     questions=(
-        Question("nsys-a", facts.forward_total, ("nsys.clocks",), (*PLAIN, "nsys.phases"),
+        Question("nsys-a", facts.forward_total, ("nsys.clocks", "nsys.walls"),
                  printed={"clocks": printed.clocks, "slowdowns": printed.slowdowns},
                  pictures=("nsys_clocks",)),
-        Question("nsys-phases", facts.every_phase, ("nsys.clocks", "nsys.phases"),
-                 ("nsys.operations", *PLAIN), printed={"phases": printed.phases},
+        Question("nsys-phases", facts.every_phase, ("nsys.phases",),
+                 ("nsys.operations", "nsys.walls", "benchmark.times"), printed={"phases": printed.phases},
                  pictures=("nsys_timeline",)),
         Question("nsys-b", facts.top_kernel, ("nsys.operations",),
                  printed={"first_kernels": printed.first_kernels, "names": printed.names}),
-        Question("nsys-c", facts.not_matmul, ("nsys.operations",),
-                 printed={"kernels": printed.kernels, "names": printed.names,
-                          "families": printed.families},
+        Question("nsys-c", facts.not_matmul, ("nsys.operations",), printed={"kernels": printed.kernels},
                  pictures=("nsys_families",)),
         Question("nsys-d", facts.full_step, ("nsys.operations",),
                  printed={"step_families": printed.step_families}),
         Question("nsys-e", facts_regions.softmax_against_matmul, ("nsys.operations",),
                  ("benchmark.ceilings", "benchmark.times"),
-                 printed={"softmax": printed.softmax, "by_operation": printed.by_operation},
-                 pictures=("nsys_attention",)),
+                 printed={"softmax": printed.softmax, "by_operation": printed.by_operation}),
         Question("nsys-regions", facts_regions.regions_against_floors,
                  ("nsys.operations", "benchmark.ceilings"), ("benchmark.times",),
-                 printed={"regions": printed.regions}, pictures=("nsys_roofline",)),
+                 printed={"regions": printed.regions}),
         Question("nsys-claims", facts_claims.claims_beside, ("nsys.operations",),
                  ("nsys.operations_low", "nsys.regions", "nsys.clocks", "benchmark.times"),
-                 printed={"claims": printed.claims}),
+                 printed={"reports": printed.reports, "claims": printed.claims}),
         Question("nsys-conserved", facts.conserved, ("nsys.operations",), ("nsys.statuses",),
                  printed={"rules": printed.rules}),
     ),
@@ -43,8 +38,6 @@ CHAPTER = Chapter(
         Picture("nsys_families",
                 partial(figures.families_by_size, mode="forward", phases=("forward",),
                         words="forward's time on the device"), ("nsys.operations",)),
-        Picture("nsys_attention", figures.attention, ("nsys.operations", "nsys.regions")),
-        Picture("nsys_roofline", figures.roofline, ("nsys.operations", "benchmark.ceilings")),
         Picture("nsys_timeline", figures.timeline, ("nsys.timeline",)),
     ),
 )

@@ -9,7 +9,7 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
 from stepscope.traces.kernel_names import short_names
-from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, who_waits
+from stepscope.traces.waits import GPU, HOST, NEITHER, WAITED, who_waits
 
 PROFILE = ["size", "context_length"]
 NONTRIVIAL = 0.02  # of the time of forward's operations
@@ -27,21 +27,19 @@ def clocks_beside(clocks: pd.DataFrame, walls: pd.DataFrame) -> pd.DataFrame:
     """Each profile's forward by every clock, in ms, all of one process: a row a run and mode.
 
     Columns: size, context_length, mode, host_ms (NVTX range), projected_ms, operations_ms, gap_ms, gaps,
-    busy_share (captured) of the forward phase, and ``spread`` (of projected_ms over the captured steps:
-    largest less least, over the median); of the whole step's wall time ``unprofiled_ms``, ``annotated_ms``
-    and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than two), with
-    ``unprofiled_spread`` and so on, ``annotating`` (annotated over plain), ``capturing`` (captured over
-    annotated) and ``slowdown`` (captured over plain).
+    busy_share (captured) of the forward phase; of the whole step's wall time ``unprofiled_ms``,
+    ``annotated_ms`` and ``profiled_ms`` (medians of plain, annotated and captured steps, NaN of fewer than
+    two), with ``unprofiled_spread`` and so on (largest less least, over the median), ``annotating``
+    (annotated over plain), ``capturing`` (captured over annotated) and ``slowdown`` (captured over plain).
     """
     table = three_clocks(clocks)
     table = table[table["phase"] == "forward"].merge(_runs(clocks), on="run_id")
-    steps = clocks[clocks["phase"] == "forward"].groupby(["run_id", "mode"])["projected_ns"]
     whole = walls[walls["phase"] == WHOLE].groupby(["run_id", "mode", "capture"])["time_ms"]
     enough = whole.size() >= FEWEST
     medians, spreads = (values.where(enough).unstack().reindex(columns=[*STATES]).rename(columns=STATES)
                         for values in (whole.median(), _spread(whole)))
     of_whole = medians.add_suffix("_ms").join(spreads.add_suffix("_spread"))
-    table = table.merge(of_whole.join(_spread(steps).rename("spread")), on=["run_id", "mode"])
+    table = table.merge(of_whole, on=["run_id", "mode"], how="left")
     return by_size(table.assign(annotating=table["annotated_ms"] / table["unprofiled_ms"],
                                 capturing=table["profiled_ms"] / table["annotated_ms"],
                                 slowdown=table["profiled_ms"] / table["unprofiled_ms"]))
@@ -82,8 +80,7 @@ def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFram
     return by_size(rows)
 
 
-def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame,
-                  phases: pd.DataFrame) -> dict | None:
+def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame) -> dict | None:
     """Forward alone by every clock, of the reference and over all profiles.
 
     ``unprofiled`` compares with the plain time of the same pass, None where there is none; ``slowdown`` says
@@ -95,16 +92,11 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFrame
     forward = table[table["mode"] == "forward"]
     if forward.empty:
         return None
-    waits = waiting_phases(phases, walls, times)
-    busy = waits[waits["mode"] == "forward"].astype({"size": str}).set_index([*PROFILE])["busy_share"]
-    forward = forward.drop(columns="busy_share").join(
-        busy, on=[forward["size"].astype(str), "context_length"])
     size, context = reference(forward)
     rows = pick(forward, size=size, context_length=context).iloc[0]
     host_share = forward["host_ms"] / forward["projected_ms"]
     return {"size": size, "context": context, "operations_ms": rows.operations_ms,
-            "projected_ms": rows.projected_ms, "host_ms": rows.host_ms,
-            "busy_share": None if pd.isna(rows.busy_share) else rows.busy_share, "agree": AGREE,
+            "projected_ms": rows.projected_ms, "host_ms": rows.host_ms, "agree": AGREE,
             "unprofiled": without_profiler(rows) if pd.notna(rows.unprofiled_ms) else None,
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
@@ -124,26 +116,31 @@ def without_profiler(rows: pd.Series) -> dict:
     """One profile's forward against the same pass unprofiled: ``off_share`` is how far the device's time is
     from it."""
     off = rows.projected_ms / rows.unprofiled_ms - 1
-    return {"ms": rows.unprofiled_ms, "off_share": off, "match": bool(abs(off) < AGREE),
-            "host_share": rows.host_ms / rows.unprofiled_ms}
+    return {"ms": rows.unprofiled_ms, "off_share": off, "match": bool(abs(off) < AGREE)}
 
 
 def cost_of_profiling(table: pd.DataFrame) -> dict:
     """Steps with a plain time of the same process: how many times as long they take ``annotated`` (over
     plain), ``captured`` (over annotated), and both (``together``), each with the largest (``most``, with its
     own ms) and how many are slower by over ``nearly``; None where not measured. ``mismatches`` are forward
-    passes whose time on the device under the profiler is not the plain one, of ``passes``."""
+    passes whose time on the device under the profiler is not the plain one, of ``passes``; they are ``told``
+    or ``untold`` by whether that is more than plain or captured passes differ among themselves. In
+    ``gaps_alone`` all of them are longer and their operations fit into the plain time: only gaps grew."""
     rows = table[table["unprofiled_ms"].notna()]
     forward = rows[rows["mode"] == "forward"]
     off = forward["projected_ms"] / forward["unprofiled_ms"] - 1
-    apart = off.abs() >= AGREE
+    differ = forward[["unprofiled_spread", "profiled_spread"]].max(axis=1)
+    apart = forward.assign(off_share=off, told=~(off.abs() <= differ))[off.abs() >= AGREE]
+    mismatches = apart.rename(columns={"context_length": "context"})[["size", "context", "off_share", "told"]]
+    mismatches = mismatches.to_dict("records")
     return {"nearly": NEARLY,
             "annotated": _slower(rows, "annotating"), "captured": _slower(rows, "capturing"),
             "together": _slower(rows, "slowdown"),
-            "passes": len(off),
-            "mismatches": [{"size": size, "context": context, "off_share": share} for size, context, share in
-                           zip(forward["size"][apart], forward["context_length"][apart], off[apart],
-                               strict=True)]}
+            "passes": len(off), "matched": len(off) - len(apart), "mismatches": mismatches,
+            "told": [one for one in mismatches if one["told"]],
+            "untold": [one for one in mismatches if not one["told"]],
+            "gaps_alone": len(apart) > 0 and bool(((apart["off_share"] > 0) & (
+                apart["operations_ms"] <= apart["unprofiled_ms"])).all())}
 
 
 def _slower(rows: pd.DataFrame, column: str) -> dict | None:
@@ -157,34 +154,28 @@ def _slower(rows: pd.DataFrame, column: str) -> dict | None:
                      "captured_ms": most.profiled_ms}}
 
 
-def every_phase(clocks: pd.DataFrame, phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFrame,
+def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFrame,
                 times: pd.DataFrame) -> dict | None:
-    """The three clocks of each phase of a full step, and who waits for whom; None where no full step was
-    captured.
+    """Who waits for whom in each phase of a full step but the loss; None where no full step was captured.
 
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
-    that have one (empty where none has). Of the ``long`` phases (all but the loss) the GPU waits in
-    ``waiting``, the host on a full queue in ``full``. ``by_phase`` has a row a profile and phase;
-    ``backward`` is backward_over_forward's.
+    that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
+    queue in ``full``. ``differ`` is the most by which the captured steps' operations differ (None of one
+    step). ``by_phase`` has a row a profile and phase; ``backward`` is backward_over_forward's.
     """
-    table = pick(three_clocks(clocks), mode="step").merge(_runs(clocks), on="run_id")
-    if table.empty:
+    steps = pick(matrix(phases), mode="step")
+    if steps.empty:
         return None
-    told = ["plain_ms", "back_to_back_ms", "waited_ms", "waits", "busy_share", "deepest", "spread"]
-    waits = waiting_phases(phases, walls, times)[["run_id", "mode", "phase", *told]]
-    table = table.drop(columns="busy_share").merge(waits, on=["run_id", "mode", "phase"], how="left")
-    table = by_size(table.assign(place=table["phase"].map(PHASE_NAMES.index),
-                                 waits=table["waits"].fillna(UNDECIDED)))
-    table = table.sort_values([*PROFILE, "place"], ignore_index=True)
-    long = table[table["phase"] != "loss"]
-    known = long[long["busy_share"].notna()]
-    busy = known.groupby("phase", sort=False)["busy_share"]
-    return {"busy": [{"phase": phase, "share": rows} for phase, rows in busy],
-            "long": len(long), "waiting": int((long["waits"] == GPU).sum()),
-            "full": int((long["waits"] == HOST).sum()), "neither": int((long["waits"] == NEITHER).sum()),
+    rows = waiting_phases(steps[steps["phase"] != "loss"], walls, times)
+    rows = rows.assign(place=rows["phase"].map(PHASE_NAMES.index))
+    rows = rows.sort_values([*PROFILE, "place"], ignore_index=True)
+    busy = rows[rows["busy_share"].notna()].groupby("phase", sort=False)["busy_share"]
+    return {"busy": [{"phase": phase, "share": shares} for phase, shares in busy],
+            "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
+            "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
-            "on_gpu": "cuda" in set(clocks["device"]), "by_phase": table,
-            "runs": runs_of(table)}
+            "differ": rows["spread"].max() if rows["spread"].notna().any() else None,
+            "on_gpu": "cuda" in set(rows["device"]), "by_phase": rows, "runs": runs_of(rows)}
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:
@@ -224,10 +215,9 @@ def top_kernel(operations: pd.DataFrame) -> dict | None:
                 "same": bool(other.same), "kernel": other.kernel_both, "share": other.share_both},
             "profiles": len(first), "several": len(first) > 1, "kept": int(beside["same"].sum()),
             "common": int(beside["name_both"].notna().sum()),
-            "families": [{"family": family, "profiles": n}
-                         for family, n in first["family"].value_counts().items()],
             "fractional": int((forward["count"] % forward["steps"] != 0).sum()),
-            "names": {names[name]: name for name in (rows["name"], other.name_both) if name in names},
+            "names": {names[name]: name for name in (rows["name"], other.name_both)
+                      if names.get(name, name) not in name},
             "first": beside.reset_index(), "runs": runs_of(operations)}
 
 
@@ -243,9 +233,9 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     """What of forward's device time is no matrix product.
 
     ``families`` are those of the reference with their shares, ``kernels`` its kernels with more than
-    ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference, ``most`` the profile
-    where it is largest; ``shares`` has a column a family, in which attention's softmax is one (see
-    ``families.shown_family``), and ``softmax_shares`` is that one over all profiles.
+    ``nontrivial`` of the time, with their regions; ``rest_share`` is of the reference; ``shares``
+    has a column a family, in which attention's softmax is one (see ``families.shown_family``), and
+    ``softmax_shares`` is that one over all profiles.
     """
     kernels = per_kernel(operations, "forward", "forward")
     if kernels.empty:
@@ -267,10 +257,8 @@ def not_matmul(operations: pd.DataFrame) -> dict | None:
     return {"size": size, "context": context, "rest_share": rest[(size, context)],
             "families": [{"family": family, "share": share}
                          for family, share in families.items() if share > SPOKEN_OF],
-            "names": dict(zip(kernels["kernel"], kernels["name"], strict=True)),
             "kernels": kernels, "nontrivial": NONTRIVIAL, "rest_shares": rest, "several": len(rest) > 1,
             "softmax_shares": _share(rows, rows["region"] == "attention.softmax"),
-            "most": dict(zip(("size", "context"), rest.idxmax(), strict=True)),
             "shares": shares.pivot(index=PROFILE, columns="family", values="share")[order],
             "runs": runs_of(operations)}
 
@@ -281,10 +269,10 @@ def full_step(operations: pd.DataFrame) -> dict | None:
 
     ``moved_low_points`` and ``moved_high_points`` are by how much the products' share of the step is above
     forward's, over all profiles; it falls in ``falls`` of them; ``without`` is their share of the step less
-    the optimizer's phase, below forward's in ``falls_without``. ``by_context`` has for each context the
-    optimizer's shares of the step and the points by which the products' share moves. ``gained`` and ``lost``
-    are the reference's other families that changed most, largest first; ``shares`` has a column a family and
-    mode.
+    the optimizer's phase, in ``falls_without`` below forward's by more than ``hardly_points``. ``by_context``
+    has for each context the optimizer's shares of the step and the points by which the products' share moves.
+    ``gained`` and ``lost`` are the reference's other families that changed most, largest first; ``shares``
+    has a column a family and mode.
     """
     shares = by_family(operations).merge(_runs(operations), on="run_id")
     whole = shares[(shares["phase"] == "all") & shares["mode"].isin(["forward", "step"])]
@@ -312,6 +300,7 @@ def full_step(operations: pd.DataFrame) -> dict | None:
             "without": without,
             "moved_low_points": moved.min(), "moved_high_points": moved.max(),
             "falls": int((after < before).sum()), "profiles": len(before), "several": len(before) > 1,
+            "hardly_points": 100 * SPOKEN_OF,
             "falls_without": int((without < before - SPOKEN_OF).sum()), "by_context": [
                 {"context": context, "optimizer": optimizer[contexts == context],
                  "low_points": moved[contexts == context].min(),
@@ -357,11 +346,13 @@ def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> dict:
     """What of all profiles' time is in no phase, no region, no family.
 
     ``left_out`` counts the profiles for which some of nsys's own reports could not be used, with the
-    ``first`` one's reason, None where all could; ``families`` has the rules, each family with its share.
+    ``first`` one's reason, None where all could; ``families`` has the rules of those that took time, each
+    with its share, the largest first.
     """
     profiles, time = statuses["status"].value_counts(), operations["total_ns"].sum()
     phases, families = (operations.groupby(by)["total_ns"].sum() for by in ("phase", "family"))
     regions, other = operations.groupby("region")["total_ns"].sum(), operations[operations["family"] == OTHER]
+    held = rules().assign(share=lambda table: table["family"].map(families / time).fillna(0))
     left_out = statuses["left_out"].dropna() if "left_out" in statuses else pd.Series(dtype=str)
     return {"captured": int(profiles.get("captured", 0)), "out_of_memory": int(profiles.get("oom", 0)),
             "operations": int(operations["count"].sum()), "outside_share": phases.get("outside", 0) / time,
@@ -369,5 +360,5 @@ def conserved(operations: pd.DataFrame, statuses: pd.DataFrame) -> dict:
             "accumulation_share": regions.get("gradient accumulation", 0) / phases.get("backward", 1),
             "unknown": other["name"].nunique(), "unknown_share": other["total_ns"].sum() / time,
             "left_out": None if left_out.empty else {"profiles": len(left_out), "first": left_out.iloc[0]},
-            "families": rules().assign(share=lambda table: table["family"].map(families / time).fillna(0)),
+            "families": held[held["share"] > 0].sort_values("share", ascending=False),
             "runs": runs_of(operations)}

@@ -36,7 +36,8 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
 
     ``claims`` has, of each, ``report`` (its name), the ``claim``, ``theirs``, the least and the most here
     (``low``, ``high``), their ``place`` and ``ratio`` (say.published.placed), and as ``why`` the facts of its
-    reason; ``places`` how many are in each place. None where there is no claim.
+    reason; ``places`` how many are in each place, ``reports`` how many of each report's are within. None
+    where there is no claim.
     """
     both = pd.concat([operations, low]) if len(low) else operations
     tables = [table if table.empty else table.assign(size=table["size"].astype(str))
@@ -58,7 +59,10 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     if not rows:
         return None
     table = placed(pd.DataFrame(rows))
-    return {"claims": table.to_dict("records"), "places": counts(table), "runs": runs_of(operations)}
+    reports = [{"report": report, "claims": len(own), "within": counts(own)["within"]}
+               for report, own in table.groupby("report", sort=False)]
+    return {"claims": table.to_dict("records"), "places": counts(table), "reports": reports,
+            "runs": runs_of(operations)}
 
 
 # What is measured: a number of one profile, NaN where it has none

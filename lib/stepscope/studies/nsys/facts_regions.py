@@ -32,8 +32,8 @@ def forward_of(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
-    """Softmax and attention's products in forward alone, by (size, context_length): times in ms a pass,
-    rates, ratios. ``products`` are the two of scores and values; ``projected_ratio`` is softmax's time over
+    """Softmax and attention's products in forward alone, by (size, context_length): times in ms a pass, and
+    ratios. ``products`` are the two of scores and values; ``projected_ratio`` is softmax's time over
     that of these and the four projections.
 
     FLOPs: 5 for each score in softmax (maximum, subtract, exponentiate, sum, divide), 2 * B * T * T * d_model
@@ -53,13 +53,12 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
         flops = forward_flops(config)
         product_flops = flops["attention.scores"] + flops["attention.value"]
         product_bytes = 4 * (2 * square + 4 * hidden)
-        softmax_flops, softmax_bytes = SOFTMAX_FLOPS * square, forward_bytes(config)["attention.softmax"]
+        softmax_bytes = forward_bytes(config)["attention.softmax"]
         found[(size, context)] = {
             "softmax_ms": softmax_ms, "products_ms": products_ms, "time_ratio": softmax_ms / products_ms,
-            "projected_ms": projected_ms, "projected_ratio": softmax_ms / projected_ms,
-            "flops_ratio": softmax_flops / product_flops, "bytes_ratio": softmax_bytes / product_bytes,
-            "softmax_tbs": softmax_bytes / softmax_ms / 1e9,
-            "products_tflops": product_flops / products_ms / 1e9}
+            "projected_ratio": softmax_ms / projected_ms,
+            "flops_ratio": SOFTMAX_FLOPS * square / product_flops,
+            "bytes_ratio": softmax_bytes / product_bytes}
     return pd.DataFrame(found).T.rename_axis(PROFILE) if found else pd.DataFrame()
 
 
@@ -68,9 +67,8 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
     """Softmax beside attention's two matrix products: ``own`` of the reference, ``parts`` of every profile.
 
     In ``slower`` of ``profiles`` softmax takes longer. ``operations`` says of each of softmax's five how its
-    bytes a second compare with a large copy's (``own`` of the reference, ``share`` from context 512 on, or of
-    all where there are only shorter ones), None where no copy was measured, or on a CPU, whose operators call
-    others.
+    bytes a second compare with a large copy's (:func:`by_operation`), None where no copy was measured, or on
+    a CPU, whose operators call others.
     """
     parts = attention_parts(operations)
     if parts.empty:
@@ -78,7 +76,7 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
     size, context = reference(forward_of(operations))
     on_gpu = operations[operations["device"] == "cuda"]
     rates = softmax_rates(on_gpu, rates_by_profile(ceilings, times))
-    each = by_operation(rates, size, context) if len(rates) else None
+    each = by_operation(rates) if len(rates) else None
     return {"size": size, "context": context, "own": parts.loc[(size, context)].to_dict(),
             "slower": int((parts["time_ratio"] > 1).sum()), "profiles": len(parts), "several": len(parts) > 1,
             "time_ratios": parts["time_ratio"], "rates": rates if len(rates) else None,
@@ -132,53 +130,36 @@ def softmax_rates(operations: pd.DataFrame, rates: pd.DataFrame) -> pd.DataFrame
     return by_size(table.assign(share=table["time_ms"] / total))
 
 
-def by_operation(rates: pd.DataFrame, size: str, context: int) -> list[dict]:
-    """Of each of softmax's operations: ``own`` rate as a share of the copy's in one profile, the ``share`` of
-    all from context 512 on, its share of softmax's ``time``, and whether that is ``at_copys_rate``."""
+def by_operation(rates: pd.DataFrame) -> list[dict]:
+    """Of each of softmax's operations, from context 512 on (of all where there are only shorter ones): its
+    rate's ``share`` of the copy's, its share of softmax's ``time``, and whether it is ``at_copys_rate``."""
     long = rates[rates["context_length"] >= 512]
     long = long if len(long) else rates
-    own = pick(rates, size=size, context_length=context).set_index("operation")["of_copy"]
-    return [{"operation": name, "own": own.get(name), "share": rows["of_copy"], "time": rows["share"],
-             "at_copys_rate": bool(rows["of_copy"].median() >= AT_COPYS_RATE), "least_context":
-             int(rows["context_length"].min())}
+    return [{"operation": name, "share": rows["of_copy"], "time": rows["share"],
+             "at_copys_rate": bool(rows["of_copy"].median() >= AT_COPYS_RATE),
+             "least_context": int(rows["context_length"].min())}
             for name, rows in long.groupby("operation", sort=False)]
 
 
-def region_rates(operations: pd.DataFrame) -> pd.DataFrame:
-    """Each region of forward alone against its formulas: size, context_length, region, time_ms a pass,
-    tflops, tbs, intensity.
-
-    ``tflops`` counts matrix products only and is 0 where a region has none; ``tbs`` counts the bytes that the
-    region's operations have to move; ``intensity`` is FLOPs per such byte.
-    """
-    found = []
-    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
-        config, steps = config_of(rows, size, context), rows["steps"].iloc[0]
-        flops, moved = forward_flops(config), forward_bytes(config)
-        for region, total_ns in rows.groupby("region")["total_ns"].sum().items():
-            if region in moved:
-                found.append({"size": str(size), "context_length": context, "region": region,
-                              "time_ms": total_ns / steps / 1e6,
-                              "tflops": flops.get(region, 0) * steps / total_ns / 1e3,
-                              "tbs": moved[region] * steps / total_ns / 1e3,
-                              "intensity": flops.get(region, 0) / moved[region]})
-    return by_size(pd.DataFrame(found)) if found else pd.DataFrame()
-
-
 def region_floors(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """region_rates' rows with ``floor_ms``, the region's operations each at the rate that limits it (see
-    ``flops.forward_floors_ms``), ``of_floor`` (floor over time) and ``share`` of the pass."""
-    rows, rates = region_rates(operations), rates_by_profile(ceilings, times)
-    if rows.empty or rates.empty:
+    """Each region of forward alone beside its floor, its operations each at the rate that limits it (see
+    ``flops.forward_floors_ms``): size, context_length, region, time_ms a pass, ``floor_ms``, ``of_floor``
+    (floor over time) and ``share`` of the pass. Empty where no rate was measured."""
+    rates, found = rates_by_profile(ceilings, times), []
+    if rates.empty:
         return pd.DataFrame()
-    forward, floors = forward_of(operations), []
-    for row in rows.rename(columns={"size": "size_"}).itertuples():
-        rate = rates_of(rates, row.size_, row.context_length)
-        config = config_of(forward, row.size_, row.context_length)
-        floors.append(forward_floors_ms(config, rate["matmul_fp32"], rate["copy"])[row.region])
-    rows = rows.assign(floor_ms=floors)
-    total = rows.groupby(PROFILE, observed=True)["time_ms"].transform("sum")
-    return rows.assign(of_floor=rows["floor_ms"] / rows["time_ms"], share=rows["time_ms"] / total)
+    for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
+        rate, time = rates_of(rates, str(size), context), rows.groupby("region")["total_ns"].sum()
+        floors = forward_floors_ms(config_of(rows, size, context), rate["matmul_fp32"], rate["copy"])
+        steps = rows["steps"].iloc[0]
+        found += [{"size": str(size), "context_length": context, "region": region, "floor_ms": floor_ms,
+                   "time_ms": time[region] / steps / 1e6} for region, floor_ms in floors.items()
+                  if region in time]
+    if not found:
+        return pd.DataFrame()
+    table = by_size(pd.DataFrame(found))
+    whole = table.groupby(PROFILE, observed=True)["time_ms"].transform("sum")
+    return table.assign(of_floor=table["floor_ms"] / table["time_ms"], share=table["time_ms"] / whole)
 
 
 def regions_against_floors(operations: pd.DataFrame, ceilings: pd.DataFrame,

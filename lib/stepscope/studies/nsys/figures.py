@@ -7,14 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from stepscope.config import PHASE_NAMES, PHASES
-from stepscope.say.formats import number, percent
+from stepscope.say.formats import percent
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.studies.nsys.facts import AGREE, clocks_beside
-from stepscope.studies.nsys.facts_regions import region_rates
 from stepscope.studies.nsys.measure import by_family
 from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, MATMUL, shown_family
 
@@ -27,8 +26,6 @@ FAMILY_COLORS = {
     "convolution": "#1B4F72", "pooling": "#A0522D", "quantization": "#C5B0D5", "other": "#000000"}
 # What is written on these is black.
 LIGHT = ("elementwise", "memory", "optimizer", "fused attention", "quantization", LOSS_SOFTMAX)
-ATTENTION_PARTS = ["attention.qkv", "attention.rope", "attention.scores", "attention.mask",
-                   "attention.softmax", "attention.value", "attention.output"]
 
 
 def sizes_of(table: pd.DataFrame) -> list[str]:
@@ -198,78 +195,3 @@ def _stacked(axis: Axes, shares: pd.DataFrame, families: Sequence[str]) -> None:
     axis.set_xticks(range(len(table)), table.index, rotation=45, fontsize=9)
     axis.set(ylim=(0, 1))
     axis.grid(axis="x", visible=False)
-
-
-def attention(operations: pd.DataFrame, regions: pd.DataFrame, where: str) -> Figure | None:
-    """Attention's parts in forward alone: device time (filled) and host time (open) a pass, a panel a size at
-    its middle context."""
-    rows, host = (pick(table[table["region"].isin(ATTENTION_PARTS)], mode="forward")
-                  for table in (operations, regions))
-    if rows.empty:
-        return None
-    contexts = sorted(rows["context_length"].unique())
-    context = max((c for c in contexts if c <= 512), default=contexts[0])
-    rows, host = pick(rows, context_length=context), pick(host, context_length=context)
-    use_style()
-    sizes = sizes_of(rows)
-    figure, axes = plt.subplots(1, len(sizes), figsize=(WIDTH_IN, 3.6), squeeze=False, sharey=True)
-    for axis, size in zip(axes[0], sizes, strict=True):
-        on_device, on_host = (_ms_a_pass(pick(table, size=size), column)
-                              for table, column in ((rows, "total_ns"), (host, "host_ns")))
-        y = range(len(ATTENTION_PARTS))
-        axis.barh([i - 0.2 for i in y], on_device, 0.4, color="#0072B2",
-                  label="on the device (sum of operations)")
-        axis.barh([i + 0.2 for i in y], on_host, 0.4, color="white", edgecolor="#D55E00", hatch="///",
-                  label="host range")
-        axis.set_yticks(y, [part.removeprefix("attention.") for part in ATTENTION_PARTS])
-        axis.set(title=size, xlabel="ms a pass")
-        axis.grid(axis="y", visible=False)
-    axes[0, 0].invert_yaxis()
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    shares = pick(rows, size=sizes[-1]).groupby("region")["total_ns"].sum()
-    most, share = shares.idxmax().removeprefix("attention."), percent(shares.max() / shares.sum())
-    title(figure, f"{most} takes {share} of attention in {sizes[-1]}'s forward, on the device\n"
-                  f"(context {context}, {where}; each size to its own scale)")
-    return figure
-
-
-def _ms_a_pass(rows: pd.DataFrame, column: str) -> pd.Series:
-    """One profile's time by part of attention."""
-    return rows.groupby("region")[column].sum().reindex(ATTENTION_PARTS) / rows["steps"].iloc[0] / 1e6
-
-
-def roofline(operations: pd.DataFrame, ceilings: pd.DataFrame, where: str) -> Figure | None:
-    """Achieved TFLOP/s over FLOPs per byte for each region that multiplies matrices, under the measured
-    ceilings."""
-    values, points = ceilings.groupby("ceiling")["value"].median(), region_rates(operations)
-    if points.empty or not {"matmul_fp32", "copy"} <= set(values.index):
-        return None
-    points, peak_tflops, peak_tbs = points[points["tflops"] > 0], values["matmul_fp32"], values["copy"]
-    if points.empty:
-        return None
-    best = points.loc[points["tflops"].idxmax()]
-    use_style()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.8, 4.6))
-    low, high = points["intensity"].min() / 2, points["intensity"].max() * 2
-    axis.plot([low, peak_tflops / peak_tbs, high], [low * peak_tbs, peak_tflops, peak_tflops], color="black",
-              linewidth=1.5)
-    axis.text(high, peak_tflops * 1.06, f"fp32 product {peak_tflops:.3g} TFLOP/s", ha="right", fontsize=9)
-    axis.text(low, low * peak_tbs * 1.35, f"copy {peak_tbs:.3g} TB/s", fontsize=9, rotation=30)
-    markers = {size: MARKERS[i % len(MARKERS)] for i, size in enumerate(sizes_of(points))}
-    colors = {region: PALETTE[i % len(PALETTE)] for i, region in enumerate(dict.fromkeys(points["region"]))}
-    for region, color in colors.items():
-        for size, marker in markers.items():
-            rows = pick(points, region=region, size=size)
-            axis.plot(rows["intensity"], rows["tflops"], marker, color=color, markersize=5, alpha=0.9)
-    axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte that the region's operations have to move",
-             ylabel="achieved TFLOP/s",
-             title=f"{best['region']} of {best['size']} is nearest to the product rate:\n"
-                   f"{number(best['tflops'])} of {number(peak_tflops)} TFLOP/s ({where})")
-    for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    shown = [*((region, color, "o") for region, color in colors.items()),
-             *((size, "0.4", marker) for size, marker in markers.items())]
-    handles = [plt.Line2D([], [], color=color, marker=marker, linestyle="none", label=name)
-               for name, color, marker in shown]
-    axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
-    return figure

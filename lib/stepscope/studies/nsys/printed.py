@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, code, number, percent, plain, points, to
+from stepscope.say.formats import MODE_WORDS, code, number, percent, percent_span, plain, points, to
 from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE, STATES
+from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED
 
 REASONS = Path(__file__).parent / "words" / "reasons"
 CLAIM_FORMATS: dict[str, Callable[[float], str]] = {
@@ -21,13 +22,27 @@ def by_profile(table: pd.DataFrame) -> pd.DataFrame:
 
 def clocks(facts: dict) -> pd.DataFrame:
     """A row for each profile: forward alone by every clock."""
-    columns = {"unprofiled_ms": "wall, plain", "profiled_ms": "wall, captured", "host_ms": "host range",
-               "projected_ms": "on the device", "operations_ms": "operations"}
-    forward = facts["by_clock"].set_index(PROFILE)
-    table = forward[list(columns)].map(number).rename(columns=columns)
-    table["captured passes differ by"] = [share(value) for value in forward["spread"]]
-    table["busy"] = [share(value) for value in forward["busy_share"]]
-    return by_profile(table)
+    columns = {"projected_ms": "on the device", "operations_ms": "operations", "host_ms": "host range"}
+    table = facts["by_clock"].set_index(PROFILE)[list(columns)].map(number).rename(columns=columns)
+    return by_profile(_states(facts, "forward").join(table))
+
+
+def slowdowns(facts: dict) -> pd.DataFrame | None:
+    """Profiles down, the longer modes across: wall time of a step by state; None where there are none."""
+    modes = [mode for mode in ("forward_backward", "step") if facts["slowdowns"].xs(mode, axis=1, level=1)
+             .notna().any(axis=None)]
+    return by_profile(pd.concat([_states(facts, mode, f"{MODE_WORDS[mode]}: ") for mode in modes],
+                                axis=1)) if modes else None
+
+
+def _states(facts: dict, mode: str, words: str = "") -> pd.DataFrame:
+    """One mode's ms plain, annotated and captured, and by how much plain and captured steps differ."""
+    times, spreads = (facts[name].xs(mode, axis=1, level=1) for name in ("slowdowns", "spreads"))
+    spreads = spreads[["plain", "captured"]]
+    return pd.DataFrame({
+        f"{words}{' / '.join(STATES)}": [" / ".join(map(number, row)) for row in times.to_numpy()],
+        f"{words}differ by": [" / ".join(map(share, row)) for row in spreads.to_numpy()],
+    }, index=times.index)
 
 
 def share(value: float) -> str:
@@ -35,43 +50,30 @@ def share(value: float) -> str:
     return "–" if pd.isna(value) else percent(value, 1 if value < 0.1 else 0)
 
 
-def slowdowns(facts: dict) -> pd.DataFrame:
-    """Profiles down, modes across: plain, annotated and captured wall time of a step, and how they differ."""
-    cells = {}
-    for mode, words in MODE_WORDS.items():
-        for name, said, wide in ((words, number, facts["slowdowns"]),
-                                 (f"{words}: steps differ by", share, facts["spreads"])):
-            cells[name] = [" / ".join(said(row[kind, mode]) for kind in STATES) for _, row in wide.iterrows()]
-    return by_profile(pd.DataFrame(cells, index=facts["slowdowns"].index))
-
-
 def phases(facts: dict) -> pd.DataFrame:
-    """A row for each profile and phase of a full step."""
-    columns = {"size": "size", "context_length": "context", "phase": "phase", "plain_ms": "plain, on the GPU",
-               "back_to_back_ms": "back to back", "operations_ms": "operations", "busy": "busy",
-               "host_ms": "host range, captured", "projected_ms": "on the GPU, captured",
-               "differ": "captured steps differ by", "pending": "launches pending", "waits": "who waits"}
+    """A row for each profile, a column for each phase: ms plain, ms back to back, and who waits."""
     rows = facts["by_phase"]
-    table = rows.assign(busy=[share(value) for value in rows["busy_share"]],
-                        differ=[share(value) for value in rows["spread"]],
-                        pending=["–" if pd.isna(n) else f"{n:.0f}" for n in rows["deepest"]])
-    for column in ("plain_ms", "back_to_back_ms", "host_ms", "projected_ms", "operations_ms"):
-        table[column] = table[column].map(number)
-    return table[list(columns)].rename(columns=columns)
+    words = {GPU: "GPU waits", HOST: "queue full", NEITHER: "neither", UNDECIDED: "not decided"}
+    rows = rows.assign(cell=[f"{number(row.plain_ms)}, {number(row.back_to_back_ms)}, {words[row.waits]}"
+                             for row in rows.itertuples()])
+    wide = rows.pivot_table(index=PROFILE, columns="phase", values="cell", aggfunc="first", observed=True)
+    return by_profile(wide[list(dict.fromkeys(rows["phase"]))])
 
 
 def first_kernels(facts: dict) -> pd.DataFrame:
     """A row for each profile: forward's first kernel, and whether it is first over forward + backward."""
     return pd.DataFrame([{
         "size": row.size, "context": row.context_length, "kernel": code(row.kernel),
-        "share": percent(row.share), "launches": plain(row.launches), "ms": number(row.ms),
+        "share": percent(row.share), "launches": plain(row.launches),
         "first in fwd + bwd": ("–" if pd.isna(row.kernel_both) else "same" if row.same
                                else code(row.kernel_both)),
     } for row in facts["first"].itertuples(index=False)])
 
 
-def names(facts: dict) -> pd.DataFrame:
-    """The whole names of kernels that are spoken of, as a profiler prints and a search finds them."""
+def names(facts: dict) -> pd.DataFrame | None:
+    """The whole names of kernels that are named shorter, as a profiler prints and a search finds them."""
+    if not facts["names"]:
+        return None
     return pd.DataFrame({"kernel": [code(short) for short in facts["names"]],
                          "whole name": [code(name) for name in facts["names"].values()]})
 
@@ -84,17 +86,12 @@ def kernels(facts: dict) -> pd.DataFrame:
     } for row in facts["kernels"].itertuples(index=False)])
 
 
-def families(facts: dict) -> pd.DataFrame:
-    """Profiles down, families across: shares of forward."""
-    shares = facts["shares"]
-    return by_profile(shares.map(lambda share: percent(share, 1)).where(shares.notna(), "–"))
-
-
 def step_families(facts: dict) -> pd.DataFrame:
-    """Profiles down; across the families, each in forward only and in the full step."""
-    table = facts["shares"].map(lambda share: percent(share, 1))
-    table.columns = [f"{family}, {mode}" for family, mode in table.columns]
-    return by_profile(table)
+    """Profiles down, families across: of forward only, and of the full step."""
+    shares = facts["shares"]
+    return by_profile(pd.DataFrame({
+        family: [f"{percent(before, 1)} → {percent(after, 1)}" for before, after in shares[family].to_numpy()]
+        for family in dict.fromkeys(family for family, _ in shares)}, index=shares.index))
 
 
 def softmax(facts: dict) -> pd.DataFrame:
@@ -105,30 +102,23 @@ def softmax(facts: dict) -> pd.DataFrame:
         "time ratio": parts["time_ratio"].map(number),
         "with projections": parts["projected_ratio"].map(number),
         "FLOPs ratio": parts["flops_ratio"].map(lambda share: percent(share, 1)),
-        "bytes ratio": parts["bytes_ratio"].map(number), "softmax TB/s": parts["softmax_tbs"].map(number),
-        "products TFLOP/s": parts["products_tflops"].map(number)}))
+        "bytes ratio": parts["bytes_ratio"].map(number)}))
 
 
 def by_operation(facts: dict) -> pd.DataFrame | None:
-    """Profiles down, softmax's operations across: each one's bytes a second over a large copy's."""
-    rates = facts["rates"]
-    if rates is None:
+    """A row for each of softmax's operations: its share of the time, and its bytes a second over a copy's."""
+    if facts["operations"] is None:
         return None
-    table = rates.assign(cell=rates["of_copy"].map(percent)).pivot(index=PROFILE, columns="operation",
-                                                                   values="cell")
-    order = [part["operation"] for part in facts["operations"]]
-    return by_profile(table[order].fillna("–"))
+    return pd.DataFrame([{"operation": part["operation"], "of softmax's time": percent_span(part["time"]),
+                          "of a copy's rate": percent_span(part["share"])} for part in facts["operations"]])
 
 
 def regions(facts: dict) -> pd.DataFrame:
     """The reference's regions, longest first, each beside its floor."""
     rows = facts["regions"]
-    return pd.DataFrame({
-        "region": rows["region"], "ms a pass": rows["time_ms"].map(number),
-        "share": rows["share"].map(percent),
-        "floor (ms)": rows["floor_ms"].map(number), "floor / time": rows["of_floor"].map(percent),
-        "TFLOP/s": rows["tflops"].map(number), "TB/s": rows["tbs"].map(number),
-        "FLOP/byte": rows["intensity"].map(number)})
+    return pd.DataFrame({"region": rows["region"], "time (ms)": rows["time_ms"].map(number),
+                         "share": rows["share"].map(percent), "floor (ms)": rows["floor_ms"].map(number),
+                         "floor / time": rows["of_floor"].map(percent)})
 
 
 def rules(facts: dict) -> pd.DataFrame:
@@ -137,20 +127,22 @@ def rules(facts: dict) -> pd.DataFrame:
     return table.assign(share=[percent(share, 2) for share in table["share"]])[["family", "reason", "share"]]
 
 
-def claims(facts: dict) -> pd.DataFrame:
-    """A row for each claim; its reasons are blocks of ``words/reasons/claims.md``."""
+def reports(facts: dict) -> pd.DataFrame:
+    """A row for each report: its claims, and how many are within."""
+    return pd.DataFrame(facts["reports"])
+
+
+def claims(facts: dict) -> pd.DataFrame | None:
+    """A row for each claim that is off; its reasons are blocks of ``words/reasons/claims.md``."""
     words = Words(REASONS, "claims.md")
     rows = []
     for row in facts["claims"]:
         claim = row["claim"]
         a_share = claim.measure == "share" and claim.to is None
         said = CLAIM_FORMATS.get("first_share" if a_share else claim.measure, number)
-        why = words.block(claim.reason, row["why"]) if claim.reason else ""
-        unknown = "–" if row["place"] == "within" else "not known"
-        rows.append({
-            "report": row["report"], "question": f"({claim.question})", "as printed": claim.as_printed,
-            "theirs": said(row["theirs"]), "here": to(said(row["low"]), said(row["high"])),
-            "theirs is": row["place"],
-            "profiles here": "all" if claim.size is None else f"{claim.size}, {claim.context_length}",
-            "why": why or unknown})
-    return pd.DataFrame(rows)
+        if row["place"] != "within":
+            rows.append({
+                "report": row["report"], "question": f"({claim.question})", "as printed": claim.as_printed,
+                "theirs": said(row["theirs"]), "here": to(said(row["low"]), said(row["high"])),
+                "why": (words.block(claim.reason, row["why"]) if claim.reason else "") or "not known"})
+    return pd.DataFrame(rows) if rows else None

@@ -187,6 +187,6 @@ def done_once(beyond_ms: pd.Series, primed: pd.DataFrame) -> dict:
 
 
 def purposes_of(calls: pd.DataFrame) -> pd.DataFrame:
-    """Calls into CUDA by purpose and shape, in a first and in a steady step."""
-    columns = ["first_calls", "first_ms", "steady_calls", "steady_ms"]
+    """Time in calls into CUDA by purpose and shape, in a first and in a steady step."""
+    columns = ["first_ms", "steady_ms"]
     return by_size(calls).groupby([*SHAPE, "purpose"], observed=True)[columns].sum().reset_index()

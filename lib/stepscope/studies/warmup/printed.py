@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.config import PHASE_NAMES
 from stepscope.say.formats import MODE_WORDS, count, number, percent
 from stepscope.step.timing import WHOLE
-from stepscope.studies.warmup.facts import WARM_UPS
+from stepscope.studies.warmup.facts import SHAPE, WARM_UPS
 
 
 def means(facts: dict) -> pd.DataFrame:
@@ -29,25 +29,24 @@ def costs(facts: dict) -> pd.DataFrame:
 
 
 def phases(facts: dict) -> pd.DataFrame | None:
-    """A row a size and pass: extra of a first step by phase."""
+    """A row a size and pass: extra of a first step by phase, without the loss's."""
     extra = facts["by_phase"]
     if extra is None:
         return None
     cells = pd.DataFrame({"size": extra["size"], "pass": extra["mode"].map(MODE_WORDS)})
     for phase in (*PHASE_NAMES, WHOLE):
-        if f"{phase}_low" in extra:
+        if f"{phase}_low" in extra and phase != "loss":
             cells[phase] = [f"{number(low)} to {number(high)}" if low == low else "–"
                             for low, high in zip(extra[f"{phase}_low"], extra[f"{phase}_high"], strict=True)]
     return cells
 
 
 def purposes(facts: dict) -> pd.DataFrame | None:
-    """A row for each shape and purpose of a call."""
-    if facts["purposes"] is None:
-        return None
+    """Shapes down, purposes of calls across: ms in a first and in a steady step."""
     sums = facts["purposes"]
-    shown = sums.assign(**{column: sums[column].map(number) for column in ("first_ms", "steady_ms")},
-                        **{column: sums[column].astype(int) for column in ("first_calls", "steady_calls")})
-    return shown.rename(columns={"context_length": "context", "first_calls": "calls, first",
-                                 "first_ms": "ms, first",
-                                 "steady_calls": "calls, steady", "steady_ms": "ms, steady"})
+    if sums is None:
+        return None
+    sums = sums.assign(cell=[f"{number(first)} / {number(steady)}" for first, steady in
+                             zip(sums["first_ms"], sums["steady_ms"], strict=True)])
+    wide = sums.pivot(index=SHAPE, columns="purpose", values="cell")
+    return wide.rename_axis(["size", "context"]).reset_index()
