@@ -24,10 +24,16 @@ def given(**replaced):
     return empty | {"ladder.rungs": pd.DataFrame(), "benchmark.times": pd.DataFrame()} | replaced
 
 
+def of_shape(rungs, size):
+    """A size at the context and the vocabulary that sentences speak of."""
+    return rungs[(rungs["size"].astype(str) == size) & (rungs["context_length"] == 512)
+                 & (rungs["vocab_size"] == 10_000)]
+
+
 def test_the_story_is_the_ladder_from_its_first_rung_to_its_fastest(rungs):
     found = first.story(rungs, pd.DataFrame())
-    own = rungs[(rungs["size"].astype(str) == found["size"]) & (rungs["kind"] == "rung")
-                & ~rungs["rung"].isin(["fp8", "fill"]) & (rungs["status"] == "ok")]
+    rows = of_shape(rungs, found["size"])
+    own = rows[(rows["kind"] == "rung") & ~rows["rung"].isin(["fp8", "fill"]) & (rows["status"] == "ok")]
     assert found["first_ms"] == own.set_index("rung").loc["fp32", "median_ms"]
     assert found["best_ms"] == own["median_ms"].min()
     fastest = own.loc[own["median_ms"].idxmin()]
@@ -62,8 +68,8 @@ def test_a_change_that_gains_nothing_somewhere_is_said(rungs):
 def test_no_shape_is_in_the_range_of_gains_and_among_those_without_one(rungs):
     changes = advice.advice(rungs, *[pd.DataFrame()] * 4)["changes"]
     for change in changes.values():
-        idle = {one["size"] for one in change["idle"]}
-        assert not idle & {change["least"]["size"], change["most"]["size"]}
+        idle = {(one["size"], int(context)) for one in change["idle"] for context in one["contexts"]}
+        assert not idle & {(one["size"], one["context"]) for one in (change["least"], change["most"])}
 
 
 def test_what_leaving_a_change_out_costs_is_told_where_it_was_measured(rungs):
@@ -85,10 +91,10 @@ def test_what_leaving_a_change_out_costs_is_told_where_it_was_measured(rungs):
 
 def test_the_story_says_in_how_many_processes_and_from_where_it_is_left_out(rungs):
     found = first.story(rungs, pd.DataFrame())
-    own = rungs[rungs["size"].astype(str) == found["size"]].set_index("rung")
+    own = of_shape(rungs, found["size"]).set_index("rung")
     assert found["processes"] <= own.loc["fp32", "processes"]
     assert found["filled"]["of_sheet"] == own.loc["fill", "of_sheet_bf16"]
-    small = rungs[rungs["size"] == "small"].set_index("rung")
+    small = of_shape(rungs, "small").set_index("rung")
     assert found["other"]["first_ms"] == small.loc["fp32", "median_ms"]
     fastest = small.loc[small["median_ms"] == found["other"]["best_ms"], "over_hugging_face"]
     assert [found["other"]["beside"]["over"]] == fastest.tolist()

@@ -129,7 +129,8 @@ def evidence(report: Report, runs_link: str) -> dict[str, str]:
 
 
 def _linked(text: str, report: Report, here: str | None) -> str:
-    """Links to an answer's anchor lead to the page that it is on.
+    """Links to an answer's anchor lead to the page that it is on; of one that the records do not answer the
+    words stay, or nothing where they are an aside, "; [more](#anchor)".
 
     Args:
         here: the page of the text: a study, "" for the main text, None for the README beside it.
@@ -138,14 +139,18 @@ def _linked(text: str, report: Report, here: str | None) -> str:
     pages_of |= {one.key: "" for answers in report.story.values() for one in answers}
 
     def leads(link: re.Match) -> str:
-        there = pages_of.get(link[1], here or "")
-        if there == here:
-            return link[0]
+        aside, words, anchor, close = link["aside"] or "", link["words"], link["anchor"], link["close"] or ""
+        if anchor not in pages_of and f'id="{anchor}"' not in text:
+            if aside == " (" and close:
+                return ""
+            return close if aside in (": ", "; ") else f"{aside}{words}{close}"
+        there = pages_of.get(anchor, here)
         beside, up = ("", "../") if here else ("evidence/", "")
-        page = f"{beside}{there}.md" if there else f"{up}writeup.md"
-        return f"]({page}#{link[1]})"
+        page = "" if there == here else f"{beside}{there}.md" if there else f"{up}writeup.md"
+        return f"{aside}[{words}]({page}#{anchor}){close}"
 
-    return re.sub(r"\]\(#([\w-]+)\)", leads, text)
+    link = r"\[(?P<words>[^][\n]+)\]\(#(?P<anchor>[\w-]+)\)"
+    return re.sub(rf"(?P<aside>[:;] | \()?{link}(?P<close>\))?", leads, text)
 
 
 def whole(report: Report, runs_link: str) -> str:

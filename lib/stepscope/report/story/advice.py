@@ -24,8 +24,9 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes differ
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
     of the eager steps in the study of precisions), and under ``without`` what the finished step takes longer
-    where it is left out; ``fewest`` and ``most`` processes that a ratio is the median of; under
-    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    where it is left out; ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is
+    the median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not
+    measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
     if gained.empty:
@@ -37,6 +38,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
     against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
+            "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
+            and not any(len(change["idle"]) and change["most"] for change in found.values()),
             "fewest": int(told["processes"].min()), "most": int(told["processes"].max()),
             "alike": told["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),

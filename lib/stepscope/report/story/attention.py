@@ -67,7 +67,8 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     gains = fused_gains(compiled)
     steady = gains[~gains["waits"]] if len(gains) else gains
     return found | {
-        "all_slower": found["slower"] == found["profiles"], "writing_share": writing,
+        "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
+        "writing_share": writing,
         "writing": list(WRITES_SQUARE), "precision": own["precision"].iloc[0],
         "replaced_ms": total_ms(inside), "replaced_share": inside["total_ns"].sum() / own["total_ns"].sum(),
         "fused_ms": total_ms(kernel) if len(kernel) else None,
@@ -215,8 +216,8 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
     """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence: both
-    ``ms`` of forward and backward, and times ``faster``, and so (below 1: slower) at the longest sequence
-    where it is ``behind``, if any; None where it did not run at this head dimension."""
+    ``ms`` of forward and backward, and times ``faster``; and so (below 1: slower) at the longest of the
+    shorter sequences where it is ``behind``, if any; None where it did not run at this head dimension."""
     rows = timed(generations) if len(generations) else generations
     rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
     if rows.empty or "fa4" not in set(rows["implementation"]):
@@ -226,7 +227,7 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
     faster = (others.min(axis=1) / ms["fa4"]).dropna()
     if faster.empty:
         return None
-    last, behind = faster.index[-1], faster[faster < 1]
+    last, behind = faster.index[-1], faster[:-1][faster[:-1] < 1]
     return {"ms": ms["fa4"][last], "sequence": int(last), "against": others.loc[last].idxmin(),
             "against_ms": others.loc[last].min(), "faster": faster[last],
             "behind": {"sequence": int(behind.index[-1]), "faster": behind.iloc[-1]} if len(behind) else None}

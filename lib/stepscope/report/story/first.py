@@ -16,24 +16,27 @@ from stepscope.studies.ladder.names import name_of
 
 FEW = 8  # rows of a table of the main text
 HELPS = 0.02  # a gain under this share is none
+NEARLY = 0.95  # of a gain, as a power of it
 VARIED = ("precision", "attention", "compile", "optimizer", "batch_size", "vocab_size")
 
 
 def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     """The ladder of the largest size from its first rung to its fastest, and the rungs that gain most.
 
-    ``best`` are the rungs that surely gain more than :data:`HELPS`, in the ladder's order; ``elsewhere`` the
-    largest gain of one rung at another size, None where there is one size or none gains more there; ``other``
-    the ladder of the smallest size, None where that is the same or it surely gains nothing; ``filled`` the
-    share of the data sheet's bf16 rate at the batch that fills the memory, None where that is not known;
-    ``trained`` what loss curves say, None where there are none.
+    ``best`` are of the rungs that surely gain more than :data:`HELPS` the fewest that make nearly all of it
+    (see :func:`_nearly_all`), in the ladder's order; ``elsewhere`` the largest gain of one rung at another
+    size, None where there is one size or none gains more there; ``other`` the ladder of the smallest size,
+    None where that is the same or it surely gains nothing; ``filled`` the share of the data sheet's bf16 rate
+    at the batch that fills the memory, None where that is not known; ``trained`` what loss curves say, None
+    where there are none.
     """
     found = ladder_facts.ladder(rungs)
     if found is None:
         return None
     rows = found["rows"]
     gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS) & (rows["gain_low"] > 1)]
-    best = [{"name": name_of(row["rung"]), "gain": row["gain"]} for row in gained.to_dict("records")]
+    best = [{"name": name_of(row["rung"]), "gain": row["gain"]}
+            for row in _nearly_all(gained).to_dict("records")]
     other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
     other = other[other["size"].astype(str) != found["size"]]
     elsewhere = None
@@ -53,6 +56,13 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         "beside": _beside(rows), "other": _smallest(rungs, found["size"]),
         "filled": {"batch": int(fill["batch"]), "of_sheet": of_sheet} if fill and of_sheet > 0 else None,
         "trained": _trained(curves)}
+
+
+def _nearly_all(gained: pd.DataFrame) -> pd.DataFrame:
+    """The fewest rungs whose gains multiply to at least the whole to the power of :data:`NEARLY`."""
+    part = np.log(gained["gain"]).sort_values(ascending=False)
+    before = part.cumsum() - part
+    return gained[gained.index.isin(part.index[before < NEARLY * part.sum()])]
 
 
 def _both(rows: pd.DataFrame, name: str) -> int:

@@ -259,7 +259,8 @@ def _held(rungs: pd.DataFrame, times: pd.DataFrame) -> Facts | None:
         return None
     lowest = held.loc[held["sm_clock_mhz"].idxmin()]
     causes = set(held["throttle"].dropna()) - {""}
-    full_speed = times.empty or pick(times, precision="fp32", phase=WHOLE)["sm_clock_mhz"].min() == full
+    eager = pick(times, precision="fp32", phase=WHOLE) if len(times) else times
+    full_speed = len(eager) > 0 and eager["sm_clock_mhz"].min() == full
     return {
         "rungs": len(held),
         "of": len(rows),
