@@ -282,7 +282,7 @@ LADDER = {"fused": ("fused AdamW", "`AdamW(..., fused=True)`"),
 def from_ladder(rungs: pd.DataFrame) -> list[dict]:
     """Those rungs of the reference that lower its peak, each beside the rung before."""
     own = ladder_of(rungs) if len(rungs) else None
-    if own is None or own["peak_mib"].isna().all():
+    if own is None or "peak_mib" not in own or own["peak_mib"].isna().all():  # a CPU's has none
         return []
     own = own[(own["kind"] == "rung") & (own["status"] == "ok")].reset_index(drop=True)
     found = []
