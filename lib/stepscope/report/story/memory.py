@@ -14,7 +14,7 @@ from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.accounting import instants, on_gpu, peak
-from stepscope.studies.ladder.facts import on_gpu as climbed_on_gpu
+from stepscope.studies.ladder.facts import climbed_on_gpu
 from stepscope.studies.ladder.facts import reference as ladder_of
 from stepscope.studies.memory import facts, facts_accounting, facts_options
 from stepscope.studies.memory.facts import GIB, config_of, matrix, reference

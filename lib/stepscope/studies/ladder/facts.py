@@ -50,7 +50,7 @@ def by_shape(rungs: pd.DataFrame) -> list[pd.DataFrame]:
     return [own.reset_index(drop=True) for _, own in rungs.groupby(SHAPE, observed=True)]
 
 
-def on_gpu(rungs: pd.DataFrame) -> bool:
+def climbed_on_gpu(rungs: pd.DataFrame) -> bool:
     """Whether these were climbed on a GPU: only there do rungs have peaks."""
     return "peak_mib" in rungs and bool(rungs["peak_mib"].notna().any())
 
