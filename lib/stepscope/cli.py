@@ -161,7 +161,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name (tiny models on a CPU), reference, 2026, cpu."
+            help="Sweep files (YAML), or what ships: a study's name (on a CPU over tiny models), reference, 2026,"
+                 " cpu."
         ),
     ],
     runs: RunsOption = None,
@@ -383,7 +384,8 @@ def _named(names: list[str], scheduler: str | None = None) -> list[Path]:
     models, and what is of several studies on a GPU is refused."""
     from stepscope.config import device_here, studies
     from stepscope.runs.sweep_file import find_sweeps
-    shipped = [name for name in names if name in (*studies(), "reference", "2026") and not Path(name).exists()]
+    on_gpu = (*studies(), "reference", "2026")
+    shipped = [name for name in names if name in on_gpu and not Path(name).exists()]
     if not shipped or scheduler is not None or device_here("auto") == "cuda":
         return [path for name in names for path in find_sweeps(name)]
     for name in shipped:
