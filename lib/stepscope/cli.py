@@ -161,8 +161,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name (on a CPU over tiny models), reference, 2026,"
-                 " cpu."
+            help="Sweep files (YAML), or what ships: a study's name (on a CPU of tiny models), reference,"
+                 " 2026, cpu."
         ),
     ],
     runs: RunsOption = None,
