@@ -417,7 +417,7 @@ def _render_and_say(folder: Path) -> None:
     else:
         console.print("Making the report: reading the runs, drawing its pictures; up to two minutes")
         paths = _render(folder)
-    opens = re.search(r"<a id=.*?\n\n(.+?)\n\n", paths[0].read_text(encoding="utf-8"))
+    opens = re.search(r"<a id=.*\n\n(?:#.*\n\n)*(.+)", paths[0].read_text(encoding="utf-8"))
     if opens:
         console.print(opens[1].replace("**", ""), soft_wrap=True, markup=False, highlight=False)
     for path in paths:
