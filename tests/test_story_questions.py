@@ -5,11 +5,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reference import gpu_cells, tables
+from reference import tables
 from stepscope.report.load import chapters
 from stepscope.report.story import STORY, questions, questions_2026, questions_facts
 from stepscope.report.story.part import tell
 from stepscope.studies.attention import facts_compile
+from test_attention_facts import gpu_cells
 
 NONE = pd.DataFrame()
 NAMES = {name for question in questions.PART.questions for name in (*question.needs, *question.uses)}
