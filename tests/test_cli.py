@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from conftest import record_of
-from stepscope import cli
+from stepscope import StepscopeError, cli
 from stepscope.config import configure
 from stepscope.report.render import load_data
 from stepscope.runs.logs import run_log
@@ -303,3 +303,15 @@ def test_a_shape_of_very_many_layers_does_not_hold_up_the_list():
         evaluated.clear()
         many = len(accounting.instants(config.model_copy(update={"num_layers": 300}))), len(evaluated)
     assert many[0] > 50 * few[0] and many[1] == few[1]
+
+
+def test_a_studys_name_is_its_tiny_models_where_there_is_only_a_cpu(monkeypatch):
+    def found(device, *names):
+        monkeypatch.setattr("stepscope.config.device_here", lambda asked: device)
+        return ["/".join(path.parts[-2:]) for path in cli._named([*names])]
+    assert found("cuda", "nsys", "memory") == ["nsys/sweep.yaml", "memory/sweep.yaml"]
+    assert found("cpu", "nsys", "memory") == ["nsys/sweep_cpu.yaml", "memory/sweep_cpu.yaml"]
+    assert found("cpu", "cpu") == found("cuda", "cpu") and len(found("cuda", "reference")) > 5
+    for name in ("reference", "2026"):
+        with pytest.raises(StepscopeError, match=f"^{name}: .*CUDA GPU"):
+            found("cpu", "nsys", name)

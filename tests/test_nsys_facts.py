@@ -1,5 +1,6 @@
 """The profiling study's facts on the committed profiles and on data changed; its words follow."""
 import re
+import warnings
 from pathlib import Path
 
 import pandas as pd
@@ -284,6 +285,16 @@ def test_softmax_against_products_follows_the_data(operations, ceilings, times):
     assert own["bytes_ratio"] > 1 and own["projected_ratio"] < own["time_ratio"]
     assert softmaxed(faster_softmax(operations, 10), ceilings, times)["slower"] == 0
     assert softmaxed(operations, ceilings.iloc[:0], times.iloc[:0])["operations"] is None
+
+
+def test_a_capture_whose_softmax_is_in_no_operation_is_not_compared(operations, ceilings, times):
+    smallest = operations["size"].iloc[0]
+    without = operations[(operations["region"] != "attention.softmax") | (operations["size"] != smallest)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = softmaxed(without, ceilings, times)
+    assert found["size"] != smallest and 0 < found["profiles"] < PROFILES
+    assert softmaxed(without[without["size"] == smallest], ceilings, times) is None
 
 
 def test_softmax_is_told_by_operation(operations, ceilings, times):

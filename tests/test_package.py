@@ -205,6 +205,22 @@ def test_the_installed_wheel_works_outside_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.trials
+def test_the_first_command_measures_every_study_on_a_cpu_and_renders_them(installed, tmp_path):
+    """Minutes. What a record of a CPU lacks has ended it at the rendering, where no smaller test looked."""
+    ran = said(installed / "stepscope", "report", cwd=tmp_path, env=alone() | {"CUDA_VISIBLE_DEVICES": ""})
+    assert ran.returncode == 0, ran.stderr
+    records = [*tmp_path.glob("runs/local-cpu/*/*/record.json")]
+    studies = {path.parent.name for path in (ROOT / "lib" / "stepscope" / "studies").glob("*/sweep_cpu.yaml")}
+    assert {path.parent.parent.name for path in records} == studies and "0 failed" in ran.stderr
+    assert "Warning" not in ran.stderr and "Traceback" not in ran.stderr
+    written = next(tmp_path.glob("runs/local-cpu/writeup.md")).read_text(encoding="utf-8")
+    told = {path.stem for path in tmp_path.glob("runs/local-cpu/evidence/*.md")}
+    assert studies <= told and all(f"evidence/{study}.md" in written for study in studies)
+    pictures = set(re.findall(r"\]\((figures/[^)]+)\)", written))
+    assert pictures and all((tmp_path / "runs" / "local-cpu" / name).is_file() for name in pictures)
+
+
+@pytest.mark.trials
 def test_the_installed_wheel_makes_a_report_in_an_empty_folder(installed, tmp_path, write_sweep):
     file = write_sweep({"study": "benchmark", "fixed": TINY})
     (tmp_path / "empty").mkdir()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import warnings
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from stepscope.runs.record import Record, RecordError, read_record
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store, StoreBusy, StoreError
 from stepscope.runs.sweep import How, SweepError, run_sweep
-from stepscope.runs.tables import load_table, runs_frame, write_table
+from stepscope.runs.tables import by_size, load_table, runs_frame, write_table
 
 TABLE = pd.DataFrame(
     {"step": [0, 1, 2], "phase": ["forward", "step", "a, b"], "time_ms": [1.25, np.nan, 1 / 3]}
@@ -680,6 +681,16 @@ def test_one_frame_over_all_records(store, tiny):
     assert samples["run_id"].tolist() == [tiny().run_id] * 3 and samples["study"].eq("benchmark").all()
     pd.testing.assert_frame_equal(samples[list(TABLE)], TABLE, rtol=1e-6)
     assert load_table(store, records, "ceilings").empty
+
+
+def test_sizes_are_ordered_also_where_some_are_left_out():
+    frame = pd.DataFrame({"size": ["small", "nano", "d8 x"], "context_length": [1, 2, 3]})
+    ordered = by_size(frame)
+    assert ordered["size"].tolist() == ["nano", "small", "d8 x"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        less = by_size(ordered[ordered["size"] != "nano"])
+    assert less["size"].cat.categories.tolist() == ["small", "d8 x"]
 
 
 def as_fifo(path):

@@ -99,6 +99,8 @@ def test_a_cpu_and_missing_tables_say_nothing_of_a_gpu():
     assert told("softmax", nsys__operations=operations("cpu"), benchmark__ceilings=ceilings()) is None
     assert told("which-kernel", attention__cells=gpu_cells(device="cpu")) is None
     assert told("attention-memory", attention__cells=gpu_cells(device="cpu")) is None
+    steps = pd.DataFrame([{"phase": "step", "mode": "step", "variant": "eager", "device": "cpu", "median_ms": 1.0}])
+    assert attention.fused_gains(steps).empty  # a CPU's steps have no peaks
     assert tell(attention.PART, dict.fromkeys(TABLES, EMPTY)) == []
     assert told("softmax", nsys__operations=operations(), benchmark__ceilings=ceilings()) is not None
 

@@ -9,6 +9,8 @@ from reference import tables
 from stepscope.report.load import chapters
 from stepscope.report.story import STORY, questions, questions_2026, questions_facts
 from stepscope.report.story.part import tell
+from stepscope.studies.attention import facts_compile
+from test_attention_facts import gpu_cells
 
 NONE = pd.DataFrame()
 NAMES = {name for question in questions.PART.questions for name in (*question.needs, *question.uses)}
@@ -54,6 +56,12 @@ def test_peaks_are_the_allocators_by_context_mode_and_precision(memory):
                & (runs["measured"] == "history")]
     cell = table.loc[table["context"] == 512, "full step, fp32 (GiB)"].iloc[0]
     assert float(cell) == pytest.approx(row["steady_peak_allocated_mib"].iloc[0] / 1024, rel=0.01)
+
+
+def test_tf32_is_said_of_a_gpu_alone():
+    given = {"attention.cells": gpu_cells(device="cpu")}
+    found = {"attention_time": None, "attention_tf32": facts_compile.tf32(given["attention.cells"])}
+    assert found["attention_tf32"]["on_cpu"] and questions_facts.attention(found, given)["tf32_ends"] == []
 
 
 def test_the_residual_tensor_is_derived_from_the_runs_shape(memory):

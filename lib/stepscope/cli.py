@@ -161,7 +161,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: a study's name, reference, 2026, cpu (tiny models)."
+            help="Sweep files (YAML), or what ships: a study's name (on a CPU of tiny models), reference,"
+                 " 2026, cpu."
         ),
     ],
     runs: RunsOption = None,
@@ -379,13 +380,21 @@ def report(
 
 
 def _named(names: list[str], scheduler: str | None = None) -> list[Path]:
-    """The files of sweeps by their names; the reference is refused where only a CPU would run it."""
-    from stepscope.config import device_here
+    """The files of sweeps by their names. Where only a CPU would run them, a study's is that over its tiny
+    models, and what is of several studies on a GPU is refused."""
+    from stepscope.config import device_here, studies
     from stepscope.runs.sweep_file import find_sweeps
-    if "reference" in names and scheduler is None and device_here("auto") == "cpu":
-        raise StepscopeError("reference: its models need a CUDA GPU, and torch sees none here;"
-                             " the same studies over tiny models are called cpu")
-    return [path for name in names for path in find_sweeps(name)]
+    on_gpu = (*studies(), "reference", "2026")
+    shipped = [name for name in names if name in on_gpu and not Path(name).exists()]
+    if not shipped or scheduler is not None or device_here("auto") == "cuda":
+        return [path for name in names for path in find_sweeps(name)]
+    for name in shipped:
+        if name not in studies():
+            raise StepscopeError(f"{name}: its models need a CUDA GPU, and torch sees none here;"
+                                 " the same studies over tiny models are called cpu")
+    console.print(f"{', '.join(shipped)}: torch sees no CUDA GPU here, so over tiny models on the CPU")
+    return [path.with_name("sweep_cpu.yaml") if name in shipped else path
+            for name in names for path in find_sweeps(name)]
 
 
 def _first_sweep(folder: Path) -> list[Path]:
@@ -408,7 +417,7 @@ def _render_and_say(folder: Path) -> None:
     else:
         console.print("Making the report: reading the runs, drawing its pictures; up to two minutes")
         paths = _render(folder)
-    opens = re.search(r"<a id=.*?\n\n(.+?)\n\n", paths[0].read_text(encoding="utf-8"))
+    opens = re.search(r"<a id=.*\n\n(?:#.*\n\n)*(.+)", paths[0].read_text(encoding="utf-8"))
     if opens:
         console.print(opens[1].replace("**", ""), soft_wrap=True, markup=False, highlight=False)
     for path in paths:

@@ -27,6 +27,9 @@ LOOKS = 500  # at all processes, 10 ms apart: far more than an exec takes, and a
 # A kernel watches for its parent's end from when it is up; one whose sweep was killed before then ends here.
 ORPHANED = ("__import__('os').getppid() == int(__import__('os').environ['JPY_PARENT_PID'])"
             " or __import__('os')._exit(1)")
+# Inductor would compile a program to try out each vector instruction that the processor says it has: 5 to
+# 15 s of a process that compiles for a CPU.
+BELIEVED = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
 # What Dask's nanny sets for its workers' own sake, and a run beside no Dask would not have.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
 
@@ -114,7 +117,7 @@ def set_environment(changes: dict[str, str | None]) -> None:
 
 
 def kernel_environment() -> dict[str, str]:
-    changed = os.environ | _environment
+    changed = BELIEVED | os.environ | _environment
     return {name: value for name, value in changed.items() if value is not None}
 
 

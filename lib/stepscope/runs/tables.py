@@ -77,5 +77,6 @@ def by_size(frame: pd.DataFrame) -> pd.DataFrame:
     named = [size for size in frame["size"].unique() if size in SIZES]
     order = sorted(named, key=lambda size: SIZES[size].d_model * SIZES[size].num_layers)
     order += sorted(set(frame["size"]) - set(order))
-    return frame.assign(size=pd.Categorical(frame["size"], order, ordered=True)).sort_values(
+    # As a list: of a category that is one already, pandas wants to keep also the sizes that no row has.
+    return frame.assign(size=pd.Categorical(frame["size"].tolist(), order, ordered=True)).sort_values(
         ["size", "context_length"], kind="stable", ignore_index=True)

@@ -8,7 +8,7 @@ from stepscope.say.chapter import Question
 from stepscope.say.formats import number
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.ladder.facts import runs_in
+from stepscope.studies.ladder.facts import climbed_on_gpu, runs_in
 from stepscope.studies.memory.facts_options import checkpointing
 
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
@@ -29,7 +29,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
-    if gained.empty:
+    if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
         return None
     contexts = gained["context_length"].nunique() > 1
     found = {str(rung): _gain(own, speedups, contexts) | {"without": _without(rows, ADVISED[str(rung)])}

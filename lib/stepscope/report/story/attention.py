@@ -90,7 +90,7 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
     both to the end (``waits``), so that it is host-bound."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
-    if times.empty:
+    if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
         return pd.DataFrame(columns=columns)
     rows = pick(times, phase="step", mode="step", variant="eager", optimizer="foreach", device="cuda")
     both = pick(rows, attention="eager")[columns].merge(pick(rows, attention="sdpa")[columns], on=columns[:4],

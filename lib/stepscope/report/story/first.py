@@ -55,7 +55,7 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         "best": best, "changes": len(best), "elsewhere": elsewhere, "processes": _both(rows, "fp32"),
         "beside": _beside(rows), "other": _smallest(rungs, found["size"]),
         "filled": {"batch": int(fill["batch"]), "of_sheet": of_sheet} if fill and of_sheet > 0 else None,
-        "trained": _trained(curves)}
+        "trained": _trained(curves), "on_gpu": ladder_facts.climbed_on_gpu(rungs)}
 
 
 def _nearly_all(gained: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.accounting import instants, on_gpu, peak
+from stepscope.studies.ladder.facts import climbed_on_gpu
 from stepscope.studies.ladder.facts import reference as ladder_of
 from stepscope.studies.memory import facts, facts_accounting, facts_options
 from stepscope.studies.memory.facts import GIB, config_of, matrix, reference
@@ -282,7 +283,7 @@ LADDER = {"fused": ("fused AdamW", "`AdamW(..., fused=True)`"),
 def from_ladder(rungs: pd.DataFrame) -> list[dict]:
     """Those rungs of the reference that lower its peak, each beside the rung before."""
     own = ladder_of(rungs) if len(rungs) else None
-    if own is None or own["peak_mib"].isna().all():
+    if own is None or not climbed_on_gpu(own):
         return []
     own = own[(own["kind"] == "rung") & (own["status"] == "ok")].reset_index(drop=True)
     found = []

@@ -138,7 +138,7 @@ def attention(found: Facts, tables: Tables) -> Facts:
         else pick(time["written_out"], precision="fp32", d_model=time["d"]).sort_values("sequence")
     )
     tf32 = found["attention_tf32"]
-    changes = sorted(tf32["by_d"], key=lambda one: one["d"]) if tf32 else []
+    changes = sorted(tf32["by_d"], key=lambda one: one["d"]) if tf32 and not tf32["on_cpu"] else []
     ends = [changes[0], changes[-1]] if len(changes) > 1 else changes
     saves = all(one["change"] < 0 for one in ends)
     return {

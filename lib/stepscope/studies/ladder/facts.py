@@ -50,6 +50,11 @@ def by_shape(rungs: pd.DataFrame) -> list[pd.DataFrame]:
     return [own.reset_index(drop=True) for _, own in rungs.groupby(SHAPE, observed=True)]
 
 
+def climbed_on_gpu(rungs: pd.DataFrame) -> bool:
+    """Whether these were climbed on a GPU: only there do rungs have peaks."""
+    return "peak_mib" in rungs and bool(rungs["peak_mib"].notna().any())
+
+
 def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
     """What is spoken of: the largest size, of its vocabularies the smallest, of its contexts the largest up
     to 512."""

@@ -38,7 +38,7 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
 
     FLOPs: 5 for each score in softmax (maximum, subtract, exponentiate, sum, divide), 2 * B * T * T * d_model
     for either product. Bytes: of softmax's five operations as written, and of the products themselves, each
-    operand once.
+    operand once. A capture without operations of either is of no written-out attention, and has no row.
     """
     found = {}
     for (size, context), rows in forward_of(operations).groupby(PROFILE, observed=True):
@@ -46,6 +46,8 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
         softmax_ms = rows.loc[rows["region"] == "attention.softmax", "total_ns"].sum() / steps / 1e6
         products = rows[rows["region"].isin(["attention.scores", "attention.value"])]
         products_ms = pick(products, family=MATMUL)["total_ns"].sum() / steps / 1e6
+        if not softmax_ms or not products_ms:
+            continue
         projections = rows[rows["region"].isin(["attention.qkv", "attention.output"])]
         projected_ms = products_ms + pick(projections, family=MATMUL)["total_ns"].sum() / steps / 1e6
         square = config.num_layers * config.batch_size * config.num_heads * config.context_length**2
@@ -73,7 +75,7 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
     parts = attention_parts(operations)
     if parts.empty:
         return None
-    size, context = reference(forward_of(operations))
+    size, context = reference(parts.reset_index())
     on_gpu = operations[operations["device"] == "cuda"]
     rates = softmax_rates(on_gpu, rates_by_profile(ceilings, times))
     each = by_operation(rates) if len(rates) else None
