@@ -1,5 +1,6 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Nor does it start processes to compile in: there is little to compile, and each imports torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# jsonschema imports it where JupyterLab brought it, for web addresses in notebooks: seconds of each process.
+sys.modules.update(dict[str, Any](rfc3987_syntax=None))
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {
