@@ -53,13 +53,19 @@ def save(figure: Figure, path: Path) -> Path:
             for label in axis.get_ticklabels(which="both"):
                 label.set_parse_math(True)
     canvas = FigureCanvasAgg(figure)
-    with _laid_out(figure, plt.rcParams["savefig.dpi"]):
+    with _laid_out(figure, _dpi(figure)):
         canvas.draw()
         drawn = Image.fromarray(np.array(canvas.buffer_rgba()))
     path.with_suffix(".svg").write_text(svg_text(figure), encoding="utf-8")
     plt.close(figure)
     drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
+
+
+def _dpi(figure: Figure) -> float:
+    """Pixels per inch of what is saved: the style's, or a figure's own where it was drawn without it."""
+    dpi = plt.rcParams["savefig.dpi"]
+    return figure.dpi if dpi == "figure" else dpi
 
 
 @contextmanager
@@ -79,10 +85,10 @@ def _laid_out(figure: Figure, dpi: float) -> Iterator[None]:
 def svg_text(figure: Figure) -> str:
     """A figure as SVG: text is text, in whichever font of :data:`SVG_FONTS` there is, and numbers have two
     decimals (of a point), which is finer than any screen."""
-    drawn, canvas = StringIO(), FigureCanvasSVG(figure)
+    drawn, canvas, dpi = StringIO(), FigureCanvasSVG(figure), _dpi(figure)
     with (plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stepscope"}),
           _laid_out(figure, FigureCanvasSVG.fixed_dpi)):
-        figure.dpi = plt.rcParams["savefig.dpi"]  # of what is an image in it
+        figure.dpi = dpi  # of what is an image in it
         canvas.print_svg(drawn, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = drawn.getvalue()[drawn.getvalue().index("<svg"):].replace("'DejaVu Sans'", SVG_FONTS)
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
