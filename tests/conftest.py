@@ -1,5 +1,6 @@
 """What several test files need: tiny configurations, and ways to make records and sweep files of them."""
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what
 # the processor says of itself is believed.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Nor does it start processes to compile in: there is little to compile, and each imports torch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# jsonschema imports it where JupyterLab brought it, for web addresses in notebooks: seconds of each process.
+sys.modules.update(dict[str, Any](rfc3987_syntax=None))
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {
@@ -27,6 +33,14 @@ TINY: dict[str, Any] = {
 HUGE: dict[str, Any] = {
     "device": "cpu", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2,
     "batch_size": 1, "context_length": 12_000_000, "warmup_steps": 0, "timed_steps": 1}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared(tmp_path_factory):
+    """The processes of ``make test`` share tables that take long to make; see :func:`reference.tables`."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import reference
+        reference.shared = tmp_path_factory.getbasetemp().parent
 
 
 @pytest.fixture

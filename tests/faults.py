@@ -13,11 +13,15 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
 
-from stepscope.runs import one_run
+# jsonschema imports it where JupyterLab brought it, for web addresses in notebooks: most of a program's start.
+sys.modules.update(dict[str, Any](rfc3987_syntax=None))
+
+from stepscope.runs import one_run  # noqa: E402
 
 # Of programs that import this checkout, and this module.
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(one_run.PACKAGE.parent)])}

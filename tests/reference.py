@@ -1,6 +1,8 @@
 """The committed runs, a study at a time: loading them all costs many seconds, and few tests need that."""
 import base64
+import fcntl
 import functools
+import pickle
 from pathlib import Path
 
 from stepscope.report.load import chapters
@@ -14,6 +16,9 @@ PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4
                        "awAAAABJRU5ErkJggg==")
 
 
+shared: Path | None = None  # a folder of this run of the tests, where several processes share it
+
+
 @functools.cache
 def records():
     return STORE.records()[0]
@@ -22,6 +27,17 @@ def records():
 @functools.cache
 def tables(study):
     """One study's tables by name, of the committed runs."""
+    if shared is None:
+        return _made(study)
+    with (shared / f"{study}.tables").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of several processes one makes them
+        if not file.tell():
+            pickle.dump(_made(study), file)
+        file.seek(0)
+        return pickle.load(file)
+
+
+def _made(study):
     chapter = next(chapter for chapter in chapters() if chapter.study == study)
     own = [record for record in records() if record.study == study]
     return chapter.load(STORE, told_apart(own)[0])

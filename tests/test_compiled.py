@@ -191,6 +191,7 @@ def test_a_variant_that_does_not_fit_is_a_row_and_the_next_is_still_run(monkeypa
 
     build.calls = 0
     monkeypatch.setattr(compiled, "build_step", build)
+    monkeypatch.setattr(compiled, "with_compiled", lambda step, variant: step)  # the next, and not how it is made
     rows = compiled.measure_variants(config)["variants"]
     assert rows["status"].tolist() == ["oom"] * 3 + ["ok"] * 3 and "too large" in rows["reason"][0]
     assert rows["variant"].tolist() == ["model", "eager"] * 3

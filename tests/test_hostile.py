@@ -23,9 +23,9 @@ TAGS = ("<b onclick=alert(1)>x</b> <form action=x.test><button>go</form> <script
         " <img src=x onerror=alert(1)> </details> <!-- note &lt;b&gt; \\<b>x</b> **bold** ![pwn](a.png)"
         " [click](javascript:alert(1)) $x^2$ and $y")
 HOSTILE = {
-    "tags": TAGS, "address": f"http://x.test/?q={TAGS} `",
-    "lines": "# heading\n\n## another\n\n* item\n\n| a | b |\n|---|---|\n| c | d |\n\n[a]: http://x.test",
-    "code": "`<i>a | b `` c ` <b>d</b> \\"}
+    "with an address": "# heading\n\n## another\n\n* item\n\n| a | b |\n|---|---|\n| c | d |\n\n[a]: http://x.test"
+                       f"\n\nhttp://x.test/?q={TAGS} `",
+    "without": f"`<i>a | b `` c ` {TAGS} <b>d</b> \\"}
 KINDS = ("benchmark", "nsys", "attention")  # with texts of machines, kernels, and reasons
 TEXTS = {"reason", "cause", "flags", "name", "source", "line"}  # columns of which the report needs no meaning
 

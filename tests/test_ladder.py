@@ -1,6 +1,7 @@
 """The ladder: its optimizer and loss against plain formulas, its rungs against fp32, its facts and words
 against data."""
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -463,9 +464,19 @@ def made_up(sizes=("small", "2.7B"), **given):
             for name, family, time in (("k", "matrix products", 60.0), ("o", "optimizer", 20.0))
         ]
     )
-    rungs = over_processes([process(size, **given) for size in sizes])
+    rungs = over_processes([process(size, **given) for size in sizes]) if given else usual_rungs(sizes).copy()
     return {"rungs": rungs, "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
-            "checks": check_optimizer("cpu").assign(run_id="a")}
+            "checks": checked().assign(run_id="a")}
+
+
+@functools.cache
+def usual_rungs(sizes):
+    return over_processes([process(size) for size in sizes])
+
+
+@functools.cache
+def checked():
+    return check_optimizer("cpu")
 
 
 def said(key, tables):
@@ -518,12 +529,13 @@ def test_bootstrap_medians_are_those_of_bootstrap_samples():
 
 def test_what_helps_nowhere_and_what_costs_is_told():
     ms = dict.fromkeys(RUNGS[:-1], 100.0) | {"tf32": 50.0, "bf16": 50.0, "sdpa": 60.0}
-    found = facts.sizes(made_up(ms=ms)["rungs"])
+    tables = made_up(ms=ms)
+    found = facts.sizes(tables["rungs"])
     assert "TF32 products" not in found["useless"] and "bf16 autocast" in found["useless"]
     assert {one["rung"] for one in found["costly"]} >= {"sdpa", "fused"}
-    assert "costs time" in said("ladder-sizes", made_up(ms=ms)).text
+    assert "costs time" in said("ladder-sizes", tables).text
     assert "costs time" not in said("ladder-sizes", made_up()).text
-    kinds = facts.advice(made_up(ms=ms)["rungs"])["kinds"]
+    kinds = facts.advice(tables["rungs"])["kinds"]
     assert (
         kinds["products"]["most"]["gain"] == pytest.approx(2, rel=1e-3)
         and kinds["memory"]["most"]["gain"] < 1

@@ -350,16 +350,23 @@ def test_regions_are_measured_against_their_floor_by_operation(operations, ceili
 
 
 @pytest.fixture(scope="module")
-def beside(tables, times):
-    def beside(operations):
-        given = tables | {"operations": operations}
-        found = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
-        return {(row["claim"].reason or row["claim"].as_printed): row for row in found["claims"]}
-    return beside
+def claims_of(tables, times):
+    """The claims beside these operations, and what else was measured."""
+    return lambda operations: facts_claims.claims_beside(
+        *((tables | {"operations": operations})[name] for name in OF_CLAIMS), times)
 
 
-def test_claims_are_set_beside_what_was_measured(operations, beside):
-    found = beside(operations)
+@pytest.fixture(scope="module")
+def claims(operations, claims_of):
+    return claims_of(operations)
+
+
+def by_reason(claims):
+    return {(row["claim"].reason or row["claim"].as_printed): row for row in claims["claims"]}
+
+
+def test_claims_are_set_beside_what_was_measured(operations, claims, claims_of):
+    found = by_reason(claims)
     assert found["longer_than_its_pass"]["why"]["longer"]
     own, share = operations[small(operations)], found["rest_of_forward"]
     forward = own[(own["mode"] == "forward") & (own["phase"] == "forward")]
@@ -378,19 +385,16 @@ def test_claims_are_set_beside_what_was_measured(operations, beside):
             update={"values": {"first": 217, "second": 36}}), [])["fits"]} == {"large"}
     assert found["as_written"]["why"]["ratio"] > 10
     assert found["all_products"]["why"]["inside"] < found["all_products"]["why"]["all"] < 1
-    more = beside(changed(operations, lambda t: t["region"] == "ffn", count=lambda t: t["count"] * 40,
-                          total_ns=lambda t: t["total_ns"] * 40))
+    more = by_reason(claims_of(changed(operations, lambda t: t["region"] == "ffn",
+                                       count=lambda t: t["count"] * 40, total_ns=lambda t: t["total_ns"] * 40)))
     assert not more["all_passes"]["why"]["same"] and more["rest_of_forward"]["low"] > products
 
 
-def test_claims_are_counted_by_their_place(operations, tables, times):
-    def facts_of(operations):
-        return facts_claims.claims_beside(*((tables | {"operations": operations})[name] for name in OF_CLAIMS), times)
-    found = facts_of(operations)
-    assert sum(found["places"].values()) == len(found["claims"]) > 20
-    assert sum(one["within"] for one in found["reports"]) == found["places"]["within"]
-    assert len(printed.claims(found)) == found["places"]["below"] + found["places"]["above"] > 0
-    scores = [row["place"] for row in facts_of(faster_softmax(operations, 100))["claims"]
+def test_claims_are_counted_by_their_place(operations, tables, times, claims, claims_of):
+    assert sum(claims["places"].values()) == len(claims["claims"]) > 20
+    assert sum(one["within"] for one in claims["reports"]) == claims["places"]["within"]
+    assert len(printed.claims(claims)) == claims["places"]["below"] + claims["places"]["above"] > 0
+    scores = [row["place"] for row in claims_of(faster_softmax(operations, 100))["claims"]
               if row["claim"].as_printed == "softmax 316 µs, scores 146 µs"]
     assert scores == ["above"]
     assert facts_claims.claims_beside(operations.assign(size="custom"), operations[:0], tables["regions"],

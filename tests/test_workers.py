@@ -25,8 +25,7 @@ from faults import ENVIRONMENT, FILLS, HANGS, KILLS_SCHEDULER, KILLS_WORKER, LOC
 from stepscope.config import configure
 from stepscope.runs import workers
 from stepscope.runs.logs import run_log
-from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.record import RecordError
+from stepscope.runs.record import OUTCOME, RecordError
 from stepscope.runs.sweep import How, SweepError, run_sweep, work_estimate
 
 LIMIT_S = 20  # a kernel's start has room in it on a busy machine

@@ -7,7 +7,7 @@ from matplotlib.testing.compare import compare_images
 from matplotlib.testing.exceptions import ImageComparisonFailure
 
 from stepscope import StepscopeError
-from stepscope.report.load import load_data
+from stepscope.report.load import Data, load_data
 from stepscope.report.readme import STORY_BEGIN
 from stepscope.report.render import Report, compose, draw_figures, page_of, texts
 from stepscope.runs.record import check_notebook
@@ -35,6 +35,7 @@ def check(store: Store, folder: Path) -> None:
             command = f"stepscope render --runs {store.root}{out}"
             raise StaleReport(f"{path}: not there; render it first ({command})")
     data = load_data(store)
+    _usable(store, data)  # before the pictures are drawn
     with tempfile.TemporaryDirectory() as temporary:
         report = compose(data, draw_figures(data, Path(temporary)))
         compare(store, folder, report, Path(temporary))
@@ -49,11 +50,7 @@ def compare(store: Store, folder: Path, report: Report, drawn: Path) -> None:
     Raises:
         As :func:`check`.
     """
-    if report.data.errors:
-        raise report.data.errors[0]
-    for record in report.data.records:
-        if record.done:
-            check_notebook(store.root, record)
+    _usable(store, report.data)
     for picture in sorted(drawn.glob("*.png")):
         _same_picture(folder / "figures" / picture.name, picture)
         drawing = picture.with_suffix(".svg")
@@ -66,6 +63,14 @@ def compare(store: Store, folder: Path, report: Report, drawn: Path) -> None:
     for path, text in expected.items():
         _same_text(path, text)
     _same_text(folder / "writeup.html", page_of(store, report, folder, folder))
+
+
+def _usable(store: Store, data: Data) -> None:
+    if data.errors:
+        raise data.errors[0]
+    for record in data.records:
+        if record.done:
+            check_notebook(store.root, record)
 
 
 def _same_picture(committed: Path, drawn: Path) -> None:

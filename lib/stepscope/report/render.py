@@ -1,6 +1,7 @@
 """From a runs folder to the report: every answer computed, every figure drawn, one markdown text and one HTML
 page.
 """
+import functools
 import os
 import re
 import tempfile
@@ -88,6 +89,7 @@ def pages(data: Data) -> dict[str, str]:
     return {name: text for name, text in made.items() if text is not None}
 
 
+@functools.cache
 def _templates() -> Environment:
     templates = environment(Path(__file__).parent / "templates")
     templates.keep_trailing_newline = True

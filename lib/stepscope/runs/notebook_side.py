@@ -12,10 +12,8 @@ from IPython.display import Markdown, display
 from stepscope.config import RunConfig, require_device
 from stepscope.files import write_text_durably
 from stepscope.runs.machine import gpu_state, machine, software
-from stepscope.runs.record import Table
+from stepscope.runs.record import OUTCOME, Table
 from stepscope.runs.tables import write_table
-
-OUTCOME = "outcome.json"
 
 
 class Run:

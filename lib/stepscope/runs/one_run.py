@@ -18,8 +18,7 @@ from papermill.exceptions import PapermillExecutionError
 from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, free_fields
 from stepscope.runs.jupyter_kernel import Watch, start_kernel
-from stepscope.runs.notebook_side import OUTCOME
-from stepscope.runs.record import LOG, SAID, Record, Status
+from stepscope.runs.record import LOG, OUTCOME, SAID, Record, Status
 from stepscope.runs.store import Store
 
 NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there

@@ -28,6 +28,7 @@ from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
+OUTCOME = "outcome.json"  # what a notebook hands over; gone when it is in the record
 SAID = "said.txt"  # what a notebook prints while it runs; gone when it has ended
 MOST_RECORD_BYTES = 2**24
 

@@ -1,4 +1,7 @@
 """Which rows of a tidy table a sentence or a picture is about."""
+import functools
+import operator
+
 import pandas as pd
 
 from stepscope.config import PRECISIONS
@@ -24,9 +27,9 @@ def reference(table: pd.DataFrame) -> tuple[str, int]:
 
 
 def pick(times: pd.DataFrame, **values) -> pd.DataFrame:
-    for column, value in values.items():
-        times = times[times[column] == value]
-    return times
+    """The rows with these values, by column."""
+    masks = [times[column] == value for column, value in values.items()]
+    return times[functools.reduce(operator.and_, masks)]  # once: each selection copies every column
 
 
 def precisions(table: pd.DataFrame) -> list[str]:

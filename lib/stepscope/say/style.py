@@ -1,10 +1,15 @@
 """One style for every figure, and how a figure becomes files."""
 import re
-from io import BytesIO, StringIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import seaborn as sns
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogFormatterMathtext
@@ -47,20 +52,44 @@ def save(figure: Figure, path: Path) -> Path:
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
             for label in axis.get_ticklabels(which="both"):
                 label.set_parse_math(True)
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png")
+    canvas = FigureCanvasAgg(figure)
+    with _laid_out(figure, _dpi(figure)):
+        canvas.draw()
+        drawn = Image.fromarray(np.array(canvas.buffer_rgba()))
     path.with_suffix(".svg").write_text(svg_text(figure), encoding="utf-8")
     plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
+
+
+def _dpi(figure: Figure) -> float:
+    """Pixels per inch of what is saved: the style's, or a figure's own where it was drawn without it."""
+    dpi = plt.rcParams["savefig.dpi"]
+    return figure.dpi if dpi == "figure" else dpi
+
+
+@contextmanager
+def _laid_out(figure: Figure, dpi: float) -> Iterator[None]:
+    """The figure laid out for its canvas. Figure.savefig would draw all of it for that, once more."""
+    figure.dpi, layout = dpi, figure.get_layout_engine()
+    if layout is not None:
+        layout.execute(figure)
+        figure.set_layout_engine("none")
+    try:
+        yield
+    finally:
+        if layout is not None:
+            figure.set_layout_engine(layout)
 
 
 def svg_text(figure: Figure) -> str:
     """A figure as SVG: text is text, in whichever font of :data:`SVG_FONTS` there is, and numbers have two
     decimals (of a point), which is finer than any screen."""
-    drawn = StringIO()
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stepscope"}):
-        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    drawn, canvas, dpi = StringIO(), FigureCanvasSVG(figure), _dpi(figure)
+    with (plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stepscope"}),
+          _laid_out(figure, FigureCanvasSVG.fixed_dpi)):
+        figure.dpi = dpi  # of what is an image in it
+        canvas.print_svg(drawn, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = drawn.getvalue()[drawn.getvalue().index("<svg"):].replace("'DejaVu Sans'", SVG_FONTS)
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
     def shorter(tag: re.Match) -> str:

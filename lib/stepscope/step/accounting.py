@@ -333,6 +333,12 @@ def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
     Raises:
         AccountingError: the configuration has no formulas.
     """
+    fields = {name: getattr(config, name) for name in StepConfig.model_fields} | {"study": "step"}
+    return _peak(StepConfig.model_construct(**fields), blocks_per_checkpoint)
+
+
+@functools.lru_cache(maxsize=2**14)  # several answers ask what fits, each of the same shapes
+def _peak(config: StepConfig, blocks_per_checkpoint: int) -> Instant:
     return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
 
 

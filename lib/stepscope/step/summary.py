@@ -1,4 +1,5 @@
 """From samples to statements: location, spread, and whether the samples can carry a statement at all."""
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,9 +59,12 @@ def trailing_ms(samples: pd.DataFrame) -> pd.Series:
 
 def median_interval(times: np.ndarray) -> tuple[float, float]:
     """Percentile bootstrap interval of the median, seeded: the same samples always give the same interval."""
-    if len(times) < 2:
-        return (np.nan, np.nan)
-    interval = stats.bootstrap((times,), np.median, vectorized=True, n_resamples=2000,
+    return (np.nan, np.nan) if len(times) < 2 else _bootstrapped(np.asarray(times, float).tobytes())
+
+
+@functools.lru_cache(maxsize=2**15)  # several tables and answers ask of the same samples
+def _bootstrapped(times: bytes) -> tuple[float, float]:
+    interval = stats.bootstrap((np.frombuffer(times),), np.median, vectorized=True, n_resamples=2000,
                                confidence_level=CONFIDENCE,
                                method="percentile", rng=np.random.default_rng(0)).confidence_interval
     return float(interval.low), float(interval.high)
@@ -196,9 +200,10 @@ def flags(times: np.ndarray) -> list[str]:
             f"noisy: standard deviation is {spread:.0%} of the mean (sample {far + 1} of {len(times)} is"
             f" {times[far] / median:.2f} times the median)"
         )
-    order = np.arange(len(times))
-    drift = stats.theilslopes(times, order).slope * (len(times) - 1) / median
-    if abs(drift) > DRIFT and stats.kendalltau(order, times).pvalue < 0.01:
+    first, second = np.triu_indices(len(times), 1)
+    slope = np.median((times[second] - times[first]) / (second - first))  # Theil and Sen's
+    drift = slope * (len(times) - 1) / median
+    if abs(drift) > DRIFT and stats.kendalltau(np.arange(len(times)), times).pvalue < 0.01:
         found.append(f"drifting: {drift:+.1%} from first to last sample")
     ordered = np.sort(times)
     gaps = np.diff(ordered)[1:-1]  # two samples at least on either side

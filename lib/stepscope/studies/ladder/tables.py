@@ -120,7 +120,8 @@ def process_rows(process: Process) -> pd.DataFrame:
     """A row a rung of one process: what does not come from samples of several."""
     tables, rows = process.tables, []
     sheet, ceilings = data_sheet(process.device_name), tables["ceilings"]
-    medians = tables["samples"].groupby("rung")["time_ms"].median()
+    times = tables["samples"].groupby("rung")["time_ms"]
+    medians, samples = times.median(), {rung: own.to_numpy() for rung, own in times}
     bursts = dict([*tables["bursts"].groupby("rung")]) if len(tables["bursts"]) else {}
     kept = kept_up(ceilings, sheet)
     for row in tables["rungs"].to_dict("records"):
@@ -137,7 +138,7 @@ def process_rows(process: Process) -> pd.DataFrame:
             row |= turns.to_dict() | {
                 "tokens_per_s": tokens / medians[name] * 1e3,
                 "joules_per_token": turns["step_energy_j"] / tokens,
-                "flags": "; ".join(flags(tables["samples"].query("rung == @name")["time_ms"].to_numpy())),
+                "flags": "; ".join(flags(samples[name])),
                 "throttle": together(bursts[name]["throttle"]) if "throttle" in bursts[name] else "",
             }
             row |= utilisations(step, medians[name], products_of(name), ceilings, sheet)

@@ -11,11 +11,14 @@ from stepscope.say.published import Claim, Of, counts, load_published, placed
 from stepscope.say.selections import matrix, pick
 from stepscope.step.flops import forward_flops
 from stepscope.step.timing import WHOLE
-from stepscope.studies.nsys.facts_regions import config_of, forward_of
+from stepscope.studies.nsys.facts_regions import SHAPE, config_of, forward_of
 from stepscope.traces.families import MATMUL
 
 HANDOUT = ("small", "medium", "large", "xl", "2.7B")
 LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches of one kernel in a layer's forward
+# What is read of operations: each selection of their rows copies every column.
+OF_OPERATIONS = ["size", "context_length", "mode", "precision", "phase", "region", "family", "name", "count",
+                 "total_ns", "steps", *SHAPE]
 FORWARD, PRODUCTS, ELEMENTWISE = Of(), Of(family=MATMUL), Of(kernel="elementwise_kernel")
 
 
@@ -39,7 +42,7 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     reason; ``places`` how many are in each place, ``reports`` how many of each report's are within. None
     where there is no claim.
     """
-    both = pd.concat([operations, low]) if len(low) else operations
+    both = (pd.concat([operations, low]) if len(low) else operations)[OF_OPERATIONS]
     tables = [table if table.empty else table.assign(size=table["size"].astype(str))
               for table in (both, regions, clocks, matrix(times))]
     keys = sorted(set(zip(tables[0]["size"], tables[0]["context_length"])))

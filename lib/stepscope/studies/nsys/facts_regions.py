@@ -1,6 +1,7 @@
 """What the profiles say of the model's regions, beside what each has to compute and to move."""
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from stepscope.config import StepConfig
@@ -21,8 +22,8 @@ SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "batch_size
 
 def config_of(table: pd.DataFrame, size: str, context: int) -> StepConfig:
     """The configuration of a profiled size and context, for formulas."""
-    row = pick(table, size=size, context_length=context).iloc[0]
-    shape: dict[str, Any] = {name: int(row[name]) for name in SHAPE}
+    first = np.flatnonzero((table["size"] == size) & (table["context_length"] == context))[0]
+    shape: dict[str, Any] = {name: int(table[name].iloc[first]) for name in SHAPE}
     return StepConfig(context_length=context, device="cpu", **shape)
 
 
