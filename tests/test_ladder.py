@@ -749,7 +749,7 @@ def test_it_climbs_with_a_shape_of_ones_own_from_the_command_line(command, tmp_p
 
 @pytest.mark.parametrize("gains", [(1.0, 0.9), (1.0, 2.0)])
 def test_a_run_in_which_nothing_helps_says_so(gains):
-    ms = {rung: 100.0 / gain for rung, gain in zip(("fp32", "sdpa"), gains)}
+    ms = {rung: 100.0 / gain for rung, gain in zip(("fp32", "tf32"), gains)}
     said = printed.reading(over_processes([process(ms=ms)]))
     assert ("2.00x faster" in said) == (gains[1] > 1) and ("Nothing is faster" in said) == (gains[1] < 1)
     assert ("Most gained" in said) == (gains[1] > 1) and said.count(". ") <= 2
