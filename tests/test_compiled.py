@@ -138,7 +138,7 @@ def test_a_notebooks_table_has_a_row_for_each_whole_step(run):
     times = variant_times(tables["samples"], tables["ceilings"], config)
     table = at_a_glance(times)
     assert list(table)[:3] == ["mode", "attention", "variant"] and len(table) == 12
-    assert (table.query("variant == 'eager'")["times_as_fast"] == 1).all()
+    assert (table.query("variant == 'eager'")["speedup"] == 1).all()
     assert table["first_ms"].gt(table["median_ms"])[table["mode"].eq("forward_backward")
                                                     & table["variant"].eq("block")].all()
     drawn = figures.one_run(times, "here")
@@ -581,7 +581,7 @@ def test_the_whole_forward_at_once_is_beside_blocks_in_every_mode():
         len(found["better"]) == 4
         and found["compiling_ratio"].tolist() == pytest.approx([1] * 2, rel=0.1)
     )
-    assert printed.whole({"whole": found})["full step"].iloc[0] == "55.0 to 27.5: 2.00"
+    assert printed.whole({"whole": found})["full step"].iloc[0] == "55.0 to 27.5: 2.00x faster"
     assert (
         facts_launches.cost(gpu_times())["whole"] is None
         and len(answered("compile-cost", gpu_times()).tables) == 1

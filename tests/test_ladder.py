@@ -17,6 +17,7 @@ from torch.nn import functional
 from conftest import TINY
 from stepscope import PACKAGE
 from stepscope.config import ConfigError, configure, from_notebook
+from stepscope.report.load import load
 from stepscope.say.chapter import answer
 from stepscope.step.ceilings import measure_ceilings
 from stepscope.step.flops import parameter_count
@@ -40,6 +41,7 @@ from stepscope.studies.ladder.rungs import (
 )
 from stepscope.studies.ladder.tables import Process, over_processes, redrawn_medians
 from stepscope.studies.ladder.training import text_batches
+from test_cli import command  # noqa: F401
 
 NOTEBOOKS = PACKAGE / "notebooks"
 TINY_SHAPE = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
@@ -740,6 +742,29 @@ def test_the_floor_at_a_clock_is_that_of_products_kept_up(config):
     told = over_processes([process(kept_up=500.0)]).set_index("rung").loc["wide"]
     assert told["clock_floor_ms"] > told["floor_ms"] and told["kept_up_of_sheet"] == pytest.approx(500 / 989.5)
     assert facts.clock(told)["kept_up_mhz"] == 1600
+
+
+def test_it_climbs_with_a_shape_of_ones_own_from_the_command_line(command, tmp_path):  # noqa: F811
+    shape = ",".join(str(TINY_SHAPE[name]) for name in ("d_model", "d_ff", "num_layers", "num_heads"))
+    asked = ("ladder", "--shape", shape, "--context", 8, "--batch", 1, "--vocabulary", 50, "--processes", 1)
+    runs = tmp_path / "runs"
+    status, out, error = command(*asked, "--rungs", "fp32, roof", "--runs", runs)
+    assert status == 2 and "rungs" in error and not runs.exists()
+    status, out, error = command(*asked, "--rungs", "fp32,tf32,bf16,sdpa", "--runs", runs)
+    assert status == 0 and "1 done, 0 out of memory, 0 failed" in error
+    rungs = load("ladder", runs=runs)["ladder.rungs"].set_index("rung")
+    assert dict(rungs["status"]) == {"fp32": "ok", "tf32": "unsupported", "bf16": "ok", "sdpa": "ok"}
+    assert set(rungs["context_length"]) == {8} and (rungs["median_ms"].notna() == (rungs["status"] == "ok")).all()
+    pages = [Path(line) for line in out.splitlines() if line.endswith((".md", ".html"))]
+    assert pages and all(page.is_file() for page in pages)
+
+
+@pytest.mark.parametrize("gains", [(1.0, 0.9), (1.0, 2.0)])
+def test_a_run_in_which_nothing_helps_says_so(gains):
+    ms = {rung: 100.0 / gain for rung, gain in zip(("fp32", "tf32"), gains)}
+    said = printed.reading(over_processes([process(ms=ms)]))
+    assert ("2.00x faster" in said) == (gains[1] > 1) and ("Nothing is faster" in said) == (gains[1] < 1)
+    assert ("Most gained" in said) == (gains[1] > 1) and said.count(". ") <= 2
 
 
 @pytest.mark.parametrize("given", [{"size": "small"}, {"size": "2.7B"}, {"size": "custom", **TINY_SHAPE}],

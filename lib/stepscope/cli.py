@@ -438,12 +438,17 @@ def ladder(
     batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 10_000,
     processes: Annotated[int, typer.Option(help="So many processes.", min=1, max=100)] = 3,
+    rungs: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Only these, and not Hugging Face's beside them.",
+                     show_default="all"),
+    ] = None,
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
 ) -> None:
     """Climb the ladder with a model of your own: how fast its step can be made here, and by what.
 
-    A sweep of the study ladder with all rungs, then the report. Exit status as of sweep.
+    A sweep of the study ladder, then the report. Exit status as of sweep.
     """
     _end_on_signals()
     import yaml
@@ -460,6 +465,8 @@ def ladder(
         fixed |= dict(zip(("d_model", "d_ff", "num_layers", "num_heads"), map(int, numbers)))
     else:
         fixed["size"] = size_of(size or ("small" if device == "cuda" else "nano"), edition)
+    if rungs:
+        fixed |= {"rungs": [name.strip() for name in rungs.split(",")], "beside": []}
     block = {"study": "ladder", "fixed": fixed, "axes": {"process": list(range(processes))}}
     folder = _local_runs(runs)
     with tempfile.TemporaryDirectory() as temporary:

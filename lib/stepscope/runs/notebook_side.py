@@ -29,6 +29,7 @@ class Run:
 
     def __init__(self, config: RunConfig, run_folder: str | Path):
         require_device(config)
+        pd.options.display.max_colwidth = 200  # reasons are read to their end
         # torch's profiler says on stderr, which a notebook shows, that it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config

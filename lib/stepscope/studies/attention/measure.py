@@ -103,6 +103,7 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
         samples: every timed pass; ``cell`` is the row's number in ``cells``.
     """
     from torch._inductor.utils import fresh_cache
+    torch.compiler.reset()  # a second run in one process finds nothing compiled either
     with fresh_cache():
         return _measure(config)
 

@@ -10,7 +10,7 @@ import torch
 
 from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
-from stepscope.say.formats import MODE_WORDS, listing, number
+from stepscope.say.formats import MODE_WORDS, faster, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
@@ -269,7 +269,7 @@ def reading(times: pd.DataFrame) -> str:
             best = ms.idxmin()
             part = f"{best} **{number(ms[best])} ms**"
             if best != "eager" and "eager" in ms:
-                part += f" ({number(ms['eager'] / ms[best])}x as fast as eager, {number(ms['eager'])} ms)"
+                part += f" ({faster(ms['eager'] / ms[best])} than eager, {number(ms['eager'])} ms)"
             parts.append(f"with {attention} attention {part}")
         if parts:
             said.append(f"{words.capitalize()}, fastest {listing(parts)}.")

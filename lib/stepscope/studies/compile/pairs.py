@@ -120,9 +120,10 @@ def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
 # -- what is told of pairs -----------------------------------------------------------------------------------
 
 def gain(both: pd.DataFrame) -> dict:
-    """How many times as fast the second side of some pairs is: ``all_faster``; ``ways``, how many of the
-    ``pairs`` are surely ``faster`` and surely ``slower``, with their :func:`ends`, and how many are neither
-    (both False)."""
+    """How many times faster or slower the second side of some pairs is.
+
+    ``all_faster``; ``ways``, how many of the ``pairs`` are surely ``faster`` and surely ``slower``, with
+    their :func:`ends`, and how many are neither (both False)."""
     faster, slower = (both[both["sure"] & way] for way in (both["speedup"] > 1, both["speedup"] < 1))
     ways = [{"faster": rows is faster, "slower": rows is slower, "pairs": len(rows), **ends(rows)}
             for rows in (faster, slower) if len(rows)]

@@ -3,7 +3,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, number, percent, percent_change, span
+from stepscope.say.formats import MODE_WORDS, faster, number, percent, percent_change, span
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
 VARIANT_WORDS = {"eager": "eager", "block": "compiled", "model": "one graph", "cuda_graphs": "CUDA graphs"}
@@ -11,8 +11,8 @@ FLAGGED = " †"    # behind a pair of which a side's samples are not one steady
 
 
 def cells_of(both: pd.DataFrame) -> list[str]:
-    """Of each pair: in ms, how many times as fast, and the SM clocks where they are unlike."""
-    speedups = [number(row.speedup) if row.sure else "none" for row in both.itertuples()]
+    """Of each pair: in ms, how many times faster or slower, and the SM clocks where they are unlike."""
+    speedups = [faster(row.speedup) if row.sure else "none" for row in both.itertuples()]
     marks = [(FLAGGED if row.flagged else "") + (f" ({clocks(row)})" if row.unlike else "")
              for row in both.itertuples()]
     return [f"{times}: {speedup}{mark}"

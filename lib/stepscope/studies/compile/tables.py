@@ -26,13 +26,13 @@ def variant_times(samples: pd.DataFrame, ceilings: pd.DataFrame, config: Config)
 
 
 def at_a_glance(times: pd.DataFrame) -> pd.DataFrame:
-    """One run's whole steps from :func:`variant_times`, a row for each mode, attention and variant, with how
-    many times as fast as eager it is."""
+    """One run's whole steps from :func:`variant_times`, a row for each mode, attention and variant, with
+    its ``speedup``: eager's time over its own."""
     whole = times[times["phase"] == WHOLE].sort_values(["mode", "attention"], kind="stable")
     eager = whole[whole["variant"] == "eager"].set_index(["mode", "attention"])["median_ms"]
     of_eager = [eager.get(key, float("nan")) for key in zip(whole["mode"], whole["attention"])]
     table = whole[["mode", "attention", "variant", "median_ms", "ci_low_ms", "ci_high_ms"]]
-    table = table.assign(times_as_fast=of_eager / whole["median_ms"], first_ms=whole["first_ms"])
+    table = table.assign(speedup=of_eager / whole["median_ms"], first_ms=whole["first_ms"])
     if "sm_clock_mhz" in whole and whole["sm_clock_mhz"].notna().any():
         table["sm_clock_mhz"] = whole["sm_clock_mhz"]
     return table.round(3).reset_index(drop=True)

@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from timeit import default_timer
 from typing import Any
@@ -24,7 +24,16 @@ from stepscope.runs.device_watch import DeviceWatch
 from stepscope.step.training_step import out_of_memory_names
 from stepscope.studies.ladder.attention import backend_times, fastest
 from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
-from stepscope.studies.ladder.rungs import BRANCHES, WITHOUT, Program, Rung, Unsupported, before, lacking
+from stepscope.studies.ladder.rungs import (
+    BRANCHES,
+    WITHOUT,
+    Program,
+    Rung,
+    Unsupported,
+    before,
+    changes_of,
+    lacking,
+)
 from stepscope.studies.ladder.training import train
 from stepscope.traces.families import family
 
@@ -135,10 +144,16 @@ def difference(rung: Rung, loss: float, reference: tuple[float, dict[str, Tensor
 def compiler_cache(config: Config) -> Iterator[None]:
     """A folder of compiled code for the processes of one shape; the first of them finds it empty, and nothing
     in memory either, where this process has compiled before."""
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
     shape = [config.shape, config.context_length, config.batch_size, config.vocab_size, torch.__version__]
+    if config.device == "cpu" and any({"blocks", "graph"} & changes_of(rung) for rung in config.rungs):
+        # torch tries which vector instructions compile and run: some ten seconds, which are the machine's and
+        # no rung's. Where all may find it, it is done once. Where there is no compiler, the rung says so.
+        with suppress(RuntimeError, OSError):
+            valid_vec_isa_list()
     name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
     folder = Path(default_cache_dir(), "stepscope", name)
     if not config.process:

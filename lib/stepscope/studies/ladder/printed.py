@@ -199,16 +199,18 @@ def reading(rungs: pd.DataFrame) -> str:
     if found is None:
         return "Nothing fits."
     first, best = number(found["first_ms"]), number(found["best_ms"])
+    of_floor = f"{percent(found['floor_share'], 1)} of the floor's speed"
     said = [
         f"From **{first} ms** ({found['first_name']}) to **{best} ms** ({found['best_name']}):"
-        f" {number(found['faster'])}x faster, {percent(found['floor_share'], 1)} of the floor's speed."
+        f" {faster(found['faster'])}, {of_floor}."
+        if found["best_ms"] < found["first_ms"]
+        else f"Nothing is faster here than {found['first_name']}, **{first} ms**: {of_floor}."
     ]
     rows = found["rows"]
     gained = rows[(rows["kind"] == "rung") & rows["gain"].notna()]
-    if len(gained):
+    if gained["gain"].max() > 1:
         most = gained.loc[gained["gain"].idxmax()]
-        times = number(most["gain"])
-        said.append(f"Most gained by {name_of(most['rung'])}: {times}x faster than the rung before.")
+        said.append(f"Most gained by {name_of(most['rung'])}: {faster(most['gain'])} than the rung before.")
     if found["missing"]:
         said.append(f"Not measured: {listing(one['name'] for one in found['missing'])}.")
     return " ".join(said)

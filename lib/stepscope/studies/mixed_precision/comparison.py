@@ -2,6 +2,7 @@
 import numpy as np
 import pandas as pd
 
+from stepscope.say.formats import faster
 from stepscope.step.rates import with_rates
 from stepscope.step.summary import ratio_interval, summarize, unlike_clocks
 from stepscope.step.timing import WHOLE
@@ -69,7 +70,7 @@ def reading(table: pd.DataFrame) -> str:
     """What one run's speed-ups say, in a sentence of markdown."""
     parts = []
     for row in table[(table["phase"] == WHOLE) & (table["mode"] == "step")].itertuples():
-        times = "not measurably different" if row.change == "none" else f"{row.speedup:.3g} times as fast"
+        times = "not measurably different" if row.change == "none" else faster(row.speedup)
         clocks = f" at {row.sm_clock_mhz:g} MHz beside {row.fp32_mhz:g}" if row.unlike_clocks else ""
         parts.append(f"{row.precision} {times} [{row.speedup_low:.3g}, {row.speedup_high:.3g}]{clocks}")
     if not parts:

@@ -36,7 +36,7 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
                  yerr=[group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]])
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xticks(range(len(phases)), ["whole step" if p == WHOLE else p for p in phases])
-    axis.set(ylabel="times as fast as fp32", title=f"Full step by phase: {title}")
+    axis.set(ylabel="speed-up over fp32 (x)", title=f"Full step by phase: {title}")
     axis.grid(axis="x", visible=False)
     axis.legend(ncols=3)
     return figure

@@ -152,6 +152,7 @@ def profile_run(config: Config, kept: Path | None,
         steps = [config.step(mode=mode) for mode in PHASES]
         captures = capture(steps, profiler.folder, nsys, profiler.process)
         watched = time.perf_counter()
+        print(f"captured in {watched - started:.0f} s; now the exports and tables", flush=True)
         exports = {mode: export for item in captures for mode, export in _exports(item, nsys).items()}
         exported = time.perf_counter()
         outcomes = {mode: outcome for item in captures for mode, outcome in item.outcomes.items()}

@@ -101,7 +101,7 @@ def measure_arms(config: Config) -> dict[str, pd.DataFrame]:
             loaded = BusyGPU(step.model, arm.gpu_load_us, per_us) if arm.gpu_load_us else nullcontext()
             with slowed, loaded:
                 found[name].append(work(step).assign(arm=arm.arm))
-        print(f"{name}: {len(arms)} arms", flush=True)
+            print(f"{name}: arm {arm.arm + 1} of {len(arms)}", flush=True)
     tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
     table = arms.merge(tables["arms"], on="arm")
     table["added_host_ms"] = (table["calls"] * table["host_delay_us"] / 1e3).fillna(0)
