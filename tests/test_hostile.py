@@ -95,7 +95,7 @@ def markup(folder, runs, text):
 
 @pytest.fixture(scope="module")
 def harmless(chosen, tmp_path_factory):
-    return markup(tmp_path_factory.mktemp("harmless"), chosen, "plain text")
+    return markup(tmp_path_factory.mktemp("harmless"), chosen, "plain text " * 30)  # as long, since a long name has a row
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

@@ -28,7 +28,7 @@ from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.studies.ladder.measure import Ladder, compiler_cache, difference, measure_ladder, sampled
 from stepscope.studies.ladder.names import name_of, snippet
-from stepscope.studies.ladder.optimizer import MasterAdamW, adamw_
+from stepscope.studies.ladder.optimizer import MasterAdamW, adamw_, master_weights
 from stepscope.studies.ladder.rungs import (
     BRANCHES,
     CHANGES,
@@ -98,6 +98,21 @@ def test_the_optimizer_is_torchs_adamw_over_200_steps():
         torchs.step()
     for mine, other in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_models_own_weights_are_kept_as_masters_from_where_they_are():
+    model, before = Small(low=False), Small(low=False)
+    made = master_weights(model, 1e-2)
+    for _ in range(2):
+        assert model.matrix.dtype == torch.bfloat16 and model.vector.dtype == torch.float32
+        assert torch.equal(model.matrix, made.masters()["matrix"].bfloat16())
+        assert torch.equal(model.vector, made.masters()["vector"])
+        if torch.equal(model.vector, before.vector):
+            assert torch.equal(made.masters()["matrix"], before.matrix)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            made.step()
+    assert (model.vector < before.vector).all()
 
 
 def plain_adamw(weights, gradients, rate):

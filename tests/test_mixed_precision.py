@@ -346,7 +346,7 @@ def test_times_at_unlike_clocks_are_told(tables):
 
 
 def test_the_trend_with_size_is_made_of_shares_and_gains(tables):
-    found, low = facts(tables, "mixed-speed")["trend"], tables["nsys.operations_low"]
+    found, low = facts(tables, "mixed-speed")["trend"], tables["nsys.operations_low"].query("context_length == 512")
     whole = [table[table["mode"] == "step"].groupby("size", observed=True)[["total_ns", "steps"]]
              for table in (tables["nsys.operations"].query("context_length == 512"), low)]
     fp32, bf16 = (groups.apply(lambda rows: (rows["total_ns"] / rows["steps"]).sum()) for groups in whole)
@@ -451,7 +451,7 @@ def test_the_parts_of_a_step_hold_all_its_operations(tables):
 
 
 def test_what_faster_products_could_give_is_amdahls(tables):
-    found, low = facts(tables, "mixed-left"), tables["nsys.operations_low"]
+    found, low = facts(tables, "mixed-left"), tables["nsys.operations_low"].query("context_length == 512")
     table = facts_operations.parts(low)
     rest = 1 - table["matrix products"] / table[list(facts_operations.PARTS)].sum(axis=1)
     assert list(found["limit"]) == pytest.approx(list(1 / rest))

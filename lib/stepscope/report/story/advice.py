@@ -34,15 +34,16 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     contexts = gained["context_length"].nunique() > 1
     found = {str(rung): _gain(own, speedups, contexts) | {"without": _without(rows, ADVISED[str(rung)])}
              for rung, own in gained.groupby("rung", sort=False)}
-    told = pd.concat([gained, rows[rows["rung"].isin([one for one in ADVISED.values() if one])]])
+    left_out = rows[rows["rung"].isin([one for one in ADVISED.values() if one])]
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
     against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
-            "fewest": int(told["processes"].min()), "most": int(told["processes"].max()),
-            "alike": told["processes"].nunique() == 1,
+            "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
+            "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
+            "left_out_processes": int(left_out["processes"].max()) if len(left_out) else 0,
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 

@@ -7,6 +7,7 @@ is spoken of (:func:`settled`), since a busy host only ever adds time.
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
@@ -193,7 +194,7 @@ def gain_title(steps: pd.DataFrame) -> str:
 
 def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
     """How many times faster compiled blocks make a full step than eager ones: a panel an attention, a row a
-    size, a dot a precision."""
+    size, a dot a precision, hollow where samples are not steady."""
     both = settled(beside(times))
     if both.empty or not (both["mode"] == "step").any():
         return None
@@ -207,17 +208,18 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
     for axis, attention in zip(axes[0], shown):
         for name in names:
             rows = pick(both, attention=attention, precision=name, mode="step")
-            places = [sizes.index(str(size)) for size in rows["size"]]
-            axis.plot(
-                rows["speedup"],
-                places,
-                linestyle="none",
-                marker="s" if name == "fp32" else "o",
-                markersize=13,
-                color=PRECISION_COLORS[name],
-                label=name,
-                zorder=3,
-            )
+            for unsteady, own in rows.groupby("flagged"):
+                axis.plot(
+                    own["speedup"],
+                    [sizes.index(str(size)) for size in own["size"]],
+                    linestyle="none",
+                    marker="s" if name == "fp32" else "o",
+                    markersize=12,
+                    markeredgewidth=2,
+                    color=PRECISION_COLORS[name],
+                    markerfacecolor="white" if unsteady else PRECISION_COLORS[name],
+                    zorder=3,
+                )
         axis.axvline(1, color="0.4", linewidth=1.5, linestyle="--")
         axis.set_ylim(len(sizes) - 0.5, -0.5)
         axis.set_yticks(range(len(sizes)), sizes, fontsize=15)
@@ -225,7 +227,11 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
         axis.set_title(f"attention: {ATTENTION_WORDS[attention]}", fontsize=15)
         axis.set_xlabel("times faster than eager", fontsize=14)
     figure.legend(
-        *axes[0][0].get_legend_handles_labels(),
+        handles=[
+            Line2D([], [], linestyle="none", marker="s" if name == "fp32" else "o", markersize=12,
+                   color=PRECISION_COLORS[name], label=name)
+            for name in names
+        ],
         loc="outside lower center",
         ncols=3,
         fontsize=14,

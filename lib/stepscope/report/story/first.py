@@ -45,7 +45,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         here = rows.loc[rows["rung"] == most["rung"], "gain"]
         if len(here) and most["gain"] > here.iloc[0] * (1 + HELPS):
             elsewhere = {"name": name_of(most["rung"]), "size": str(most["size"]), "gain": most["gain"],
-                         "here": here.iloc[0], "processes": int(most["processes"])}
+                         "here": here.iloc[0], "here_helps": bool(here.iloc[0] > 1 + HELPS),
+                         "processes": int(most["processes"])}
     fill = ladder_facts.of_rung(rows, "fill")
     of_sheet = fill["of_sheet_bf16"] if fill else np.nan
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",

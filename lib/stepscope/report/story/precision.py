@@ -278,7 +278,7 @@ def map_title(steps: pd.DataFrame, main: str) -> str:
     title = f"{written(main)} makes a full step up to {number(best['speedup'], 2)}x faster"
     if len(slower):
         contexts = sorted(set(slower["context_length"]))
-        title += f", at context {to(contexts[0], contexts[-1])} also slower"
+        title += f",\nat context {to(contexts[0], contexts[-1])} also slower"
     return title
 
 

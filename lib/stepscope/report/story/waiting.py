@@ -13,6 +13,7 @@ from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.studies.nsys.figures import sizes_of, title
 
 FONT = 14
+DARK = 0.45  # a share whose cell is so dark that its words are white
 NAMES = {"eager": "as torch runs it", "block": "blocks compiled", "model": "one compiled graph",
          "cuda_graphs": "the same with CUDA graphs"}
 
@@ -36,8 +37,8 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
         for (line, column), share in np.ndenumerate(shares):
             text = "" if np.isnan(share) else percent(share) if share else "0"
-            axis.text(column, line, text, ha="center", va="center", fontsize=FONT - (not share),
-                      color="black" if share else "0.45")
+            color = "0.45" if not share else "white" if share > DARK else "black"
+            axis.text(column, line, text, ha="center", va="center", fontsize=FONT - 2, color=color)
         axis.set_xticks(range(len(columns)), [str(context) for _, context in columns], rotation=90)
         for precision in dict.fromkeys(name for name, _ in columns):
             places = [place for place, (name, _) in enumerate(columns) if name == precision]

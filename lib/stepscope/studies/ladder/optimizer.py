@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _adamw_kernel: Any = None
 HAS_TRITON = find_spec("triton") is not None  # torch for a CPU comes without
@@ -210,6 +210,26 @@ class MasterAdamW:
             self.table[which.start : which.stop].copy_(
                 torch.tensor(self.addresses[which.start : which.stop], dtype=torch.int64)
             )
+
+
+@torch.no_grad()
+def master_weights(model: nn.Module, rate: float) -> MasterAdamW:
+    """A model's matrices as bf16 from here on, and their optimizer, whose fp32 master weights begin where the
+    model is.
+
+    Args:
+        rate: AdamW's learning rate.
+    """
+    weights = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    made = MasterAdamW(dict(model.named_parameters()), shapes, rate)
+    for name, master in made.masters().items():
+        master.copy_(weights[name])
+    made.reset()
+    return made
 
 
 class InBackward:
