@@ -8,6 +8,9 @@ LAB := .venv/.ready-lab
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt --editable
 REFERENCE := runs/h200
 JOBS ?= 2
+# Bytecode is kept, whatever the environment says: each run imports torch in a process of its own, and compiling
+# it anew takes seconds every time.
+export PYTHONDONTWRITEBYTECODE :=
 LAB_FLAGS ?=
 
 .PHONY: report reference-runs test lint trials hooks lab lab-copies bench check reference doctor clean
