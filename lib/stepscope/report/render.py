@@ -116,15 +116,18 @@ def writeup(report: Report) -> str:
 
 
 def evidence(report: Report, runs_link: str) -> dict[str, str]:
-    """The pages of the folder ``evidence`` by name: one a study, and an index of the runs.
+    """The pages of the folder ``evidence`` by name: one for each study that answers something, and an index of
+    the runs.
 
     Args:
         runs_link: path from that folder to the runs folder.
     """
     data, templates = report.data, _templates()
     page = templates.get_template("evidence.md.j2")
-    made = {study: page.render(data=data, title=title, answers=answers).replace("](figures/", "](../figures/")
-            for study, (title, answers) in report.studies.items()}
+    made = {study: page.render(data=data, title=title, study=study, answers=list(filter(answered, answers)),
+                               open=[one.question for one in answers if not answered(one)])
+            .replace("](figures/", "](../figures/")
+            for study, (title, answers) in report.studies.items() if any(map(answered, answers))}
     made["runs"] = templates.get_template("runs.md.j2").render(
         data=data, runs_link=runs_link)
     return {f"{name}.md": _linked(text, report, name) for name, text in made.items()}
@@ -137,7 +140,8 @@ def _linked(text: str, report: Report, here: str | None) -> str:
     Args:
         here: the page of the text: a study, "" for the main text, None for the README beside it.
     """
-    pages_of = {one.key: study for study, (_, answers) in report.studies.items() for one in answers}
+    pages_of = {one.key: study for study, (_, answers) in report.studies.items()
+                for one in filter(answered, answers)}
     pages_of |= {one.key: "" for answers in report.story.values() for one in answers}
 
     def leads(link: re.Match) -> str:
@@ -214,6 +218,9 @@ def render(store: Store, folder: Path) -> list[Path]:
             for path in sorted(made.rglob("*.*")):
                 (folder / path.relative_to(made)).parent.mkdir(exist_ok=True)
                 path.replace(folder / path.relative_to(made))
+            for study in report.studies:  # pages of before
+                if (page := folder / "evidence" / f"{study}.md") not in written:
+                    page.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"{folder}: the report cannot be written there ({reason})") from None
