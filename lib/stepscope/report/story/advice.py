@@ -25,8 +25,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
     of the eager steps in the study of precisions, at the contexts ``beside``), and under
     ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
-    ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not
-    measured."""
+    ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
+    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
     if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
