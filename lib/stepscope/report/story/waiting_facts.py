@@ -127,7 +127,8 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
     if len(others):  # the shapes that are alike but for their size
         others = pick(others, rung="cuda_graphs", vocab_size=others["vocab_size"].min(),
                       context_length=others["context_length"].mode().iloc[0])
-    gained = [ladder.shape_of(row) | {"gain": row["gain"], "helps": bool(row["gain"] > LITTLE)}
+    gained = [ladder.shape_of(row) | {"gain": row["gain"], "low": row["gain_low"],
+                                     "helps": bool(row["gain"] > LITTLE)}
               for row in others.to_dict("records") if row["gain"] > 0]
     filled = ladder.filled(rungs) if len(rungs) else None
     processes = sorted({int(row["processes"]) for row in others.to_dict("records") if row["gain"] > 0})
