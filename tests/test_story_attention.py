@@ -15,7 +15,7 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
 TABLES = ("nsys.operations", "nsys.operations_fused", "benchmark.ceilings", "benchmark.times", "compile.times",
-          "attention.cells", "ladder.backends", "attention.generations",
+          "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
           "attention.ends", "attention.predicted", "attention.accounting")
 
 
@@ -52,22 +52,22 @@ def told(key, **tables):
 
 
 def test_softmax_is_compared_with_both_products_and_a_fused_kernel_with_all_that_it_replaces():
-    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY)
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY)
     assert found["own"]["softmax_ms"] == pytest.approx(10) and found["own"]["products_ms"] == pytest.approx(5)
     assert found["writing_share"] == pytest.approx(0.8)  # subtract, exponentiate, divide
     assert found["replaced_ms"] == pytest.approx(18) and found["replaced_share"] == pytest.approx(18 / 24)
     assert found["fused_ms"] is None
     fused = operations().assign(region="attention.fused", name="flash").head(1)
-    assert attention.softmax(operations(), ceilings(), EMPTY, EMPTY, fused)["fused_ms"] == pytest.approx(3)
+    assert attention.softmax(operations(), ceilings(), EMPTY, EMPTY, fused, EMPTY)["fused_ms"] == pytest.approx(3)
 
 
 def test_what_a_step_gains_leaves_out_those_that_wait_for_the_host():
-    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY)
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY)
     assert [list(one["gains"]) for one in found["gained"]] == [[1.5]]
     printed = attention.printed_gains(found).set_index("size")
     assert printed.loc["small", "x faster"].endswith("*") and not printed.loc["large", "x faster"].endswith("*")
     assert printed.loc["large", "peak falls (GiB)"] == "not" and found["no_less"]
-    assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY)) is None
+    assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY, EMPTY)) is None
 
 
 def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
@@ -164,3 +164,19 @@ def test_an_end_is_said_where_it_was_looked_for():
     words = [text.get_text() for text in figure.axes[0].texts]
     assert any("out of" in text and "36,864" in text for text in words)
     assert told("attention-memory", attention__cells=gpu_cells(find_end=False)) is None
+
+
+def test_a_winner_that_the_host_holds_back_is_marked_and_no_finding():
+    cells = gpu_cells()
+    calm = attention.which_kernel(cells.assign(enqueue_ms=0.0), EMPTY, EMPTY)
+    assert not calm["waiting"] and calm["from"]
+    held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY, EMPTY)
+    assert held["waiting"] and held["from"] == []
+    assert attention.printed_winners(held).iloc[:, 1:].map(lambda cell: cell == "–" or cell.endswith("†")).all(axis=None)
+
+
+def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():
+    rungs = pd.DataFrame({"rung": ["sdpa", "sdpa", "bf16"], "context_length": [512, 1024, 512], "vocab_size": 10_000,
+                          "status": "ok", "gain": [1.2, 2.0, 3.0]})
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs)
+    assert list(found["ladder"]) == [1.2]

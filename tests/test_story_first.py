@@ -190,3 +190,15 @@ def test_where_nothing_was_varied_or_a_ladder_says_more_nothing_is_compared(time
     assert first.compared(times[times["optimizer"] == "foreach"], pd.DataFrame()) is None
     assert first.compared(times, rungs) is None
     assert tell(first.PART, given()) == [] and tell(advice.PART, given()) == []
+
+
+def test_a_precision_is_no_sure_gain_where_its_interval_does_not_tell(rungs):
+    speedups = tables("mixed_precision")["speedups"]
+    cell = ((speedups["size"].astype(str) == "xl") & (speedups["context_length"] == 128) & (speedups["mode"] == "step")
+            & (speedups["phase"] == "step") & (speedups["precision"] == "tf32"))
+    for change, told in (("none", True), ("faster", False)):
+        other = speedups.assign(change=speedups["change"].mask(cell, change), speedup=speedups["speedup"].mask(cell, 1.2))
+        found = advice.advice(rungs, *[pd.DataFrame()] * 3, other)
+        idle = {one["size"]: one["contexts"] for one in found["changes"]["tf32"]["idle"]}
+        assert ("128" in idle.get("xl", [])) is told
+        assert "128" in found["beside"] and not set(found["beside"]) & {"512", "1024"}

@@ -4,7 +4,16 @@ import pytest
 
 from reference import changed, tables
 from stepscope.report.story.part import tell
-from stepscope.report.story.precision import PART, draw_map, map_title, memory, numerics, speeds, whole_steps
+from stepscope.report.story.precision import (
+    PART,
+    _parts,
+    draw_map,
+    map_title,
+    memory,
+    numerics,
+    speeds,
+    whole_steps,
+)
 
 LADDER = pd.DataFrame({"rung": ["cuda_graphs", "no_casts"], "kind": "rung", "status": "ok", "size": "2.7B",
                        "context_length": 512, "vocab_size": 10000, "median_ms": [110.0, 100.0],
@@ -110,3 +119,12 @@ def test_without_records_nothing_is_said(mixed):
                for name, table in mixed.items() if name in ("speedups", "times")}
         told = tell(PART, given({}, **one))
         assert "; " not in told[0].text.split(size)[0] and "nan" not in " ".join(a.text + a.more for a in told)
+
+
+def test_casts_explain_the_rest_only_where_they_cost_more_than_it_saves():
+    table = pd.DataFrame({"matrix products": [10.0], "casts and copies": [8.0], "norms": [4.0]})
+    def left(norms):
+        gains = {"matrix products": 10.0, "casts and copies": 0.25, "norms": norms}
+        return {"table": table, "gains": [{"part": part, "times": pd.Series([times])} for part, times in gains.items()]}
+    assert list(_parts(left(2.0))["casts"]) == [4.0]
+    assert _parts(left(3.0)) is None and _parts({"gains": None}) is None

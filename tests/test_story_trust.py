@@ -129,3 +129,14 @@ def test_without_a_gpu_nothing_is_said_of_one():
     assert not any(word in answers[0].text for word in ("GPU", "cuda", "nvidia"))
     gpu = tell(trust.PART, empty | {"benchmark.times": times.assign(device="cuda")})
     assert "cuda" in gpu[0].text
+
+
+def test_a_capture_is_clearly_slower_only_beyond_what_steps_differ_by():
+    index = pd.MultiIndex.from_tuples([("small", 128), ("large", 128)], names=["size", "context_length"])
+    table = lambda plain, captured: pd.DataFrame(  # noqa: E731
+        {("plain", "step"): plain, ("captured", "step"): captured}, index=index)
+    told = {"slowdowns": table([10.0, 10.0], [13.0, 10.4]), "spreads": table([0.1, 0.0], [0.2, 0.0]),
+            "slowdown": {"nearly": 0.05}}
+    assert trust_facts._clearly_slower(told) == 1
+    wide = told | {"spreads": table([0.5, 0.0], [0.2, 0.0])}
+    assert trust_facts._clearly_slower(wide) == 0

@@ -61,7 +61,7 @@ def test_what_waits_most_adds_up_with_the_map():
 
 def test_other_times_take_other_words():
     times, captured, low = given()
-    assert "in fp32 that is small at context 128" in told(*given())["waiting-where"].text
+    assert "in fp32 (one process each) that is small at context 128" in told(*given())["waiting-where"].text
     exact = captured.assign(operations_ms=captured["operations_ms"] * 10)
     calm = told(times, exact, low)["waiting-where"]
     assert "in none of the " in calm.text and "operations, which need" not in calm.more

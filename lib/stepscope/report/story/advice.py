@@ -23,10 +23,10 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     """A change a key: of the shapes where it surely helped, those where least and most (None where none did;
     ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes differ
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
-    of the eager steps in the study of precisions), and under ``without`` what the finished step takes longer
-    where it is left out; ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is
-    the median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not
-    measured."""
+    of the eager steps in the study of precisions, at the contexts ``beside``), and under
+    ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
+    ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
+    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
     if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
@@ -40,6 +40,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
+            "beside": _beside(speedups, gained), "over": HELPS,
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
@@ -78,13 +79,19 @@ def _shape(row: dict, ratio: str) -> dict:
 
 
 def _idle_alone(speedups: pd.DataFrame, rung: str) -> list[dict]:
-    """Shapes whose eager full step a precision does not make faster."""
+    """Shapes whose eager full step a precision does not surely make faster than fp32's."""
     if speedups.empty or rung not in ("tf32", "bf16"):
         return []
     rows = pick(speedups, precision=rung, mode="step", phase=WHOLE)
-    rows = rows[rows["speedup"] < 1 + HELPS]
+    rows = rows[(rows["change"] != "faster") | (rows["speedup"] < 1 + HELPS)]
     return [{"size": str(row["size"]), "context": int(row["context_length"])}
             for row in rows.to_dict("records")]
+
+
+def _beside(speedups: pd.DataFrame, gained: pd.DataFrame) -> list[str]:
+    """Contexts of :func:`_idle_alone` that the ladder was not at."""
+    alone = [one["context"] for rung in ("tf32", "bf16") for one in _idle_alone(speedups, rung)]
+    return [str(one) for one in sorted(set(alone) - set(gained["context_length"]))]
 
 
 PART = Part("What to do", questions=(

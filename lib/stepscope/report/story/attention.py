@@ -13,7 +13,7 @@ from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.studies.attention import facts, facts_ends
-from stepscope.studies.attention.cells import head, implementations, timed
+from stepscope.studies.attention.cells import head, implementations, timed, waits_for_host
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.figures import STYLES
 from stepscope.studies.attention.names import NAMES
@@ -41,13 +41,14 @@ FONT = 14
 # -- softmax beside the products -----------------------------------------------------------------------------
 
 def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame, compiled: pd.DataFrame,
-            fused: pd.DataFrame) -> dict | None:
+            fused: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """Softmax beside attention's two products in forward alone (GPU captures only): ``nsys-e``'s facts, and
 
     ``writing_share``: of softmax's time, what the operations take that write the whole square again;
     ``replaced_ms`` and ``replaced_share`` of forward's operations:
     what one fused kernel stands for; ``fused_ms``: that kernel in the same profile, None where it was not
-    captured; ``gains``: a full step written out and fused, a row a size.
+    captured; ``gains``: a full step written out and fused, a row a size; ``ladder``: what it gains there in
+    bf16 at that context, a number a size (None where that was not climbed).
     """
     operations = operations[operations["device"] == "cuda"]
     if operations.empty or (found := softmax_against_matmul(operations, ceilings, times)) is None:
@@ -75,6 +76,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
         "gains": gains if len(gains) else None, "waiting": len(steady) < len(gains),
         "gains_context": None if gains.empty else gains["context_length"].iloc[0],
         "gained": None if steady.empty else by_type(steady),
+        "ladder": None if gains.empty else on_the_ladder(rungs, gains["context_length"].iloc[0]),
         "no_less": bool((gains["saved_mib"] <= 0).any()) if len(gains) else False}
 
 
@@ -108,6 +110,15 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
 
 
+def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
+    """How many times faster SDPA makes the ladder's step at a context, a number a size."""
+    if rungs.empty:
+        return None
+    rows = pick(rungs, rung="sdpa", context_length=context, vocab_size=rungs["vocab_size"].min())
+    gains = rows.loc[rows["status"] == "ok", "gain"].dropna()
+    return gains if len(gains) else None
+
+
 def by_type(gains: pd.DataFrame) -> list[dict]:
     return [{"precision": name, "gains": rows["gain"]} for name, rows in gains.groupby("precision")]
 
@@ -135,7 +146,7 @@ def draw_softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.Dat
                  fused: pd.DataFrame, where: str) -> Figure | None:
     """Two bars of the reference's forward pass: softmax by operation, and the two products; a third, the
     fused kernel, where it was captured."""
-    found = softmax(operations, ceilings, times, pd.DataFrame(), fused)
+    found = softmax(operations, ceilings, times, pd.DataFrame(), fused, pd.DataFrame())
     if found is None or found["rates"] is None:
         return None
     own = pick(found["rates"], size=found["size"], context_length=found["context"]).set_index("operation")
@@ -207,7 +218,8 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "top": told["cells"][0], "wide": wide["cells"][0] if wide else None,
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
-            "table": best, "from": changes_of(best[best["precision"] == narrow]), "tf32": of_tf32(at),
+            "table": best, "from": changes_of(best[(best["precision"] == narrow) & ~best["waits"]]),
+            "waiting": bool(best["waits"].any()), "tf32": of_tf32(at),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
             "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
@@ -215,11 +227,13 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
 
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
-    """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence: both
+    """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of what
+    does not wait for the host: both
     ``ms`` of forward and backward, and times ``faster``; and so (below 1: slower) at the longest of the
     shorter sequences where it is ``behind``, if any; None where it did not run at this head dimension."""
     rows = timed(generations) if len(generations) else generations
     rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
+    rows = rows[~waits_for_host(rows)] if len(rows) else rows
     if rows.empty or "fa4" not in set(rows["implementation"]):
         return None
     ms = rows.pivot_table(index="sequence", columns="implementation", values="pass_median_ms")
@@ -261,7 +275,8 @@ def ranked(rows: pd.DataFrame) -> list[dict]:
 
 def winners(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest of each precision and sequence, of forward alone and of forward + backward: what, ms and
-    times faster than written out (nan where that was not timed)."""
+    times faster than written out (nan where that was not timed); ``waits``: the fastest or the written-out
+    one waits for the host."""
     found = []
     for (precision, sequence), of in rows.groupby(["precision", "sequence"]):
         row: dict = {"precision": precision, "sequence": int(sequence)}
@@ -269,6 +284,8 @@ def winners(rows: pd.DataFrame) -> pd.DataFrame:
             ms = of.set_index("implementation")[f"{phase}_median_ms"]
             row |= {f"{phase}_what": ms.idxmin(), f"{phase}_ms": ms.min(),
                     f"{phase}_faster": ms.get("eager", np.nan) / ms.min()}
+        hosts = waits_for_host(of).to_numpy() & of["implementation"].isin(["eager", row["pass_what"]])
+        row["waits"] = bool(hosts.any())
         found.append(row)
     return pd.DataFrame(found).sort_values(["precision", "sequence"], ignore_index=True)
 
@@ -305,14 +322,16 @@ def printed_winners(found: dict) -> pd.DataFrame:
     for precision, phase, words in phases:
         of = best[best["precision"] == precision].set_index("sequence")
         columns[f"{precision}, {words}"] = pd.Series(
-            [_winner(*one) for one in of[[f"{phase}_{part}" for part in PARTS]].itertuples(index=False)],
+            [_winner(*one) for one in of[[*(f"{phase}_{part}" for part in PARTS), "waits"]].itertuples(
+                index=False)],
             index=of.index)
     return pd.DataFrame(columns).fillna("–").rename_axis("sequence").reset_index().tail(8)
 
 
-def _winner(what: str, ms: float, faster: float) -> str:
+def _winner(what: str, ms: float, faster: float, waits: bool) -> str:
+    mark = " †" if waits else ""
     gain = "" if np.isnan(faster) or what == "eager" else f" ({number(faster, 2)}x)"
-    return f"{NAMES[what].removeprefix('SDPA ')} {number(ms)} ms{gain}"
+    return f"{NAMES[what].removeprefix('SDPA ')} {number(ms)} ms{gain}{mark}"
 
 
 def draw_time(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
@@ -434,7 +453,8 @@ CAPTURES = ("nsys.operations", "benchmark.ceilings")
 PART = Part(
     "Attention",
     questions=(
-        Question("softmax", softmax, CAPTURES, ("benchmark.times", "compile.times", "nsys.operations_fused"),
+        Question("softmax", softmax, CAPTURES,
+                 ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
         Question("which-kernel", which_kernel, CELLS, ("ladder.backends", "attention.generations"),
                  printed={"winners": printed_winners}, pictures=("attention_time",)),

@@ -304,7 +304,7 @@ def _better(times: pd.DataFrame) -> dict | None:
         }
         for row in steps[well].itertuples(index=False)
     ]
-    return {"well": cells, "others": int((~well).sum())}
+    return {"well": cells, "others": int((~well).sum()), "over": NEARLY}
 
 
 def _graphed(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
@@ -323,6 +323,7 @@ def _graphed(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     return {
         "size": most["size"],
         "precision": most["precision"],
+        "attention": ATTENTION_WORDS[most["attention"]],
         "speedups": steps["speedup"],
         "ms": most["median_ms"],
         "ms_after": most["median_ms_after"],

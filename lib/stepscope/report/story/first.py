@@ -45,8 +45,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         here = rows.loc[rows["rung"] == most["rung"], "gain"]
         if len(here) and most["gain"] > here.iloc[0] * (1 + HELPS):
             elsewhere = {"name": name_of(most["rung"]), "size": str(most["size"]), "gain": most["gain"],
-                         "here": here.iloc[0], "here_helps": bool(here.iloc[0] > 1 + HELPS),
-                         "processes": int(most["processes"])}
+                         "low": most["gain_low"], "high": most["gain_high"], "here": here.iloc[0],
+                         "here_helps": bool(here.iloc[0] > 1 + HELPS), "processes": int(most["processes"])}
     fill = ladder_facts.of_rung(rows, "fill")
     of_sheet = fill["of_sheet_bf16"] if fill else np.nan
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
@@ -74,12 +74,13 @@ def _both(rows: pd.DataFrame, name: str) -> int:
 
 
 def _beside(rows: pd.DataFrame) -> dict | None:
-    """How many times faster a shape's fastest rung is than Hugging Face's step, and in how many processes;
-    None where it is not surely faster."""
+    """How many times faster a shape's fastest rung is than Hugging Face's step, by its interval
+    ``at_least``, and in how many processes; None where it is not surely faster."""
     best = ladder_facts.best_of(rows)
     if not (best["over_hugging_face"] > 1 + HELPS and best["over_hugging_face_low"] > 1):
         return None
-    return {"over": best["over_hugging_face"], "processes": _both(rows, "hugging_face")}
+    return {"over": best["over_hugging_face"], "at_least": best["over_hugging_face_low"],
+            "processes": _both(rows, "hugging_face")}
 
 
 def _smallest(rungs: pd.DataFrame, told_of: str) -> dict | None:

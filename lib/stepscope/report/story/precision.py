@@ -27,6 +27,7 @@ from stepscope.studies.mixed_precision import (
 MAIN = "bf16"  # what is spoken of first where it was measured
 MAPPED = ("tf32", "bf16", "fp16")
 PART_WORDS = {"optimizer": "AdamW", "softmax, mask, scale": "softmax with mask and scale"}
+CASTS, PRODUCTS = "casts and copies", "matrix products"
 LITTLE = 0.1  # of a peak
 COPY_BYTES = 2  # of a weight's copy in a low type
 
@@ -89,6 +90,7 @@ def speeds(
         "more_operations": _more_operations(operations, operations_low, main),
         "trend": told["trend"],
         "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
+        "parts": _parts(facts_operations.left(operations_low, operations, times, captured)),
         "rest_slower": told["trend"] is not None and bool((told["trend"]["table"]["others"] < 1).all()),
         "casts": cost and cost["cost"],
         "no_casts": _no_casts(rungs),
@@ -100,13 +102,16 @@ def speeds(
 
 def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
     """A size's full step in every precision, the main one first; ``times`` is how many times faster it is, or
-    how many times ``slower``."""
+    how many times ``slower``; ``unlike``: at a clock unlike fp32's."""
     rows = pick(here, size=size)
     speedup = dict(zip(rows["precision"], rows["speedup"]))
+    unlike = dict(zip(rows["precision"], rows["unlike_clocks"].astype(bool)))
     order = [name for name in (main, *MAPPED) if name in speedup]
     return {
         "size": size,
-        "all": [_way(speedup[name]) | {"precision": name} for name in dict.fromkeys(order)],
+        "all": [
+            _way(speedup[name]) | {"precision": name, "unlike": unlike[name]} for name in dict.fromkeys(order)
+        ],
         "main": _way(speedup[main]) if main in speedup else None,
     }
 
@@ -174,6 +179,19 @@ def _no_casts(rungs: pd.DataFrame) -> dict | None:
         "after_ms": row["median_ms"],
         "before_ms": row["median_ms"] * row["gain"],
     }
+
+
+def _parts(left: dict | None) -> dict | None:
+    """How many times slower casts and copies get, where that costs more than all other parts but products
+    save; else None."""
+    if left is None or left["gains"] is None:
+        return None
+    table, times = left["table"], {one["part"]: one["times"] for one in left["gains"]}
+    if CASTS not in times or len(times[CASTS]) != len(table):
+        return None
+    saved = {part: table[part].to_numpy() * (own.to_numpy() - 1) for part, own in times.items()}
+    others = sum(own for part, own in saved.items() if part not in (CASTS, PRODUCTS))
+    return {"casts": 1 / times[CASTS]} if bool((-saved[CASTS] > others).all()) else None
 
 
 def _left(left: dict | None) -> dict | None:

@@ -129,8 +129,8 @@ def backward(operations: pd.DataFrame, context: int) -> dict | None:
 
 def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:
     """What fused AdamW does to the eager step (``saved``) and to the compiled one (``compiled``, with ms
-    before and after), each of the largest size that has it and of two processes: None where they are not
-    further apart than processes are; None without an eager pair."""
+    before and after, and by its interval ``at_least``), each of the largest size that has it and of two
+    processes: None where they are not further apart than processes are; None without an eager pair."""
     own = benchmark.optimizer(times, pd.DataFrame(), spread)
     if own is None:
         return None
@@ -148,6 +148,7 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.
             row = rows.iloc[-1]
             facts["compiled"] = {"size": str(row["size"]), "before_ms": row["median_ms"],
                                  "after_ms": row["median_ms_after"], "unlike": bool(row["unlike"]),
+                                 "at_least": 1 - 1 / row["low"],
                                  "saved": 1 - row["median_ms_after"] / row["median_ms"]}
     return facts
 

@@ -44,7 +44,8 @@ def repeats(
     times: pd.DataFrame,
 ) -> Facts | None:
     """``slow``: of :func:`enough`, with how many of its processes had ``settled`` after one step, ``most``
-    slow steps and, where it is clear, what the first step pays ``once`` in ms; ``apart``: the cells of
+    slow steps; ``once``, where it is clear, what first full steps take longer (``beyond_ms``), and what of it
+    is for what a process does once (``ms``); ``apart``: the cells of
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows
     less than processes differ in all of them (``hidden``), whether by the profiles the GPU waits for
     launches in the widest of them and not in the least (``waiting``), and the cells in which processes differ
@@ -66,7 +67,9 @@ def repeats(
             "all_settled": slow["more_than_one"] == 0,
             "one": slow["processes"] == 1,
         },
-        "once_ms": first["once"]["ms"] if first and first["once"] and first["once"]["clear"] else None,
+        "once": {"ms": first["once"]["ms"], "beyond_ms": first["beyond_ms"], "contexts": first["contexts"]}
+        if first and first["once"] and first["once"]["clear"]
+        else None,
         "apart": None if cells.empty else _apart(cells, _waiting(phases, walls, times)),
         "runs": sorted(runs | set(runs_of(samples) if len(cells) else ())),
     }
@@ -113,9 +116,10 @@ def hosts(
 ) -> Facts | None:
     """Eager full steps in bf16 that more than one study timed, at the reference context: ``table``, a row a
     size and attention with each study's ms (nan where it has none) and ``times``, the slowest over the
-    fastest; ``most``, the row that differs most, with what its operations need (``needs_ms``, by a capture;
-    None without); ``apart`` and ``alike``, the sizes that differ by more than :data:`MUCH` in some row, and
-    the others; ``clocks_alike``: in all rows. None where no step was timed twice."""
+    fastest (of those ``alike`` at most ``alike_times``); ``most``, the row that differs most, with what its
+    operations need (``needs_ms``, by a capture; None without); ``apart`` and ``alike``, the sizes that
+    differ by more than :data:`MUCH` in some row, and the others; ``clocks_alike``: in all rows. None where
+    no step was timed twice."""
     timed = [_eager_bf16(low, "precisions"), _eager_bf16(compiled, "compile"), _ladder_bf16(rungs)]
     timed = [one for one in timed if len(one)]
     if not timed:
@@ -147,6 +151,7 @@ def hosts(
         },
         "apart": apart,
         "alike": [size for size in dict.fromkeys(table["size"]) if size not in apart],
+        "alike_times": table.loc[~table["size"].isin(apart), "times"].max(),
         "clocks_alike": bool((mhz[wide.index] <= UNLIKE_CLOCKS).all()),
         "runs": sorted(set(found["runs"].str.split("; ").explode())),
     }
@@ -219,7 +224,8 @@ def clocks_and_profilers(
     """``held``, where the driver held the SM clock back during timed steps (None where it did not, or no
     clock was read); ``touched``, the comparisons whose two sides ran at unlike clocks (``understated``: in
     all of them what is faster ran at the lower clock); ``profiler``, what annotating and capturing cost
-    (``capture``: captured over annotated, or over plain where there is none, in one process); ``conserved``,
+    (``capture``: captured over plain, in one process; ``clearly``: of the slower ones those that are so by
+    more than the steps of a kind differ); ``conserved``,
     the profiles in which every operation is accounted for. None on a CPU, and where nothing of these was
     measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
@@ -233,8 +239,7 @@ def clocks_and_profilers(
     return {
         "held": held,
         "touched": touched,
-        "over_annotated": bool(cost and cost["captured"]),
-        "capture": cost and (cost["captured"] or cost["together"]),
+        "capture": cost and cost["together"] and cost["together"] | {"clearly": _clearly_slower(told)},
         "understated": all(one["understated"] for one in touched),
         "profiler": cost,
         "conserved": kept,
@@ -245,6 +250,15 @@ def clocks_and_profilers(
             | set(runs_of(rungs) if "run_id" in rungs else ())
         ),
     }
+
+
+def _clearly_slower(told: Facts) -> int:
+    """Profiled steps that are slower captured than plain by over ``nearly``, and by more than plain or
+    captured steps differ among themselves."""
+    times, spreads = told["slowdowns"], told["spreads"]
+    longer = times["captured"] / times["plain"] - 1
+    differ = spreads["captured"].where(spreads["captured"] > spreads["plain"], spreads["plain"])
+    return int((longer > differ.clip(lower=told["slowdown"]["nearly"])).to_numpy().sum())
 
 
 def _held(rungs: pd.DataFrame, times: pd.DataFrame) -> Facts | None:

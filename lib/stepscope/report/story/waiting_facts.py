@@ -15,6 +15,7 @@ from stepscope.traces.waits import GPU, UNDECIDED, WAITED
 
 SHAPE = ["size", "context_length", "precision"]
 UNLIKE = 1.2   # times as long: then the same step differs between runs
+NEARLY_AS_MANY = 0.1  # of the operations of a step
 LITTLE = 1.05  # times faster: below it a change does not help
 
 
@@ -38,8 +39,9 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 
 
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
-    """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision; the
-    phase in which it waits ``most``."""
+    """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
+    (``waiting_in``, ``of`` so many steps); the phase in which it waits ``most``; and whether of each size and
+    precision a shorter context launches nearly as many operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -51,10 +53,15 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     phases = rows[rows["waits"] == GPU]
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
+    launched = rows.groupby(SHAPE, observed=True)["operations"].sum().groupby(["size", "precision"])
+    as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
+        launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
-            "several": len(shares) > 1,
+            "several": len(shares) > 1, "as_many": bool(as_many),
             "waited": WAITED,
-            "waiting_in": [{"precision": precision, "shapes": own} for precision in ("fp32", "bf16")
+            "waiting_in": [{"precision": precision, "shapes": own,
+                            "of": int((shares.index.get_level_values("precision") == precision).sum())}
+                           for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],
             "only_low": sorted({size for size, context, precision in waiting.index
                                 if precision == "bf16" and (size, context, "fp32") in calm}),
@@ -107,8 +114,9 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
-    the ladder and where ``not_helped``, and what a batch that fills the memory gains most (``filled``); and
-    by how much the eager step of that shape differs between runs (``hosts``)."""
+    the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``, and
+    what a batch that fills the memory gains most (``filled``); and by how much the eager step of that shape
+    differs between runs (``hosts``)."""
     table = remedies(compiled, kernels)
     if table.empty:
         return None
@@ -119,10 +127,14 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
     if len(others):  # the shapes that are alike but for their size
         others = pick(others, rung="cuda_graphs", vocab_size=others["vocab_size"].min(),
                       context_length=others["context_length"].mode().iloc[0])
-    gained = [ladder.shape_of(row) | {"gain": row["gain"], "helps": bool(row["gain"] > LITTLE)}
+    gained = [ladder.shape_of(row) | {"gain": row["gain"], "low": row["gain_low"],
+                                     "helps": bool(row["gain"] > LITTLE)}
               for row in others.to_dict("records") if row["gain"] > 0]
     filled = ladder.filled(rungs) if len(rungs) else None
-    return {"table": table, "size": str(own["size"]), "context": own["context_length"],
+    processes = sorted({int(row["processes"]) for row in others.to_dict("records") if row["gain"] > 0})
+    return {"table": table, "processes": processes,
+            "ladder_context": gained[0]["context"] if gained else None,
+            "size": str(own["size"]), "context": own["context_length"],
             "precision": own["precision"], "fused_attention": own["attention"] == "sdpa",
             "before": table.loc["eager"].to_dict(), "after": table.loc["cuda_graphs"].to_dict(),
             "busy_known": bool(table["busy"].notna().all()),
