@@ -25,7 +25,7 @@ CHAPTER = Chapter(
                  printed={"reductions": printed.reductions, "errors": printed.errors},
                  pictures=("mixed_norms",)),
         Question("mixed-speed", facts_speed.speed, ("mixed_precision.speedups", "mixed_precision.times"),
-                 ("nsys.operations", "nsys.operations_low"),
+                 ("nsys.operations", "nsys.operations_low", "mixed_precision.other_times"),
                  printed={"speedups": printed.speedups, "phases": printed.phases}),
         Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
                  ("nsys.operations", "nsys.operations_low", "nsys.phases"),

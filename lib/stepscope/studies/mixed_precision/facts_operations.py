@@ -115,7 +115,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     low = low[low["precision"].isin(LOW)] if len(low) else low
     if low.empty:
         return None
-    low = pick(low, context_length=reference(low)[1]).reset_index(drop=True)
+    context = reference(low)[1]
+    low = pick(low, context_length=context).reset_index(drop=True)
     names = list(PARTS)
     total = low[names].sum(axis=1)
     products = low["matrix products"] / total
@@ -131,7 +132,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
             "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
-            "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
+            "table": low.assign(total=total, limit=limit),
+            "runs": runs_of(pick(pd.concat([operations_low, operations]), mode="step", context_length=context))}
 
 
 def _gains(both: pd.DataFrame) -> list[dict]:

@@ -20,7 +20,7 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     if samples.empty:
         return {"samples": samples, "spread": pd.DataFrame()}
     runs = runs_frame(done)
-    samples = by_size(samples.merge(runs[["run_id", "process", "device", "batch_size", "precision"]],
+    samples = by_size(samples.merge(runs[["run_id", "process", "device", "batch_size", "precision", "beside"]],
                                     on="run_id"))
     return {"samples": samples, "spread": spread(samples)}
 
