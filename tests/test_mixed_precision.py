@@ -342,7 +342,12 @@ def test_a_slower_process_of_the_same_configuration_is_told(tables):
     [own] = facts(tables, "mixed-speed")["others"]
     fast = times.query("size == @own['size'] and context_length == @own['context'] and phase == 'step'"
                        " and mode == 'step'").set_index("precision")["median_ms"]
-    assert all(one["ms"] > fast[one["precision"]] for one in own["ms"]) and own["fp32_ms"] > fast["fp32"]
+    assert all(one["ms"] > fast[one["precision"]] for one in own["ms"]) and own["ms"][0]["precision"] == "fp32"
+    fp32_ms = own["ms"][0]["ms"]
+    assert own["slower"] == [one["precision"] for one in own["ms"] if one["ms"] > 1.02 * fp32_ms] != []
+    assert facts(tables, "mixed-slower")["others"] == [own]
+    quick = others.assign(median_ms=others["median_ms"].where(others["precision"] == "fp32", 1.0))
+    assert not facts(tables, "mixed-slower", other_times=quick)["others"]
     alone = said(tables, "mixed-speed", other_times=others.iloc[:0])
     assert len(alone.runs) == len(said(tables, "mixed-speed").runs) - 1
     assert alone.text != said(tables, "mixed-speed").text

@@ -28,7 +28,7 @@ CHAPTER = Chapter(
                  ("nsys.operations", "nsys.operations_low", "mixed_precision.other_times"),
                  printed={"speedups": printed.speedups, "phases": printed.phases}),
         Question("mixed-slower", facts_slower.slower, ("mixed_precision.speedups", "mixed_precision.times"),
-                 ("nsys.operations", "nsys.operations_low", "nsys.phases"),
+                 ("nsys.operations", "nsys.operations_low", "nsys.phases", "mixed_precision.other_times"),
                  printed={"causes": printed.causes}),
         Question("mixed-casts", facts_operations.casts, (),
                  ("mixed_precision.census", "nsys.casts"),

@@ -33,20 +33,24 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
             "unchanged": changes.get("none", 0), "same": SAME,
             "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
-            "missing": _missing(times), "walls": walls, "others": _others(other_times, precisions),
+            "missing": _missing(times), "walls": walls, "others": other_steps(other_times),
             "step_phases": within[~within["phase"].isin([WHOLE, "loss"])],
             "runs": sorted({*runs_of(speedups), *(runs_of(other_times) if len(other_times) else ())})}
 
 
-def _others(times: pd.DataFrame, precisions: list[str]) -> list[dict]:
-    """Full steps of slower processes of a configuration, a row a process: median ms by precision (``ms``)."""
+def other_steps(times: pd.DataFrame) -> list[dict]:
+    """Full steps of slower processes of a configuration, a row a process: ``ms``, the medians by precision;
+    ``slower``, the precisions whose is longer than fp32's."""
     if times.empty:
         return []
     steps = pick(times, phase=WHOLE, mode="step", status="ok")
-    return [{"size": str(size), "context": context, "fp32_ms": ms.get(BASE),
-             "ms": [{"precision": name, "ms": ms[name]} for name in precisions if name in ms]}
-            for (size, context, _), rows in steps.groupby(["size", "context_length", "run_id"], observed=True)
-            for ms in [rows.set_index("precision")["median_ms"]]]
+    found = []
+    for (size, context, _), rows in steps.groupby(["size", "context_length", "run_id"], observed=True):
+        ms = rows.set_index("precision")["median_ms"]
+        found.append({"size": str(size), "context": context,
+                      "ms": [{"precision": name, "ms": ms[name]} for name in PRECISIONS if name in ms],
+                      "slower": list(ms.index[ms > (1 + SAME) * ms.get(BASE, float("inf"))])})
+    return found
 
 
 def _cell(row: pd.Series) -> dict:
