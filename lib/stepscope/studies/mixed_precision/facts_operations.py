@@ -125,6 +125,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     before = parts(operations)
     both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
     limit = 1 / (1 - products)
+    compared = pick(pd.concat([operations_low, operations]), mode="step", context_length=context)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
             "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit,
             "product_shares": products,
@@ -133,7 +134,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "gains": _gains(both) if len(both) else None,
             "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
             "table": low.assign(total=total, limit=limit),
-            "runs": runs_of(pick(pd.concat([operations_low, operations]), mode="step", context_length=context))}
+            "runs": runs_of(compared[compared["size"].astype(str).isin(low["size"].astype(str))])}
 
 
 def _gains(both: pd.DataFrame) -> list[dict]:
