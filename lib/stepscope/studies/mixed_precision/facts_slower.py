@@ -42,7 +42,9 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame
             "optimizer_kernels": _same_kernels(operations, operations_low),
             "scaler_extra": _scaler(rows) if on_gpu else None,
             "more_operations": _more_operations(operations, operations_low),
-            "on_gpu": on_gpu, "table": _by_cause(worse), "runs": runs_of(rows if worse.empty else worse)}
+            "on_gpu": on_gpu, "table": _by_cause(worse), "runs": sorted(
+                {run for table in (rows if worse.empty else worse, operations_low, other_times) if len(table)
+                 for run in runs_of(table)})}
 
 
 def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
