@@ -144,12 +144,16 @@ def test_what_is_said_of_a_norms_sum_follows_the_data(tables, reductions):
     torch_too = reductions.assign(error=np.where(reductions["way"] == "torch", 0.1, reductions["error"]))
     in_type = reductions.assign(rounded=0.5)
     level = reductions.assign(error=0.1)
+    halves = (reductions["way"] == "pairwise") & (reductions["dtype"] == "fp16")
+    over = reductions.assign(worst=reductions["worst"].where(~halves, np.inf))
+    assert not found["overflowing"]
+    assert facts(tables, "mixed-norms", reductions=over)["reduction"]["overflowing"] == ["fp16"]
     assert not facts(tables, "mixed-norms", reductions=torch_too)["reduction"]["torch_rounds_once"]
     assert not facts(tables, "mixed-norms", reductions=in_type)["reduction"]["fused_rounds_once"]
-    changes = (reductions, torch_too, in_type, level, pd.DataFrame())
+    changes = (reductions, torch_too, in_type, level, over, pd.DataFrame())
     told = [said(tables, "mixed-norms", reductions=table) for table in changes]
     assert len({answer.text for answer in told}) == len(changes)
-    assert [len(answer.tables) for answer in told] == [2, 2, 2, 2, 1]
+    assert [len(answer.tables) for answer in told] == [2, 2, 2, 2, 2, 1]
 
 
 def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
@@ -329,6 +333,24 @@ def test_speed_and_its_trend_follow_the_data(tables):
     steps = found["walls"].query("mode == 'step' and precision == 'bf16' and change == 'faster'")
     row, table = steps.iloc[-1], printed.speedups(found).set_index(["size", "context"])
     assert table["bf16"][row["size"], row.context_length].split(" / ")[2] == f"{row.speedup:.2f}"
+
+
+def test_a_slower_process_of_the_same_configuration_is_told(tables):
+    others = tables["mixed_precision.other_times"]
+    times = tables["mixed_precision.times"]
+    assert not {*others["run_id"]} & {*times["run_id"]}
+    [own] = facts(tables, "mixed-speed")["others"]
+    fast = times.query("size == @own['size'] and context_length == @own['context'] and phase == 'step'"
+                       " and mode == 'step'").set_index("precision")["median_ms"]
+    assert all(one["ms"] > fast[one["precision"]] for one in own["ms"]) and own["ms"][0]["precision"] == "fp32"
+    fp32_ms = own["ms"][0]["ms"]
+    assert own["slower"] == [one["precision"] for one in own["ms"] if one["ms"] > 1.02 * fp32_ms] != []
+    assert facts(tables, "mixed-slower")["others"] == [own]
+    quick = others.assign(median_ms=others["median_ms"].where(others["precision"] == "fp32", 1.0))
+    assert not facts(tables, "mixed-slower", other_times=quick)["others"]
+    alone = said(tables, "mixed-speed", other_times=others.iloc[:0])
+    assert len(alone.runs) == len(said(tables, "mixed-speed").runs) - 1
+    assert alone.text != said(tables, "mixed-speed").text
 
 
 def test_times_at_unlike_clocks_are_told(tables):

@@ -14,7 +14,7 @@ from stepscope.studies.nsys import facts, facts_claims, facts_regions, figures, 
 from stepscope.traces.families import MATMUL
 
 PROFILES = 20  # five sizes at four contexts
-OF_CLAIMS = ("operations", "operations_low", "regions", "clocks")
+OF_CLAIMS = ("operations", "operations_low", "regions", "clocks", "walls")
 WORDS = Path(facts.__file__).parent / "words"
 
 
@@ -101,13 +101,13 @@ def without_plain(tables):
     return tables | {"walls": tables["walls"][tables["walls"]["capture"] != "plain"]}
 
 
-def test_without_plain_steps_of_the_process_nothing_is_said_of_the_profilers_cost(tables, times):
+def test_without_plain_steps_of_the_process_nothing_is_said_of_the_profilers_cost(tables):
     """The benchmark's times are another process's: no clock is held against them."""
     tables = without_plain(tables)
     nothing = clocked(tables)
     assert nothing["unprofiled"] is None and nothing["slowdown"] is None
     assert printed.slowdowns(nothing).iloc[0, 2].startswith("– / ")
-    claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS), times.iloc[:0])
+    claims = facts_claims.claims_beside(*(tables[name] for name in OF_CLAIMS))
     assert "nan" not in printed.claims(claims).to_csv()
 
 
@@ -264,7 +264,7 @@ def test_a_profile_without_its_step_is_no_profile_of_nothing_but_zeros(operation
 def test_where_forward_could_not_be_captured_another_profile_is_spoken_of(tables, times, ceilings):
     clocks, operations = (without(tables[name], "forward") for name in ("clocks", "operations"))
     given = tables | {"operations": operations, "clocks": clocks}
-    claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS), times)
+    claims = facts_claims.claims_beside(*(given[name] for name in OF_CLAIMS))
     assert "nan" not in printed.claims(claims).to_csv()
     assert {row["claim"].measure for row in claims["claims"] if row["claim"].size == "small"} == {"scores_gflop"}
     found = [clocked(tables, clocks=clocks), facts.top_kernel(operations),
@@ -312,6 +312,22 @@ def test_softmax_is_told_by_operation(operations, ceilings, times):
     assert list(other["sum"]["share"]) == list(parts["sum"]["share"])
 
 
+def test_sdpa_is_compared_with_the_written_out_attention_of_the_same_precision(tables, ceilings, times):
+    names = ("operations", "operations_low", "operations_fused")
+    written, low, fused = (tables[name] for name in names)
+    found = facts_regions.softmax_against_matmul(written, ceilings, times, low, fused)
+    rows = found["fused"]
+    assert {"fp32", "bf16"} == set(rows["precision"]) and (rows["times"] > 1).all()
+    assert len(rows) == fused["run_id"].nunique() and {*fused["run_id"]} <= {run.split("/")[1] for run in found["runs"]}
+    assert len(printed.fused(found)) == len(rows)
+    slow = changed(fused, lambda t: t["region"] == "attention.fused", total_ns=lambda t: t["total_ns"] * 3)
+    again = facts_regions.softmax_against_matmul(written, ceilings, times, low, slow)["fused"]
+    assert list(again["times"]) == pytest.approx(list(rows["times"] / 3))
+    without = facts_regions.softmax_against_matmul(written, ceilings, times, low[:0], fused)["fused"]
+    assert set(without["precision"]) == {"fp32"}
+    assert printed.fused(softmaxed(written, ceilings, times)) is None
+
+
 def test_the_words_on_softmax_follow_the_facts(operations, ceilings, times):
     fast = faster_softmax(operations, 10)
     answers = [Words(WORDS, "nsys-e.md").block("text", softmaxed(table, ceilings, times))
@@ -350,10 +366,10 @@ def test_regions_are_measured_against_their_floor_by_operation(operations, ceili
 
 
 @pytest.fixture(scope="module")
-def claims_of(tables, times):
+def claims_of(tables):
     """The claims beside these operations, and what else was measured."""
     return lambda operations: facts_claims.claims_beside(
-        *((tables | {"operations": operations})[name] for name in OF_CLAIMS), times)
+        *((tables | {"operations": operations})[name] for name in OF_CLAIMS))
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +406,7 @@ def test_claims_are_set_beside_what_was_measured(operations, claims, claims_of):
     assert not more["all_passes"]["why"]["same"] and more["rest_of_forward"]["low"] > products
 
 
-def test_claims_are_counted_by_their_place(operations, tables, times, claims, claims_of):
+def test_claims_are_counted_by_their_place(operations, tables, claims, claims_of):
     assert sum(claims["places"].values()) == len(claims["claims"]) > 20
     assert sum(one["within"] for one in claims["reports"]) == claims["places"]["within"]
     assert len(printed.claims(claims)) == claims["places"]["below"] + claims["places"]["above"] > 0
@@ -398,10 +414,10 @@ def test_claims_are_counted_by_their_place(operations, tables, times, claims, cl
               if row["claim"].as_printed == "softmax 316 µs, scores 146 µs"]
     assert scores == ["above"]
     assert facts_claims.claims_beside(operations.assign(size="custom"), operations[:0], tables["regions"],
-                                      tables["clocks"], times) is None
+                                      tables["clocks"], tables["walls"]) is None
 
 
-def test_claims_without_all_tables_are_fewer_and_said_without_gaps(operations, tables, times):
+def test_claims_without_all_tables_are_fewer_and_said_without_gaps(operations):
     nothing = pd.DataFrame()
     bare = facts_claims.claims_beside(operations[operations["mode"] != "step"], nothing, nothing, nothing, nothing)
     table = printed.claims(bare)

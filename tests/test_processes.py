@@ -78,6 +78,9 @@ def test_kinds_are_told_by_whether_the_host_is_ahead():
     assert len(printed.spreads(found)) == 2 and found["processes"] == 2 and found["unlike"] == 0
     clocks = samples["sm_clock_mhz"].where(samples["run_id"] != "process1", 1700.0)
     assert facts.between(tables.spread(samples.assign(sm_clock_mhz=clocks)), samples)["unlike"] == 2
+    assert found["neighbours"] is None
+    shared = samples.assign(beside=(samples["run_id"] == "process0").astype(int))
+    assert facts.between(tables.spread(samples), shared)["neighbours"] == {"runs": 2, "beside": 1, "each": False}
     one = samples_of([10.0])
     assert facts.between(tables.spread(one), one) is None
     given = {"processes.spread": tables.spread(samples), "processes.samples": samples}

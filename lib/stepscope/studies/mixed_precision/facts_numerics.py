@@ -1,4 +1,5 @@
 """What the experiments on number formats say: sums, the types that autocast chooses, and norms."""
+import numpy as np
 import pandas as pd
 import torch
 
@@ -83,7 +84,7 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
 
     ``types`` has for each type whether it ``loses_nothing``. ``off`` is
     the output's median relative error by type where all types give one; ``overflows_from`` the least scale at
-    which fp16's squares overflow (None where there is none).
+    which fp16's squares, and so their mean, overflow (None where there is none).
     """
     rows = pick(table, device=table["device"].iloc[-1])
     lost = rows[(rows["nonfinite"] > LOST) | (rows["zero"] > LOST)]
@@ -91,8 +92,8 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     output = pick(rows, quantity="output")
     wide = output.pivot_table(index=["norm", "scale"], columns="dtype", values="relative_error").dropna()
     off = wide[wide["fp16"] < NORM_OFF].median()
-    variances = rows[(rows["dtype"] == "fp16") & rows["quantity"].isin(["variance", "mean square"])]
-    over = variances[variances["nonfinite"] > LOST]
+    squares = pick(rows, dtype="fp16", quantity="squares")
+    over = squares[squares["nonfinite"] > LOST]
     inner = rows[rows["quantity"] != "input"]
     shown = inner[inner["dtype"].isin(LOW)]
     return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
@@ -114,9 +115,10 @@ def _reduction(table: pd.DataFrame) -> dict:
     ``types``: for each low type the median error over rows of a running sum kept in it, the least and the
     most over widths and inputs (``kept``) and the mean square's of :data:`SHOWN_WIDTH` normal numbers
     (``at_width``; None where those were not taken); ``pairwise`` and ``torch``, the most of either;
-    ``torch_rounds_once``: torch's is everywhere within one rounding of the type; ``grows``: the wider, the
-    worse, for normal numbers. ``fused``: the least share of a fused norm's outputs that are float64's result
-    rounded once, and whether that is as good as all. ``table`` has the rows to print.
+    ``torch_rounds_once``: torch's median is everywhere within one rounding of the type; ``grows``: the wider,
+    the worse, for normal numbers. ``overflowing``: the types in which some row's sum by halves overflows.
+    ``fused``: the least share of a fused norm's outputs that are float64's result rounded once, and whether
+    that is as good as all. ``table`` has the rows to print.
     """
     rows = pick(table, device=table["device"].iloc[-1])
     squares = rows[rows["quantity"].isin(["mean square", "variance"])]
@@ -124,15 +126,18 @@ def _reduction(table: pd.DataFrame) -> dict:
     types = []
     for dtype in LOW:
         ways = {way: group["error"] for way, group in pick(squares, dtype=dtype).groupby("way")}
-        kept = pick(normal, dtype=dtype, way="sequential", quantity="mean square")
-        kept = kept.sort_values("width").set_index("width")["error"]
+        running = pick(normal, dtype=dtype, way="sequential").sort_values("width")
+        kept = pick(running, quantity="mean square").set_index("width")["error"]
         types.append({"dtype": dtype, "kept": ways["sequential"], "pairwise": ways["pairwise"].max(),
                       "torch": ways["torch"].max(), "at_width": kept.get(SHOWN_WIDTH),
-                      "grows": len(kept) > 1 and kept.is_monotonic_increasing,
+                      "grows": len(kept) > 1 and all(own["error"].is_monotonic_increasing for _, own
+                                                     in running.groupby("quantity")),
                       "torch_rounds_once": ways["torch"].max() <= torch.finfo(DTYPES[dtype]).eps / 2})
+    infinite = squares[(squares["way"] == "pairwise") & np.isinf(squares["worst"].astype(float))]
     fused = rows[(rows["way"] == "fused") & rows["dtype"].isin(LOW)]["rounded"].min()
     return {"types": types, "width": SHOWN_WIDTH, "fused": fused, "fused_rounds_once": fused >= AS_ROUNDED,
             "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],
+            "overflowing": [dtype for dtype in LOW if dtype in set(infinite["dtype"])],
             "table": squares[squares["dtype"].isin(LOW)]}

@@ -115,7 +115,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     low = low[low["precision"].isin(LOW)] if len(low) else low
     if low.empty:
         return None
-    low = pick(low, context_length=reference(low)[1]).reset_index(drop=True)
+    context = reference(low)[1]
+    low = pick(low, context_length=context).reset_index(drop=True)
     names = list(PARTS)
     total = low[names].sum(axis=1)
     products = low["matrix products"] / total
@@ -124,6 +125,7 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
     before = parts(operations)
     both = low.merge(before, on=["size", "context_length"], suffixes=("", "_fp32")) if len(before) else before
     limit = 1 / (1 - products)
+    compared = pick(pd.concat([operations_low, operations]), mode="step", context_length=context)
     return {"precision": low["precision"].iloc[0], "context": low["context_length"].iloc[0],
             "on_gpu": "cuda" in set(operations_low["device"]), "limit": limit,
             "product_shares": products,
@@ -131,7 +133,8 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
             "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
-            "table": low.assign(total=total, limit=limit), "runs": runs_of(operations_low)}
+            "table": low.assign(total=total, limit=limit),
+            "runs": runs_of(compared[compared["size"].astype(str).isin(low["size"].astype(str))])}
 
 
 def _gains(both: pd.DataFrame) -> list[dict]:

@@ -6,6 +6,7 @@ from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import SAME, with_waits
 from stepscope.studies.mixed_precision.facts_operations import parts
+from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
@@ -16,13 +17,14 @@ GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
 
 
 def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
-           operations_low: pd.DataFrame, captured: pd.DataFrame) -> dict:
+           operations_low: pd.DataFrame, captured: pd.DataFrame, other_times: pd.DataFrame = NONE) -> dict:
     """Which phases, passes and steps take longer than in fp32, and why; without the loss, whose phase is a
     thousandth of a step.
 
     ``operations`` are the profiles' in fp32 and ``operations_low`` in the others, ``captured`` the phases of
     both (``nsys.phases``). ``cells`` are whole passes and steps, ``most`` the largest slowdown of all;
-    ``table`` has a row for each cause and phase.
+    ``table`` has a row for each cause and phase; ``others`` are processes that are not counted
+    (``facts_speed.other_steps``) in which a full step is slower than in fp32.
     """
     rows = with_cause(speedups[speedups["phase"] != "loss"], times, captured)
     worse = rows[rows["change"] == "slower"]
@@ -35,11 +37,14 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame
             "phases": len(worse) - len(whole), "phases_compared": len(rows) - compared,
             "cells": [{"size": size, "context": context, "precisions": precisions}
                       for (size, context), precisions in cells.items()],
+            "others": [own for own in other_steps(other_times) if own["slower"]],
             "most": 1 / worse["speedup"].min(),
             "optimizer_kernels": _same_kernels(operations, operations_low),
             "scaler_extra": _scaler(rows) if on_gpu else None,
             "more_operations": _more_operations(operations, operations_low),
-            "on_gpu": on_gpu, "table": _by_cause(worse), "runs": runs_of(rows if worse.empty else worse)}
+            "on_gpu": on_gpu, "table": _by_cause(worse), "runs": sorted(
+                {run for table in (rows if worse.empty else worse, operations_low, other_times) if len(table)
+                 for run in runs_of(table)})}
 
 
 def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:

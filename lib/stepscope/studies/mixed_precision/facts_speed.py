@@ -6,18 +6,21 @@ from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import SAME
+from stepscope.studies.mixed_precision.comparison import BASE, SAME
 from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
+
+NONE = pd.DataFrame()
 
 
 def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
-          operations_low: pd.DataFrame) -> dict:
+          operations_low: pd.DataFrame, other_times: pd.DataFrame = NONE) -> dict:
     """How many times as fast as fp32, by precision, mode, phase and size, at the reference context and over
     all.
 
     ``operations`` are the profiles' in fp32, ``operations_low`` in the others. ``by_precision`` has the full
     step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`);
-    ``unlike`` what was compared at unlike clocks; ``missing`` what was not measured.
+    ``unlike`` what was compared at unlike clocks; ``missing`` what was not measured; ``others``, full steps
+    that slower processes of the same configuration timed (``other_times``), which nothing else is of.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
@@ -30,8 +33,24 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
             "unchanged": changes.get("none", 0), "same": SAME,
             "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
-            "missing": _missing(times), "walls": walls,
-            "step_phases": within[~within["phase"].isin([WHOLE, "loss"])], "runs": runs_of(speedups)}
+            "missing": _missing(times), "walls": walls, "others": other_steps(other_times),
+            "step_phases": within[~within["phase"].isin([WHOLE, "loss"])],
+            "runs": sorted({*runs_of(speedups), *(runs_of(other_times) if len(other_times) else ())})}
+
+
+def other_steps(times: pd.DataFrame) -> list[dict]:
+    """Full steps of slower processes of a configuration, a row a process: ``ms``, the medians by precision;
+    ``slower``, the precisions whose is longer than fp32's."""
+    if times.empty:
+        return []
+    steps = pick(times, phase=WHOLE, mode="step", status="ok")
+    found = []
+    for (size, context, _), rows in steps.groupby(["size", "context_length", "run_id"], observed=True):
+        ms = rows.set_index("precision")["median_ms"]
+        found.append({"size": str(size), "context": context,
+                      "ms": [{"precision": name, "ms": ms[name]} for name in PRECISIONS if name in ms],
+                      "slower": list(ms.index[ms > (1 + SAME) * ms.get(BASE, float("inf"))])})
+    return found
 
 
 def _cell(row: pd.Series) -> dict:

@@ -20,7 +20,8 @@ OF_TIMES = ("cells", "ceilings")
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """The study's tables over all runs, by name; ``times`` (with status and peak memory; a cell that was
-    not measured has one row, phase ``step``) and ``speedups`` are computed from the samples."""
+    not measured has one row, phase ``step``) and ``speedups`` are computed from the samples. Of a
+    configuration that several processes timed they have the quickest; ``other_times`` has the others'."""
     done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
     # Of runs that differ in a field that there is no longer, the latest; but times of the quickest, since a
     # busy host only ever adds to them.
@@ -30,10 +31,14 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     latest = [records[-1] for records in alike.values()]
     timed = [_quickest(store, records) for records in alike.values()]
     tables = {name: load_table(store, timed if name in OF_TIMES else latest, name) for name in TABLES}
-    tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame()}
+    others = [record for records in alike.values() for record in records if record not in timed]
+    tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame(), "other_times": pd.DataFrame()}
     if not done:
         return tables
     tables |= _compared(store, timed, tables["ceilings"], tables["cells"])
+    if others:
+        ceilings, cells = (load_table(store, others, name) for name in OF_TIMES[::-1])
+        tables["other_times"] = _compared(store, others, ceilings, cells)["times"]
     runs = runs_frame(done)
     for name, table in tables.items():
         if len(table):

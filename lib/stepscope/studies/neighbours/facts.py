@@ -6,7 +6,7 @@ from stepscope.step.summary import median_interval
 ALONE = "1 busy"  # the experiment's condition that all else is compared with
 SAME = 0.02       # ratios this close to 1 are no change
 FAR = 0.05        # a phase whose ratio is further from 1 is named
-KEPT_BUSY = 0.9   # a phase whose operations fill so much of its time on the GPU does not wait for the host
+KEPT_BUSY = 0.9   # of a captured phase's time on the GPU: operations that fill so much of it keep it busy
 ENOUGH = 6        # of fewer runs, the interval of the median is their range
 
 
@@ -83,7 +83,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
 
     ``groups``: each with its ``rows`` of :func:`summary`; ``far``: phases that keep the GPU busy and still
     changed; ``hosts``, ``pairs``: sweeps on another host than the first, and those compared with each other;
-    ``slower``: groups that became slower beside others.
+    ``slower``: groups that became slower beside others; ``kept_busy`` is what tells the groups apart.
     """
     if timings["condition"].nunique() < 2:
         return None
@@ -97,7 +97,7 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
     pairs = [{"condition": condition, "other": other, "rows": pair_rows(timings, condition, other)}
              for condition, other in zip(elsewhere[1:], elsewhere) if host[condition] == host[other]]
     changed = ~rows["unchanged"] & ~rows["untold"]
-    return {"first": first, "same_share": SAME, "far_share": FAR,
+    return {"first": first, "same_share": SAME, "far_share": FAR, "kept_busy": KEPT_BUSY,
             "groups": [group(part) for _, part in rows.groupby("busy", sort=False)],
             "far": far.to_dict("records"), "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
             "slower": rows[changed & (rows["ratio"] > 1) & (rows["beside"] > 0)].to_dict("records"),

@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import number, signed_percent
 
-GROUPS = {True: "phases that keep the GPU busy", False: "phases in which the GPU waits for the host"}
+GROUPS = {True: "phases that keep the GPU busy", False: "phases with more gaps"}
 
 
 def sweeps(facts: dict) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pandas as pd
 from stepscope.config import SIZES
 from stepscope.say.formats import runs_of
 from stepscope.say.published import Claim, Of, counts, load_published, placed
-from stepscope.say.selections import matrix, pick
+from stepscope.say.selections import pick
 from stepscope.step.flops import forward_flops
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.facts_regions import SHAPE, config_of, forward_of
@@ -30,11 +30,11 @@ class Profile(NamedTuple):
     operations: pd.DataFrame
     regions: pd.DataFrame
     clocks: pd.DataFrame
-    times: pd.DataFrame
+    walls: pd.DataFrame
 
 
 def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataFrame, clocks: pd.DataFrame,
-                  times: pd.DataFrame) -> dict | None:
+                  walls: pd.DataFrame) -> dict | None:
     """Every claim whose quantity was measured here: of the size and context that it states, else of all.
 
     ``claims`` has, of each, ``report`` (its name), the ``claim``, ``theirs``, the least and the most here
@@ -44,7 +44,7 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     """
     both = (pd.concat([operations, low]) if len(low) else operations)[OF_OPERATIONS]
     tables = [table if table.empty else table.assign(size=table["size"].astype(str))
-              for table in (both, regions, clocks, matrix(times))]
+              for table in (both, regions, clocks, walls)]
     keys = sorted(set(zip(tables[0]["size"], tables[0]["context_length"])))
     measured = {(size, context): Profile(size, context, *(
         table if table.empty else pick(table, size=size, context_length=context) for table in tables))
@@ -114,12 +114,13 @@ def first_launches(profile: Profile, claim: Claim) -> float:
 
 
 def device_over_wall(profile: Profile, claim: Claim) -> float:
-    """Forward on the device, from its first operation to its last one's end in the profile, over the pass's
-    wall time without a profiler (medians)."""
-    if profile.clocks.empty or profile.times.empty:
+    """Forward on the device, from its first operation to its last one's end in the profile, over the plain
+    pass's wall time in the same process (medians)."""
+    if profile.clocks.empty or profile.walls.empty:
         return math.nan
     device_ns = pick(profile.clocks, mode="forward", phase="forward")["projected_ns"].median()
-    return device_ns / 1e6 / pick(profile.times, mode="forward", phase=WHOLE)["median_ms"].median()
+    plain = pick(profile.walls, mode="forward", phase=WHOLE, capture="plain")
+    return device_ns / 1e6 / plain["time_ms"].median()
 
 
 def scores_gflop(profile: Profile, claim: Claim) -> float:

@@ -17,6 +17,9 @@ SOFTMAX_FLOPS = 5   # per score: maximum, subtract, exponentiate, sum, divide
 SOFTMAX = {"maximum": r"MaxNan|::amax$", "subtract": r"CUDAFunctor_add|::sub$",
            "exponentiate": r"exp_kernel|::exp$", "sum": r"sum_functor|::sum$", "divide": r"DivFunctor|::div$"}
 AT_COPYS_RATE = 0.9  # of it: about as fast as a copy
+# Written out, what a fused kernel stands for.
+REPLACED = ("attention.scores", "attention.mask", "attention.softmax", "attention.value")
+NONE = pd.DataFrame()
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "batch_size")
 
 
@@ -65,13 +68,14 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).T.rename_axis(PROFILE) if found else pd.DataFrame()
 
 
-def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
-                           times: pd.DataFrame) -> dict | None:
+def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,
+                           low: pd.DataFrame = NONE, fused: pd.DataFrame = NONE) -> dict | None:
     """Softmax beside attention's two matrix products: ``own`` of the reference, ``parts`` of every profile.
 
     In ``slower`` of ``profiles`` softmax takes longer. ``operations`` says of each of softmax's five how its
     bytes a second compare with a large copy's (:func:`by_operation`), None where no copy was measured, or on
-    a CPU, whose operators call others.
+    a CPU, whose operators call others. ``fused``: what SDPA makes of it (:func:`fused_in_place`; ``low`` has
+    the written-out profiles in other precisions, ``fused`` those with SDPA), None without such captures.
     """
     parts = attention_parts(operations)
     if parts.empty:
@@ -85,7 +89,33 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame,
             "time_ratios": parts["time_ratio"], "rates": rates if len(rates) else None,
             "operations": each,
             "at_copys_rate": [part["operation"] for part in each or () if part["at_copys_rate"]],
-            "parts": parts, "runs": runs_of(operations)}
+            "parts": parts, "fused": fused_in_place(pd.concat([operations, low]), fused),
+            "runs": sorted({*runs_of(operations), *(runs_of(fused) if len(fused) else ())})}
+
+
+def fused_in_place(written_out: pd.DataFrame, fused: pd.DataFrame) -> pd.DataFrame | None:
+    """Attention of forward alone written out and by SDPA, where both were captured: size, context_length,
+    precision, ``kernel`` (the implementation that SDPA took), ``replaced_ms`` (:data:`REPLACED`'s operations
+    of a pass), ``fused_ms`` (SDPA's) and ``times``, their ratio. Of captures of two processes. None where
+    there are no two."""
+    if fused.empty or "attention_implementation" not in fused:
+        return None
+    keys = [*PROFILE, "precision"]
+    sdpa = pick(forward_of(fused), attention="sdpa", compile=False, region="attention.fused")
+    eager = forward_of(written_out)
+    table = _pass_ms(sdpa, [*keys, "attention_implementation"]).rename("fused_ms").reset_index().merge(
+        _pass_ms(eager[eager["region"].isin(REPLACED)], keys).rename("replaced_ms").reset_index(), on=keys)
+    if table.empty:
+        return None
+    return by_size(table.rename(columns={"attention_implementation": "kernel"}).assign(
+        times=table["replaced_ms"] / table["fused_ms"]))
+
+
+def _pass_ms(operations: pd.DataFrame, keys: list[str]) -> pd.Series:
+    """Milliseconds a pass by some columns."""
+    rows = operations.assign(ms=operations["total_ns"] / operations["steps"] / 1e6,
+                             size=operations["size"].astype(str))
+    return rows.groupby(keys)["ms"].sum()
 
 
 def rates_by_profile(ceilings: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:

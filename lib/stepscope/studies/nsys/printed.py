@@ -113,6 +113,17 @@ def by_operation(facts: dict) -> pd.DataFrame | None:
                           "of a copy's rate": percent_span(part["share"])} for part in facts["operations"]])
 
 
+def fused(facts: dict) -> pd.DataFrame | None:
+    """A row for each capture with SDPA: forward's attention written out, and by one kernel a layer."""
+    rows = facts["fused"]
+    if rows is None:
+        return None
+    return pd.DataFrame({
+        "size": rows["size"], "context": rows["context_length"], "precision": rows["precision"],
+        "SDPA's kernel": rows["kernel"], "written out (ms)": rows["replaced_ms"].map(number),
+        "SDPA (ms)": rows["fused_ms"].map(number), "x faster": rows["times"].map(number)})
+
+
 def regions(facts: dict) -> pd.DataFrame:
     """The reference's regions, longest first, each beside its floor."""
     rows = facts["regions"]

@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
+from stepscope.say.selections import beside
 from stepscope.step.summary import HOST_AHEAD, ratio_between_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
 
@@ -11,9 +12,10 @@ FLAT = 1.5  # times as long at twice the context
 def between(spread: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     """How far a cell's median is apart from process to process, beside its interval within one.
 
-    ``kinds``: the cells in which the host is ahead of the GPU at the step's end, and those in which it is
-    not, each with its spreads; ``cells``, a row a cell; ``unlike``, cells whose processes ran at unlike
-    clocks.
+    ``kinds``: the cells in which the host is ahead of the GPU at the step's end by over ``ahead`` of the
+    step, and those in which it is not, each with its spreads; ``cells``, a row a cell; ``unlike``, cells
+    whose processes ran at unlike clocks; ``neighbours``, how many processes shared the machine with other
+    runs (``selections.beside``).
     """
     cells = spread[(spread["phase"] == WHOLE) & (spread["processes"] > 1)]
     if cells.empty:
@@ -25,7 +27,7 @@ def between(spread: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
               "widest": rows.loc[rows["range_share"].idxmax()].to_dict()}
              for is_ahead, rows in ((True, cells[ahead]), (False, cells[~ahead])) if len(rows)]
     return {"on_gpu": (samples["device"] == "cuda").all(), "kinds": kinds, "cells": cells,
-            "processes": int(cells["processes"].max()),
+            "processes": int(cells["processes"].max()), "ahead": HOST_AHEAD, "neighbours": beside(samples),
             "wider": int((cells["between_share"] > cells["within_share"]).sum()), "total": len(cells),
             "unlike": int(unlike.sum()), "doubled": doubled(samples), "runs": runs_of(samples)}
 

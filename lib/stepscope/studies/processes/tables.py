@@ -20,8 +20,8 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     if samples.empty:
         return {"samples": samples, "spread": pd.DataFrame()}
     runs = runs_frame(done)
-    samples = by_size(samples.merge(runs[["run_id", "process", "device", "batch_size", "precision"]],
-                                    on="run_id"))
+    of_run = ["run_id", "process", "device", "batch_size", "precision", "beside"]
+    samples = by_size(samples.merge(runs[of_run], on="run_id"))
     return {"samples": samples, "spread": spread(samples)}
 
 
