@@ -89,7 +89,7 @@ def asked(facts: dict) -> pd.DataFrame:
         columns="peak", errors="ignore")
     for phase in ("forward", "backward") if rows["pass_median_ms_compiled"].notna().any() else ():
         table[f"{phase}, compiled"] = [
-            "–" if math.isnan(ms) else f"{number(ms)}: {faster(ratio)}" + " *" * overlaps + " †" * waits
+            "–" if math.isnan(ms) else f"{number(ms)}: {faster(ratio)}" + " ‡" * overlaps + " †" * waits
             for ms, ratio, overlaps, waits in zip(rows[f"{phase}_median_ms_compiled"], rows[f"{phase}_ratio"],
                                                   rows[f"{phase}_overlaps"], rows["waits"])]
     return table
@@ -98,7 +98,8 @@ def asked(facts: dict) -> pd.DataFrame:
 def ceilings(facts: dict) -> pd.DataFrame:
     """Precision and implementation down, d across: shares of the ceiling at the longest sequence."""
     rows = facts["longest"]
-    means = rows.groupby(["precision", "implementation", "d_model"])[["utilisation", "forward_utilisation"]].mean()
+    means = rows.groupby(["precision", "implementation", "d_model"])[
+        ["utilisation", "forward_utilisation"]].mean()
 
     def cell(*shares: float) -> str:
         return ", ".join(percent(share, 1 if share < SMALL_SHARE else 0) for share in shares)

@@ -30,6 +30,15 @@ PART_NAMES = {
 }
 
 
+def with_vocabulary(sizes: pd.Series, vocabularies: pd.Series) -> list[str]:
+    """Sizes, with the vocabulary of those that have another than most."""
+    usual = vocabularies.mode().iloc[0]
+    return [
+        str(size) + (f", vocabulary {vocabulary:,}" if vocabulary != usual else "")
+        for size, vocabulary in zip(sizes, vocabularies)
+    ]
+
+
 def shape_of(row: pd.Series | dict) -> dict:
     return {
         "size": str(row["size"]),
@@ -162,16 +171,17 @@ def clock(row: pd.Series) -> dict | None:
 
 
 def sizes(rungs: pd.DataFrame) -> dict | None:
-    """What each rung gains where: ``rows``, with whether a gain or cost is ``sure`` (its interval leaves out 1,
-    and it is over :data:`HELPS`); rungs that surely help at all shapes (``useful``), at none (``useless``) and
-    at ``some``, and those that surely cost time (``costly``)."""
+    """What each rung gains where: ``rows``, with whether a gain or cost is ``sure`` (its interval leaves out
+    1, and it is over :data:`HELPS`); rungs that surely help at all shapes (``useful``), at none (``useless``)
+    and at ``some``, and those that surely cost time (``costly``)."""
     rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
     helps = (rows["gain_low"] > 1) & (rows["gain"] > 1 + HELPS)
     costs = (rows["gain_high"] < 1) & (rows["gain"] < 1 - HELPS)
-    rows = rows.assign(helps=helps, costs=costs, sure=helps | costs)
+    called = with_vocabulary(rows["size"], rows["vocab_size"])
+    rows = rows.assign(helps=helps, costs=costs, sure=helps | costs, called=called)
     of_rung = rows.groupby("rung", sort=False)
     everywhere, anywhere = of_rung["helps"].all(), of_rung["helps"].any()
     return {
@@ -182,7 +192,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
         "some": [name_of(rung) for rung in anywhere.index[anywhere & ~everywhere]],
         "useless": [name_of(rung) for rung in anywhere.index[~anywhere]],
         "costly": [
-            {"rung": rung, "name": name_of(rung), "costs": [shape_of(row) for _, row in own.iterrows()]}
+            {"rung": rung, "name": name_of(rung), "at": own[["called", "context_length"]].to_dict("records")}
             for rung, own in rows[costs].groupby("rung", sort=False)
         ],
         "runs": runs_in(rungs),

@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import faster, interval_cells, listing, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder, with_vocabulary
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
 
 WHY = {
@@ -63,28 +63,15 @@ def rungs(facts: dict) -> pd.DataFrame:
 
 
 def gains(facts: dict) -> pd.DataFrame:
-    """Rungs down, sizes across, with the vocabulary where it is not the usual one: the time of the rung before
-    over this one's at each context, marked where that is not sure."""
+    """Rungs down, sizes across, with the vocabulary where it is not the usual one: the time of the rung
+    before over this one's at each context, marked where that is not sure."""
     rows = facts["rows"]
-    sizes = with_vocabulary(rows["size"], rows["vocab_size"])
-    cells = rows.assign(
-        column=sizes,
-        cell=[number(gain) + " *" * (not sure) for gain, sure in zip(rows["gain"], rows["sure"])],
-    )
-    wide = cells.pivot(index=["column", "rung"], columns="context_length", values="cell").fillna("–")
-    table = wide[facts["contexts"]].agg(" / ".join, axis=1).unstack("column")
+    cell = [number(gain) + " ‡" * (not sure) for gain, sure in zip(rows["gain"], rows["sure"])]
+    wide = rows.assign(cell=cell).pivot(index=["called", "rung"], columns="context_length", values="cell")
+    table = wide[facts["contexts"]].fillna("–").agg(" / ".join, axis=1).unstack("called")
     order = [rung for rung in RUNGS if rung in table.index]
-    table = table.reindex(index=order, columns=dict.fromkeys(sizes)).fillna("–")
+    table = table.reindex(index=order, columns=dict.fromkeys(rows["called"])).fillna("–")
     return table.rename(index=name_of).rename_axis("rung").rename_axis(None, axis=1).reset_index()
-
-
-def with_vocabulary(sizes: pd.Series, vocabularies: pd.Series) -> list[str]:
-    """Sizes, with the vocabulary of those that have another than most."""
-    usual = vocabularies.mode().iloc[0]
-    return [
-        str(size) + (f", vocabulary {vocabulary:,}" if vocabulary != usual else "")
-        for size, vocabulary in zip(sizes, vocabularies)
-    ]
 
 
 def bounds(facts: dict) -> pd.DataFrame:
@@ -183,7 +170,7 @@ def left_out(facts: dict) -> pd.DataFrame:
             "context": rows["context_length"].astype(str),
             "without": rows["name"],
             "ms": column(rows, "median_ms"),
-            "is": [faster(speed) + " *" * (not sure) for speed, sure in zip(rows["speed"], rows["sure"])],
+            "is": [faster(speed) + " ‡" * (not sure) for speed, sure in zip(rows["speed"], rows["sure"])],
         }
     )
 

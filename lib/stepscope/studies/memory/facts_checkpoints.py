@@ -51,9 +51,8 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
                other: str) -> dict | None:
     """Block sizes of one level at the longest context of the largest size, apart from the run ``other``; None
     without a GPU's peaks. ``best``: which setting needs least in which cases. ``cases``, a mode and precision
-    each: ``least`` and ``quickest`` setting with checkpoints (``same``: the first is as quick, within :data:`SAME_TIME`), whether a step
-    without them fits, and what the next larger takes
-    more."""
+    each: ``least`` and ``quickest`` setting with checkpoints (``same``: the first is as quick, within
+    :data:`SAME_TIME`), whether a step without them fits, and what the next larger takes more."""
     rows = settings(checkpoints, runs[runs["run_id"] != other], samples, "checkpointing")
     if rows.empty or rows["peak_mib"].isna().all():
         return None
