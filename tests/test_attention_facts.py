@@ -133,7 +133,7 @@ def test_the_fastest_and_its_gain_follow_the_data():
     assert [{top["implementation"] == "cudnn" for top in found} for found in tops] == [{False}, {True}]
     assert [top["precision"] for top in tops[0]] == list(PRECISIONS)
     assert [win["implementation"]
-            for win in after["fastest"]["wins"]] == ["cudnn"] and after["best"]["sure"].all()
+            for win in after["fastest"]["wins"]] == ["cudnn"] and facts_time.fastest(timed(cells))["sure"].all()
     first, second = said("attention-time", gpu_cells()), said("attention-time", cells)
     assert first.question == second.question and first.text != second.text
 
@@ -167,12 +167,13 @@ def test_points_that_wait_for_the_host_tell_no_gain_and_no_loss():
     cells.loc[eager & (cells["sequence"] == 256), "enqueue_ms"] = 1e3  # so a gain there is the host's
     found = facts_time.how_long(cells)
     assert (before["fastest"]["points"], found["fastest"]["points"]) == (12, 9)
-    assert found["best"].set_index("sequence")["waits"].eq(found["best"]["sequence"].eq(256).to_numpy()).all()
-    assert found["compiled"].set_index("sequence")["waits"].to_dict() == {s: s == 256 for s in SEQUENCES}
+    best = facts_time.fastest(timed(cells))
+    assert best["waits"].eq(best["sequence"].eq(256)).all()
+    assert found["asked"].set_index("sequence")["waits"].to_dict() == {s: s == 256 for s in SEQUENCES}
     cells.loc[(cells["implementation"] == "flex") & (cells["sequence"] == 1024), "enqueue_ms"] = 1e5
     slower = facts_time.how_long(cells)["slower"]
     assert before["slower"]["cells"] - slower["cells"] == 3 == before["slower"]["of"] - slower["of"]
-    assert "†" in printed.best(found).to_csv() and "†" not in printed.best(before).to_csv()
+    assert "†" in printed.asked(found).to_csv() and "†" not in printed.asked(before).to_csv()
 
 
 def test_what_is_slower_than_written_out_is_a_fact_too():
@@ -182,7 +183,6 @@ def test_what_is_slower_than_written_out_is_a_fact_too():
               PASS] *= 20
     slower = facts_time.how_long(cells)["slower"]
     assert (slower["cells"], slower["of"]) == (4, 72)
-    assert slower["by_name"] == [{"implementation": "flex", "precision": "fp32", "cells": 4}]
     assert slower["worst"]["implementation"] == "flex" and slower["worst"]["ms"] > slower["worst"]["eager_ms"]
 
 
@@ -194,13 +194,18 @@ def test_cells_that_wait_for_the_host_are_counted_apart():
     assert facts_time.how_long(cells.assign(device="cpu"))["unsteady"]["waiting"] == 0
 
 
-def test_eager_and_compiled_stand_beside_each_other():
+def test_the_assignments_points_are_asked_for_eager_and_compiled():
     cells = gpu_cells()
-    table = facts_time.beside_compiled(timed(cells)).set_index("sequence")
+    table = facts_time.asked(cells).set_index("sequence")
     assert table.loc[4096, "forward_ratio"] == pytest.approx(4) and not table["forward_overlaps"].any()
-    cells.loc[cells["implementation"] == "compiled", ["forward_ci_low_ms", "forward_ci_high_ms"]] = [0.0, 1e9]
-    table = facts_time.beside_compiled(timed(cells))
+    wider = pd.concat([cells, cells.assign(d_model=512), cells.assign(sequence=64)], ignore_index=True)
+    assert len(facts_time.asked(wider)) == len(SEQUENCES) == len(facts_time.asked(cells.assign(d_model=8)))
+    compiled = cells["implementation"] == "compiled"
+    cells.loc[compiled, ["forward_ci_low_ms", "forward_ci_high_ms"]] = [0.0, 1e9]
+    table = facts_time.asked(cells)
     assert table["forward_overlaps"].all() and not table["backward_overlaps"].any()
+    alone = facts_time.how_long(cells[~compiled])
+    assert list(printed.asked(alone)) == ["d", "sequence", "forward", "in use before backward", "backward"]
 
 
 def test_the_highest_share_is_looked_for_at_every_sequence():
@@ -233,7 +238,12 @@ def test_fused_kernels_of_several_generations_stand_beside_each_other():
         ("cudnn", {2.0}), ("fa4", {2.0})]
     assert found["refused"] is None and found["kernels"] == [] and len(found["table"]) == 2 * len(SEQUENCES)
     table = printed.generations(found)
-    assert table["SDPA flash"].tolist() == ["2.00 (40%)"] * len(table)
+    assert set(table.loc[table["mask"] == "none", "SDPA flash"]) == {"2.00 (40%)"}
+    assert set(table.loc[table["mask"] == "causal", "SDPA flash"]) == {"2.00"}  # FLOPs are of the whole square
+    masked = cells.assign(forward_utilisation=np.where(cells["causal"], 1.5, 0.4))
+    assert {one["share"] for one in facts_generations.generations(masked)["best"]} == {0.4}
+    waiting = facts_generations.generations(cells.assign(enqueue_ms=np.where(cells["sequence"] == 1024, 9, 0.1)))
+    assert (waiting["waiting"], waiting["shorter"]) == (2, 6)
     names = {"flash": "void pytorch_flash::flash_fwd_kernel<X>(Y)", "fa4": "flash_attncuteflash_fwd_sm90X"}
     known = facts_generations.generations(cells.assign(kernel=cells["implementation"].map(names)))
     assert [(one["implementation"], one["is"]) for one in known["kernels"]] == [

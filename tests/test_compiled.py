@@ -380,7 +380,7 @@ def test_a_change_within_the_intervals_is_none():
     assert found["marks"]["unchanged"]
     table = printed.times(found)
     assert (
-        table["full step"].str.endswith(": none").all() and not table["forward"].str.endswith(": none").any()
+        table["full step"].str.endswith(": not sure").all() and not table["forward"].str.endswith(": not sure").any()
     )
     assert not facts.whole_model(gpu_times())["marks"]["unchanged"]
 
@@ -466,7 +466,7 @@ def test_the_busy_share_is_kernels_over_the_time_without_a_profiler():
 
 
 def test_the_optimizers_part_is_of_the_phases_time():
-    found = launches(gpu_times(sizes=["small"]))["adamw"]
+    [found] = launches(gpu_times(sizes=["small"]))["adamw"]
     assert found["share"].tolist() == pytest.approx([0.1] * 2)
     assert found["share_after"].tolist() == pytest.approx([10 / 55] * 2)
 
@@ -517,6 +517,11 @@ def test_pairs_at_unlike_clocks_have_them_beside_their_ratio():
     assert found["marks"]["capped"] is None
     held = changed(changed(times, "run_id != ''", power_capped_s=0.0, watched_s=2.0), query, power_capped_s=1.5)
     assert facts.whole_model(held)["marks"]["capped"].tolist() == [0.75]
+    assert facts.whole_model(held.assign(watched_s=1.0))["marks"]["capped"].tolist() == [1.0]
+    assert found["marks"]["faster_lower"]
+    slower = facts.whole_model(scaled(times, 9, query))["marks"]
+    assert slower["unlike"] == 1 and not slower["faster_lower"]
+    assert found["timed"]["none"] and facts.whole_model(times.assign(turns=2))["timed"]["all"]
     assert len(texts("compile-model", times, held)) == 2
     assert len(texts("compile-model", times, gpu_times())) == 2
 

@@ -550,13 +550,41 @@ def test_what_helps_nowhere_and_what_costs_is_told():
     found = facts.sizes(tables["rungs"])
     assert "TF32 products" not in found["useless"] and "bf16 autocast" in found["useless"]
     assert {one["rung"] for one in found["costly"]} >= {"sdpa", "fused"}
-    assert "costs time" in said("ladder-sizes", tables).text
-    assert "costs time" not in said("ladder-sizes", made_up()).text
+    assert "cost time" in said("ladder-sizes", tables).text
+    assert "cost time" not in said("ladder-sizes", made_up()).text
+    assert found["useful"] == ["TF32 products"] and not found["some"]
+    unsure = tables["rungs"].assign(gain_low=0.5)
+    assert facts.sizes(unsure)["useful"] == [] and facts.sizes(unsure)["rows"]["sure"].sum() < found["rows"]["sure"].sum()
+    assert printed.gains(found).set_index("rung").loc["bf16 autocast"].eq("1.00 ‡").all()
+    other = pd.concat([tables["rungs"], tables["rungs"][tables["rungs"]["size"] == "small"].assign(vocab_size=50_257)])
+    costly = {one["rung"]: one["at"] for one in facts.sizes(other)["costly"]}
+    assert {"called": "small, vocabulary 50,257", "context_length": 512} in costly["sdpa"]
+    assert list(printed.gains(facts.sizes(other)))[1:] == ["small", "small, vocabulary 50,257", "2.7B"]
     kinds = facts.advice(tables["rungs"])["kinds"]
     assert (
         kinds["products"]["most"]["gain"] == pytest.approx(2, rel=1e-3)
         and kinds["memory"]["most"]["gain"] < 1
     )
+
+
+def test_what_a_process_says_beside_itself_is_compared_within_it():
+    """Where it is left out, and at the batch that fills: of processes unlike in speed, neither is another's."""
+    rungs = over_processes([process(), process(number=1, faster=1.5)])
+    found = facts.left_out(rungs)
+    sure = found["rows"].set_index("rung")["sure"]
+    assert sure.all() and found["processes"] == 2
+    near = rungs.assign(over_finished_low=0.5, over_finished_high=2.0)
+    assert not facts.left_out(near)["rows"]["sure"].any() and facts.left_out(near)["shapes"][0]["saving"] == []
+    assert facts.filled(rungs)["gains"].tolist() == pytest.approx([32 / 4 / (40 / (100 * 0.8**11))], rel=1e-3)
+
+
+def test_fp8_is_compared_at_the_same_shape():
+    tables = made_up()
+    rungs = tables["rungs"].copy()
+    fp8, small = rungs["rung"] == "fp8", rungs["size"] == "small"
+    rungs.loc[fp8, "gradient_off"] = 6e-3
+    rungs.loc[(rungs["rung"] == "overlap") & small, "gradient_off"] = 5e-4
+    assert sorted(facts.training(rungs, tables["curves"])["other"]["coarser"]) == pytest.approx([6, 12])
 
 
 def test_a_gain_over_several_changes_is_none():

@@ -360,6 +360,7 @@ def test_the_run_that_is_compared_is_one_in_which_no_checkpoint_fits_too(tables,
     longest = found["longest"]
     assert longest["run"]["context"] == 64 and len(longest["table"]) == 6
     assert [(one["mode"], one["least"]) for one in longest["cases"]] == [("forward_backward", 1), ("step", 1)]
+    assert [one["least"] for one in longest["best"]] == [1] and len(longest["best"][0]["cases"]) == 2
     for one in longest["cases"]:
         assert one["none_tried"] and not one["none_fits"] and one["every_block"]
         assert one["beside"]["blocks"] == 2 and one["beside"]["more_share"] > 0
@@ -409,7 +410,7 @@ def test_arrangements_over_the_number_of_blocks(further):
     counted = further["stacks"].assign(block_runs=1)
     wrong = of(further | {"stacks": counted}, "memory-nested")
     assert not wrong["runs_as_expected"]
-    assert "At 4 blocks" in said(further, "memory-nested").text
+    assert len(printed.nested(found)) == 10 and len(printed.nested(found | {"fewest": 4})) == 5
     full = further["stacks"]["status"].where(further["stacks"]["blocks"] < 4, "oom")
     less = of(further | {"stacks": further["stacks"].assign(status=full)}, "memory-nested")
     assert less["most"] == 2 and len(less["out_of_memory"]) == 5

@@ -32,21 +32,16 @@ def compile_cost(cells: pd.DataFrame) -> dict | None:
 
 
 def compilations(name: str, rows: pd.DataFrame, starting: pd.Index) -> dict:
-    """One implementation's compilations: ``graphs`` and ``again`` (recompilations) a run, ``later_graphs`` in
-    timed passes; the ``first_s`` of a process and the others' seconds, ``masked`` and ``plain``; ``warm_ms``:
-    the longest first pass that compiled nothing. None where there is none of a kind."""
+    """One implementation's compilations: ``again`` (recompilations) a run; the ``first_s`` of a process and
+    the others' seconds, ``masked`` and ``plain``. None where there is none of a kind."""
     cold = rows[rows["graphs"] > 0]
     first, later = cold[cold.index.isin(starting)], cold[~cold.index.isin(starting)]
-    graphs = rows.groupby("run_id")["graphs"].sum().astype(int)
-    again = (graphs - 1).clip(lower=0)
-    warm_s = rows.loc[rows["graphs"] == 0, "first_s"]
-    return {"implementation": name, "written_out": name == "compiled", "runs": rows["run_id"].nunique(),
-            "cells": len(rows), "graphs": low_high(graphs), "again": low_high(again),
-            "once": (again == 1).all(), "later_graphs": int(rows["later_graphs"].sum()),
+    again = (rows.groupby("run_id")["graphs"].sum().astype(int) - 1).clip(lower=0)
+    return {"implementation": name, "written_out": name == "compiled", "again": low_high(again),
+            "once": (again == 1).all(),
             "first_s": first["first_s"] if len(first) else None,
             "masked": seconds(later.loc[later["causal"].astype(bool), "first_s"]),
-            "plain": seconds(later.loc[~later["causal"].astype(bool), "first_s"]),
-            "warm_ms": max(warm_s.max() * 1e3, 0) if len(warm_s) else None}
+            "plain": seconds(later.loc[~later["causal"].astype(bool), "first_s"])}
 
 
 def low_high(values: pd.Series) -> dict:

@@ -20,6 +20,7 @@ def grid(cells: pd.DataFrame) -> dict | None:
     host here (``waiting`` do); ``table`` has a row a point.
     Printed times are of all ``passes`` together: ``tflops_each`` is the rate of each at the largest point,
     ``tflops_step`` that of the report's own training step.
+    ``launching``: what share of a pass the host needs to launch it here, at the ``shortest`` of these points.
     ``squares``: score matrices in memory before backward, at the longest sequence and least d, printed and
     here.
     None where no point is of theirs.
@@ -38,12 +39,14 @@ def grid(cells: pd.DataFrame) -> dict | None:
     table["waits"] = waits_for_host(table)
     compiled = tf32_beside(theirs, timed(cells, implementation="compiled"))
     of_device, longest = table[~table["waits"]], table[table["sequence"] == table["sequence"].max()]
+    near = of_device[of_device["sequence"] == of_device["sequence"].min()]
     narrow = longest.loc[longest["d_model"].idxmin()]
     last = table.loc[(table["sequence"] * table["d_model"]).idxmax()]
     each = 4 * last.batch_size * last.sequence**2 * last.d_model / last.forward / 1e9
     square_bytes = 4 * narrow.batch_size * narrow.sequence**2
     return {"report": report.name, "passes": report.attention_passes, "points": len(table),
-            "waiting": int(table["waits"].sum()),
+            "waiting": int(table["waits"].sum()), "shortest": of_device["sequence"].min(),
+            "launching": (near["enqueue_ms"] / near["pass_median_ms"]).tolist(),
             "written_out": [{"phase": name, **of_ratios(of_device[f"{name}_ratio"].dropna())}
                             for name in PASSES if of_device[f"{name}_ratio"].notna().any()],
             "tf32": [{"phase": name, **saved} for name, saved in compiled.items()],

@@ -5,8 +5,7 @@ import textwrap
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.say.formats import count, faster, number, percent, positions, span, to
-from stepscope.say.selections import precisions
+from stepscope.say.formats import count, faster, number, percent, positions
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import SMALL_SHARE
 from stepscope.studies.attention.facts_ends import CARDS_GIB
@@ -39,7 +38,7 @@ def refusals(facts: dict) -> pd.DataFrame | None:
     return pd.DataFrame({
         "implementation": rows["implementation"].map(NAMES), "precision": rows["precisions"].map(", ".join),
         "d": [", ".join(map(str, heads)) for heads in rows["heads"]], "cells": rows["cells"],
-        "reason": [textwrap.shorten(reason, 200, placeholder=" …") for reason in rows["reason"]]})
+        "reason": [textwrap.shorten(reason, 100, placeholder=" …") for reason in rows["reason"]]})
 
 
 def at_one_point(facts: dict) -> pd.DataFrame:
@@ -49,20 +48,16 @@ def at_one_point(facts: dict) -> pd.DataFrame:
     return measured(rows, {"precision": rows["precision"], "implementation": names})
 
 
-def long(facts: dict) -> pd.DataFrame:
-    """Precision and implementation down, with d where there are several."""
+def long(facts: dict) -> pd.DataFrame | None:
+    """Precision and implementation down, with d where there are several, of what ran; None where none did."""
     rows = facts["cells"]
+    rows = rows[rows["status"] == "ok"]
+    if rows.empty:
+        return None
     heads = {"d": rows["d_model"]} if len(facts["heads"]) > 1 else {}
     passes = ["–" if math.isnan(passes) else f"{passes:.0f}" for passes in rows["passes"]]
     return measured(rows, {"precision": rows["precision"], **heads,
                            "implementation": rows["implementation"].map(NAMES)}).assign(passes=passes)
-
-
-def written_out(facts: dict) -> pd.DataFrame:
-    """The handout's table: precision, d and sequence down."""
-    rows = facts["written_out"]
-    return measured(rows, {"precision": rows["precision"], "d": rows["d_model"],
-                           "sequence": rows["sequence"]})
 
 
 def measured(rows: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
@@ -87,42 +82,27 @@ def mib(rows: pd.DataFrame, column: str) -> list[str]:
     return [number(value / 2**20) for value in rows[column]] if column in rows else ["–"] * len(rows)
 
 
-def compiled(facts: dict) -> pd.DataFrame | None:
-    """The handout's other table, compiled, against eager; None where there are not both."""
-    both = facts["compiled"]
-    if both.empty:
-        return None
-    table = both[["d_model", "sequence"]].rename(columns={"d_model": "d"})
-    for phase in ("forward", "backward"):
-        table[f"{phase}, compiled"] = both[f"{phase}_median_ms_compiled"].map(number)
-        table[f"{phase}, against written out"] = [
-            faster(ratio) + (" *" if overlaps else "") + (" †" if waits else "") for ratio, overlaps, waits
-            in zip(both[f"{phase}_ratio"], both[f"{phase}_overlaps"], both["waits"])]
-    return table.assign(**{"in use, compiled": mib(both, "in_use_bytes_compiled")})
-
-
-def best(facts: dict) -> pd.DataFrame | None:
-    """d and sequence down, precisions across: the fastest implementation; None where nothing is compared."""
-    rows = facts["best"]
-    if rows.empty:
-        return None
-    def cell(row) -> str:
-        mark = ("" if row.sure else " *") + (" †" if row.waits else "")
-        return f"{NAMES[row.implementation]} {number(row.pass_median_ms)} ({number(row.speedup, 2)}x){mark}"
-    cells = rows.assign(cell=[cell(row) for row in rows.itertuples()])
-    table = cells.pivot(index=["d_model", "sequence"], columns="precision", values="cell").fillna("–")
-    return table[precisions(rows)].rename_axis(["d", "sequence"]).reset_index()
+def asked(facts: dict) -> pd.DataFrame:
+    """The assignment's table: d and sequence down; written out, and compiled against it."""
+    rows = facts["asked"]
+    table = measured(rows, {"d": rows["d_model"], "sequence": rows["sequence"]}).drop(
+        columns="peak", errors="ignore")
+    for phase in ("forward", "backward") if rows["pass_median_ms_compiled"].notna().any() else ():
+        table[f"{phase}, compiled"] = [
+            "–" if math.isnan(ms) else f"{number(ms)}: {faster(ratio)}" + " ‡" * overlaps + " †" * waits
+            for ms, ratio, overlaps, waits in zip(rows[f"{phase}_median_ms_compiled"], rows[f"{phase}_ratio"],
+                                                  rows[f"{phase}_overlaps"], rows["waits"])]
+    return table
 
 
 def ceilings(facts: dict) -> pd.DataFrame:
-    """Precision and implementation down, d across: rate and share of the ceiling at the longest sequence."""
+    """Precision and implementation down, d across: shares of the ceiling at the longest sequence."""
     rows = facts["longest"]
     means = rows.groupby(["precision", "implementation", "d_model"])[
-        ["pass_tflops", "utilisation", "forward_utilisation"]].mean()
+        ["utilisation", "forward_utilisation"]].mean()
 
-    def cell(tflops: float, *shares: float) -> str:
-        both = ", ".join(percent(share, 1 if share < SMALL_SHARE else 0) for share in shares)
-        return f"{number(tflops)} ({both})"
+    def cell(*shares: float) -> str:
+        return ", ".join(percent(share, 1 if share < SMALL_SHARE else 0) for share in shares)
     means["cell"] = [cell(*values) for values in means.itertuples(index=False)]
     table = means["cell"].unstack("d_model").fillna("–")
     order = [(p, name) for p in PRECISIONS for name in ATTENTIONS if (p, name) in table.index]
@@ -136,46 +116,38 @@ def generations(facts: dict) -> pd.DataFrame:
     table = rows[["precision", "d_model", "sequence"]].rename(columns={"d_model": "d"})
     table["mask"] = rows["causal"].map({True: "causal", False: "none"})
     for name in facts["ran"]:
-        table[NAMES[name]] = [f"{number(ms)} ({percent(share)})" if ms == ms else "–" for ms, share in
-                              zip(rows[f"{name}_ms"], rows[f"{name}_forward"], strict=True)]
+        table[NAMES[name]] = [
+            "–" if math.isnan(ms) else number(ms) + ("" if causal else f" ({percent(share)})") + " †" * waits
+            for ms, share, waits, causal in zip(rows[f"{name}_ms"], rows[f"{name}_forward"],
+                                                rows[f"{name}_waits"].eq(True), rows["causal"], strict=True)]
     return table
 
 
-def compilations(facts: dict) -> pd.DataFrame:
-    """A row for each implementation that is compiled."""
-    def seconds(values: pd.Series | None) -> str:
-        return "–" if values is None else span(values)
-    return pd.DataFrame([{
-        "implementation": NAMES[kind["implementation"]], "runs": kind["runs"], "cells": kind["cells"],
-        "graphs a run": to(**kind["graphs"]), "recompilations a run": to(**kind["again"]),
-        "in timed passes": str(kind["later_graphs"]), "first of a process (s)": seconds(kind["first_s"]),
-        "others, masked (s)": seconds(kind["masked"] and kind["masked"]["s"]),
-        "others, without (s)": seconds(kind["plain"] and kind["plain"]["s"]),
-        "first pass without compiling (ms), at most": number(kind["warm_ms"])} for kind in facts["kinds"]])
-
-
 def changes(facts: dict) -> pd.DataFrame | None:
-    """d and sequence down, forward and backward across: with TF32, and against fp32; None on a CPU."""
+    """d and sequence down, forward and backward across: with TF32, and against fp32, where not both wait for
+    the host; None on a CPU."""
     if facts["on_cpu"]:
         return None
     points: dict[tuple, dict] = {}
-    for row in facts["changes"].sort_values(["d_model", "sequence"], kind="stable").itertuples():
+    rows = facts["changes"].sort_values(["d_model", "sequence"], kind="stable")
+    told = rows["none"].ne("host").groupby([rows["d_model"], rows["sequence"]]).transform("any")
+    for row in rows[told].itertuples():
         change = faster(1 / (1 + row.change))
         change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
         point = points.setdefault((row.d_model, row.sequence), {"d": row.d_model, "sequence": row.sequence})
         point |= {f"{row.phase}, TF32": number(row.tf32_ms), f"{row.phase}, against fp32": change}
-    return pd.DataFrame(points.values())
+    return pd.DataFrame(points.values()) if points else None
 
 
 def saved(facts: dict) -> pd.DataFrame:
-    """Implementations down: the exponent, and by precision what is saved at one point."""
+    """Implementations down: the exponent, and by precision what is saved at one point, in brackets in squares
+    where that is not few."""
     fits, rows = facts["fits"], facts["saved"]
     table = pd.DataFrame({"exponent": fits["exponent"].map(number)})
     for precision, of in rows.groupby("precision", sort=False):
         of = of.set_index("implementation")
-        table[f"{precision} (MiB)"] = of["mib"].map(number)
-        table[f"{precision} (squares)"] = of["squares"].map(
-            lambda value: number(value, 2) if value >= FEW_SQUARES else f"under {FEW_SQUARES}")
+        table[f"{precision}, MiB"] = of["mib"].map(number) + of["squares"].map(
+            lambda value: f" ({number(value, 2)})" if value >= FEW_SQUARES else "")
     return table.fillna("–").rename(index=NAMES).reset_index()
 
 
@@ -240,4 +212,5 @@ def published_tf32(facts: dict) -> pd.DataFrame | None:
 
 def _grid(table: pd.DataFrame) -> pd.DataFrame:
     cells = table.pivot(index="d_model", columns="sequence", values="cell").fillna("–")
+    cells = cells.loc[:, cells.ne("–").any() | cells.eq("–").all(axis=None)]  # no column that says nothing
     return cells.rename(columns=str).rename_axis(index="d", columns=None).reset_index()

@@ -32,8 +32,16 @@ def whole_model(times: pd.DataFrame) -> dict | None:
     slower = both[both["sure"] & (both["speedup"] < 1)]
     return untimed | {
         "gains": gains(both), "slower": slower.to_dict("records"), "pairs": both, "optimizer": MAIN,
-        "neighbours": runs_beside(both), "in_turns": "turns" in both and bool((both["turns"] > 1).all()),
+        "neighbours": runs_beside(both), "timed": in_turns(both),
         "shape": shape(both), "marks": marks(both), "runs": runs_of(both)}
+
+
+def in_turns(both: pd.DataFrame) -> dict:
+    """In how many of the pairs' ``runs`` the sides took turns (``turned``; ``all``, ``none``), else one after
+    another."""
+    runs = both.drop_duplicates("run_id")
+    turned = int((runs["turns"] > 1).sum()) if "turns" in runs else 0
+    return {"runs": len(runs), "turned": turned, "all": turned == len(runs), "none": turned == 0}
 
 
 def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:

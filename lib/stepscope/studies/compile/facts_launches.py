@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import beside as runs_beside
-from stepscope.say.selections import pick
+from stepscope.say.selections import pick, precisions
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.pairs import (
     ATTENTIONS,
@@ -63,12 +63,14 @@ def graphed(times: pd.DataFrame) -> dict | None:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
+            "sizes": list(dict.fromkeys(pairs["size"].astype(str))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
 
 
-def adamw(optimizer: pd.DataFrame) -> dict:
-    """AdamW's part of eager and of compiled steps."""
-    return {"share": optimizer["share"], "share_after": optimizer["share_after"]}
+def adamw(optimizer: pd.DataFrame) -> list[dict]:
+    """AdamW's part of eager and of compiled steps, by precision."""
+    return [{"precision": p, "share": of["share"], "share_after": of["share_after"]}
+            for p in precisions(optimizer) for of in [pick(optimizer, precision=p)]]
 
 
 def fused_adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:

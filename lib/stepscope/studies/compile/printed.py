@@ -12,7 +12,7 @@ FLAGGED = " †"    # behind a pair of which a side's samples are not one steady
 
 def cells_of(both: pd.DataFrame) -> list[str]:
     """Of each pair: in ms, how many times faster or slower, and the SM clocks where they are unlike."""
-    speedups = [faster(row.speedup) if row.sure else "none" for row in both.itertuples()]
+    speedups = [faster(row.speedup) if row.sure else "not sure" for row in both.itertuples()]
     marks = [(FLAGGED if row.flagged else "") + (f" ({clocks(row)})" if row.unlike else "")
              for row in both.itertuples()]
     return [f"{times}: {speedup}{mark}"

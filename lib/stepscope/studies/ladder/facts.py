@@ -30,6 +30,15 @@ PART_NAMES = {
 }
 
 
+def with_vocabulary(sizes: pd.Series, vocabularies: pd.Series) -> list[str]:
+    """Sizes, with the vocabulary of those that have another than most."""
+    usual = vocabularies.mode().iloc[0]
+    return [
+        str(size) + (f", vocabulary {vocabulary:,}" if vocabulary != usual else "")
+        for size, vocabulary in zip(sizes, vocabularies)
+    ]
+
+
 def shape_of(row: pd.Series | dict) -> dict:
     return {
         "size": str(row["size"]),
@@ -102,7 +111,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     idle = gains[(gains["gain"] < 1 + HELPS) | (gains["gain_low"] <= 1)]
     tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
     # GPUs say so nearly always of products at full rate: their power is what bounds them.
-    held = rungs["throttled_share"] if "throttled_share" in rungs else pd.Series(dtype=float)
+    held = own["throttled_share"] if "throttled_share" in own else pd.Series(dtype=float)
+    reasons = {one for text in own.get("throttle", pd.Series(dtype=str)).dropna() for one in text.split("; ")}
     return shape_of(best) | {
         "rows": own,
         "first_ms": first["median_ms"],
@@ -132,6 +142,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "several": bool(climbed(own)["processes"].min() > 1),
         "alike": climbed(own)["processes"].nunique() == 1,
         "held": float(held.max()) if held.notna().any() else None,
+        "reasons": sorted(one.replace("_", " ") for one in reasons - {""}),
         "runs": runs_in(rungs),
     }
 
@@ -144,12 +155,11 @@ def surely_faster(first: pd.Series, best: pd.Series) -> bool:
 
 
 def clock(row: pd.Series) -> dict | None:
-    """What power lets through: the clock of a rung's step, the floor at it, and what products keep up; None
-    where that was not measured."""
+    """What power lets through: the floor at the clocks of a rung's step, and what products keep up, medians
+    over the processes that measured it; None where none did."""
     if math.isnan(row.get("clock_floor_ms", math.nan)):
         return None
     return {
-        "sm_clock_mhz": row["sm_clock_mhz"],
         "floor_ms": row["clock_floor_ms"],
         "floor_share": row["clock_floor_share"],
         "kept_up_mhz": row["kept_up_mhz"],
@@ -161,34 +171,30 @@ def clock(row: pd.Series) -> dict | None:
 
 
 def sizes(rungs: pd.DataFrame) -> dict | None:
-    """What each rung gains where: over all shapes, with those where it helps, where not, where it costs."""
+    """What each rung gains where: ``rows``, with whether a gain or cost is ``sure`` (its interval leaves out
+    1, and it is over :data:`HELPS`); rungs that surely help at all shapes (``useful``), at none (``useless``)
+    and at ``some``, and those that surely cost time (``costly``)."""
     rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
-    found = []
-    for rung, own in rows.groupby("rung", sort=False):
-        most = own.loc[own["gain"].idxmax()]
-        helps = (own["gain_low"] > 1) & (own["gain"] > 1 + HELPS)
-        costs = (own["gain_high"] < 1) & (own["gain"] < 1 - HELPS)
-        found.append(
-            {
-                "rung": rung,
-                "name": name_of(rung),
-                "gains": own["gain"],
-                "most": shape_of(most) | {"gain": most["gain"]},
-                "helps_everywhere": bool(helps.all()),
-                "helps_nowhere": not helps.any(),
-                "helped": int(helps.sum()),
-                "shapes": len(own),
-                "costs": [shape_of(row) for _, row in own[costs].iterrows()],
-            }
-        )
+    helps = (rows["gain_low"] > 1) & (rows["gain"] > 1 + HELPS)
+    costs = (rows["gain_high"] < 1) & (rows["gain"] < 1 - HELPS)
+    called = with_vocabulary(rows["size"], rows["vocab_size"])
+    rows = rows.assign(helps=helps, costs=costs, sure=helps | costs, called=called)
+    of_rung = rows.groupby("rung", sort=False)
+    everywhere, anywhere = of_rung["helps"].all(), of_rung["helps"].any()
     return {
-        "rungs": sorted(found, key=lambda one: -one["gains"].max()),
         "rows": rows,
-        "costly": [one for one in found if one["costs"]],
-        "useless": [one["name"] for one in found if one["helps_nowhere"]],
+        "shares": HELPS,
+        "contexts": sorted(set(rows["context_length"])),
+        "useful": [name_of(rung) for rung in everywhere.index[everywhere]],
+        "some": [name_of(rung) for rung in anywhere.index[anywhere & ~everywhere]],
+        "useless": [name_of(rung) for rung in anywhere.index[~anywhere]],
+        "costly": [
+            {"rung": rung, "name": name_of(rung), "at": own[["called", "context_length"]].to_dict("records")}
+            for rung, own in rows[costs].groupby("rung", sort=False)
+        ],
         "runs": runs_in(rungs),
     }
 
@@ -290,10 +296,12 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | N
     low = off[~off["rung"].isin(["fp32", "tf32", OTHER_ARITHMETIC])]
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
-    before_it = low[low["rung"] == "overlap"]
     if facts["other"]:
-        same = before_it["gradient_off"].iloc[0] if len(before_it) else None
-        facts["other"]["coarser"] = facts["other"]["gradient_off"] / same if same else None
+        wide = known.pivot(index=SHAPE, columns="rung", values="gradient_off").reindex(
+            columns=[OTHER_ARITHMETIC, "overlap"]
+        )
+        coarser = (wide[OTHER_ARITHMETIC] / wide["overlap"]).dropna()  # within a shape
+        facts["other"]["coarser"] = coarser if len(coarser) else None
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
     return facts | trained(curves)
@@ -392,7 +400,7 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     return {
         "rows": table,
         "ratios": table["over_hugging_face"],
-        "faster": int((table["over_hugging_face"] > 1).sum()),
+        "faster": int((table["over_low"] > 1).sum()),
         "shapes": len(table),
         "missed": missed,
         "parts": pd.concat(tables or [pd.DataFrame()], ignore_index=True),
@@ -509,20 +517,28 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     if rows.empty:
         return None
     over = rows["over_finished"]
-    rows = rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over)
+    sure = (rows["over_finished_low"] > 1) | (rows["over_finished_high"] < 1)
+    sure &= (over - 1).abs() > HELPS
+    rows = rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure)
     shapes = [
         {
             **shape_of(own.iloc[0]),
             "most": own.loc[own["cost"].idxmax()].to_dict(),
-            "saving": own.loc[own["cost"] < -HELPS].to_dict("records"),
+            "saving": own.loc[own["sure"] & (own["cost"] < 0)].to_dict("records"),
         }
         for _, own in rows.groupby(SHAPE, observed=True, sort=False)
     ]
-    return {"rows": rows, "shapes": shapes, "runs": runs_in(rungs)}
+    return {
+        "rows": rows,
+        "shapes": shapes,
+        "processes": int(rows["processes"].max()),
+        "runs": runs_in(rungs),
+    }
 
 
 def filled(rungs: pd.DataFrame) -> dict | None:
-    """The finished step at the batch that fills the memory, of each shape."""
+    """The finished step at the batch that fills the memory, of each shape; ``gains`` in tokens a second over
+    the finished step of the same process at the usual batch."""
     rows = []
     for own in by_shape(rungs):
         fill = of_rung(own, "fill")
@@ -532,7 +548,7 @@ def filled(rungs: pd.DataFrame) -> dict | None:
                 fill
                 | shape_of(fill)
                 | {
-                    "over_small": fill["tokens_per_s"] / best["tokens_per_s"],
+                    "over_small": fill["batch"] / best["batch"] / fill["over_finished"],
                     "small_batch": int(best["batch"]),
                 }
             )

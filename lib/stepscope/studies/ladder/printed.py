@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import faster, interval_cells, listing, number, percent, tiny
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder, with_vocabulary
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
 
 WHY = {
@@ -63,27 +63,26 @@ def rungs(facts: dict) -> pd.DataFrame:
 
 
 def gains(facts: dict) -> pd.DataFrame:
-    """Rungs down, shapes across: the time of the rung before over this one's."""
-    rows = facts["rows"].copy()
-    single = rows["vocab_size"].nunique() == 1
-    rows["shape"] = [
-        f"{row.size_}, {row.context_length}" + ("" if single else f", {row.vocab_size:,}")
-        for row in rows.rename(columns={"size": "size_"}).itertuples()
-    ]
-    table = rows.pivot(index="rung", columns="shape", values="gain").reindex(columns=rows["shape"].unique())
-    table = table.reindex([rung for rung in RUNGS if rung in table.index])
-    shown = table.map(lambda value: number(value) if pd.notna(value) else "–")
-    return shown.rename(index=name_of).rename_axis("rung").rename_axis(None, axis=1).reset_index()
+    """Rungs down, sizes across, with the vocabulary where it is not the usual one: the time of the rung
+    before over this one's at each context, marked where that is not sure."""
+    rows = facts["rows"]
+    cell = [number(gain) + " ‡" * (not sure) for gain, sure in zip(rows["gain"], rows["sure"])]
+    wide = rows.assign(cell=cell).pivot(index=["called", "rung"], columns="context_length", values="cell")
+    table = wide[facts["contexts"]].fillna("–").agg(" / ".join, axis=1).unstack("called")
+    order = [rung for rung in RUNGS if rung in table.index]
+    table = table.reindex(index=order, columns=dict.fromkeys(rows["called"])).fillna("–")
+    return table.rename(index=name_of).rename_axis("rung").rename_axis(None, axis=1).reset_index()
 
 
 def bounds(facts: dict) -> pd.DataFrame:
     """A row a shape: the gain of all rungs that are good against each of what a step may wait for."""
     rows = facts["shapes"].reset_index()
-    shape = {"size": rows["size"], "context": rows["context"].astype(str)}
-    if rows["vocabulary"].nunique() > 1:
-        shape["vocabulary"] = [f"{value:,}" for value in rows["vocabulary"]]
+    shape = {
+        "size": with_vocabulary(rows["size"], rows["vocabulary"]),
+        "context": rows["context"].astype(str),
+    }
     return pd.DataFrame(
-        shape | {kind: column(rows, kind) for kind in AGAINST} | {"waits most for": rows["first"]}
+        shape | {kind: column(rows, kind) for kind in AGAINST} | {"gains most against": rows["first"]}
     )
 
 
@@ -121,9 +120,8 @@ def goals(facts: dict) -> pd.DataFrame:
     rows = facts["rows"]
     return pd.DataFrame(
         {
-            "size": rows["size"],
+            "size": with_vocabulary(rows["size"], rows["vocabulary"]),
             "context": rows["context"].astype(str),
-            "vocabulary": [f"{value:,}" for value in rows["vocabulary"]],
             "best rung": rows["best_name"],
             "ms": column(rows, "best_ms"),
             "Hugging Face, ms": column(rows, "beside_ms"),
@@ -172,7 +170,7 @@ def left_out(facts: dict) -> pd.DataFrame:
             "context": rows["context_length"].astype(str),
             "without": rows["name"],
             "ms": column(rows, "median_ms"),
-            "is": rows["speed"].map(faster),
+            "is": [faster(speed) + " ‡" * (not sure) for speed, sure in zip(rows["speed"], rows["sure"])],
         }
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import size_label
-from stepscope.say.formats import runs_of
+from stepscope.say.formats import MODE_WORDS, runs_of
 from stepscope.step.accounting import MIB, peak, require_formulas, value
 from stepscope.step.timing import WHOLE
 from stepscope.studies.memory.facts import GIB, config_of, shape_of
@@ -50,10 +50,9 @@ def settings(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
 def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
                other: str) -> dict | None:
     """Block sizes of one level at the longest context of the largest size, apart from the run ``other``; None
-    without a GPU's peaks. ``cases``, a mode and precision each: ``least`` and ``quickest`` setting with
-    checkpoints (``same``: the first is as quick, within :data:`SAME_TIME`), whether a step
-    without them fits, and what the next larger takes
-    more."""
+    without a GPU's peaks. ``best``: which setting needs least in which cases. ``cases``, a mode and precision
+    each: ``least`` and ``quickest`` setting with checkpoints (``same``: the first is as quick, within
+    :data:`SAME_TIME`), whether a step without them fits, and what the next larger takes more."""
     rows = settings(checkpoints, runs[runs["run_id"] != other], samples, "checkpointing")
     if rows.empty or rows["peak_mib"].isna().all():
         return None
@@ -65,7 +64,11 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
     cases = [case(mode, precision, group) for (mode, precision), group in groups]
     ok = rows[(rows["status"] == "ok") & (rows["blocks"] > 0)]
     return {"run": shape_of(last), "label": size_label(str(last["size"])),
-            "batch": int(last["batch_size"]), "cases": [one for one in cases if one],
+            "batch": int(last["batch_size"]), "cases": (cases := [one for one in cases if one]),
+            "best": [{"least": least, "same": same,
+                      "cases": [f"{MODE_WORDS[one['mode']]} ({one['precision']})" for one in cases
+                                if (one["least"], one["same"]) == (least, same)]}
+                     for least, same in dict.fromkeys((one["least"], one["same"]) for one in cases)],
             "off_share": (ok["predicted_mib"] / ok["peak_mib"] - 1).abs().max() if len(ok) else None,
             "table": rows, "runs": runs_of(rows)}
 

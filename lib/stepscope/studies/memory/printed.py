@@ -172,8 +172,9 @@ def arrangements(facts: dict) -> pd.DataFrame:
 
 
 def nested(facts: dict) -> pd.DataFrame:
-    """A row a number of blocks and arrangement."""
+    """A row an arrangement of the fewest and of the most blocks; the picture has those between."""
     rows = facts["table"]
+    rows = rows[rows["blocks"].isin([facts["fewest"], facts["most"]])]
     table = pd.DataFrame({"blocks": rows["blocks"].astype(str), "checkpoints": rows["arrangement"],
                           "runs of a block": rows["block_runs"].map("{:,}".format),
                           "kept, by formula, MiB": rows["kept_mib"].map(fixed)})
