@@ -116,8 +116,8 @@ def writeup(report: Report) -> str:
 
 
 def evidence(report: Report, runs_link: str) -> dict[str, str]:
-    """The pages of the folder ``evidence`` by name: one for each study that answers something, and an index of
-    the runs.
+    """The pages of the folder ``evidence`` by name: one for each study that answers something, and an index
+    of the runs.
 
     Args:
         runs_link: path from that folder to the runs folder.

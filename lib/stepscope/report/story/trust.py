@@ -31,7 +31,8 @@ PART = Part(
             "trust-hosts",
             facts.hosts,
             (),
-            ("mixed_precision.times", "compile.times", "ladder.rungs", "nsys.phases"),
+            ("mixed_precision.times", "compile.times", "ladder.rungs", "nsys.phases",
+             "mixed_precision.other_times"),
             printed={"hosts": facts.printed_hosts},
         ),
         Question(

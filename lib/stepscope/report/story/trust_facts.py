@@ -112,10 +112,15 @@ def _apart(cells: pd.DataFrame, waiting: dict[tuple[str, int, str], bool]) -> Fa
 
 
 def hosts(
-    low: pd.DataFrame, compiled: pd.DataFrame, rungs: pd.DataFrame, captured: pd.DataFrame
+    low: pd.DataFrame,
+    compiled: pd.DataFrame,
+    rungs: pd.DataFrame,
+    captured: pd.DataFrame,
+    others: pd.DataFrame | None = None,
 ) -> Facts | None:
     """Eager full steps in bf16 that more than one study timed, at the reference context: ``table``, a row a
-    size and attention with each study's ms (nan where it has none) and ``times``, the slowest over the
+    size and attention with each study's ms (nan where it has none; ``slower_ms``, of a slower process of the
+    precisions' study, ``others``) and ``times``, the slowest over the
     fastest (of those ``alike`` at most ``alike_times``); ``most``, the row that differs most, with what its
     operations need (``needs_ms``, by a capture; None without); ``apart`` and ``alike``, the sizes that
     differ by more than :data:`MUCH` in some row, and the others; ``clocks_alike``: in all rows. None where
@@ -133,6 +138,10 @@ def hosts(
     wide = wide[wide.notna().sum(axis=1) > 1]
     if wide.empty:
         return None
+    if others is not None and len(slower := _eager_bf16(others, "precisions")):
+        slower = pick(slower, context_length=context)
+        found = pd.concat([found, slower])
+        wide = wide.assign(slower_ms=slower.groupby(keys, observed=True)["median_ms"].max())
     rows = wide.assign(times=wide.max(axis=1) / wide.min(axis=1)).reset_index()
     table = by_size(rows.assign(context_length=context)).astype({"size": str})
     most = table.loc[table["times"].idxmax()]
@@ -208,6 +217,8 @@ def printed_hosts(facts: Facts) -> pd.DataFrame:
     for study in STUDIES:
         if study in table:
             shown[f"{study} (ms)"] = [number(ms) if pd.notna(ms) else "–" for ms in table[study]]
+    if "slower_ms" in table:
+        shown["precisions (ms)"] += [f", {number(ms)}" if pd.notna(ms) else "" for ms in table["slower_ms"]]
     return shown.assign(**{"slowest over fastest": [f"{number(one)}x" for one in table["times"]]})
 
 
