@@ -250,7 +250,10 @@ def clocks_and_profilers(
     return {
         "held": held,
         "touched": touched,
-        "capture": cost and cost["together"] and cost["together"] | {"clearly": _clearly_slower(told)},
+        "capture": told
+        and cost
+        and cost["together"]
+        and cost["together"] | {"clearly": _clearly_slower(told)},
         "understated": all(one["understated"] for one in touched),
         "profiler": cost,
         "conserved": kept,

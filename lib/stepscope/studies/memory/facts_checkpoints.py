@@ -61,10 +61,10 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
                 & (rows["context_length"] == last["context_length"])]
     rows = rows.sort_values(["mode", "precision", "blocks"], ascending=[True, False, True], ignore_index=True)
     groups = list(rows.groupby(["mode", "precision"], sort=False))
-    cases = [case(mode, precision, group) for (mode, precision), group in groups]
+    cases = [one for (mode, precision), group in groups if (one := case(mode, precision, group))]
     ok = rows[(rows["status"] == "ok") & (rows["blocks"] > 0)]
     return {"run": shape_of(last), "label": size_label(str(last["size"])),
-            "batch": int(last["batch_size"]), "cases": (cases := [one for one in cases if one]),
+            "batch": int(last["batch_size"]), "cases": cases,
             "best": [{"least": least, "same": same,
                       "cases": [f"{MODE_WORDS[one['mode']]} ({one['precision']})" for one in cases
                                 if (one["least"], one["same"]) == (least, same)]}
