@@ -65,7 +65,7 @@ def test_what_a_step_gains_leaves_out_those_that_wait_for_the_host():
     found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY)
     assert [list(one["gains"]) for one in found["gained"]] == [[1.5]]
     printed = attention.printed_gains(found).set_index("size")
-    assert printed.loc["small", "x faster"].endswith("*") and not printed.loc["large", "x faster"].endswith("*")
+    assert printed.loc["small", "x faster"].endswith("†") and not printed.loc["large", "x faster"].endswith("†")
     assert printed.loc["large", "peak falls (GiB)"] == "not" and found["no_less"]
     assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY, EMPTY)) is None
 

@@ -131,7 +131,7 @@ def printed_gains(found: dict) -> pd.DataFrame | None:
     by = {name: gains[gains["precision"] == name].set_index("size") for name in precisions(gains)}
     told = "bf16" if "bf16" in by else next(iter(by))
     def faster(of: pd.DataFrame) -> pd.Series:
-        return of["gain"].map(number) + of["waits"].map({True: "*", False: ""})
+        return of["gain"].map(number) + of["waits"].map({True: " †", False: ""})
 
     columns = {f"{told}: written out (ms)": by[told]["median_ms_eager"].map(number),
                "SDPA (ms)": by[told]["median_ms"].map(number), "x faster": faster(by[told]),
