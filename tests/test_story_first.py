@@ -166,7 +166,7 @@ def test_gains_and_losses_of_one_change_are_told_in_one_direction_each(times):
     assert change["gain"]["faster"] == pytest.approx(2) and change["loss"]["slower"] == pytest.approx(2)
     assert change["same"] == 1 and not change["everywhere"] and not change["all_same"]
     text = told_of(versions(times, [2.0, 0.5, 1.001]))
-    assert "2.0x faster" in text and "2.0x slower" in text and "0.5" not in text
+    assert "2.00x faster" in text and "2.00x slower" in text and "0.5" not in text
     assert "also" not in told_of(versions(times, [2.0, 3.0])) and "slower" not in told_of(versions(times, [2.0, 3.0]))
     assert "faster" not in told_of(versions(times, [0.5, 0.4]))
 
