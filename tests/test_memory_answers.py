@@ -360,7 +360,8 @@ def test_the_run_that_is_compared_is_one_in_which_no_checkpoint_fits_too(tables,
     longest = found["longest"]
     assert longest["run"]["context"] == 64 and len(longest["table"]) == 6
     assert [(one["mode"], one["least"]) for one in longest["cases"]] == [("forward_backward", 1), ("step", 1)]
-    assert [one["least"] for one in longest["best"]] == [1] and len(longest["best"][0]["cases"]) == 2
+    assert {one["least"] for one in longest["best"]} == {1}  # as quick or not is a matter of this machine
+    assert sum(len(one["cases"]) for one in longest["best"]) == 2
     for one in longest["cases"]:
         assert one["none_tried"] and not one["none_fits"] and one["every_block"]
         assert one["beside"]["blocks"] == 2 and one["beside"]["more_share"] > 0

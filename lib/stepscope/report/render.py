@@ -149,7 +149,8 @@ def _linked(text: str, report: Report, here: str | None) -> str:
         if anchor not in pages_of and f'id="{anchor}"' not in text:
             if aside == " (" and close:
                 return ""
-            return close if aside in (": ", "; ") else f"{aside}{words}{close}"
+            ends = close or re.match(r" ?[.);|\n]|$", text[link.end():])
+            return close if aside in (": ", "; ") and ends else f"{aside}{words}{close}"
         there = pages_of.get(anchor, here)
         beside, up = ("", "../") if here else ("evidence/", "")
         page = "" if there == here else f"{beside}{there}.md" if there else f"{up}writeup.md"
