@@ -200,10 +200,9 @@ def flags(times: np.ndarray) -> list[str]:
             f"noisy: standard deviation is {spread:.0%} of the mean (sample {far + 1} of {len(times)} is"
             f" {times[far] / median:.2f} times the median)"
         )
-    first, second = np.triu_indices(len(times), 1)
-    slope = np.median((times[second] - times[first]) / (second - first))  # Theil and Sen's
-    drift = slope * (len(times) - 1) / median
-    if abs(drift) > DRIFT and stats.kendalltau(np.arange(len(times)), times).pvalue < 0.01:
+    order = np.arange(len(times))
+    drift = stats.theilslopes(times, order).slope * (len(times) - 1) / median
+    if abs(drift) > DRIFT and stats.kendalltau(order, times).pvalue < 0.01:
         found.append(f"drifting: {drift:+.1%} from first to last sample")
     ordered = np.sort(times)
     gaps = np.diff(ordered)[1:-1]  # two samples at least on either side

@@ -228,9 +228,9 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
     """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of what
-    does not wait for the host: both
-    ``ms`` of forward and backward, and times ``faster``; and so (below 1: slower) at the longest of the
-    shorter sequences where it is ``behind``, if any; None where it did not run at this head dimension."""
+    does not wait for the host: both ``ms`` of forward and backward, and times ``faster``; and so (below 1:
+    slower) at the longest of the shorter sequences where it is ``behind``, if any; None where it did not run
+    at this head dimension."""
     rows = timed(generations) if len(generations) else generations
     rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
     rows = rows[~waits_for_host(rows)] if len(rows) else rows

@@ -120,11 +120,10 @@ def hosts(
 ) -> Facts | None:
     """Eager full steps in bf16 that more than one study timed, at the reference context: ``table``, a row a
     size and attention with each study's ms (nan where it has none; ``slower_ms``, of a slower process of the
-    precisions' study, ``others``) and ``times``, the slowest over the
-    fastest (of those ``alike`` at most ``alike_times``); ``most``, the row that differs most, with what its
-    operations need (``needs_ms``, by a capture; None without); ``apart`` and ``alike``, the sizes that
-    differ by more than :data:`MUCH` in some row, and the others; ``clocks_alike``: in all rows. None where
-    no step was timed twice."""
+    precisions' study, ``others``) and ``times``, the slowest over the fastest (of those ``alike`` at most
+    ``alike_times``); ``most``, the row that differs most, with what its operations need (``needs_ms``, by a
+    capture; None without); ``apart`` and ``alike``, the sizes that differ by more than :data:`MUCH` in some
+    row, and the others; ``clocks_alike``: in all rows. None where no step was timed twice."""
     timed = [_eager_bf16(low, "precisions"), _eager_bf16(compiled, "compile"), _ladder_bf16(rungs)]
     timed = [one for one in timed if len(one)]
     if not timed:

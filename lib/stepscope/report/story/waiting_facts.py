@@ -57,7 +57,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
         launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
-            "several": len(shares) > 1, "as_many": bool(as_many),
+            "several": len(shares) > 1, "as_many": as_many,
             "waited": WAITED,
             "waiting_in": [{"precision": precision, "shapes": own,
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}
