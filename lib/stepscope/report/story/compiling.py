@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
-from stepscope.say.formats import NEARLY, number, runs_of
+from stepscope.say.formats import NEARLY, faster, number, runs_of
 from stepscope.say.selections import pick, precisions, reference
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.studies.compile import facts as compile_facts
@@ -287,31 +287,38 @@ def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
 
 
 def _better(times: pd.DataFrame) -> dict | None:
-    """Full steps as one graph against blocks: those that are surely faster (:data:`NEARLY`), and how many
-    ``others`` there are."""
+    """Full steps as one graph against blocks: how ``many`` of the ``steps`` are surely faster
+    (:data:`NEARLY`), and the one that gains ``most`` (None without one)."""
     both = settled(beside(times, "block", "model"))
     steps = pick(both, mode="step") if len(both) else both
     if steps.empty:
         return None
-    well = steps["sure"] & (steps["speedup"] > 1 + NEARLY)
-
-    cells = [
-        {
-            "size": str(row.size),
-            "precision": row.precision,
-            "attention": ATTENTION_WORDS[row.attention],
-            "times": row.speedup,
-        }
-        for row in steps[well].itertuples(index=False)
-    ]
-    return {"well": cells, "others": int((~well).sum()), "over": NEARLY}
+    well = steps[steps["sure"] & (steps["speedup"] > 1 + NEARLY)]
+    most = well.loc[well["speedup"].idxmax()] if len(well) else None
+    return {
+        "many": len(well),
+        "steps": len(steps),
+        "over": NEARLY,
+        "most": None
+        if most is None
+        else {
+            "size": str(most["size"]),
+            "precision": most["precision"],
+            "attention": ATTENTION_WORDS[most["attention"]],
+            "times": most["speedup"],
+        },
+    }
 
 
 def _graphed(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The full step with CUDA graphs against the same graph without, where they gain most; the GPU's busy
-    share of forward + backward in both (None where not captured)."""
+    """The full step with CUDA graphs against the same graph without, where they gain most, of processes whose
+    other times are spoken of, if there is one; the GPU's busy share of forward + backward in both (None where
+    not captured)."""
     both = beside(times, "model", "cuda_graphs")
     steps = pick(both, mode="step") if len(both) else both
+    if len(steps):
+        spoken = steps["run_id"].isin(settled(beside(times))["run_id"])
+        steps = steps[spoken] if spoken.any() else steps
     if steps.empty:
         return None
     most = steps.loc[steps["speedup"].idxmax()]
@@ -341,21 +348,21 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
     low = precisions(both)[-1]
     attention = next(name for name in SHOWN if (both["attention"] == name).any())
     steps = pick(both, mode="step", precision=low, attention=attention)
-    whole = settled(beside(times, "eager", "model"))
+    whole = settled(beside(times, "block", "model"))
     whole = pick(whole, mode="step", precision=low, attention=attention) if len(whole) else whole
     rows = []
     for row in steps.to_dict("records"):
         # What is compiled first in a process pays for the compiler, too, as a training does.
         cold = pick(seconds, run_id=row["run_id"], variant="block", first=True)["training_s"]
         block_s = cold.iloc[0] if len(cold) else None
-        model = pick(whole, run_id=row["run_id"])["median_ms_after"] if len(whole) else whole
+        model = pick(whole, size=row["size"]) if len(whole) else whole
         saved_s = (row["median_ms"] - row["median_ms_after"]) / 1e3
         rows.append(
             {
                 "size": row["size"],
                 "eager_ms": row["median_ms"],
                 "block_ms": row["median_ms_after"],
-                "model_ms": model.iloc[0] if len(model) else None,
+                "model": model.iloc[0][["speedup", "sure"]].to_dict() if len(model) else None,
                 "block_s": block_s,
                 "earned": block_s / saved_s if block_s is not None and saved_s > 0 else None,
             }
@@ -371,7 +378,8 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
 
 
 def cost_table(facts: dict) -> pd.DataFrame | None:
-    """A row a size: a step's ms by variant, seconds of compiling, steps after which blocks pay."""
+    """A row a size: a step's ms eager and with blocks compiled, seconds of compiling, steps after which it
+    pays, and what one graph of the whole forward gains over blocks."""
     rows = facts["table"]
     if rows.empty:
         return None
@@ -379,7 +387,6 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
     for column, words in (
         ("eager_ms", "eager, ms"),
         ("block_ms", "blocks, ms"),
-        ("model_ms", "one graph, ms"),
         ("block_s", "blocks compile in, s"),
         ("earned", "blocks pay after, steps"),
     ):
@@ -388,6 +395,11 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
             cells[words] = [
                 number(value, 2 if column in ("earned", "block_s") else 3) for value in values
             ]
+    if rows["model"].notna().any():
+        cells["one graph, against blocks"] = [
+            "–" if one is None else faster(one["speedup"]) if one["sure"] else "no sure change"
+            for one in rows["model"]
+        ]
     return pd.DataFrame(cells)
 
 
