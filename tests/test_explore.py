@@ -45,7 +45,7 @@ def test_the_readmes_lines_run():
 
 
 def test_the_readmes_lines_read_a_capture_of_ones_own(tmp_path, monkeypatch, capsys):
-    shutil.copy(Path(__file__).parent / "data" / "nsys" / "sample.sqlite", tmp_path / "mine.sqlite")
+    shutil.copy(ROOT / "tests" / "data" / "nsys" / "sample.sqlite", tmp_path / "mine.sqlite")
     monkeypatch.chdir(tmp_path)
     operations = of_readme("load_trace(")["operations"]
     assert (operations["step"] >= 0).any() and set(operations["family"]) > {"matrix multiply"}
