@@ -129,7 +129,7 @@ def _sweep(paths: list[Path], runs: Path, time_budget: str | None, workers: str 
         console.print(str(stop), soft_wrap=True, markup=False)
         raise typer.Exit(EXIT_LEFT) from None
     done = f"{end.counts['ok']} done, {end.counts['oom']} out of memory, {end.counts['failed']} failed"
-    console.print(f"{done}; records are in {runs}", markup=False)
+    console.print(f"{done}; records are in {runs}", markup=False, soft_wrap=True)
     for name, _ in end.failed:
         console.print(f"  failed: {name} (stepscope logs {name} --runs {runs})", markup=False, soft_wrap=True)
     if end.left:
