@@ -385,7 +385,7 @@ def _named(names: list[str], scheduler: str | None = None) -> list[Path]:
     from stepscope.config import device_here, studies
     from stepscope.runs.sweep_file import find_sweeps
     on_gpu = (*studies(), "reference", "2026")
-    shipped = [name for name in names if name in on_gpu and not Path(name).exists()]
+    shipped = [name for name in names if name in on_gpu and not Path(name).is_file()]
     if not shipped or scheduler is not None or device_here("auto") == "cuda":
         return [path for name in names for path in find_sweeps(name)]
     for name in shipped:
