@@ -30,4 +30,4 @@ def with_story(readme: str, data: Data, linked: Callable[[str], str]) -> str:
 def _picture(stem: str, caption: str) -> str:
     """A picture at a width, which markdown's own way of writing one cannot say."""
     told = html.escape(re.sub(r"\\(\W)", r"\1", caption))  # in a tag, a backslash escapes nothing
-    return f'<img src="figures/{stem}.png" width="{PICTURE_WIDTH}" alt="{told}">'
+    return f'<p><img src="figures/{stem}.png" width="{PICTURE_WIDTH}" alt="{told}"></p>'
