@@ -1,5 +1,5 @@
-"""How long runs will take, said before they start: as long as the same ones took when the table was made, less
-what they waited for others.
+"""How long runs will take, said before they start: as long as the same ones took when the table was made,
+less what they waited for others.
 
 ``python -m stepscope.runs.estimate FOLDER...`` writes the table from the runs in some folders, as `make
 reference` does from the committed ones. Nothing in it is scaled to another machine.
