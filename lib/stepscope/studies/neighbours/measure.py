@@ -97,8 +97,9 @@ def _sweep(folder: Path, condition: str, turn: int, count: int) -> Path:
     """
     seeds = range(turn * count, (turn + 1) * count)
     sweep = folder / f"{_label(condition)}-{turn}.yaml"
-    sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": [*seeds]}}
-                                     for values in CONFIGURATIONS[device_here("auto")]]))
+    blocks = [{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": [*seeds]}}
+              for values in CONFIGURATIONS[device_here("auto")]]
+    sweep.write_text(yaml.safe_dump(blocks))
     return sweep
 
 
