@@ -353,6 +353,12 @@ def test_a_bad_sweep_file_is_one_line_that_names_file_place_and_what_is_expected
     assert text.startswith(str(path)) and "\n" not in text and all(part in text for part in told), text
 
 
+def test_a_folder_that_has_a_studys_name_is_not_taken_for_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as a runs folder is
+    (tmp_path / "nsys").mkdir()
+    assert find_sweeps("nsys") == [SHIPPED / "nsys" / "sweep.yaml"]
+
+
 def test_a_sweep_file_that_is_not_there_names_those_that_are(tmp_path):
     with pytest.raises(
         SweepError, match="nowhere.yaml: cannot be read .*No such file.* ship with stepscope: .*benchmark"

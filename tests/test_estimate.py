@@ -36,6 +36,12 @@ def test_the_committed_table_has_the_committed_runs():
     assert {key: kept.get(key) for key in made} == made, "`make reference` writes it"
 
 
+def test_what_a_run_waited_for_others_is_none_of_its_time():
+    waited = record_of(on_gpu(), duration_s=60.0, machine={"device_name": "Some GPU"},
+                       results={"turn_s": 30.5, "others_s": 9.5, "steps_s": 4.0})
+    assert [row["seconds"] for row in estimate.rows_of([waited])] == ["20"]
+
+
 def test_a_run_takes_as_long_as_it_took_else_as_its_like(known):
     known((on_gpu(), 10.0), (on_gpu(seed=1), 30.0), (on_gpu(size="tiny"), 80.0))
     assert estimate.expected_s(on_gpu(seed=1)) == 30

@@ -30,12 +30,27 @@ def test_no_cell_of_it_is_longer_than_a_screen():
         assert len(cell.source.splitlines()) <= 30
 
 
-def test_the_readmes_lines_run():
+def of_readme(call: str) -> dict:
+    """What the README's lines of Python that hold a call leave behind."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    [lines] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load(" in block]
+    [lines] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if call in block]
     found: dict = {}
     exec(lines, found)
-    assert len(found["rungs"]) and set(found["rungs"]["size"]) == {"2.7B"}
+    return found
+
+
+def test_the_readmes_lines_run():
+    rungs = of_readme("load(")["rungs"]
+    assert len(rungs) and set(rungs["size"]) == {"2.7B"}
+
+
+def test_the_readmes_lines_read_a_capture_of_ones_own(tmp_path, monkeypatch, capsys):
+    shutil.copy(ROOT / "tests" / "data" / "nsys" / "sample.sqlite", tmp_path / "mine.sqlite")
+    monkeypatch.chdir(tmp_path)
+    operations = of_readme("load_trace(")["operations"]
+    assert (operations["step"] >= 0).any() and set(operations["family"]) > {"matrix multiply"}
+    said = capsys.readouterr().out
+    assert all(phase in said for phase in ("forward", "backward", "optimizer"))
 
 
 def test_a_folder_of_ones_own_is_loaded_with_what_the_report_sets_aside(tmp_path):

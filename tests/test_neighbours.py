@@ -10,6 +10,7 @@ import pytest
 
 from stepscope.runs.record import RecordError
 from stepscope.runs.store import ENDED
+from stepscope.runs.sweep_file import load_sweep
 from stepscope.say.chapter import answer
 from stepscope.studies.neighbours import facts, figures, printed, tables
 from stepscope.studies.neighbours import measure as neighbours
@@ -177,6 +178,12 @@ def runs(**medians):
     return pd.DataFrame([{"size": "small", "context_length": 128, "mode": "forward", "condition": condition,
                           "median_ms": value, "beside": 0 if condition.startswith("1") else 1}
                          for condition, values in medians.items() for value in values])
+
+
+def test_what_the_experiment_asks_for_is_a_sweep(tmp_path):
+    found = [config for turn in (0, 1) for config in load_sweep(neighbours._sweep(tmp_path, "2 busy", turn, 2))]
+    assert sorted(config.seed for config in found) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({config.run_id for config in found}) == len(found)  # each a run, and none of them twice
 
 
 def test_neighbours_agree_when_intervals_over_runs_overlap_and_otherwise_the_sentence_names_what_moved():

@@ -133,6 +133,19 @@ def test_every_command_that_a_page_gives_is_one():
         assert set(re.findall(r"--[a-z-]+", found[2])) <= options | {"--help"}, found[0]
 
 
+def test_what_a_record_holds_is_told():
+    """Every table and every scalar of the reference's records has its word in docs/on-disk.md."""
+    told = set(re.findall(r"`([\w.]+)`", (ROOT / "docs" / "on-disk.md").read_text(encoding="utf-8")))
+    begin = tuple(name for name in told if name.endswith("_"))
+    records = [json.loads(path.read_text(encoding="utf-8"))
+               for path in (ROOT / "runs" / "h200").glob("*/*/record.json")]
+    tables = {name for record in records for name in record["tables"] if not name.startswith("nsys/")}
+    fields = {name for record in records for part in (record, record["results"], record["machine"])
+              for name in part}
+    assert len(tables) > 10 and tables - told == set()
+    assert {name for name in fields - told if not name.startswith(begin)} == set()
+
+
 # The wheel
 
 @pytest.fixture(scope="module")

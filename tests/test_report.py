@@ -213,6 +213,8 @@ def test_the_readmes_story_is_made_from_the_records_and_rendering_again_changes_
     text = readme.read_text()
     assert text.startswith("# Words\n") and text.endswith("<!-- /story -->\nmore\n")
     assert "old" not in text
+    pictures = re.findall(r'<img src="([\w/.]+)" width="\d+" alt="[^"]+">', text)
+    assert pictures and all((folder / picture).is_file() for picture in pictures)
     links = re.findall(r"\]\(([\w/.]*)#([\w-]+)\)", text)
     assert links and all(f'id="{anchor}"' in (folder / page).read_text() for page, anchor in links)
     made = compose(load_data(store), [path.stem for path in (folder / "figures").glob("*.png")])

@@ -1,4 +1,6 @@
 """What the README says of the records, made from them: the story of the report's first screen."""
+import html
+import re
 from collections.abc import Callable
 
 from stepscope.report.load import Data
@@ -6,6 +8,7 @@ from stepscope.report.story import first
 from stepscope.report.story.part import tell
 
 STORY_BEGIN, STORY_END = "<!-- story -->\n", "<!-- /story -->"
+PICTURE_WIDTH = 560  # px: whole on the first screen, with the words above it
 
 
 def with_story(readme: str, data: Data, linked: Callable[[str], str]) -> str:
@@ -16,9 +19,15 @@ def with_story(readme: str, data: Data, linked: Callable[[str], str]) -> str:
     """
     answers = tell(first.PART, data.tables)
     parts = [part for answer in answers for part in (
-        answer.text, *(f"![{caption}](figures/{stem}.png)" for stem, caption in answer.figures))]
+        answer.text, *(_picture(stem, caption) for stem, caption in answer.figures))]
     if not parts or STORY_BEGIN not in readme:
         return readme
     before, _, rest = readme.partition(STORY_BEGIN)
     text = linked("\n\n".join(parts))
     return f"{before}{STORY_BEGIN}{text}\n{STORY_END}{rest.partition(STORY_END)[2]}"
+
+
+def _picture(stem: str, caption: str) -> str:
+    """A picture at a width, which markdown's own way of writing one cannot say."""
+    told = html.escape(re.sub(r"\\(\W)", r"\1", caption))  # in a tag, a backslash escapes nothing
+    return f'<p><img src="figures/{stem}.png" width="{PICTURE_WIDTH}" alt="{told}"></p>'

@@ -240,7 +240,8 @@ def _pool(how: How, store: Store, client: Any, console: Console, shared: bool) -
             return
         pool = Dask(client, store, how.timeout_s, how.notebook, places, how.limit)
         closing.callback(pool.close)
-        console.print(f"{pool.size} workers; their dashboard: {client.dashboard_link}", soft_wrap=True)
+        workers = f"{pool.size} worker{'s' * (pool.size > 1)}"
+        console.print(f"{workers}; the dashboard: {client.dashboard_link}", soft_wrap=True)
         yield pool
 
 

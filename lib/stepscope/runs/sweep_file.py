@@ -113,7 +113,7 @@ def find_sweeps(name: str) -> list[Path]:
     ``reference``, all studies' on a GPU, ``2026``, what that edition of the handout asks beyond the first, or
     ``cpu``, all studies' over tiny models, the soonest done first.
     """
-    if Path(name).exists():
+    if Path(name).is_file():  # a folder is none: runs folders have one by each study's name
         return [Path(name)]
     listed = sorted(studies(), key=lambda study: name == "cpu" and study != "benchmark")
     kind = "sweep.yaml" if name == "reference" else f"sweep_{name}.yaml"

@@ -90,11 +90,16 @@ def _label(condition: str) -> str:
 
 
 def _sweep(folder: Path, condition: str, turn: int, count: int) -> Path:
-    """Write the sweep file of one turn of a condition: each of so many busy workers has seeds of its own."""
-    seeds = list(range(turn * count, (turn + 1) * count))
+    """Write the sweep file of one turn of a condition: each of so many busy workers has seeds of its own.
+
+    Each block has a list of its own: one list in two would be written as an alias, which no sweep file
+    may have.
+    """
+    seeds = range(turn * count, (turn + 1) * count)
     sweep = folder / f"{_label(condition)}-{turn}.yaml"
-    sweep.write_text(yaml.safe_dump([{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": seeds}}
-                                     for values in CONFIGURATIONS[device_here("auto")]]))
+    blocks = [{"study": "benchmark", "fixed": values | STEPS, "axes": {"seed": [*seeds]}}
+              for values in CONFIGURATIONS[device_here("auto")]]
+    sweep.write_text(yaml.safe_dump(blocks))
     return sweep
 
 
