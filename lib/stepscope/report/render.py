@@ -45,6 +45,11 @@ class Report:
     left: list[str]  # folders of runs that no answer is made from
 
     @property
+    def measured(self) -> dict[str, tuple[str, list[Answer]]]:
+        """Of the evidence the studies that answer something."""
+        return {study: own for study, own in self.studies.items() if any(map(answered, own[1]))}
+
+    @property
     def answers(self) -> list[Answer]:
         parts = [*self.story.values(), *(answers for _, answers in self.studies.values())]
         return [one for answers in parts for one in answers]
@@ -106,8 +111,7 @@ def answered(one: Answer) -> bool:
 def writeup(report: Report) -> str:
     """The main text as GitHub markdown, to stand beside the folders ``figures`` and ``evidence``."""
     data = report.data
-    measured = {study: title for study, (title, answers) in report.studies.items()
-                if any(map(answered, answers))}
+    measured = {study: title for study, (title, _) in report.measured.items()}
     missing = [title for study, (title, _) in report.studies.items() if study not in measured]
     text = _templates().get_template("writeup.md.j2").render(
         data=data, report=report, machine=machine(data), sizes=sizes(data), measured=measured,
@@ -127,7 +131,7 @@ def evidence(report: Report, runs_link: str) -> dict[str, str]:
     made = {study: page.render(data=data, title=title, study=study, answers=list(filter(answered, answers)),
                                open=[one.question for one in answers if not answered(one)])
             .replace("](figures/", "](../figures/")
-            for study, (title, answers) in report.studies.items() if any(map(answered, answers))}
+            for study, (title, answers) in report.measured.items()}
     made["runs"] = templates.get_template("runs.md.j2").render(
         data=data, runs_link=runs_link)
     return {f"{name}.md": _linked(text, report, name) for name, text in made.items()}

@@ -12,7 +12,7 @@ from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.studies.attention import facts, facts_ends
+from stepscope.studies.attention import facts, facts_ends, facts_generations
 from stepscope.studies.attention.cells import head, implementations, timed, waits_for_host
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.figures import STYLES
@@ -231,12 +231,11 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
     does not wait for the host: both ``ms`` of forward and backward, and times ``faster``; and so (below 1:
     slower) at the longest of the shorter sequences where it is ``behind``, if any; None where it did not run
     at this head dimension."""
-    rows = timed(generations) if len(generations) else generations
-    rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
-    rows = rows[~waits_for_host(rows)] if len(rows) else rows
-    if rows.empty or "fa4" not in set(rows["implementation"]):
+    found = facts_generations.generations(generations) if len(generations) else None
+    if found is None or "fa4" not in found["ran"]:
         return None
-    ms = rows.pivot_table(index="sequence", columns="implementation", values="pass_median_ms")
+    table = pick(found["table"], d_model=d, precision=precision, causal=True).set_index("sequence")
+    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_waits"].eq(True)) for name in found["ran"]})
     others = ms.drop(columns="fa4")
     faster = (others.min(axis=1) / ms["fa4"]).dropna()
     if faster.empty:
