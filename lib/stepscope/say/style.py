@@ -37,8 +37,9 @@ def use_style() -> None:
     sns.set_theme(context="notebook", style="whitegrid", palette=PALETTE, rc={
         "figure.dpi": 80, "savefig.dpi": DPI, "figure.constrained_layout.use": True,
         "font.family": "DejaVu Sans",
-        "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 12.5,
-        "figure.titlesize": 14, "xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 12,
+        "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.labelsize": 12.5, "figure.titlesize": 14,
+        "xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 12,
         "legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.3,
         "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
         "errorbar.capsize": 2})

@@ -33,7 +33,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
         return None
     contexts = gained["context_length"].nunique() > 1
     alone = {precision: _idle_alone(speedups, precision) for precision in ("tf32", "bf16")}
-    found = {str(rung): _gain(own, alone.get(str(rung), []), contexts) | {"without": _without(rows, ADVISED[str(rung)])}
+    found = {str(rung): _gain(own, alone.get(str(rung), []), contexts)
+             | {"without": _without(rows, ADVISED[str(rung)])}
              for rung, own in gained.groupby("rung", sort=False)}
     left_out = rows[rows["rung"].isin([one for one in ADVISED.values() if one])]
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}

@@ -184,7 +184,8 @@ def _stack(axis: Axes, y: int, parts: list[tuple[str, float, str]]) -> None:
     for name, value, color in parts:
         axis.barh(y, value, left=left, color=color, edgecolor="white", height=0.72)
         words = f"{SHORT.get(name, name)}\n{number(value, 2)}" if len(parts) > 1 else name
-        axis.text(left + value / 2, y, words, ha="center", va="center", fontsize=FONT - 1, color=ink_on(color))
+        axis.text(left + value / 2, y, words, ha="center", va="center", fontsize=FONT - 1,
+                  color=ink_on(color))
         left += value
     axis.text(left, y, f" {number(total)} ms", ha="left", va="center", fontsize=FONT, fontweight="bold")
 
@@ -237,7 +238,8 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
     if found is None or "fa4" not in found["ran"]:
         return None
     table = pick(found["table"], d_model=d, precision=precision, causal=True).set_index("sequence")
-    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_waits"].eq(True)) for name in found["ran"]})
+    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_waits"].eq(True))
+                       for name in found["ran"]})
     others = ms.drop(columns="fa4")
     faster = (others.min(axis=1) / ms["fa4"]).dropna()
     if faster.empty:
@@ -336,9 +338,9 @@ def _winner(what: str, ms: float, faster: float, waits: bool) -> str:
 
 
 def draw_time(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
-    """Time of a causal pass over the sequence, log-log, a panel a precision; hollow where a pass waits for
-    launches; where one runs out of memory, a cross at the shortest sequence that failed (on the line that grows
-    with the square)."""
+    """Time of a causal pass over the sequence, log-log, a panel a precision; hollow where a pass waits
+    for launches; where one runs out of memory, a cross at the shortest sequence that failed (on the line that
+    grows with the square)."""
     rows = timed(cells)
     rows = rows[rows["implementation"].isin(DRAWN)] if len(rows) else rows
     if rows.empty or rows["sequence"].nunique() < 2:
@@ -387,8 +389,8 @@ def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
                   **style)  # type: ignore[arg-type]
         waits = of[waits_for_host(of)]
         waiting |= len(waits) > 0
-        axis.plot(waits["sequence"], waits["pass_median_ms"], linestyle="none", marker=style["marker"], markersize=6,
-                  color=style["color"], markerfacecolor="white", markeredgewidth=1.5)
+        axis.plot(waits["sequence"], waits["pass_median_ms"], linestyle="none", marker=style["marker"],
+                  markersize=6, color=style["color"], markerfacecolor="white", markeredgewidth=1.5)
         x, y = of["sequence"].iloc[-1], of["pass_median_ms"].iloc[-1]
         words = NAMES[name].removeprefix("SDPA ")
         failed = probes.loc[probes["implementation"] == name, "sequence"].min() if len(probes) else np.nan
@@ -401,14 +403,17 @@ def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
     axis.set(xscale="log", yscale="log")
     least, most = rows["sequence"].min(), max(x for x, *_ in labels)
     axis.set_xlim(least / 1.4, most * (most / least) ** 0.55)
-    axis.set_ylim(top=2.5 * max(y for _, y, *_ in labels))
+    bottom = rows["pass_median_ms"].min() / (2.5 if waiting else 1.2)
+    top = 2.5 * max(y for _, y, *_ in labels)
+    axis.set_ylim(min(axis.get_ylim()[0], bottom), max(axis.get_ylim()[1], top))
     axis.set_xticks([tick for tick in 8.0 ** np.arange(1, 9) if least <= tick <= most])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(
         lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if waiting:
-        axis.text(0.98, 0.02, f"hollow: {GPU}", transform=axis.transAxes, ha="right", va="bottom", fontsize=FONT - 1)
+        axis.text(0.98, 0.02, f"hollow: {GPU}", transform=axis.transAxes, ha="right", va="bottom",
+                  fontsize=FONT - 1)
     # The slowest is named to the left of its line, where there is room; the others below each other.
     below, span = np.inf, np.log(axis.get_ylim()[1] / axis.get_ylim()[0])
     for place, (x, y, words, color) in enumerate(sorted(labels, key=lambda label: -label[1])):

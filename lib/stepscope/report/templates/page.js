@@ -33,7 +33,7 @@
   // On paper nothing is folded. Older browsers need it done; the newer have it in the style.
   let opened = [];
   addEventListener('beforeprint', () => {
-    opened = [...document.querySelectorAll('main details:not([open])')];
+    opened = [...document.querySelectorAll('main details:not([open], .embedded)')];
     opened.forEach(details => { details.open = true; });
   });
   addEventListener('afterprint', () => { opened.forEach(details => { details.open = false; }); });

@@ -101,20 +101,22 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
                                 squeeze=False, sharex=True)
     limit = max(both["speedup"].max(), 1 / both["speedup"].min())
     for axis, name in zip(axes[:, 0], shown):
-        grid = both[both["precision"] == name].pivot(index="d_model", columns="implementation", values="speedup")
+        own = both[both["precision"] == name]
+        grid = own.pivot(index="d_model", columns="implementation", values="speedup")
         _heat(axis, grid.reindex(index=heads, columns=others), limit)
         axis.set_ylabel(f"{precision(name)}\nd")
     axes[0, 0].xaxis.tick_top()
     axes[0, 0].tick_params(axis="x", labeltop=True, length=0)
-    axes[0, 0].set_xticks(range(len(others)), [NAMES[name].replace("SDPA ", "SDPA\n").replace("memory-", "memory-\n")
-                                               for name in others])
+    heads_of = [NAMES[name].replace("SDPA ", "SDPA\n").replace("memory-", "memory-\n") for name in others]
+    axes[0, 0].set_xticks(range(len(others)), heads_of)
     for axis in axes[1:, 0]:
         axis.tick_params(axis="x", top=False, bottom=False, labelbottom=False)
     best = both.loc[both["speedup"].idxmax()]
     figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x faster than written out"
-                    f" ({precision(best['precision'])})\n(sequence {positions(best['sequence'])}, forward + backward,"
-                    f" causal, {where};\nbelow 1: slower; grey: does not run so"
-                    + (", or was not tried)" if untried(cells) else ")"), x=0.01, ha="left", fontweight="bold")
+                    f" ({precision(best['precision'])})\n(sequence {positions(best['sequence'])}, forward +"
+                    f" backward, causal, {where};\nbelow 1: slower; grey: does not run so"
+                    + (", or was not tried)" if untried(cells) else ")"),
+                    x=0.01, ha="left", fontweight="bold")
     return figure
 
 

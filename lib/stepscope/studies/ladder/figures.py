@@ -165,7 +165,7 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
 
 
 def _shape_heads(axis: Axes, shapes: list[tuple], usual: int) -> None:
-    """Over the columns their contexts, a vocabulary that is not the usual one, and over these each size once."""
+    """Over the columns their contexts, a vocabulary that is not the usual one, and each size once."""
     axis.xaxis.tick_top()
     axis.set_xticks(
         range(len(shapes)),
@@ -247,5 +247,6 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
         ylabel="loss less fp32's (nats)",
         ylim=(-limit, limit),
     )
-    figure.suptitle(f"{title}\n(size {windows['size'].iloc[0]}, {where})", x=0.01, ha="left", fontweight="bold")
+    size = windows["size"].iloc[0]
+    figure.suptitle(f"{title}\n(size {size}, {where})", x=0.01, ha="left", fontweight="bold")
     return figure
