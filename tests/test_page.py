@@ -231,11 +231,12 @@ def test_a_table_of_many_columns_is_marked_wide(folder):
 def test_a_figure_is_a_picture_and_a_drawing_of_the_same(tmp_path):
     figure, axes = plt.subplots()
     axes.plot([1, 1000], [1, 2])
-    axes.set(xscale="log", title="A $5 & <6> title")
+    axes.set(xscale="log", title="A $5 & <6> title", xlabel=" space")
     style.save(figure, tmp_path / "made" / "one.png")
     drawing = (tmp_path / "made" / "one.svg").read_text()
     texts = [text.get_text() for text in BeautifulSoup(drawing, "html.parser").find_all("text")]
     assert "A $5 & <6> title" in texts  # which is text, and no formula,
+    assert " space" in drawing and 'xml:space="preserve"' in drawing  # and a space before it is room
     assert {"100", "103"} <= {*texts} and "mathdefault" not in drawing  # and a power of ten is one
     assert (tmp_path / "made" / "one.png").read_bytes().startswith(b"\x89PNG")
 
@@ -264,6 +265,9 @@ def test_a_long_table_is_folded_under_its_caption(folder):
     assert len({*names}) == 2 and names[0] == "Table: All of it."
     main = body_of(f"<details><summary>All</summary>\n\n{rows_of(30)}\n\n</details>", folder)
     assert [summary.get_text() for summary in main.find_all("summary")] == ["All (30 rows)"]  # not folded twice
+    study = f"<details class='study'><summary>One study</summary>\n\nWords.\n\n{rows_of(30)}\n\n</details>"
+    summaries = [summary.get_text() for summary in body_of(study, folder).find_all("summary")]
+    assert summaries == ["One study", "Table (30 rows)"]  # which has more than its table
 
 
 def test_a_page_beside_the_pictures_is_shown_in_a_frame_where_it_is_linked_to(folder):
@@ -447,6 +451,9 @@ def test_sentences_in_a_table_are_read_on_a_phone_without_moving_it(opened):
     assert tops == sorted(tops) and len({*tops}) == 3
     names = page.locator("td").evaluate_all("cells => cells.map(one => getComputedStyle(one, '::before').content)")
     assert ["symptom" in names[0], "change" in names[1], "gain" in names[2]] == [True] * 3
+    alone = f"# T\n\n| measured on | |\n|:--|:--|\n| device | {words} |\n"
+    page, _ = opened(alone, size=PHONE)
+    assert page.locator("td[data-name]").count() == 0 and page.locator(".sentences").count() == 1
     page, _ = opened(text)
     assert len({page.locator("td").nth(n).bounding_box()["y"] for n in range(3)}) == 1
 
@@ -458,6 +465,24 @@ def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme)
         assert violations(page) == []
         page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         assert too_wide(page) == []
+
+
+def test_what_was_not_opened_and_so_not_drawn_is_not_printed_blank(opened, folder):
+    (folder / "figures" / "inner.html").write_text("<p>drawn when seen</p>")
+    page, _ = opened("# T\n\nDo [see it](figures/inner.html).")
+    page.emulate_media(media="print")
+    block = page.locator(".embedded")
+    assert not block.is_visible()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert not block.is_visible() and page.get_by_text("Do see it.").is_visible()
+    block.evaluate("block => { block.open = true; }")
+    assert page.locator("iframe").is_visible()
+
+
+def test_the_advice_is_seen_whole_on_a_screen(chromium, report):
+    with shown(chromium, report) as (page, _):
+        boxes = page.locator("main .sentences").evaluate_all("all => all.map(box => box.scrollWidth - box.clientWidth)")
+        assert boxes and max(boxes) <= 0
 
 
 def test_the_main_text_is_printed_on_few_pages_and_its_evidence_begins_on_one_of_its_own(chromium, report):
