@@ -118,7 +118,8 @@ def svg_text(figure: Figure) -> str:
         figure.dpi = dpi  # of what is an image in it
         canvas.print_svg(drawn, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = drawn.getvalue()[drawn.getvalue().index("<svg"):].replace("'DejaVu Sans'", SVG_FONTS)
-    text = text.replace("<svg", '<svg xml:space="preserve"', 1)  # a space before a label is room, and is kept
+    style = "<style type=\"text/css\">"
+    text = text.replace(style, style + "text{white-space: pre}", 1)  # a space before a label is room
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
     def shorter(tag: re.Match) -> str:
         rounded = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag[0])
