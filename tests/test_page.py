@@ -408,6 +408,13 @@ def test_a_link_to_what_is_folded_unfolds_it(opened):
     page.get_by_role("heading", name="Inside").wait_for(state="visible")
 
 
+def test_a_link_to_a_fold_opens_it(opened):
+    page, _ = opened("# T\n\n[Go](#one)\n\n<details id='one'><summary>One</summary>\n\nInside it.\n\n</details>")
+    assert not page.get_by_text("Inside it.").is_visible()
+    page.get_by_role("link", name="Go").click()
+    page.get_by_text("Inside it.").wait_for(state="visible")
+
+
 def printed(page):
     """How many pages the page is as PDF, and their size in points."""
     pdf = page.pdf(prefer_css_page_size=True)

@@ -171,13 +171,22 @@ def whole(report: Report, runs_link: str) -> str:
         runs_link: path from that file to the runs folder.
     """
     parts = [writeup(report)]
-    for name, text in evidence(report, runs_link).items():
+    for page, text in evidence(report, runs_link).items():
+        name = page.removesuffix(".md")
+        if name == "runs":  # whose anchors are the studies' names, as some questions' are
+            text = text.replace('<a id="', '<a id="runs-')
         heading, _, rest = text.replace("\n## ", "\n#### ").partition("\n")
-        parts.append(f"<details class=\"study\" id=\"{name.removesuffix('.md')}\"><summary>"
+        parts.append(f"<details class=\"study\" id=\"evidence-{name}\"><summary>"
                      f"{heading.lstrip('# ')}</summary>\n\n{rest.strip()}\n\n</details>\n")
+
+    def here(link: re.Match) -> str:
+        page, anchor = link[1], link[2]
+        if page == "runs" and anchor:
+            return f"](#runs-{anchor})"
+        return f"](#{anchor or (f'evidence-{page}' if page else '')})"
+
     text = "\n".join(parts).replace("](../figures/", "](figures/")
-    pages_here = r"\]\((?:\.\./writeup\.md|(?:evidence/)?(\w+)\.md)(#[\w-]+)?\)"
-    return re.sub(pages_here, lambda link: f"]({link[2] or '#' + (link[1] or '')})", text)
+    return re.sub(r"\]\((?:\.\./writeup\.md|(?:evidence/)?(\w+)\.md)(?:#([\w-]+))?\)", here, text)
 
 
 def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:

@@ -24,7 +24,7 @@
   function unfold() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
-    for (let at = target; (at = at.parentElement);) if (at.matches('details')) at.open = true;
+    for (let at = target; at; at = at.parentElement) if (at.matches('details')) at.open = true;
     target.scrollIntoView();
   }
   addEventListener('hashchange', unfold);
