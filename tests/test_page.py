@@ -73,6 +73,12 @@ def page(folder):
     return BeautifulSoup(render_page(REPORT, folder), "html.parser")
 
 
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as running:
+        yield running
+
+
 def body_of(markdown_text, folder, **options):
     return BeautifulSoup(render_page(markdown_text, folder, **options), "html.parser").main
 
@@ -240,6 +246,16 @@ def test_a_figure_is_a_picture_and_a_drawing_of_the_same(tmp_path):
     assert (tmp_path / "made" / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_room_before_a_label_is_room_in_a_browser(chromium, tmp_path):
+    figure = plt.figure()
+    figure.text(0.5, 0.5, "     label", ha="left")
+    figure.text(0.5, 0.2, "label", ha="left")
+    style.save(figure, tmp_path / "one.png")
+    with shown(chromium, tmp_path / "one.svg") as (page, _):
+        far, near = page.locator("text").evaluate_all("all => all.map(one => one.getComputedTextLength())")
+        assert far > near + 10
+
+
 @pytest.mark.parametrize(("old", "new", "same"), [
     ("12.50", "12.52", True), ("12.50", "13.50", False), ("#p0123456789", "#pabcdef0123", True),
     ("1.25x", "1.26x", False), ("</g>", "</g><g></g>", False)])
@@ -264,6 +280,9 @@ def test_a_long_table_is_folded_under_its_caption(folder):
     assert len({*names}) == 2 and names[0] == "Table: All of it."
     main = body_of(f"<details><summary>All</summary>\n\n{rows_of(30)}\n\n</details>", folder)
     assert [summary.get_text() for summary in main.find_all("summary")] == ["All (30 rows)"]  # not folded twice
+    study = f"<details class='study'><summary>One study</summary>\n\nWords.\n\n{rows_of(30)}\n\n</details>"
+    summaries = [summary.get_text() for summary in body_of(study, folder).find_all("summary")]
+    assert summaries == ["One study", "Table (30 rows)"]  # which has more than its table
 
 
 def test_a_page_beside_the_pictures_is_shown_in_a_frame_where_it_is_linked_to(folder):
@@ -341,12 +360,6 @@ def test_same_text_same_bytes(folder):
     assert render_page(REPORT, folder).encode() == render_page(REPORT, folder).encode()
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as running:
-        yield running
-
-
 @pytest.fixture
 def opened(chromium, folder):
     """Open a report in a window of some size: the page, and what its console says."""
@@ -393,6 +406,13 @@ def test_a_link_to_what_is_folded_unfolds_it(opened):
     assert not page.get_by_role("heading", name="Inside").is_visible()
     page.evaluate("location.hash = '#inside'")
     page.get_by_role("heading", name="Inside").wait_for(state="visible")
+
+
+def test_a_link_to_a_fold_opens_it(opened):
+    page, _ = opened("# T\n\n[Go](#one)\n\n<details id='one'><summary>One</summary>\n\nInside it.\n\n</details>")
+    assert not page.get_by_text("Inside it.").is_visible()
+    page.get_by_role("link", name="Go").click()
+    page.get_by_text("Inside it.").wait_for(state="visible")
 
 
 def printed(page):
@@ -447,6 +467,9 @@ def test_sentences_in_a_table_are_read_on_a_phone_without_moving_it(opened):
     assert tops == sorted(tops) and len({*tops}) == 3
     names = page.locator("td").evaluate_all("cells => cells.map(one => getComputedStyle(one, '::before').content)")
     assert ["symptom" in names[0], "change" in names[1], "gain" in names[2]] == [True] * 3
+    alone = f"# T\n\n| measured on | |\n|:--|:--|\n| device | {words} |\n"
+    page, _ = opened(alone, size=PHONE)
+    assert page.locator("td[data-name]").count() == 0 and page.locator(".sentences").count() == 1
     page, _ = opened(text)
     assert len({page.locator("td").nth(n).bounding_box()["y"] for n in range(3)}) == 1
 
@@ -458,6 +481,24 @@ def test_the_report_fits_its_window_and_is_clean(chromium, report, size, scheme)
         assert violations(page) == []
         page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         assert too_wide(page) == []
+
+
+def test_what_was_not_opened_and_so_not_drawn_is_not_printed_blank(opened, folder):
+    (folder / "figures" / "inner.html").write_text("<p>drawn when seen</p>")
+    page, _ = opened("# T\n\nDo [see it](figures/inner.html).")
+    page.emulate_media(media="print")
+    block = page.locator(".embedded")
+    assert not block.is_visible()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert not block.is_visible() and page.get_by_text("Do see it.").is_visible()
+    block.evaluate("block => { block.open = true; }")
+    assert page.locator("iframe").is_visible()
+
+
+def test_the_advice_is_seen_whole_on_a_screen(chromium, report):
+    with shown(chromium, report) as (page, _):
+        boxes = page.locator("main .sentences").evaluate_all("all => all.map(box => box.scrollWidth - box.clientWidth)")
+        assert boxes and max(boxes) <= 0
 
 
 def test_the_main_text_is_printed_on_few_pages_and_its_evidence_begins_on_one_of_its_own(chromium, report):

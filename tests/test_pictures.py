@@ -1,14 +1,21 @@
 """Pictures say what they find: their titles follow the data, and what is in them has its words beside it."""
 
+from itertools import combinations
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
 from reference import tables
+from stepscope.report.story import attention as story_attention
 from stepscope.report.story import step_time, waiting
+from stepscope.say import style
+from stepscope.studies.attention.cells import head, timed, waits_for_host
 from stepscope.studies.benchmark import figures as of_benchmark
 from stepscope.studies.ladder import facts, figures, printed
+from stepscope.studies.memory import figures as of_memory
 from stepscope.studies.mixed_precision import figures as of_precision
+from stepscope.studies.nsys.figures import FAMILY_COLORS
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +95,55 @@ def test_a_title_follows_its_numbers(draw, given, columns, where):
     own, *others = (tables(study)[name] for study, name in (one.split(".") for one in given))
     changed = own.assign(**{name: own[name].where(own[where[0]] != where[1], own[name] * 3) for name in columns})
     assert title_of(draw(own, *others, "here")) != title_of(draw(changed, *others, "here"))
+
+
+def boxes(figure, texts):
+    figure.canvas.draw()
+    return [text.get_window_extent() for text in texts if text.get_text()]
+
+
+def test_heads_of_many_shapes_do_not_touch():
+    figure = figures.gains(tables("ladder")["rungs"], "here")
+    [axis] = figure.axes
+    sizes = [text for text in axis.texts if not text.get_text()[0].isdigit()]
+    heads = boxes(figure, [*axis.get_xticklabels(), *sizes])
+    assert len(heads) == len(axis.get_xticks()) + len(sizes) > 10
+    assert not any(one.overlaps(other) for one, other in combinations(heads, 2))
+    assert len({text.get_text() for text in sizes}) == len(sizes)  # each size once
+
+
+def test_points_that_wait_for_launches_are_hollow():
+    cells = tables("attention")["cells"]
+    for held in (cells, cells.assign(enqueue_ms=0.0)):
+        figure = story_attention.draw_time(held, pd.DataFrame(), "here")
+        for axis in figure.axes:
+            rows = timed(held, precision=axis.get_title("left"), d_model=head(timed(held)))
+            rows = rows[rows["implementation"].isin(story_attention.DRAWN)]
+            hollow = sum(len(line.get_xdata()) for line in axis.lines if line.get_markerfacecolor() == "white")
+            assert hollow == waits_for_host(rows).sum()
+            assert (hollow > 0) == any("hollow" in text.get_text() for text in axis.texts)
+
+
+def test_no_rung_is_lost_among_the_curves():
+    curves = tables("ladder")["curves"]
+    found, figure = facts.trained(curves), figures.curves(curves, "here")
+    words = texts_of(figure)
+    assert len(figure.axes[0].lines) == found["compared"] and str(found["inside"]) in words
+    assert all(one["name"] in words for one in found["out"])
+
+
+def test_what_checkpoints_save_is_the_title():
+    given = [tables("memory")[name] for name in ("checkpoints", "runs", "samples")]
+    before = title_of(of_memory.checkpoints(*given, "here"))
+    assert "%" in before
+    samples = given[2].assign(time_ms=given[2]["time_ms"].where(~given[2]["run_id"].isin(given[0]["run_id"]), 1.0))
+    assert "1 block" in before and before != title_of(of_memory.checkpoints(*given[:2], samples, "here"))
+
+
+@pytest.mark.parametrize("color", [*style.PALETTE, *FAMILY_COLORS.values(), "0.65", "white"])
+def test_ink_is_read_on_every_colour(color):
+    def contrast(one, other):
+        light, dark = sorted((style.luminance(one), style.luminance(other)), reverse=True)
+        return (light + 0.05) / (dark + 0.05)
+    assert contrast(style.ink_on(color), color) >= style.READABLE
+    assert contrast(style.as_text(color), "white") >= style.READABLE

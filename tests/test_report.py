@@ -13,11 +13,13 @@ from datetime import timedelta
 
 import pandas as pd
 import pytest
+from bs4 import BeautifulSoup
 
 from reference import ROOT, STORE, records
 from stepscope.cli import main
 from stepscope.report.check import StaleReport, check, compare
 from stepscope.report.load import Data, chapters, load_data, tables_of
+from stepscope.report.page import render_page
 from stepscope.report.render import OutputError, compose, draw_figures, pages, render, whole, writeup
 from stepscope.runs.record import RecordError
 from stepscope.runs.selection import told_apart
@@ -142,6 +144,16 @@ def test_what_was_not_measured_is_named_and_what_was_is_linked_also_without_runs
         unmeasured = re.search("Not measured here: (.*?)[.] ", text)[1]
         assert ("](evidence/neighbours.md)" in text) == there == ("Sweeps side by side" not in unmeasured)
         assert "](evidence/warmup.md)" in text and "Attention" in unmeasured
+
+
+def test_in_one_file_every_link_has_one_place(few, tmp_path):
+    page = BeautifulSoup(render_page(text_of(few), tmp_path), "html.parser")  # "warmup" is a study and a question
+    ids = [tag["id"] for tag in page.find_all(id=True)]
+    assert len(ids) == len({*ids})
+    places = {link["href"][1:] for link in page.select('a[href^="#"]')} - {""}
+    assert places <= {*ids} and "evidence-warmup" in places
+    runs = page.find("a", string=re.compile(r"runs? of warmup|1 run of warmup"))
+    assert page.find(id=runs["href"][1:]).find_next("a", href=re.compile("warmup")).find_parent(id="evidence-runs")
 
 
 def test_the_cpu_preset_is_named_in_every_heading(few):

@@ -68,8 +68,8 @@ class Rung:
     """A row of the ladder picker.
 
     ``products`` is the type of its matrix products; rows on which no later one stands (of another batch, of
-    another program) say so in ``beside``; ``gain`` is how many times as fast as the rung before, within one
-    process. What is not known is None.
+    another program) say so in ``beside``; ``gain`` is how many times as fast as the rung before, ``faster``
+    as the first, both within one process. What is not known is None.
     """
 
     size: str
@@ -83,6 +83,7 @@ class Rung:
     products: str = "bf16"
     beside: bool = False
     gain: float | None = None
+    faster: float | None = None
 
 
 def pieces(records: Iterable[Record], tables: Mapping[str, pd.DataFrame],
@@ -157,7 +158,8 @@ def ladder_rows(rungs: pd.DataFrame, names: Mapping[str, str]) -> list[dict]:
             str(row["size"]), int(row["context_length"]), rung, names.get(rung, rung.replace("_", " ")),
             known("median_ms") or 0.0, known("tokens_per_s"), known("peak_mib", factor=1 / 1024),
             known("of_sheet", "of_measured"), rung if rung in PRODUCTS else "bf16",
-            rung == "fill" or rung in BRANCHES or row["kind"] == "beside", known("gain"))))
+            rung == "fill" or rung in BRANCHES or row["kind"] == "beside", known("gain"),
+            known("times_as_fast"))))
     return shown
 
 

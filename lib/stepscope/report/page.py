@@ -245,6 +245,8 @@ def _of_sentences(box: Tag, table: Tag) -> None:
     behind its column's name."""
     box["class"] = "table sentences"
     names = [head.get_text(" ", strip=True) for head in table.select("thead :is(th, td)")]
+    if sum(map(bool, names)) < 2:
+        names = []  # the head of one column alone is the table's, not a name of its cells
     for row in table.select("tbody tr"):
         for name, cell in zip(names, row.find_all(["th", "td"])):
             if name:
@@ -262,7 +264,8 @@ def _fold(soup: BeautifulSoup, box: Tag, table: Tag, name: str, caption: Tag | N
     """Fold a long table under its caption and number of rows, with what filters and sorts it."""
     table["id"], table["class"] = name, "long-table"
     outer = box.find_parent("details")
-    if outer and outer.summary and len(outer.find_all("table")) == 1:
+    study = outer and "study" in (outer.get("class") or [])  # which has more than its one table
+    if outer and outer.summary and not study and len(outer.find_all("table")) == 1:
         details = outer
         if not re.search(r"\d rows", details.summary.get_text()):
             details.summary.append(f" ({rows} rows)")

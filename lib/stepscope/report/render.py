@@ -45,6 +45,11 @@ class Report:
     left: list[str]  # folders of runs that no answer is made from
 
     @property
+    def measured(self) -> dict[str, tuple[str, list[Answer]]]:
+        """Of the evidence the studies that answer something."""
+        return {study: own for study, own in self.studies.items() if any(map(answered, own[1]))}
+
+    @property
     def answers(self) -> list[Answer]:
         parts = [*self.story.values(), *(answers for _, answers in self.studies.values())]
         return [one for answers in parts for one in answers]
@@ -106,8 +111,7 @@ def answered(one: Answer) -> bool:
 def writeup(report: Report) -> str:
     """The main text as GitHub markdown, to stand beside the folders ``figures`` and ``evidence``."""
     data = report.data
-    measured = {study: title for study, (title, answers) in report.studies.items()
-                if any(map(answered, answers))}
+    measured = {study: title for study, (title, _) in report.measured.items()}
     missing = [title for study, (title, _) in report.studies.items() if study not in measured]
     text = _templates().get_template("writeup.md.j2").render(
         data=data, report=report, machine=machine(data), sizes=sizes(data), measured=measured,
@@ -127,7 +131,7 @@ def evidence(report: Report, runs_link: str) -> dict[str, str]:
     made = {study: page.render(data=data, title=title, study=study, answers=list(filter(answered, answers)),
                                open=[one.question for one in answers if not answered(one)])
             .replace("](figures/", "](../figures/")
-            for study, (title, answers) in report.studies.items() if any(map(answered, answers))}
+            for study, (title, answers) in report.measured.items()}
     made["runs"] = templates.get_template("runs.md.j2").render(
         data=data, runs_link=runs_link)
     return {f"{name}.md": _linked(text, report, name) for name, text in made.items()}
@@ -167,13 +171,22 @@ def whole(report: Report, runs_link: str) -> str:
         runs_link: path from that file to the runs folder.
     """
     parts = [writeup(report)]
-    for name, text in evidence(report, runs_link).items():
+    for page, text in evidence(report, runs_link).items():
+        name = page.removesuffix(".md")
+        if name == "runs":  # whose anchors are the studies' names, as some questions' are
+            text = text.replace('<a id="', '<a id="runs-')
         heading, _, rest = text.replace("\n## ", "\n#### ").partition("\n")
-        parts.append(f"<details class=\"study\" id=\"{name.removesuffix('.md')}\"><summary>"
+        parts.append(f"<details class=\"study\" id=\"evidence-{name}\"><summary>"
                      f"{heading.lstrip('# ')}</summary>\n\n{rest.strip()}\n\n</details>\n")
+
+    def here(link: re.Match) -> str:
+        page, anchor = link[1], link[2]
+        if page == "runs" and anchor:
+            return f"](#runs-{anchor})"
+        return f"](#{anchor or (f'evidence-{page}' if page else '')})"
+
     text = "\n".join(parts).replace("](../figures/", "](figures/")
-    pages_here = r"\]\((?:\.\./writeup\.md|(?:evidence/)?(\w+)\.md)(#[\w-]+)?\)"
-    return re.sub(pages_here, lambda link: f"]({link[2] or '#' + (link[1] or '')})", text)
+    return re.sub(r"\]\((?:\.\./writeup\.md|(?:evidence/)?(\w+)\.md)(?:#([\w-]+))?\)", here, text)
 
 
 def texts(store: Store, report: Report, folder: Path) -> dict[Path, str]:

@@ -10,9 +10,11 @@ import numpy as np
 import seaborn as sns
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogFormatterMathtext
+from matplotlib.typing import ColorType
 from PIL import Image
 
 from stepscope.config import PHASE_NAMES
@@ -26,6 +28,8 @@ PHASE_COLORS = dict(zip(PHASE_NAMES, ["#56B4E9", "#000000", "#0072B2", "#E69F00"
 PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 SVG_FONTS = "DejaVu Sans, Verdana, sans-serif"  # the second is as wide as the first
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+REST = "0.85"  # what is left over, in all pictures
+READABLE = 4.5  # contrast that text needs (WCAG 2.1, 1.4.3)
 
 
 def use_style() -> None:
@@ -33,10 +37,33 @@ def use_style() -> None:
     sns.set_theme(context="notebook", style="whitegrid", palette=PALETTE, rc={
         "figure.dpi": 80, "savefig.dpi": DPI, "figure.constrained_layout.use": True,
         "font.family": "DejaVu Sans",
-        "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 11,
-        "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10, "legend.frameon": False,
+        "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.labelsize": 12.5, "figure.titlesize": 14,
+        "xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 12,
+        "legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.3,
         "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
         "errorbar.capsize": 2})
+
+
+def luminance(color: ColorType) -> float:
+    """Relative luminance of a colour (WCAG 2.1)."""
+    parts = np.array(to_rgb(color))
+    return float(np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+                 @ [0.2126, 0.7152, 0.0722])
+
+
+def ink_on(color: ColorType) -> str:
+    """Black or white: which of them is read better on a colour."""
+    light = luminance(color)
+    return "black" if (light + 0.05) ** 2 > 0.05 * 1.05 else "white"
+
+
+def as_text(color: ColorType) -> tuple[float, float, float]:
+    """A colour as dark as its words on white have to be."""
+    parts = np.array(to_rgb(color))
+    while 1.05 / (luminance(tuple(parts)) + 0.05) < READABLE:
+        parts = parts * 0.97
+    return tuple(parts)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -91,6 +118,8 @@ def svg_text(figure: Figure) -> str:
         figure.dpi = dpi  # of what is an image in it
         canvas.print_svg(drawn, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = drawn.getvalue()[drawn.getvalue().index("<svg"):].replace("'DejaVu Sans'", SVG_FONTS)
+    style = "<style type=\"text/css\">"
+    text = text.replace(style, style + "text{white-space: pre}", 1)  # a space before a label is room
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
     def shorter(tag: re.Match) -> str:
         rounded = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag[0])

@@ -32,7 +32,9 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
         return None
     contexts = gained["context_length"].nunique() > 1
-    found = {str(rung): _gain(own, speedups, contexts) | {"without": _without(rows, ADVISED[str(rung)])}
+    alone = {precision: _idle_alone(speedups, precision) for precision in ("tf32", "bf16")}
+    found = {str(rung): _gain(own, alone.get(str(rung), []), contexts)
+             | {"without": _without(rows, ADVISED[str(rung)])}
              for rung, own in gained.groupby("rung", sort=False)}
     left_out = rows[rows["rung"].isin([one for one in ADVISED.values() if one])]
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
@@ -40,7 +42,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
-            "beside": _beside(speedups, gained), "over": HELPS,
+            "beside": _beside(alone, gained), "over": HELPS,
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
@@ -49,11 +51,11 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
 
-def _gain(rows: pd.DataFrame, speedups: pd.DataFrame, contexts: bool) -> dict:
-    """What one change gains on the ladder, over shapes."""
+def _gain(rows: pd.DataFrame, alone: list[dict], contexts: bool) -> dict:
+    """What one change gains on the ladder, over shapes; ``alone``: see :func:`_idle_alone`."""
     shapes = [_shape(row, "gain") for row in rows.sort_values("gain").to_dict("records")]
     helped = [shape for shape in shapes if shape["surely"]]
-    idle = [shape for shape in shapes if not shape["surely"]] + _idle_alone(speedups, rows["rung"].iloc[0])
+    idle = [shape for shape in shapes if not shape["surely"]] + alone
     sizes = {shape["size"]: sorted({one["context"] for one in idle if one["size"] == shape["size"]})
              for shape in idle}
     order = [*sorted(sizes, key=lambda size: [*SIZES].index(size) if size in SIZES else len(SIZES))]
@@ -78,20 +80,20 @@ def _shape(row: dict, ratio: str) -> dict:
             "surely": bool(row[ratio] > 1 + HELPS and row[f"{ratio}_low"] > 1)}
 
 
-def _idle_alone(speedups: pd.DataFrame, rung: str) -> list[dict]:
+def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:
     """Shapes whose eager full step a precision does not surely make faster than fp32's."""
-    if speedups.empty or rung not in ("tf32", "bf16"):
+    if speedups.empty:
         return []
-    rows = pick(speedups, precision=rung, mode="step", phase=WHOLE)
+    rows = pick(speedups, precision=precision, mode="step", phase=WHOLE)
     rows = rows[(rows["change"] != "faster") | (rows["speedup"] < 1 + HELPS)]
     return [{"size": str(row["size"]), "context": int(row["context_length"])}
             for row in rows.to_dict("records")]
 
 
-def _beside(speedups: pd.DataFrame, gained: pd.DataFrame) -> list[str]:
+def _beside(alone: dict[str, list[dict]], gained: pd.DataFrame) -> list[str]:
     """Contexts of :func:`_idle_alone` that the ladder was not at."""
-    alone = [one["context"] for rung in ("tf32", "bf16") for one in _idle_alone(speedups, rung)]
-    return [str(one) for one in sorted(set(alone) - set(gained["context_length"]))]
+    contexts = {shape["context"] for shapes in alone.values() for shape in shapes}
+    return [str(one) for one in sorted(contexts - set(gained["context_length"]))]
 
 
 PART = Part("What to do", questions=(

@@ -10,18 +10,21 @@ from stepscope.report.story.part import Part
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, positions, runs_of
+from stepscope.say.formats import precision as words_of
 from stepscope.say.selections import pick, precisions
-from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.studies.attention import facts, facts_ends
+from stepscope.say.style import WIDTH_IN, as_text, ink_on, use_style
+from stepscope.studies.attention import facts, facts_ends, facts_generations
 from stepscope.studies.attention.cells import head, implementations, timed, waits_for_host
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.figures import STYLES
 from stepscope.studies.attention.names import NAMES
 from stepscope.studies.nsys.facts_regions import forward_of, softmax_against_matmul
 from stepscope.traces.families import MATMUL
+from stepscope.traces.waits import GPU
 
 # How softmax's operations and the products are called in the picture, in the order in which they run; of
 # softmax those that write the whole square again are darker.
+SHORT = {"maximum": "max", "exponentiate": "exp"}  # in the narrower parts
 SOFTMAX_COLORS = {"maximum": "#EBCBDC", "subtract": "#CC79A7", "exponentiate": "#B05C8C", "sum": "#EBCBDC",
                   "divide": "#CC79A7"}
 PRODUCTS = {"attention.scores": "QKᵀ", "attention.value": "PV"}
@@ -166,7 +169,7 @@ def draw_softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.Dat
     axis.margins(x=0.12)
     axis.tick_params(axis="x", labelsize=FONT)
     axis.set_xlabel("milliseconds of one forward pass", fontsize=FONT)
-    axis.grid(axis="y", visible=False)
+    axis.grid(visible=False)
     ratio, flops = found["own"]["time_ratio"], found["own"]["flops_ratio"]
     axis.set_title(f"Softmax takes {number(ratio, 2)}x the time of both products\n"
                    f"with {flops:.0%} of their FLOPs", fontsize=FONT + 1)
@@ -180,9 +183,9 @@ def _stack(axis: Axes, y: int, parts: list[tuple[str, float, str]]) -> None:
     left, total = 0.0, sum(value for _, value, _ in parts)
     for name, value, color in parts:
         axis.barh(y, value, left=left, color=color, edgecolor="white", height=0.72)
-        dark = color in ("#0072B2", "#B05C8C", "#009E73")
-        axis.text(left + value / 2, y, f"{name}\n{number(value, 2)}", ha="center", va="center",
-                  fontsize=FONT - (2 if len(name) > 8 else 1.5), color="white" if dark else "black")
+        words = f"{SHORT.get(name, name)}\n{number(value, 2)}" if len(parts) > 1 else name
+        axis.text(left + value / 2, y, words, ha="center", va="center", fontsize=FONT - 1,
+                  color=ink_on(color))
         left += value
     axis.text(left, y, f" {number(total)} ms", ha="left", va="center", fontsize=FONT, fontweight="bold")
 
@@ -231,12 +234,12 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
     does not wait for the host: both ``ms`` of forward and backward, and times ``faster``; and so (below 1:
     slower) at the longest of the shorter sequences where it is ``behind``, if any; None where it did not run
     at this head dimension."""
-    rows = timed(generations) if len(generations) else generations
-    rows = pick(rows, d_model=d, precision=precision) if len(rows) else rows
-    rows = rows[~waits_for_host(rows)] if len(rows) else rows
-    if rows.empty or "fa4" not in set(rows["implementation"]):
+    found = facts_generations.generations(generations) if len(generations) else None
+    if found is None or "fa4" not in found["ran"]:
         return None
-    ms = rows.pivot_table(index="sequence", columns="implementation", values="pass_median_ms")
+    table = pick(found["table"], d_model=d, precision=precision, causal=True).set_index("sequence")
+    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_waits"].eq(True))
+                       for name in found["ran"]})
     others = ms.drop(columns="fa4")
     faster = (others.min(axis=1) / ms["fa4"]).dropna()
     if faster.empty:
@@ -335,8 +338,9 @@ def _winner(what: str, ms: float, faster: float, waits: bool) -> str:
 
 
 def draw_time(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | None:
-    """Time of a causal pass over the sequence, log-log, a panel a precision; where one runs out of memory,
-    its own mark, hollow, at the shortest sequence that failed (on the line that grows with the square)."""
+    """Time of a causal pass over the sequence, log-log, a panel a precision; hollow where a pass waits
+    for launches; where one runs out of memory, a cross at the shortest sequence that failed (on the line that
+    grows with the square)."""
     rows = timed(cells)
     rows = rows[rows["implementation"].isin(DRAWN)] if len(rows) else rows
     if rows.empty or rows["sequence"].nunique() < 2:
@@ -354,7 +358,7 @@ def draw_time(cells: pd.DataFrame, ends: pd.DataFrame, where: str) -> Figure | N
                           & ~ends["expandable"].astype(bool) & (ends["part"] == "pass")
                           & (ends["status"] == "oom")]
         _lines(axis, here, probes)
-        axis.set_title(precision, fontsize=FONT)
+        axis.set_title(words_of(precision), fontsize=FONT)
         axis.set_xlabel("sequence", fontsize=FONT)
         axis.tick_params(labelsize=FONT - 1)
     axes[0, 0].set_ylabel("forward + backward (ms)", fontsize=FONT)
@@ -376,38 +380,47 @@ def _time_title(rows: pd.DataFrame, precision: str) -> str:
 
 
 def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
-    """A line an implementation with its name at its end, and its end by memory."""
-    labels = []
+    """A line an implementation with its name at its end, and its end by memory; hollow where it waits for
+    launches."""
+    labels, waiting = [], False
     for name in (one for one in DRAWN if one in set(rows["implementation"])):
         of, style = rows[rows["implementation"] == name].sort_values("sequence"), STYLES[name]
         axis.plot(of["sequence"], of["pass_median_ms"], linewidth=1.8, markersize=6,
                   **style)  # type: ignore[arg-type]
+        waits = of[waits_for_host(of)]
+        waiting |= len(waits) > 0
+        axis.plot(waits["sequence"], waits["pass_median_ms"], linestyle="none", marker=style["marker"],
+                  markersize=6, color=style["color"], markerfacecolor="white", markeredgewidth=1.5)
         x, y = of["sequence"].iloc[-1], of["pass_median_ms"].iloc[-1]
         words = NAMES[name].removeprefix("SDPA ")
         failed = probes.loc[probes["implementation"] == name, "sequence"].min() if len(probes) else np.nan
         if not np.isnan(failed):
             y_end = y * (failed / x) ** 2
             axis.plot([x, failed], [y, y_end], ":", color=style["color"], linewidth=1.5)
-            axis.plot(failed, y_end, marker=style["marker"], color=style["color"], markersize=11,
-                      markerfacecolor="white", markeredgewidth=2)
+            axis.plot(failed, y_end, marker="x", color=style["color"], markersize=11, markeredgewidth=3)
             words, x, y = f"{words}: out of\nmemory at {positions(failed)}", failed, y_end
         labels.append((x, y, words, style["color"]))
     axis.set(xscale="log", yscale="log")
     least, most = rows["sequence"].min(), max(x for x, *_ in labels)
     axis.set_xlim(least / 1.4, most * (most / least) ** 0.55)
-    axis.set_ylim(top=2.5 * max(y for _, y, *_ in labels))
+    bottom = rows["pass_median_ms"].min() / (2.5 if waiting else 1.2)
+    top = 2.5 * max(y for _, y, *_ in labels)
+    axis.set_ylim(min(axis.get_ylim()[0], bottom), max(axis.get_ylim()[1], top))
     axis.set_xticks([tick for tick in 8.0 ** np.arange(1, 9) if least <= tick <= most])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(
         lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if waiting:
+        axis.text(0.98, 0.02, f"hollow: {GPU}", transform=axis.transAxes, ha="right", va="bottom",
+                  fontsize=FONT - 1)
     # The slowest is named to the left of its line, where there is room; the others below each other.
     below, span = np.inf, np.log(axis.get_ylim()[1] / axis.get_ylim()[0])
     for place, (x, y, words, color) in enumerate(sorted(labels, key=lambda label: -label[1])):
         first = place == 0 and len(labels) > 1
         at = y if first else min(y, below)
         axis.annotate(words, (x, at), xytext=(-11 if first else 10, 0), textcoords="offset points",
-                      va="top" if "\n" in words and not first else "center", color=color,
+                      va="top" if "\n" in words and not first else "center", color=as_text(color),
                       ha="right" if first else "left", fontsize=FONT - 1, fontweight="bold")
         if not first:
             below = at / np.exp(span * 0.05 * (2.6 if "\n" in words else 1))

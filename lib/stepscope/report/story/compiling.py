@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
-from stepscope.say.formats import NEARLY, faster, number, runs_of
+from stepscope.say.formats import NEARLY, faster, listing, number, runs_of
 from stepscope.say.selections import pick, precisions, reference
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.studies.compile import facts as compile_facts
@@ -231,14 +231,20 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
             Line2D([], [], linestyle="none", marker="s" if name == "fp32" else "o", markersize=12,
                    color=PRECISION_COLORS[name], label=name)
             for name in names
-        ],
+        ] + [
+            Line2D([], [], linestyle="none", marker="o", markersize=12, markeredgewidth=2, color="0.3",
+                   markerfacecolor="white", label="hollow: samples are not steady")
+        ] * bool(both.loc[both["mode"] == "step", "flagged"].any()),
         loc="outside lower center",
-        ncols=3,
+        ncols=4,
         fontsize=14,
         handletextpad=0.1,
         columnspacing=1,
     )
-    figure.suptitle(gain_title(pick(both, mode="step")), x=0.01, ha="left", fontweight="bold", fontsize=17)
+    steps = pick(both, mode="step")
+    contexts = listing([str(context) for context in sorted(steps["context_length"].unique())])
+    figure.suptitle(f"{gain_title(steps)}\n(context {contexts}, {where})", x=0.01, ha="left",
+                    fontweight="bold", fontsize=16)
     return figure
 
 

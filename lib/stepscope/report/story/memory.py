@@ -12,7 +12,7 @@ from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
-from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.say.style import WIDTH_IN, ink_on, use_style
 from stepscope.step.accounting import instants, on_gpu, peak
 from stepscope.studies.ladder.facts import climbed_on_gpu
 from stepscope.studies.ladder.facts import reference as ladder_of
@@ -27,6 +27,7 @@ STATIC = ("parameters", "gradients", "optimizer state")  # what no context chang
 LARGER = (2, 4)  # times the context that sentences speak of
 WORTH_SAYING = 0.03  # a share of the peak
 FONT = 14
+NARROW = 0.05  # of the events: what lives for so few has its name beside it
 
 
 # -- what the peak is made of --------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def draw_peaks(runs: pd.DataFrame, where: str) -> Figure | None:
     axis.invert_yaxis()
     axis.set_xlim(0, most * 1.28)
     axis.tick_params(axis="x", labelsize=FONT)
-    axis.grid(axis="y", visible=False)
+    axis.grid(visible=False)
     axis.set_xlabel("peak of a full step (GiB)", fontsize=FONT)
     if len(memory) and memory.iloc[0] / 1024 < most:
         axis.axvline(memory.iloc[0] / 1024, color="0.2", linestyle="--", linewidth=1.5)
@@ -196,9 +197,12 @@ def _live(axis: Axes, table: pd.DataFrame) -> tuple[tuple[float, str], dict]:
     for row, kind in enumerate(kinds):
         if live[row].max() > 0.1 * top:
             thick = int(live[row].argmax()) if live[row].min() < 0.9 * live[row].max() else len(x) // 2
-            axis.text(thick, height[row, thick] - live[row, thick] / 2, KINDS.get(kind, kind), va="center",
-                      ha=side(thick, len(x)), fontsize=FONT, fontweight="bold",
-                      color="white" if kind == "parameters" else "black")
+            here = live[row] > live[row].max() / 2
+            spike = here.sum() < NARROW * len(x)  # too narrow for its name, which stands before it
+            place = max(0, int(here.argmax()) - len(x) // 50) if spike else thick
+            axis.text(place, height[row, thick] - live[row, thick] / (3 if spike else 2),
+                      KINDS.get(kind, kind), va="center", ha="right" if spike else side(thick, len(x)),
+                      fontsize=FONT, fontweight="bold", color="black" if spike else ink_on(COLORS[kind]))
     for phase, (begin, after) in phases.items():
         if len(phases) > 1 and after - begin > 0.08 * len(x):
             axis.axvline(begin - first, color="0.3", linewidth=0.8, linestyle=":")

@@ -10,15 +10,14 @@ from stepscope.report.story import step_time_facts as facts
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, percent
-from stepscope.say.style import PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import PHASE_COLORS, REST, WIDTH_IN, ink_on, use_style
 from stepscope.step.timing import WHOLE
-from stepscope.studies.nsys.figures import FAMILY_COLORS, LIGHT, patches, title
+from stepscope.studies.nsys.figures import FAMILY_COLORS, patches, title
 from stepscope.traces.families import MATMUL
 
 FONT = 14
 WRITTEN, WRITTEN_ABOVE = 0.045, 0.055  # of a bar lying or standing: a smaller part has no number in it
 SEEN = 0.004  # of a bar: a larger part is seen
-DARK_TEXT = ("forward", "optimizer")  # on these phases' colours
 
 
 def step_phases(times: pd.DataFrame, compiled: pd.DataFrame, where: str) -> Figure | None:
@@ -65,11 +64,10 @@ def phase_bars(axis: Axes, table: pd.DataFrame, named: bool) -> None:
     for phase, color in PHASE_COLORS.items():
         axis.bar(places, shares[phase], bottom=bottom, color=color, width=0.8, edgecolor="white",
                  linewidth=0.5)
-        dark = "black" if phase in DARK_TEXT else "white"
         for place, (start, share) in enumerate(zip(bottom, shares[phase], strict=True)):
             if share > WRITTEN_ABOVE:
-                axis.text(place, start + share / 2, percent(share), ha="center", va="center", color=dark,
-                          fontsize=FONT)
+                axis.text(place, start + share / 2, percent(share), ha="center", va="center",
+                          color=ink_on(color), fontsize=FONT)
         thin = phase == "loss" and shares[phase].max() > SEEN  # black, and nowhere thick enough for a number
         if named and (thin or shares[phase].iloc[-1] > WRITTEN_ABOVE):
             axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2,
@@ -103,9 +101,9 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
         for place, (start, share) in enumerate(zip(left, shares[family], strict=True)):
             if share > WRITTEN:
                 axis.text(start + share / 2, place, percent(share), ha="center", va="center", fontsize=FONT,
-                          color="black" if family in LIGHT else "white")
+                          color=ink_on(FAMILY_COLORS[family]))
         left = left + shares[family]
-    axis.barh(labels, rest, left=left, color="0.85")
+    axis.barh(labels, rest, left=left, color=REST)
     low, high = percent(shares[MATMUL].min()), percent(shares[MATMUL].max())
     axis.set(xlim=(0, 1), xlabel="share of the operations' time")
     axis.xaxis.label.set_size(FONT)
@@ -113,7 +111,7 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
     axis.tick_params(labelsize=FONT)
     axis.invert_yaxis()
     axis.grid(visible=False)
-    handles = [*patches(used), *([Patch(color="0.85", label="the rest")] if (rest > 0.001).any() else [])]
+    handles = [*patches(used), *([Patch(color=REST, label="the rest")] if (rest > 0.001).any() else [])]
     figure.legend(handles=handles, loc="outside lower center", ncols=(len(handles) + 1) // 2,
                   fontsize=FONT - 2)
     title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of a full fp32 step\n"

@@ -9,11 +9,10 @@ from stepscope.report.story import waiting_facts as facts
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, percent
-from stepscope.say.style import WIDTH_IN, use_style
+from stepscope.say.style import WIDTH_IN, ink_on, use_style
 from stepscope.studies.nsys.figures import sizes_of, title
 
 FONT = 14
-DARK = 0.45  # a share whose cell is so dark that its words are white
 NAMES = {"eager": "as torch runs it", "block": "blocks compiled", "model": "one compiled graph",
          "cuda_graphs": "the same with CUDA graphs"}
 
@@ -34,17 +33,18 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         shares = rows[rows["phase"] == phase].pivot_table(
             index="size", columns=["precision", "context_length"], values="waited_share", observed=True)
         shares = shares.reindex(index=sizes, columns=columns).to_numpy(dtype=float)
-        axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
+        image = axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
         for (line, column), share in np.ndenumerate(shares):
-            text = "" if np.isnan(share) else percent(share) if share else "0"
-            color = "0.45" if not share else "white" if share > DARK else "black"
-            axis.text(column, line, text, ha="center", va="center", fontsize=FONT - 2, color=color)
+            if not np.isnan(share):
+                color = ink_on(image.cmap(image.norm(share))) if share else "0.4"
+                axis.text(column, line, f"{100 * share:.0f}", ha="center", va="center", fontsize=FONT,
+                          color=color)
         axis.set_xticks(range(len(columns)), [str(context) for _, context in columns], rotation=90)
         for precision in dict.fromkeys(name for name, _ in columns):
             places = [place for place, (name, _) in enumerate(columns) if name == precision]
             axis.text(sum(places) / len(places), -0.6, precision, ha="center", fontsize=FONT)
             if places[0]:
-                axis.axvline(places[0] - 0.5, color="white", linewidth=6)
+                axis.axvline(places[0] - 0.5, color="white", linewidth=4)
         axis.set_yticks(range(len(sizes)), sizes)
         axis.set_title({"optimizer": "AdamW"}.get(phase, phase), fontsize=FONT + 1, pad=20)
         axis.set_xlabel("context", fontsize=FONT)
@@ -52,7 +52,7 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         axis.grid(visible=False)
     waiting = rows.groupby(facts.SHAPE, observed=True)["waited_ms"].sum() > 0
     many = f"{waiting.sum()} of {len(waiting)} steps" if waiting.any() else "no step here"
-    title(figure, f"The GPU waits for launches in {many}\n(share of each phase's time, {where})")
+    title(figure, f"The GPU waits for launches in {many}\n(percent of each phase's time, {where})")
     return figure
 
 

@@ -38,7 +38,7 @@
     }));
     document.getElementById('ladder-said').textContent = !first ? 'Not measured.'
       : first === best ? `${digits(first.time_ms)} ms a step.`
-        : `${digits(first.time_ms)} ms to ${digits(best.time_ms)} ms a step: ${digits(first.time_ms / best.time_ms)}x faster, with ${best.label}.`;
+        : `${digits(first.time_ms)} ms to ${digits(best.time_ms)} ms a step: ${digits(best.faster ?? first.time_ms / best.time_ms)}x faster, with ${best.label}.`;
   }
   form.addEventListener('input', show);
   form.addEventListener('submit', event => event.preventDefault());

@@ -24,7 +24,7 @@
   function unfold() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
-    for (let at = target; (at = at.parentElement);) if (at.matches('details')) at.open = true;
+    for (let at = target; at; at = at.parentElement) if (at.matches('details')) at.open = true;
     target.scrollIntoView();
   }
   addEventListener('hashchange', unfold);
@@ -33,7 +33,7 @@
   // On paper nothing is folded. Older browsers need it done; the newer have it in the style.
   let opened = [];
   addEventListener('beforeprint', () => {
-    opened = [...document.querySelectorAll('main details:not([open])')];
+    opened = [...document.querySelectorAll('main details:not([open], .embedded)')];
     opened.forEach(details => { details.open = true; });
   });
   addEventListener('afterprint', () => { opened.forEach(details => { details.open = false; }); });

@@ -6,8 +6,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
+from stepscope.say.formats import number, positions, precision
 from stepscope.say.selections import precisions
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, ink_on, use_style
 from stepscope.studies.attention.cells import head, implementations, timed
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import untried
@@ -18,7 +19,6 @@ COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as
 STYLES = {name: {"color": color, "marker": marker}
           for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
 STYLES["fa4"] = {"color": "0.5", "marker": "*"}
-SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
@@ -69,71 +69,64 @@ def ceiling(cells: pd.DataFrame, where: str) -> Figure | None:
         return None
     use_style()
     d, columns = head(rows), precisions(rows)
-    figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH_IN, 3.9), squeeze=False, sharey=True)
-    for axis, precision in zip(axes[0], columns):
-        _over_sequence(axis, rows[(rows["d_model"] == d) & (rows["precision"] == precision)], "utilisation")
-        axis.set(title=precision, yscale="linear")
+    figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH_IN, 4.8), squeeze=False, sharey=True)
+    for axis, name in zip(axes[0], columns):
+        _over_sequence(axis, rows[(rows["d_model"] == d) & (rows["precision"] == name)], "utilisation")
+        axis.set(title=precision(name), yscale="linear")
         axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[0, 0].set_ylim(0, 1.08 * rows.loc[rows["d_model"] == d, "utilisation"].max())
     axes[0, 0].set_ylabel("share of the measured\nmatrix-product rate")
     handles = _handles(axes[0])
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     best = rows.loc[rows.loc[rows["d_model"] == d, "utilisation"].idxmax()]
     figure.suptitle(f"At most {best['utilisation']:.0%} of the product rate: {NAMES[best['implementation']]},"
-                    f" {best['precision']}\n(forward + backward without mask, d {d}, {where})",
+                    f" {precision(best['precision'])}\n(forward + backward without mask, d {d}, {where})",
                     x=0.01, ha="left", fontweight="bold")
     return figure
 
 
 def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
-    """How many times faster than written-out attention, over d and sequence: a row of panels a precision, a
-    panel an implementation."""
+    """How many times faster than written-out attention at the longest sequence: d down, a column an
+    implementation, a panel a precision; in shorter ones the host sets the time."""
     rows = timed(cells)
     if rows.empty:
         return None
-    both = against_eager(rows[rows["sequence"] >= min(SHORTEST, rows["sequence"].max())])
+    both = against_eager(rows[rows["sequence"] == rows["sequence"].max()])
     others = [name for name in implementations(both) if name != "eager"]
     if not others:
         return None
     use_style()
     shown, heads = precisions(both), sorted(both["d_model"].unique())
-    height = 1 + 0.2 * len(shown) * (len(heads) + 1.2)
-    figure, axes = plt.subplots(len(shown), len(others), figsize=(WIDTH_IN * 0.85, height), squeeze=False,
-                                sharex=True, sharey=True)
+    figure, axes = plt.subplots(len(shown), 1, figsize=(WIDTH_IN, 1.6 + 0.36 * len(shown) * (len(heads) + 1)),
+                                squeeze=False, sharex=True)
     limit = max(both["speedup"].max(), 1 / both["speedup"].min())
-    for axis, name in zip(axes[0], others):
-        axis.set_title(NAMES[name].replace("SDPA ", "").replace("memory-", ""), fontsize=10)
-    for line, precision in zip(axes, shown):
-        for axis, name in zip(line, others):
-            here = both[(both["precision"] == precision) & (both["implementation"] == name)]
-            image = _heat(axis, here, heads, sorted(both["sequence"].unique()), limit)
-        line[0].set_ylabel(f"{precision}\nd", fontsize=10)
-    figure.colorbar(image, ax=axes, label="x faster", shrink=0.6, format=PLAIN)
-    figure.supxlabel("sequence (grey: does not run so" + (", or was not tried)" if untried(cells) else ")"),
-                     fontsize=10)
+    for axis, name in zip(axes[:, 0], shown):
+        own = both[both["precision"] == name]
+        grid = own.pivot(index="d_model", columns="implementation", values="speedup")
+        _heat(axis, grid.reindex(index=heads, columns=others), limit)
+        axis.set_ylabel(f"{precision(name)}\nd")
+    axes[0, 0].xaxis.tick_top()
+    axes[0, 0].tick_params(axis="x", labeltop=True, length=0)
+    heads_of = [NAMES[name].replace("SDPA ", "SDPA\n").replace("memory-", "memory-\n") for name in others]
+    axes[0, 0].set_xticks(range(len(others)), heads_of)
+    for axis in axes[1:, 0]:
+        axis.tick_params(axis="x", top=False, bottom=False, labelbottom=False)
     best = both.loc[both["speedup"].idxmax()]
     figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x faster than written out"
-                    f" ({best['precision']})\n(forward + backward, causal, {where})", x=0.01, ha="left",
-                    fontweight="bold")
+                    f" ({precision(best['precision'])})\n(sequence {positions(best['sequence'])}, forward +"
+                    f" backward, causal, {where};\nbelow 1: slower; grey: does not run so"
+                    + (", or was not tried)" if untried(cells) else ")"),
+                    x=0.01, ha="left", fontweight="bold")
     return figure
 
 
-def _heat(axis, rows: pd.DataFrame, heads: list[int], sequences: list[int], limit: float):
-    """``speedup`` as colour and number, d down and sequence across; gives the image back for its colorbar."""
-    grid = rows.pivot(index="d_model", columns="sequence", values="speedup")
-    values = grid.reindex(index=heads, columns=sequences).to_numpy()
-    image = axis.imshow(values, norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
-    for (y, x), value in np.ndenumerate(values):
-        axis.text(x, y, _times(value), ha="center", va="center", fontsize=7,
-                  color="white" if abs(np.log(value)) > 0.6 * np.log(limit) else "black")
+def _heat(axis, grid: pd.DataFrame, limit: float) -> None:
+    """How many times faster, as colour and number, d down and implementations across."""
+    image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
+    for (y, x), value in np.ndenumerate(grid.to_numpy()):
+        if np.isfinite(value):
+            axis.text(x, y, number(value, 2), ha="center", va="center", fontsize=13,
+                      color=ink_on(image.cmap(image.norm(value))))
     axis.grid(visible=False)
     axis.set_facecolor("0.93")  # shows where there is no value
-    axis.set_xticks(range(len(sequences)), [_short(sequence) for sequence in sequences], fontsize=6.5)
-    axis.set_yticks(range(len(heads)), heads, fontsize=8)
-    return image
-
-
-def _times(value: float) -> str:
-    if np.isnan(value):
-        return ""
-    return f"{value:.2f}"[1:] if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+    axis.set_yticks(range(len(grid)), grid.index)

@@ -8,7 +8,7 @@ from matplotlib.ticker import PercentFormatter, ScalarFormatter
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, number, percent
 from stepscope.say.selections import matrix, pick
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, PHASE_COLORS, WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.benchmark.facts import with_waits
 from stepscope.traces.waits import GPU, WAITED
@@ -20,13 +20,14 @@ def utilisation(times: pd.DataFrame, captured: pd.DataFrame, where: str) -> Figu
     if rows.empty or rows["utilisation"].isna().all():
         return None
     use_style()
-    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.5), sharey=True)
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 4.2), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         _lines(axis, pick(rows, mode=mode), "utilisation")
         axis.set(title=words.capitalize(), xlabel="context", ylim=(0, 1))
     axes[0].set_ylabel("share of the measured\nfp32 matrix-product rate")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6,
+                  handletextpad=0.3)
     known = rows[rows["utilisation"].notna()]
     shares = known["utilisation"]
     least, most = known.loc[shares.idxmin()], known.loc[shares.idxmax()]
@@ -76,7 +77,7 @@ def _lines(axis, rows: pd.DataFrame, column: str) -> None:
 
 
 def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
-    """Optimizer phase by implementation and size."""
+    """Optimizer phase by implementation and size: fused in the optimizer's colour, foreach grey."""
     if times.empty:
         return None
     rows = by_size(pick(times, mode="step", phase="optimizer", status="ok"))
@@ -86,20 +87,22 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
     if both.empty:
         return None
     use_style()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN * 0.72, 3.4))
-    for offset, name, color in ((-0.2, "foreach", "#0072B2"), (0.2, "fused", "#E69F00")):
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 4.2))
+    for offset, name, color in ((-0.2, "foreach", "0.65"), (0.2, "fused", PHASE_COLORS["optimizer"])):
         x = np.arange(len(both)) + offset
         median = both[f"median_ms_{name}"]
         bars = axis.bar(x, median, 0.4, color=color, label=name,
                         yerr=[median - both[f"ci_low_ms_{name}"], both[f"ci_high_ms_{name}"] - median])
-        axis.bar_label(bars, [f"{value:.3g}" for value in median], padding=2, fontsize=9)
+        axis.bar_label(bars, [number(value) for value in median], padding=2, fontsize=12)
     axis.set_xticks(range(len(both)), [f"{row.size}" for row in both.itertuples()]
                     if both["context_length"].nunique() == 1 else
                     [f"{row.size}\n{row.context_length}" for row in both.itertuples()])
     gains = both["median_ms_foreach"] / both["median_ms_fused"]
     low, high = number(gains.min(), 2), number(gains.max(), 2)
-    axis.set(ylabel="optimizer phase (ms)",
-             title=f"AdamW, fused: {low if low == high else f'{low} to {high}'}x as fast ({where})")
+    axis.set_ylabel("optimizer phase (ms)")
+    gain = low if low == high else f"{low} to {high}"
+    figure.suptitle(f"AdamW is {gain}x faster fused than as foreach ({where})", x=0.01, ha="left",
+                    fontweight="bold")
     axis.legend()
     axis.grid(axis="x", visible=False)
     return figure

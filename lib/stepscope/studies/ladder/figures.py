@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.say.formats import number
-from stepscope.say.style import PALETTE, WIDTH_IN, use_style
+from stepscope.say.style import PALETTE, WIDTH_IN, as_text, ink_on, use_style
 from stepscope.studies.ladder import facts
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.facts import (
@@ -21,9 +21,10 @@ from stepscope.studies.ladder.facts import (
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.ladder.tables import SHAPE
 
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # over lines of the grid
+CELLS = 13.5  # points, of a table of numbers
 LARGE = 16  # points: to be read when the picture is 400 pixels wide
 NEAR = 1.3  # times the fastest rung's: bars that are hard to tell apart beside the first rung's
-BESIDE_TEXT = "#A84A00"  # PALETTE[5], dark enough to be read
 NAMES_SHORT = {"fp8": "FP8"}
 
 
@@ -65,12 +66,12 @@ def hero(rungs: pd.DataFrame, where: str) -> Figure | None:
         axis.plot(beside["median_ms"], len(near), marker="D", color=PALETTE[5], markersize=13, clip_on=False)
         words = f"Hugging Face, compiled: {number(beside['median_ms'])} ms"
         axis.text(
-            beside["median_ms"] + (widest - left) / 20,
+            beside["median_ms"] + (widest - left) / 10,
             len(near),
             words,
             va="center",
             fontsize=LARGE,
-            color=BESIDE_TEXT,
+            color=as_text(PALETTE[5]),
         )
     axis.set_ylim(len(near) + (0.5 if beside else -0.5), -1.4)
     faster = f"{number(found['faster'])}x faster"
@@ -124,50 +125,80 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
 
 
 def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
-    """Sizes across, rungs down: how many times faster each makes what was before it."""
+    """Shapes across, rungs down: how many times faster each makes what was before it."""
     rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
     use_style()
     usual = rows["vocab_size"].mode().iloc[0]
-    rows["shape"] = [
-        f"{size}\n{context}" + (f"\nV {vocabulary:,}" if vocabulary != usual else "")
-        for size, context, vocabulary in zip(rows["size"], rows["context_length"], rows["vocab_size"])
-    ]
-    table = rows.pivot(index="rung", columns="shape", values="gain").reindex(columns=rows["shape"].unique())
+    shapes = list(rows[SHAPE].drop_duplicates().itertuples(index=False, name=None))
+    table = rows.pivot(index="rung", columns=SHAPE, values="gain").reindex(columns=shapes)
     table = table.reindex([rung for rung in RUNGS if rung in table.index])
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 1.8 + 0.42 * len(table)))
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 2.0 + 0.44 * len(table)))
     drawn = axis.imshow(np.log2(table.to_numpy(dtype=float)), cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
     for (y, x), value in np.ndenumerate(table.to_numpy(dtype=float)):
         if np.isfinite(value):
             axis.text(
                 x,
                 y,
-                f"{value:.2f}x",
+                f"{value:.2f}",
                 ha="center",
                 va="center",
-                fontsize=11,
-                color="white" if abs(np.log2(value)) > 0.7 else "black",
+                fontsize=CELLS,
+                color=ink_on(drawn.cmap(drawn.norm(np.log2(value)))),
             )
-    axis.set_yticks(range(len(table)), [name_of(rung) for rung in table.index])
-    axis.set_xticks(range(table.shape[1]), table.columns)
-    axis.xaxis.tick_top()
+    axis.set_yticks(range(len(table)), [name_of(rung) for rung in table.index], fontsize=CELLS)
+    _shape_heads(axis, shapes, usual)
     axis.grid(visible=False)
-    least, most = (table[shape] for shape in table.columns[[0, -1]])
+    least, most = (table[shape] for shape in (shapes[0], shapes[-1]))
     title = _gains_most(most)
     if least.notna().any() and least.idxmax() != most.idxmax():
         title += f", {_gains_most(least).replace('gains most ', '')}"
     figure.suptitle(
-        f"{title}\n(each rung against the one before it, {where})", x=0.01, ha="left", fontweight="bold"
+        f"{title}\n(times faster than the rung before; below 1: slower; {where})",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
     )
-    figure.colorbar(drawn, ax=axis, ticks=[-1, 0, 1]).ax.set_yticklabels(["0.5x or less", "1x", "2x or more"])
     return figure
+
+
+def _shape_heads(axis: Axes, shapes: list[tuple], usual: int) -> None:
+    """Over the columns their contexts, a vocabulary that is not the usual one, and each size once."""
+    axis.xaxis.tick_top()
+    axis.set_xticks(
+        range(len(shapes)),
+        [
+            f"{context}" + f"\nV {vocabulary / 1000:.0f}k" * bool(vocabulary != usual)
+            for _, context, vocabulary in shapes
+        ],
+        fontsize=CELLS - 1,
+        va="top",
+    )
+    lines = 2 if any(vocabulary != usual for *_, vocabulary in shapes) else 1
+    axis.tick_params(axis="x", length=0, pad=6 + CELLS * 1.25 * lines)
+    sizes = [size for size, *_ in shapes]
+    for size in dict.fromkeys(sizes):
+        first, number_of = sizes.index(size), sizes.count(size)
+        axis.annotate(
+            size,
+            (first + (number_of - 1) / 2, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 10 + CELLS * 1.25 * lines),
+            textcoords="offset points",
+            ha="center",
+            fontsize=CELLS,
+            fontweight="bold",
+            annotation_clip=False,
+        )
+        if first:
+            axis.axvline(first - 0.5, color="white", linewidth=4)
 
 
 def _gains_most(gained: pd.Series) -> str:
     """Which rung gains most for one shape: "2.7B gains most by TF32"."""
-    return f"{gained.name.splitlines()[0]} gains most by {name_of(gained.idxmax()).removesuffix(' products')}"
+    return f"{gained.name[0]} gains most by {name_of(gained.idxmax()).removesuffix(' products')}"
 
 
 def curves(curves: pd.DataFrame, where: str) -> Figure | None:
@@ -183,20 +214,39 @@ def curves(curves: pd.DataFrame, where: str) -> Figure | None:
         apart.tail(max(1, len(apart) - 1)).max(), rows["off"].abs().max()
     )  # the start is far up
     steps = (apart.index.to_numpy() + 1) * found["smoothed"]
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.8))
-    axis.fill_between(steps, -apart, apart, color="0.88", label=f"{found['seeds']} seeds of fp32")
-    for index, rung in enumerate(rung for rung in RUNGS if rung in set(rows["rung"])):
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 4.2))
+    axis.fill_between(steps, -apart, apart, color="0.88")
+    words = f"grey: as far as {found['seeds']} seeds of fp32 are apart"
+    axis.text(steps[-1], 0.97 * limit, words, ha="right", va="top", bbox=LABEL)
+    out = [one["name"] for one in found["out"]]
+    for rung in (rung for rung in RUNGS if rung in set(rows["rung"])):
         own = rows[rows["rung"] == rung].groupby("window")["off"].mean()
-        style = "-" if index < len(PALETTE) else "--"
-        color = PALETTE[index % len(PALETTE)]
-        axis.plot(steps[own.index], own, color=color, linewidth=1.4, linestyle=style, label=name_of(rung))
+        if name_of(rung) not in out:
+            axis.plot(steps[own.index], own, color=PALETTE[0], linewidth=1.2, alpha=0.8)
+            continue
+        index = out.index(name_of(rung))
+        color = PALETTE[5 if not index else 1 + index % (len(PALETTE) - 1)]
+        axis.plot(steps[own.index], own, color=color, linewidth=2.2, linestyle="--")
+        far = own.abs().idxmax()
+        axis.annotate(
+            name_of(rung),
+            (steps[far], own[far]),
+            xytext=(8, -4 if own[far] < 0 else 4),
+            textcoords="offset points",
+            va="top" if own[far] < 0 else "bottom",
+            color=as_text(color),
+            fontweight="bold",
+        )
+    if found["inside"]:
+        words = f"{'all' if not out else 'the other'} {found['inside']}, each a line"
+        axis.text(steps[0], -0.12 * limit, words, va="top", color=as_text(PALETTE[0]), fontweight="bold")
     compared = f"{found['inside']} of {found['compared']} rungs"
     title = f"{compared} train nearer to fp32 than its seeds are to one another"
     axis.set(
         xlabel=f"steps of training (means of {found['smoothed']})",
         ylabel="loss less fp32's (nats)",
         ylim=(-limit, limit),
-        title=f"{title}\nsize {windows['size'].iloc[0]}, {where}",
     )
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    size = windows["size"].iloc[0]
+    figure.suptitle(f"{title}\n(size {size}, {where})", x=0.01, ha="left", fontweight="bold")
     return figure

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from stepscope.config import PHASE_NAMES
 from stepscope.say import formats
@@ -16,7 +17,7 @@ from stepscope.studies.memory.facts_options import curve
 COLORS = {"parameters": "#0072B2", "optimizer state": "#E69F00", "gradients": "#009E73",
           "cuBLAS workspace": "#000000", "other": "#999999", "autocast copies": "#F0E442",
           "activations": "#56B4E9", "temporaries": "#D55E00"}
-HEADING = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
+HEADING = {"x": 0.01, "ha": "left", "fontsize": 14, "fontweight": "bold"}
 MOSTLY = 0.8  # of the peak: where parameters alone are more, the axis begins near them
 NEAR_FULL = 0.7  # of the GPU's memory: where predictions come so near, it is drawn
 
@@ -100,14 +101,14 @@ def _one_step(axis: Axes, phases: dict[str, tuple[int, int]], live: np.ndarray, 
 
 
 def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
-    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is hollow,
+    """Peak over context by mode and precision: points measured, lines predicted; what did not fit is a cross
     at its prediction."""
     runs = matrix(runs)
     if runs.empty:
         return None
     use_style()
     modes = [mode for mode in ("forward", "step") if (runs["mode"] == mode).any()]
-    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 4.8), squeeze=False)
     contexts = sorted(runs["context_length"].unique())
     for axis, mode in zip(axes[0], modes):
         _peaks_of(axis, runs[runs["mode"] == mode])
@@ -117,7 +118,7 @@ def peaks(runs: pd.DataFrame, where: str) -> Figure | None:
         axis.set(xlabel="context", ylabel="peak allocated (GiB)", title=title)
         axis.set_ylim(0)
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     figure.suptitle(f"{_peaks_title(runs, modes[-1])}\n({runs['size'].iloc[0]}, batch"
                     f" {runs['batch_size'].iloc[0]}, {where}; each kind of run to its own scale)", **HEADING)
     return figure
@@ -146,13 +147,13 @@ def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
         measured_mib = ok.get("steady_peak_allocated_mib", ok["predicted_mib"])
         axis.plot(ok["context_length"], measured_mib / 1024, marker, color=color,
                   label=f"{precision}, measured")
-        axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, marker, color=color,
-                  markerfacecolor="white", label=f"{precision}, out of memory" if len(oom) else None)
+        axis.plot(oom["context_length"], oom["predicted_mib"] / 1024, "x", color=color, markersize=9,
+                  markeredgewidth=2.5, label=f"{precision}, out of memory" if len(oom) else None)
     memory = runs["gpu_memory_mib"].dropna()
     if len(memory) and runs["predicted_mib"].max() > NEAR_FULL * memory.iloc[0]:
         axis.axhline(memory.iloc[0] / 1024, color="0.3", linestyle=":")
         axis.text(0.02, memory.iloc[0] / 1024, "the GPU's memory", transform=axis.get_yaxis_transform(),
-                  va="bottom", fontsize=9)
+                  va="bottom", fontsize=12)
 
 
 def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
@@ -162,7 +163,7 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     if rows.empty:
         return None
     use_style()
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2))
     group, none = rows[rows["blocks"] > 0], rows[rows["blocks"] == 0]
     ok, fitted_none = group[group["status"] == "ok"], none[none["status"] == "ok"]
     on_gpu = ok["peak_mib"].notna().any()
@@ -176,7 +177,8 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
             axis.axhline(fitted_none[column].iloc[0] / scale, color="0.3", linestyle="--",
                          label="no checkpoints")
         axis.set_xscale("log", base=2)
-        axis.set_xticks(group["blocks"], group["blocks"])
+        doubled = [n for n in group["blocks"] if n & (n - 1) == 0 or n == group["blocks"].max()]
+        axis.set_xticks(doubled, doubled)  # the others would touch
         axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
         axis.set_xlabel("blocks per checkpoint")
         axis.legend(loc="lower right")
@@ -184,8 +186,22 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     axes[0].set(ylabel="peak allocated (GiB)", title="memory")
     axes[1].set(ylabel="step (ms)", title="time")
     row = rows.iloc[0]
-    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", **HEADING)
+    figure.suptitle(f"{_checkpoints_title(ok, fitted_none, peak)}\n({row['size']}, context"
+                    f" {row['context_length']}, forward + backward, {where})", **HEADING)
     return figure
+
+
+def _checkpoints_title(ok: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
+    """What the setting that needs least memory saves, and what that costs."""
+    if ok.empty:
+        return "No setting of checkpoints fits"
+    least = ok.loc[ok[peak].idxmin()]
+    words = f"A checkpoint around {formats.count(int(least['blocks']), 'block')}"
+    if none.empty:
+        return f"{words} needs least: {number(least[peak] / 1024)} GiB"
+    spared, longer = 1 - least[peak] / none[peak].iloc[0], least["time_ms"] / none["time_ms"].iloc[0] - 1
+    takes = f"{formats.percent(longer)} more time" if longer > 0 else "no more time"
+    return f"{words} takes {formats.percent(spared)} off the peak, for {takes}"
 
 
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
@@ -193,7 +209,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     checkpoints (out of memory: a gap); without a GPU's peaks, what is kept by formula."""
     rows = stacked_blocks(stacks, runs, samples)
     use_style()
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.8))
     on_gpu = rows["beyond_mib"].notna().any()
     numbers, column = sorted(rows["blocks"].unique()), "beyond_mib" if on_gpu else "kept_mib"
     for (name, group), color, marker in zip(rows.groupby("arrangement", sort=False), PALETTE, MARKERS):
@@ -204,6 +220,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, wher
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:,g}")
         axis.set_xticks(numbers, numbers)
         axis.minorticks_off()

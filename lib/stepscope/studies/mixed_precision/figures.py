@@ -6,9 +6,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from stepscope.say.formats import MODE_WORDS, ms, number, percent_change
+from stepscope.say.formats import MODE_WORDS, faster, ms, number, percent, percent_change, share
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, REST, WIDTH_IN, as_text, ink_on, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.facts_memory import beside_fp32
 from stepscope.studies.mixed_precision.facts_numerics import LOST
@@ -16,10 +16,13 @@ from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
 
 WAY_COLORS = {"tf32": "#E69F00", "bf16": "#0072B2", "fp16 unscaled": "#D55E00", "fp16 scaled": "#009E73"}
 # As the families of the profiles have them (studies/nsys/figures.py), with which these parts mostly coincide.
-PART_COLORS = dict(zip(PARTS, ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442"],
+PART_COLORS = dict(zip(PARTS, ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", REST],
                        strict=True))
 PRODUCTS = next(iter(PARTS))
 QUANTITY_COLORS = [*PALETTE[:6], "#000000"]
+QUANTITY_MARKS = ["o", "s", "^", "D", "P", "*", "h"]  # "v" and "x" are of what is lost
+WRITTEN = 0.045  # of a bar: a smaller part has no number in it
+SEEN = 1e-9  # errors below are none
 
 
 def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
@@ -50,7 +53,7 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
     peaks = pick(times, phase=WHOLE).pivot_table(index=keys, columns="precision", values="peak_allocated_mib",
                                                  observed=True)
     use_style()
-    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 3.6), sharey=True)
+    figure, axes = plt.subplots(1, len(MODE_WORDS), figsize=(WIDTH_IN, 4.2), sharey=True)
     for axis, (mode, words) in zip(axes, MODE_WORDS.items()):
         share = (peaks["bf16"] / peaks["fp32"]).xs(mode, level="mode").dropna()
         for index, (size, rows) in enumerate(share.groupby("size", observed=True)):
@@ -61,7 +64,7 @@ def memory(times: pd.DataFrame, where: str) -> Figure | None:
         axis.set_xticks(contexts, contexts)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=words.capitalize(), xlabel="context")
-    axes[0].set_ylabel("peak memory, bf16 over fp32")
+    axes[0].set_ylabel("peak memory, bf16 over fp32\n(begins above 0)")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     change = (peaks["bf16"] / peaks["fp32"] - 1).dropna()
@@ -98,19 +101,23 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
             for name in names:
                 axis.barh(y, row[name] / whole, left=start, color=PART_COLORS[name], edgecolor="white",
                           linewidth=0.4, label=name if not labels else None)
+                if row[name] / whole > WRITTEN:
+                    axis.text(start + row[name] / whole / 2, y, percent(row[name] / row["total"]),
+                              ha="center", va="center", fontsize=11, color=ink_on(PART_COLORS[name]))
                 start += row[name] / whole
-            axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
+            axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=12)
             labels.append((y, f"{size}, {row['precision']}"))
             y += 1
         y += 0.5
     axis.set_yticks([place for place, _ in labels], [words for _, words in labels])
     axis.invert_yaxis()
-    axis.set(xlabel="of fp32's time", title=_left_title(pick(rows, size=sizes[-1]), sizes[-1], names)
-             + f"\n(full step by part, context {context}, {where})")
+    axis.set_xlabel("of fp32's time (written in the bars: of the step's own)")
+    figure.suptitle(f"{_left_title(pick(rows, size=sizes[-1]), sizes[-1], names)}\n"
+                    f"(full step by part, context {context}, {where})", x=0.01, ha="left", fontweight="bold")
     axis.xaxis.set_major_formatter(PercentFormatter(1))
     axis.margins(x=0.1)
-    axis.grid(axis="y", visible=False)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    axis.grid(visible=False)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -124,8 +131,8 @@ def _left_title(rows: pd.DataFrame, size: str, names: list[str]) -> str:
         return f"Products are {found.loc[low, PRODUCTS] / found.loc[low, 'total']:.0%} of {size}'s {low} step"
     gain = found.loc["fp32", PRODUCTS] / found.loc[low, PRODUCTS]
     rest = found["total"] - found[PRODUCTS]
-    return (f"{low} makes {size}'s matrix products {number(gain)}x faster;"
-            f" all else takes {number(rest[low] / rest['fp32'])}x as long")
+    return (f"{low} makes {size}'s matrix products {number(gain)}x faster,"
+            f" all else {faster(rest['fp32'] / rest[low])}")
 
 
 def health(table: pd.DataFrame, where: str) -> Figure | None:
@@ -135,7 +142,7 @@ def health(table: pd.DataFrame, where: str) -> Figure | None:
     if rows.empty:
         return None
     use_style()
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.9))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.8))
     for index, (way, group) in enumerate(rows.groupby("way", sort=False)):
         for axis, column in ((axes[0], "norm_off"), *([(axes[1], "zero")] if way.startswith("fp16") else [])):
             # a logarithmic axis has no zero
@@ -143,30 +150,32 @@ def health(table: pd.DataFrame, where: str) -> Figure | None:
             aside, color = 1.05**(index - 1.5), WAY_COLORS[way]
             axis.plot(group["context_length"] * aside, group["shown"], ".", color=color, alpha=0.6)
             middle = group.groupby("context_length")["shown"].median()
-            axis.plot(middle.index * aside, middle, color=color, marker=MARKERS[index], label=way)
+            axis.plot(middle.index * aside, middle, color=color, marker=MARKERS[index],
+                      label=way.replace("tf32", "TF32"))
     contexts = sorted(rows["context_length"].unique())
     for axis, title in zip(axes, ("Gradient norm's distance from fp32's", "Gradients that fp16 makes zero")):
         axis.set(xscale="log", yscale="log", title=title, xlabel="context")
         axis.xaxis.set_minor_locator(FixedLocator([]))
         axis.set_xticks(contexts, contexts)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     axes[0].set_ylabel("relative")
     axes[1].set_ylabel("share of fp32's non-zero ones")
     lost = rows.groupby("way")["zero"].max()
-    says = ", ".join(f"{words} up to {lost[way]:.1g}" for way, words in (
+    says = ", ".join(f"{words} up to {share(lost[way])}" for way, words in (
         ("fp16 unscaled", "unscaled"), ("fp16 scaled", "scaled")) if way in lost)
-    head = f"Share of gradients that fp16 makes zero: {says}" if says else "Gradients beside fp32's"
+    head = f"Gradients that fp16 makes zero: {says}" if says else "Gradients beside fp32's"
     figure.suptitle(f"{head}\n(a dot a size, {where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
 def running(table: pd.DataFrame, where: str) -> Figure | None:
-    """The size of each running sum's error over 1,000 additions: plain sums at the left, pairwise and
-    Kahan's at the right."""
+    """The size of each running sum's error over 1,000 additions, named at its end: plain sums at the left,
+    pairwise and Kahan's, by their marks, at the right."""
     if table.empty:
         return None
     use_style()
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.2), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 4.6), sharey=True)
+    named: set[str] = set()
     for way, rows in pick(table, device=table["device"].iloc[-1]).groupby("way", sort=False):
         if "cast" in way:  # the same numbers as without the cast
             continue
@@ -175,11 +184,17 @@ def running(table: pd.DataFrame, where: str) -> Figure | None:
         off = rows["error"].abs()
         # Careful sums swing around the exact one: points, no line.
         style = ("x" if dashed else ".") if careful else "--" if dashed else "-"
-        axes[int(careful)].plot(rows["additions"], off.where(off > 1e-9), style, label=way, linewidth=1.4,
-                                color=PRECISION_COLORS[way[:4]], markersize=4)
-    for axis, title in zip(axes, ("Added one after another", "Pairwise and compensated")):
+        axis, color = axes[int(careful)], PRECISION_COLORS[way[:4]]
+        shown = off.where(off > SEEN)
+        axis.plot(rows["additions"], shown, style, linewidth=1.6, color=color, markersize=5)
+        name = way[:4] if careful else way
+        if name not in named and shown.notna().any():
+            named.add(name)
+            axis.annotate(name, (rows["additions"].iloc[-1], shown.tail(10).median()), xytext=(6, 0),
+                          textcoords="offset points", va="center", color=as_text(color), fontweight="bold",
+                          fontsize=11, annotation_clip=False)
+    for axis, title in zip(axes, ("Added one after another", "• pairwise, x compensated")):
         axis.set(yscale="log", xlabel="additions of 0.01", title=title)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
     axes[0].set_ylabel("distance from the exact sum")
     off = table.groupby("way")["error"].last().abs()
     says = ", ".join(f"{way[:4]} is off by {off[way]:.1g}" for way in
@@ -199,7 +214,7 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
     table = table.assign(quantity=table["quantity"].replace("mean square", "variance"))
     quantities = [quantity for quantity in dict.fromkeys(table["quantity"]) if quantity != "input"]
     names, dtypes = list(table["norm"].unique()), ["fp16", "bf16"]
-    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 4.8), sharex=True, sharey=True,
+    figure, axes = plt.subplots(len(names), len(dtypes), figsize=(WIDTH_IN, 5.6), sharex=True, sharey=True,
                                 squeeze=False)
     for row, norm in zip(axes, names):
         for axis, dtype in zip(row, dtypes):
@@ -207,8 +222,9 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
             for index, quantity in enumerate(quantities):
                 values = pick(rows, quantity=quantity)
                 label = "variance, mean square" if quantity == "variance" else quantity
-                axis.plot(values["scale"], values["relative_error"], "o-", color=QUANTITY_COLORS[index],
-                          markersize=3, linewidth=1.2, label=label)
+                axis.plot(values["scale"], values["relative_error"], linestyle="-",
+                          marker=QUANTITY_MARKS[index], color=QUANTITY_COLORS[index], markersize=5,
+                          linewidth=1.2, label=label)
                 for column, marker in (("nonfinite", "x"), ("zero", "v")):
                     lost = values[values[column] > LOST]
                     axis.plot(lost["scale"], [3.0 * 2.2**index] * len(lost), marker,
@@ -225,7 +241,7 @@ def norms(table: pd.DataFrame, where: str) -> Figure | None:
     axes[0, 0].plot([], [], "kx", linestyle="none", label="overflowed")
     axes[0, 0].plot([], [], "kv", linestyle="none", label="became zero")
     found = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(found.values(), found, loc="outside lower center", ncols=5)
+    figure.legend(found.values(), found, loc="outside lower center", ncols=4)
     lost = table[(table["nonfinite"] > LOST) & (table["quantity"] != "input")]
     beyond = lost.groupby("dtype")["scale"].min()
     says = ", ".join(f"{dtype} overflows from inputs of {beyond[dtype]:g} on" if dtype in beyond

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from stepscope.config import PHASE_NAMES, PHASES
 from stepscope.say.formats import percent
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import PHASE_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import PHASE_COLORS, WIDTH_IN, ink_on, use_style
 from stepscope.studies.nsys.facts import AGREE, clocks_beside
 from stepscope.studies.nsys.measure import by_family
 from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, MATMUL, shown_family
@@ -24,8 +24,6 @@ FAMILY_COLORS = {
     "memory": "#8FBC8F", "embedding and indexing": "#999999", "optimizer": "#E69F00",
     "compiler-generated": "#7F3C8D", "random": "#666666", "communication": "#333333",
     "convolution": "#1B4F72", "pooling": "#A0522D", "quantization": "#C5B0D5", "other": "#000000"}
-# What is written on these is black.
-LIGHT = ("elementwise", "memory", "optimizer", "fused attention", "quantization", LOSS_SOFTMAX)
 
 
 def sizes_of(table: pd.DataFrame) -> list[str]:
@@ -63,15 +61,15 @@ def families(operations: pd.DataFrame, where: str) -> Figure | None:
                       linewidth=0.5)
             for y, (start, width) in enumerate(zip(left, table[family], strict=True)):
                 if width > 0.06:
-                    axis.text(start + width / 2, y, f"{width:.0%}", ha="center", va="center", fontsize=9,
-                              color="black" if family in LIGHT else "white")
+                    axis.text(start + width / 2, y, f"{width:.0%}", ha="center", va="center", fontsize=11,
+                              color=ink_on(color))
             left += table[family]
     axis.set(xlim=(0, 1), xlabel="share of the time of all operations",
              title=f"Device time by kernel family ({where})")
     axis.xaxis.set_major_formatter(PercentFormatter(1))
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=11)
     return figure
 
 
@@ -86,7 +84,7 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
         rows, where = pick(rows, size=size, context_length=context), f"{size}, context {context}, {where}"
     rows = rows.assign(family=shown_family(rows))
     use_style()
-    figure, axis = plt.subplots(figsize=(WIDTH_IN, 3.2))
+    figure, axis = plt.subplots(figsize=(WIDTH_IN, 4.2))
     start, length = rows["start_ns"] / 1e6, rows["duration_ns"] / 1e6
     _phase_bars(axis, rows, (start + length).max())
     used = [family for family in FAMILY_COLORS if (rows["family"] == family).any()]
@@ -101,13 +99,13 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     idle = ordered["start_ns"] / 1e6 - end
     gaps = [Rectangle((x, 0.1), width, 0.8) for x, width in zip(end[idle > 0], idle[idle > 0], strict=True)]
     axis.add_collection(PatchCollection(gaps, color="black", linewidth=0))
-    axis.set(ylim=(0, 4), xlim=(0, (start + length).max()), xlabel="time from the step's start (ms)",
-             title=f"The device is idle for {percent(idle[idle > 0].sum() / (start + length).max())}"
-                   f" of a captured step\n({where})")
+    axis.set(ylim=(0, 4), xlim=(0, (start + length).max()), xlabel="time from the step's start (ms)")
+    title(figure, f"The device is idle for {percent(idle[idle > 0].sum() / (start + length).max())}"
+                  f" of a captured step\n({where})")
     axis.set_yticks([0.5, 1.5, 2.5, 3.5],
-                    ["device idle", "operations", "phases on the device", "launched by the host"])
+                    ["device idle", "operations", "phases on\nthe device", "launched by\nthe host"])
     axis.grid(visible=False)
-    figure.legend(handles=patches(used), loc="outside lower center", ncols=5, fontsize=9)
+    figure.legend(handles=patches(used), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -122,8 +120,8 @@ def _phase_bars(axis: Axes, rows: pd.DataFrame, last_ms: float) -> None:
         for y, (begin, end) in ((3, host), (2, gpu)):
             axis.broken_barh([(begin, end - begin)], (y + 0.1, 0.8), color=PHASE_COLORS[phase])
             if end - begin > 0.05 * last_ms:
-                axis.text((begin + end) / 2, y + 0.5, phase, ha="center", va="center", fontsize=9,
-                          color="white" if phase in ("backward", "loss") else "black")
+                axis.text((begin + end) / 2, y + 0.5, "AdamW" if phase == "optimizer" else phase, ha="center",
+                          va="center", fontsize=12, color=ink_on(PHASE_COLORS[phase]))
 
 
 def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, where: str) -> Figure | None:
@@ -149,8 +147,8 @@ def clocks(clocks: pd.DataFrame, walls: pd.DataFrame, where: str) -> Figure | No
     axis.invert_yaxis()
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=14)
     close = ((rows["projected_ms"] / rows["unprofiled_ms"] - 1).abs() < AGREE).sum()
-    title(figure, f"In {close} of {len(rows)} forward passes the GPU's time under nsys is the plain one\n"
-                  f"({where})")
+    title(figure, f"In {close} of {len(rows)} forward passes the GPU's time under nsys\n"
+                  f"is within {percent(AGREE)} of the plain one ({where})")
     return figure
 
 
@@ -164,7 +162,7 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
         return None
     use_style()
     sizes = sizes_of(keys)
-    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 1.5 + 2.2 * len(phases)),
+    figure, axes = plt.subplots(len(phases), len(sizes), figsize=(WIDTH_IN, 2.2 + 2.6 * len(phases)),
                                 squeeze=False, sharey=True)
     largest = shares.groupby("family")["share"].max()
     used = [family for family in FAMILY_COLORS if largest.get(family, 0) > 0.001]
@@ -176,7 +174,7 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
     for size, top, bottom in zip(sizes, axes[0], axes[-1], strict=True):
         top.set_title(size)
         bottom.set_xlabel("context")
-    figure.legend(handles=patches(used), loc="outside lower center", ncols=4, fontsize=10)
+    figure.legend(handles=patches(used), loc="outside lower center", ncols=3)
     products = shares.loc[shares["family"] == MATMUL, "share"]
     low, high = percent(products.min()), percent(products.max())
     title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of {words}\n({where})")
@@ -192,6 +190,9 @@ def _stacked(axis: Axes, shares: pd.DataFrame, families: Sequence[str]) -> None:
             axis.bar(range(len(table)), table[family], bottom=bottom, color=FAMILY_COLORS[family], width=0.85,
                      edgecolor="white", linewidth=0.4)
             bottom += table[family]
-    axis.set_xticks(range(len(table)), table.index, rotation=45, fontsize=9)
+    for place, share in enumerate(table.get(MATMUL, ())):
+        axis.text(place, share / 2, f"{100 * share:.0f}", ha="center", va="center",
+                  color=ink_on(FAMILY_COLORS[MATMUL]))
+    axis.set_xticks(range(len(table)), table.index, rotation=90)
     axis.set(ylim=(0, 1))
     axis.grid(axis="x", visible=False)

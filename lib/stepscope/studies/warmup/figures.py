@@ -8,10 +8,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, span
 from stepscope.say.selections import pick
-from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, REST, WIDTH_IN, use_style
 from stepscope.studies.warmup.facts import RUN, SETTLED, whole_steps
 
 SHOWN = 8  # steps
+ONCE = "gone after a one-layer model"  # what the process pays once, with any model
+# A colour a part in both panels; the optimizer's state as in the pictures of memory.
+COST_COLORS = {"import torch": "#0072B2", "import torch._dynamo": "#56B4E9", "CUDA context": "#009E73",
+               "first allocation": "#F0E442", "cuBLAS handle": "#000000", "model and optimizer": "#D55E00",
+               "allocator": "#8FBC8F", "optimizer state": "#E69F00", ONCE: "#CC79A7", "the rest": REST}
 
 
 def warmup_steps(samples: pd.DataFrame, benchmarks: pd.DataFrame, where: str) -> Figure | None:
@@ -24,7 +29,7 @@ def warmup_steps(samples: pd.DataFrame, benchmarks: pd.DataFrame, where: str) ->
     steps = steps[steps["step"] < SHOWN]
     contexts = sorted(steps["context_length"].unique())
     modes = [mode for mode in MODE_WORDS if (steps["mode"] == mode).any()]
-    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 3.6), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(modes), figsize=(WIDTH_IN, 4.2), squeeze=False, sharey=True)
     for axis, mode in zip(axes[0], modes, strict=True):
         for (context, *_), rows in pick(steps, mode=mode).groupby(["context_length", *RUN]):
             index = contexts.index(context)
@@ -62,21 +67,21 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
     undone = [part for part in ("allocator", "optimizer state") if part in table]
     within = table[undone].copy()
     if len(primed):
-        within["gone after a one-layer model"] = table["first step beyond steady"] - primed
+        within[ONCE] = table["first step beyond steady"] - primed
     within["the rest"] = table["first step beyond steady"] - within.sum(axis=1)
     use_style()
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.8), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 5), sharey=True)
     for axis, parts, title in ((axes[0], table[before], "Before the first step"),
                                (axes[1], within, "In the first step, beyond a steady one")):
         left = np.zeros(len(parts))
-        for index, part in enumerate(parts):
+        for part in parts:
             widths = parts[part].clip(lower=0).to_numpy()
-            color = "0.75" if part == "the rest" else PALETTE[index]
+            color = COST_COLORS.get(part, "0.5")
             axis.barh(parts.index.astype(str), widths, left=left, color=color, label=part, edgecolor="white")
             left += widths
         axis.set(xlabel="time (ms)", title=title)
         axis.grid(axis="y", visible=False)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=9)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[0].invert_yaxis()
     extra = table["first step beyond steady"]
     figure.suptitle(f"The first step takes {span(extra, ' ms')} longer than a steady one\n"
