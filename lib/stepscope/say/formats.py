@@ -1,5 +1,6 @@
 """How numbers, lists and counts are written, in words and in tables alike: the filters of templates."""
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
@@ -29,7 +30,16 @@ def ms(value: float) -> str:
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    return f"{share:.{decimals}%}"
+    """A share in percent, to so many decimals; what is not 0 but would print as it, to its first digit."""
+    return _no_false_zero(f"{share:.{decimals}%}", share)
+
+
+def _no_false_zero(printed: str, share: float) -> str:
+    """A share as it was printed; to its first digit, with the same sign, where that is 0 and the share is
+    not."""
+    if abs(share) < EXACT or not re.fullmatch(r"[-+]?[0.]+%", printed):
+        return printed
+    return f"{'+' * printed.startswith('+')}{number(100 * share, 1)}%"
 
 
 def share(value: float, digits: int = 2) -> str:
@@ -138,8 +148,8 @@ def points(value: float) -> str:
 
 
 def signed_percent(share: float, decimals: int = 0) -> str:
-    """A share with its sign, also where that is +."""
-    return f"{share:+.{decimals}%}"
+    """A share with its sign, also where that is +; as :func:`percent` where it is small."""
+    return _no_false_zero(f"{share:+.{decimals}%}", share)
 
 
 def percent_change(share: float) -> str:

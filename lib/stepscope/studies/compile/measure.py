@@ -87,6 +87,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held)
                                         for variant in config.variants}
             for variant, warmup, timed in schedule(config):
+                if variant != "eager" and of_mode[variant].samples.empty:
+                    print(f"{attention}, {mode}, {variant}: compiling", flush=True)
                 of_mode[variant].take(config, warmup, timed)
                 print(f"{attention}, {mode}, {variant}: {of_mode[variant].row['status']}", flush=True)
             parts += of_mode.values()
@@ -257,20 +259,31 @@ def _saved(step: Step) -> dict[str, float]:
     return {"saved_mib": kept / 2**20}
 
 
+def fastest(times: pd.DataFrame) -> pd.DataFrame:
+    """Of a run's whole steps, a row a mode and attention: its fastest ``variant``, ``median_ms``,
+    ``eager_ms`` and ``speedup`` over it, and whether that is ``sure``: their intervals do not overlap."""
+    whole, found = times[times["phase"] == WHOLE], []
+    for mode in MODE_WORDS:
+        for attention, own in whole[whole["mode"] == mode].groupby("attention", sort=False):
+            best, eager = own.loc[own["median_ms"].idxmin()], own[own["variant"] == "eager"]
+            row = best[["mode", "attention", "variant", "median_ms"]].to_dict()
+            if len(eager):
+                row |= {"eager_ms": eager["median_ms"].iloc[0], "sure": apart(eager.iloc[0], best)}
+            found.append(row)
+    table = pd.DataFrame(found, columns=["mode", "attention", "variant", "median_ms", "eager_ms", "sure"])
+    return table.assign(speedup=table["eager_ms"] / table["median_ms"], sure=table["sure"].eq(True))
+
+
 def reading(times: pd.DataFrame) -> str:
     """What one run says, a sentence a mode: the fastest variant of each attention beside its eager one."""
-    whole = times[times["phase"] == WHOLE]
     said = []
-    for mode, words in MODE_WORDS.items():
-        rows = whole[whole["mode"] == mode]
+    for mode, rows in fastest(times).groupby("mode", sort=False):
         parts = []
-        for attention, own in rows.groupby("attention", sort=False):
-            ms = own.set_index("variant")["median_ms"]
-            best = ms.idxmin()
-            part = f"{best} **{number(ms[best])} ms**"
-            if best != "eager" and "eager" in ms:
-                part += f" ({faster(ms['eager'] / ms[best])} than eager, {number(ms['eager'])} ms)"
-            parts.append(f"with {attention} attention {part}")
-        if parts:
-            said.append(f"{words.capitalize()}, fastest {listing(parts)}.")
+        for row in rows.itertuples():
+            part = f"{ATTENTION_WORDS[row.attention]} {VARIANT_WORDS[row.variant]} **{number(row.median_ms)} ms**"
+            if row.variant != "eager" and row.eager_ms > 0:
+                than = faster(row.speedup) if row.sure else "not surely faster"
+                part += f" ({than} than eager, {number(row.eager_ms)} ms)"
+            parts.append(part)
+        said.append(f"{capital(MODE_WORDS[mode])}, the fastest: {listing(parts)}.")
     return " ".join(said) or "Nothing could be timed."
