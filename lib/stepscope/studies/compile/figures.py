@@ -7,8 +7,8 @@ from stepscope.say.formats import MODE_WORDS, capital, faster
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
-from stepscope.studies.compile.measure import fastest
 from stepscope.studies.compile.printed import ATTENTION_WORDS, VARIANT_WORDS
+from stepscope.studies.compile.tables import fastest
 
 
 def one_run(times: pd.DataFrame, where: str) -> Figure:

@@ -10,13 +10,14 @@ import torch
 
 from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
-from stepscope.say.formats import MODE_WORDS, faster, listing, number
+from stepscope.say.formats import MODE_WORDS, capital, faster, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
-from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
+from stepscope.step.timing import SAMPLE_COLUMNS, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
-from stepscope.studies.compile.tables import PART
+from stepscope.studies.compile.printed import ATTENTION_WORDS, VARIANT_WORDS
+from stepscope.studies.compile.tables import PART, fastest
 from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 
@@ -259,28 +260,14 @@ def _saved(step: Step) -> dict[str, float]:
     return {"saved_mib": kept / 2**20}
 
 
-def fastest(times: pd.DataFrame) -> pd.DataFrame:
-    """Of a run's whole steps, a row a mode and attention: its fastest ``variant``, ``median_ms``,
-    ``eager_ms`` and ``speedup`` over it, and whether that is ``sure``: their intervals do not overlap."""
-    whole, found = times[times["phase"] == WHOLE], []
-    for mode in MODE_WORDS:
-        for attention, own in whole[whole["mode"] == mode].groupby("attention", sort=False):
-            best, eager = own.loc[own["median_ms"].idxmin()], own[own["variant"] == "eager"]
-            row = best[["mode", "attention", "variant", "median_ms"]].to_dict()
-            if len(eager):
-                row |= {"eager_ms": eager["median_ms"].iloc[0], "sure": apart(eager.iloc[0], best)}
-            found.append(row)
-    table = pd.DataFrame(found, columns=["mode", "attention", "variant", "median_ms", "eager_ms", "sure"])
-    return table.assign(speedup=table["eager_ms"] / table["median_ms"], sure=table["sure"].eq(True))
-
-
 def reading(times: pd.DataFrame) -> str:
     """What one run says, a sentence a mode: the fastest variant of each attention beside its eager one."""
     said = []
     for mode, rows in fastest(times).groupby("mode", sort=False):
         parts = []
         for row in rows.itertuples():
-            part = f"{ATTENTION_WORDS[row.attention]} {VARIANT_WORDS[row.variant]} **{number(row.median_ms)} ms**"
+            name = f"{ATTENTION_WORDS[row.attention]} {VARIANT_WORDS[row.variant]}"
+            part = f"{name} **{number(row.median_ms)} ms**"
             if row.variant != "eager" and row.eager_ms > 0:
                 than = faster(row.speedup) if row.sure else "not surely faster"
                 part += f" ({than} than eager, {number(row.eager_ms)} ms)"
