@@ -30,21 +30,21 @@ def ms(value: float) -> str:
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    """A share in percent, to so many decimals; what is not 0 but would print as it, to its first digit."""
+    """A share in percent, to so many decimals: 0% only of none, and what would print as that to its first
+    digit."""
     return _no_false_zero(f"{share:.{decimals}%}", share)
 
 
 def _no_false_zero(printed: str, share: float) -> str:
-    """A share as it was printed; to its first digit, with the same sign, where that is 0 and the share is
-    not."""
-    if abs(share) < EXACT or not re.fullmatch(r"[-+]?[0.]+%", printed):
+    """A share as it was printed, but where that is 0 to its first digit, with a + if there was one."""
+    if not re.fullmatch(r"[-+]?[0.]+%", printed):
         return printed
-    return f"{'+' * printed.startswith('+')}{number(100 * share, 1)}%"
+    return "0%" if abs(share) < EXACT else f"{'+' * printed.startswith('+')}{number(100 * share, 1)}%"
 
 
 def share(value: float, digits: int = 2) -> str:
-    """A share in percent, to so many significant digits."""
-    return f"{number(100 * value, digits)}%"
+    """A share in percent, to so many significant digits; a dash for none."""
+    return f"{number(100 * value, digits)}%" if math.isfinite(value) else number(value)
 
 
 def plus_minus(mean: float, std: float) -> str:

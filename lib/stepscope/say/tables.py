@@ -81,4 +81,6 @@ def _brief_cell(cell: object) -> str:
     if not isinstance(cell, Real):
         return "–" if cell is None else str(cell)
     value = float(cell)
-    return tiny(value) if 0 < abs(value) < 1e-3 else number(value)
+    if 0 < abs(value) < 1e-3:
+        return tiny(value).replace("e-", "e\N{NON-BREAKING HYPHEN}")  # a line would end behind another
+    return number(value)
