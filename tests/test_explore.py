@@ -74,7 +74,7 @@ def test_a_brief_table_has_no_empty_column_and_numbers_a_reader_takes_in():
     table = pd.DataFrame({"part": ["a", "b"], "cause": [None, None], "flags": ["", ""], "n": [1, 20_000],
                           "saved_bytes": [2**20, 4202496.0], "error": [2.004912e-07, float("nan")]})
     shown = brief(table, ["error", "part", "saved_bytes", "cause", "n", "flags", "absent"])
-    assert shown.to_dict("list") == {"error": ["2e\N{NON-BREAKING HYPHEN}7", "–"], "part": ["a", "b"],
+    assert shown.to_dict("list") == {"error": ["2.0e\N{NON-BREAKING HYPHEN}7", "–"], "part": ["a", "b"],
                                      "saved (MiB)": ["1.00", "4.01"], "n": ["1", "20,000"]}
     assert brief(table.head(0), ["part"], "None.").data == "None."
     table = pd.DataFrame({"mode": ["forward_backward"], "captured_ms": [1.5], "tokens_per_s": [3265.0]})

@@ -6,7 +6,7 @@ from nbclient import NotebookClient
 
 from stepscope.runs.one_run import NOTEBOOKS
 from stepscope.say import run_figures
-from stepscope.say.formats import percent, percent_span, share, signed_percent
+from stepscope.say.formats import number, percent, percent_span, share, signed_percent
 from stepscope.say.source import source_of
 from stepscope.studies.compile import figures as of_compile
 from stepscope.studies.compile import measure as of_compiled
@@ -20,6 +20,11 @@ from stepscope.studies.warmup import measure as warmup
 ])
 def test_a_share_is_0_percent_only_where_it_is_none(given, decimals, printed):
     assert percent(given, decimals) == printed
+
+
+def test_a_number_that_is_rounded_up_has_no_digit_more():
+    assert [number(value) for value in (9.996, 9.994, 0.0999951, 99.96)] == ["10.0", "9.99", "0.100", "100"]
+    assert number(19_073) == "19,073" and number(0.00996, 1) == "0.01"
 
 
 def test_small_shares_in_spans_and_with_signs():
