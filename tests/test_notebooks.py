@@ -33,24 +33,39 @@ def test_small_shares_in_spans_and_with_signs():
     assert share(float("nan")) == "–"
 
 
-def documented():
+class Documented:
     """What it is for.
 
     Raises:
         ValueError: never.
     """
-    def inner():
-        """One line."""
-    return "kept\n\nall of it", inner
+
+    def first(self):
+        def inner():
+            """Inner words.
+
+            Raises: nothing.
+            """
+            return "kept\n\nall of it"
+        return inner()
+
+    def second(self):
+        """Second words,
+        in two lines.
+
+        Raises: nothing.
+        """
+        return 2
 
 
 def test_shown_source_has_all_of_the_code_and_the_first_words_of_docstrings():
-    shown = source_of(documented)
-    assert '"""What it is for."""' in shown and "Raises" not in shown and "One line." in shown
-    assert shown.endswith('return "kept\\n\\nall of it", inner')
+    shown = source_of(Documented)
+    assert '"""What it is for."""' in shown and '"""Inner words."""' in shown and "Raises" not in shown
+    assert 'in two lines."""' in shown
     names: dict = {}
     exec(shown, names)
-    assert names["documented"]()[0] == documented()[0]
+    made = names["Documented"]()
+    assert (made.first(), made.second()) == (Documented().first(), 2)
 
 
 def steps_of(times_ms, warmups):
@@ -75,6 +90,8 @@ def test_warmup_says_where_a_process_was_not_fresh(fresh):
     assert "80.0 ms more" in said and "From step 2 on" in said
     assert ("restart its kernel" in said) != fresh
     wild = steps_of([90.0] + [10.0] * 8 + [30.0], 0)
+    costs = warmup.first_costs(steps_of([5.0] + [10.0] * 9, 0), {"model and optimizer": 2.0}, {})
+    assert "takes 5.00 ms less" in run_figures.first_costs(costs, "here").axes[0].get_title(loc="left")
     assert "do not settle" in warmup.reading(wild, warmup.first_costs(wild, {}, {}))
 
 

@@ -53,7 +53,8 @@ def first_costs(costs: pd.DataFrame, where: str) -> Figure:
     before = costs.loc[costs["when"] == "before", "time_ms"].sum()
     beyond = costs.set_index("part")["time_ms"]["first step beyond steady"]
     axis.set(xlabel="time (ms)",
-             title=f"{ms(before)} before the first step, and {ms(beyond)} more in it than later\n({where})")
+             title=f"{ms(before)} before the first step, which takes {ms(abs(beyond))}"
+                   f" {'more' if beyond > 0 else 'less'} than later ones\n({where})")
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.grid(axis="y", visible=False)

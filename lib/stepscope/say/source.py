@@ -16,12 +16,13 @@ def show(*functions: Callable) -> Markdown:
 def source_of(function: Callable) -> str:
     """A function's or class's source; of docstrings of several paragraphs the first."""
     lines = textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in reversed([*ast.walk(ast.parse("\n".join(lines)))]):
-        if isinstance(node, documented) and ast.get_docstring(node):
-            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
-            ends = next((n for n in range(first, last) if not lines[n].strip()), None)
-            if ends:
-                lines[ends - 1] += '"""'
-                del lines[ends:last]
+    nodes = ast.walk(ast.parse("\n".join(lines)))
+    documented = [node.body[0] for node in nodes
+                  if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)]
+    for words in sorted(documented, key=lambda one: -one.lineno):  # so that lines keep their numbers
+        first, last = words.lineno - 1, words.end_lineno or words.lineno
+        ends = next((n for n in range(first, last) if not lines[n].strip()), None)
+        if ends:
+            lines[ends - 1] += '"""'
+            del lines[ends:last]
     return "\n".join(lines)
