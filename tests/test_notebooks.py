@@ -10,6 +10,7 @@ from stepscope.say.formats import number, percent, percent_span, share, signed_p
 from stepscope.say.source import source_of
 from stepscope.studies.compile import figures as of_compile
 from stepscope.studies.compile import measure as of_compiled
+from stepscope.studies.nsys import figures as of_nsys
 from stepscope.studies.processes import measure as processes
 from stepscope.studies.warmup import measure as warmup
 
@@ -111,6 +112,13 @@ def test_compiling_is_said_to_be_faster_only_where_the_intervals_tell(block_ms, 
     times = compiled_times(block_ms, half)
     assert said in of_compiled.reading(times)
     assert title in of_compile.one_run(times, "here").get_suptitle()
+
+
+def test_the_largest_family_of_the_whole_step_is_named():
+    rows = [("step", "forward", "ffn", "matrix multiply", 70), ("step", "optimizer", "optimizer", "elementwise", 30)]
+    operations = pd.DataFrame(rows, columns=["mode", "phase", "region", "family", "total_ns"])
+    title = of_nsys.families(operations, "here").axes[0].get_title(loc="left")
+    assert "Full step: 70% of the device time is matrix multiply" in title
 
 
 def test_processes_names_the_widest_cell():
