@@ -1,4 +1,5 @@
 """The report's tables for one's own questions, and the notebook that asks some."""
+import json
 import re
 import shutil
 
@@ -23,6 +24,21 @@ def test_it_runs_from_top_to_bottom_and_shows_six_pictures(tmp_path, monkeypatch
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
     assert [output.text for output in outputs if output.output_type == "stream"] == []
+
+
+def test_it_passes_over_what_a_folder_of_ones_own_does_not_tell(tmp_path):
+    """Benchmark runs only, and without the peaks that a CPU's allocator does not tell."""
+    for record in (ROOT / "runs" / "h200" / "benchmark").glob("small-ctx128-step-fp32-*/record.json"):
+        folder = shutil.copytree(record.parent, tmp_path / "runs" / "benchmark" / record.parent.name)
+        said = json.loads(record.read_text(encoding="utf-8"))
+        said["results"] = {name: value for name, value in said["results"].items() if not name.startswith("peak")}
+        (folder / "record.json").write_text(json.dumps(said), encoding="utf-8")
+    done = papermill.execute_notebook(NOTEBOOKS / "explore.ipynb", tmp_path / "done.ipynb", progress_bar=False,
+                                      parameters={"device": "cpu", "runs": str(tmp_path / "runs")})
+    shown = [output.get("data", {}) for cell in done.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in data for data in shown) == 2  # the optimizer's share, and what is measured here
+    said = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    assert len(said) == 3 and "No captures" in said[0] and "No peaks" in said[1]
 
 
 def test_no_cell_of_it_is_longer_than_a_screen():
@@ -73,8 +89,11 @@ def test_a_brief_table_has_no_empty_column_and_numbers_a_reader_takes_in():
     table = pd.DataFrame({"part": ["a", "b"], "cause": [None, None], "flags": ["", ""], "n": [1, 20_000],
                           "saved_bytes": [2**20, 4202496.0], "error": [2.004912e-07, float("nan")]})
     shown = brief(table, ["error", "part", "saved_bytes", "cause", "n", "flags", "absent"])
-    assert shown.to_dict("list") == {"error": ["2.0e-07", "–"], "part": ["a", "b"],
-                                     "saved_mib": ["1.00", "4.01"], "n": ["1", "20,000"]}
+    assert shown.to_dict("list") == {"error": ["2.0e\N{NON-BREAKING HYPHEN}7", "–"], "part": ["a", "b"],
+                                     "saved (MiB)": ["1.00", "4.01"], "n": ["1", "20,000"]}
     assert brief(table.head(0), ["part"], "None.").data == "None."
+    table = pd.DataFrame({"mode": ["forward_backward"], "captured_ms": [1.5], "tokens_per_s": [3265.0]})
+    assert brief(table, list(table)).to_dict("list") == {
+        "mode": ["forward + backward"], "captured (ms)": ["1.50"], "tokens per s": ["3,265"]}
     with pytest.raises(ValueError, match="9 columns"):
         brief(table, list("abcdefghi"))

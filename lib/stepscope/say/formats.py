@@ -1,5 +1,6 @@
 """How numbers, lists and counts are written, in words and in tables alike: the filters of templates."""
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
@@ -20,7 +21,8 @@ def number(value: float, digits: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    rounded = float(f"{value:.{digits - 1}e}")  # 9.996 is 10.0, with one decimal
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{value:,.{decimals}f}"
 
 
@@ -29,12 +31,21 @@ def ms(value: float) -> str:
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    return f"{share:.{decimals}%}"
+    """A share in percent, to so many decimals: 0% only of none, and what would print as that to its first
+    digit."""
+    return _no_false_zero(f"{share:.{decimals}%}", share)
+
+
+def _no_false_zero(printed: str, share: float) -> str:
+    """A share as it was printed, but where that is 0 to its first digit, with a + if there was one."""
+    if not re.fullmatch(r"[-+]?[0.]+%", printed):
+        return printed
+    return "0%" if abs(share) < EXACT else f"{'+' * printed.startswith('+')}{number(100 * share, 1)}%"
 
 
 def share(value: float, digits: int = 2) -> str:
-    """A share in percent, to so many significant digits."""
-    return f"{number(100 * value, digits)}%"
+    """A share in percent, to so many significant digits; a dash for none."""
+    return f"{number(100 * value, digits)}%" if math.isfinite(value) else number(value)
 
 
 def plus_minus(mean: float, std: float) -> str:
@@ -138,8 +149,8 @@ def points(value: float) -> str:
 
 
 def signed_percent(share: float, decimals: int = 0) -> str:
-    """A share with its sign, also where that is +."""
-    return f"{share:+.{decimals}%}"
+    """A share with its sign, also where that is +; as :func:`percent` where it is small."""
+    return _no_false_zero(f"{share:+.{decimals}%}", share)
 
 
 def percent_change(share: float) -> str:

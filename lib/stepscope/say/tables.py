@@ -7,10 +7,12 @@ import pandas as pd
 from IPython.display import Markdown
 from markupsafe import Markup
 
-from stepscope.say.formats import number
+from stepscope.say.formats import MODE_WORDS, number, tiny
 from stepscope.say.words import escape
 
 MOST_COLUMNS = 8
+UNITS = {"ms": "ms", "s": "s", "us": "µs", "mib": "MiB"}
+HEADINGS = {"ci_low": "95% from", "ci_high": "95% to", "std": "deviation", "tflops": "TFLOP/s"}
 
 
 def markdown_table(table: pd.DataFrame) -> Markup:
@@ -36,7 +38,8 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
         columns: those to show, in their order; one that the table lacks, or that has no value, is left out.
         empty: what is said where there is no row.
 
-    Numbers have three significant digits; bytes become MiB, and so does the column's name.
+    Numbers have three significant digits; bytes become MiB. A column's name becomes words, with its unit in
+    brackets.
 
     Raises:
         ValueError: more than eight columns.
@@ -53,8 +56,19 @@ def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") 
                 cells, column = cells / 2**20, column.removesuffix("bytes") + "mib"
             if pd.api.types.is_float_dtype(cells) and (cells.dropna() % 1 == 0).all():
                 cells = cells.astype("Int64")  # counts, of which some are missing
-            shown[column] = [_brief_cell(cell) for cell in cells]
-    return pd.DataFrame(shown)
+            if column == "mode":
+                cells = cells.replace(MODE_WORDS)
+            shown[_heading(column)] = [_brief_cell(cell) for cell in cells]
+    return pd.DataFrame(shown, index=[""] * len(table))  # its rows' numbers would say nothing
+
+
+def _heading(column: str) -> str:
+    """A column's name in words: "captured (ms)", which a narrow column can break, of "captured_ms"."""
+    words, _, unit = f" {column}".rpartition("_" if "_" in column else " ")
+    if unit not in UNITS or words.endswith("_per"):
+        words, unit = column, ""
+    words = HEADINGS.get(words.strip(), words.strip().replace("_", " "))
+    return f"{words} ({UNITS[unit]})" if words and unit else words or UNITS[unit]
 
 
 def _brief_cell(cell: object) -> str:
@@ -67,4 +81,6 @@ def _brief_cell(cell: object) -> str:
     if not isinstance(cell, Real):
         return "–" if cell is None else str(cell)
     value = float(cell)
-    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else number(value)
+    if 0 < abs(value) < 1e-3:
+        return tiny(value).replace("e-", "e\N{NON-BREAKING HYPHEN}")  # a line would end behind another
+    return number(value)

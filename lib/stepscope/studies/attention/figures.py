@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
-from stepscope.say.formats import number, positions, precision
+from stepscope.say.formats import ms, number, positions, precision
 from stepscope.say.selections import precisions
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, ink_on, use_style
 from stepscope.studies.attention.cells import head, implementations, timed
@@ -22,7 +22,7 @@ STYLES["fa4"] = {"color": "0.5", "marker": "*"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
-def one_run(cells: pd.DataFrame, title: str) -> Figure:
+def one_run(cells: pd.DataFrame, where: str) -> Figure:
     """One run's causal cells: time of a pass and memory in use before backward, over the sequence."""
     use_style()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_IN, 3.6))
@@ -30,8 +30,15 @@ def one_run(cells: pd.DataFrame, title: str) -> Figure:
     for axis, column, scale, label in ((axes[0], "pass_median_ms", 1, "forward and backward (ms)"),
                                        (axes[1], "in_use_bytes", 2**20, "in use before backward (MiB)")):
         _over_sequence(axis, ok, column, scale)
-        axis.set(ylabel=label, title=title if axis is axes[0] else "")
+        axis.set(ylabel=label)
+        axis.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    title = "Nothing could be timed"
+    if len(last := ok[ok["sequence"] == ok["sequence"].max()]):
+        best = last.loc[last["pass_median_ms"].idxmin()]
+        title = (f"{NAMES[best['implementation']]} is fastest at sequence {best['sequence']}:"
+                 f" {ms(best['pass_median_ms'])}")
+    figure.suptitle(f"{title}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure
 
 

@@ -6,12 +6,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from stepscope.say.formats import ms
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.training_step import out_of_memory_names
 from stepscope.studies.attention.checking import QUANTITIES, errors, reference
 from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs
 from stepscope.studies.attention.memory import mask_memory, memory_pass
+from stepscope.studies.attention.names import NAMES
 from stepscope.studies.attention.timing import PASS_COLUMNS, first_pass, summarized, timed_passes
 from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 
@@ -145,10 +147,10 @@ def reading(cells: pd.DataFrame) -> str:
     if ok.empty:
         return "Nothing could be timed."
     last = ok[ok["sequence"] == ok["sequence"].max()].sort_values("pass_median_ms")
-    times = ", ".join(f"{row.pass_median_ms:.4g} ms ({row.implementation})" for row in last.itertuples())
+    times = ", ".join(f"{ms(row.pass_median_ms)} ({NAMES[row.implementation]})" for row in last.itertuples())
     text = f"At sequence {last['sequence'].iloc[0]}, causal, a forward and backward pass takes {times}."
     left_out = cells[cells["status"] != "ok"].groupby(["implementation", "status"], sort=False).size()
     if left_out.empty:
         return text
-    counts = ", ".join(f"{name}: {count} {status}" for (name, status), count in left_out.items())
+    counts = ", ".join(f"{NAMES[name]} ({count} {status})" for (name, status), count in left_out.items())
     return f"{text} Not timed: {counts}."

@@ -2,6 +2,7 @@
 import pandas as pd
 import torch
 
+from stepscope.say.formats import ms, number, percent
 from stepscope.step.timing import WHOLE
 from stepscope.step.training_step import Step
 
@@ -18,14 +19,14 @@ def peak_memory(step: Step) -> dict[str, float | int]:
 def reading(times: pd.DataFrame) -> str:
     """What one run's table says, in a sentence or two of markdown."""
     whole = times[times["phase"] == WHOLE].iloc[0]
-    text = (f"One step takes **{whole.median_ms:.4g} ms** (median of {whole.n}; 95% interval of the median"
-            f" {whole.ci_low_ms:.4g} to {whole.ci_high_ms:.4g} ms), {whole.tokens_per_s:,.0f} tokens/s,"
-            f" {whole.tflops:.3g} TFLOP/s.")
+    text = (f"One step takes **{ms(whole.median_ms)}** (median of {whole.n}; 95% interval of the median"
+            f" {number(whole.ci_low_ms)} to {ms(whole.ci_high_ms)}), {number(whole.tokens_per_s)} tokens/s,"
+            f" {number(whole.tflops)} TFLOP/s.")
     phases = times[times["phase"] != WHOLE]
     if len(phases) > 1:
         longest = phases.loc[phases["median_ms"].idxmax()]
         share = longest.median_ms / phases["median_ms"].sum()
-        text += f" Its longest phase is {longest.phase}, {share:.0%} of the phases' time."
+        text += f" Its longest phase is {longest.phase}, {percent(share)} of the phases' time."
     flagged = times[times["flags"] != ""]
     if len(flagged):
         unsteady = ", ".join(f"{row.phase} ({_kinds(row.flags)})" for row in flagged.itertuples())

@@ -3,14 +3,15 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from stepscope.say.formats import MODE_WORDS
+from stepscope.say.formats import MODE_WORDS, capital, faster
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.printed import ATTENTION_WORDS, VARIANT_WORDS
+from stepscope.studies.compile.tables import fastest
 
 
-def one_run(times: pd.DataFrame, title: str) -> Figure:
+def one_run(times: pd.DataFrame, where: str) -> Figure:
     """One run's whole steps in ms with their 95% intervals: a panel a mode, a bar for each attention and
     variant."""
     use_style()
@@ -26,5 +27,12 @@ def one_run(times: pd.DataFrame, title: str) -> Figure:
                   xerr=[median - here["ci_low_ms"], here["ci_high_ms"] - median])
         axis.set(title=MODE_WORDS[mode], xlabel="wall time of a step (ms)")
         axis.grid(axis="y", visible=False)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    found = fastest(times)
+    found = found[found["sure"] & (found["variant"] != "eager")]
+    title = "No variant is surely faster than eager"
+    if len(found):
+        most = found.loc[found["speedup"].idxmax()]
+        title = (f"{capital(MODE_WORDS[most['mode']])} with {ATTENTION_WORDS[most['attention']]} attention,"
+                 f" {VARIANT_WORDS[most['variant']]}, is {faster(most['speedup'])} than eager")
+    figure.suptitle(f"{title}\n({where})", x=0.01, ha="left", fontweight="bold")
     return figure

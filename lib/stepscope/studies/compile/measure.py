@@ -10,13 +10,14 @@ import torch
 
 from stepscope.runs.device_watch import DeviceWatch
 from stepscope.runs.machine import sm_clock_mhz
-from stepscope.say.formats import MODE_WORDS, faster, listing, number
+from stepscope.say.formats import MODE_WORDS, capital, faster, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
-from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
+from stepscope.step.timing import SAMPLE_COLUMNS, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config
-from stepscope.studies.compile.tables import PART
+from stepscope.studies.compile.printed import ATTENTION_WORDS, VARIANT_WORDS
+from stepscope.studies.compile.tables import PART, fastest
 from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 
@@ -87,6 +88,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             of_mode: dict[str, Part] = {variant: Part(attention, variant, mode, steps, held)
                                         for variant in config.variants}
             for variant, warmup, timed in schedule(config):
+                if variant != "eager" and of_mode[variant].samples.empty:
+                    print(f"{attention}, {mode}, {variant}: compiling", flush=True)
                 of_mode[variant].take(config, warmup, timed)
                 print(f"{attention}, {mode}, {variant}: {of_mode[variant].row['status']}", flush=True)
             parts += of_mode.values()
@@ -259,18 +262,15 @@ def _saved(step: Step) -> dict[str, float]:
 
 def reading(times: pd.DataFrame) -> str:
     """What one run says, a sentence a mode: the fastest variant of each attention beside its eager one."""
-    whole = times[times["phase"] == WHOLE]
     said = []
-    for mode, words in MODE_WORDS.items():
-        rows = whole[whole["mode"] == mode]
+    for mode, rows in fastest(times).groupby("mode", sort=False):
         parts = []
-        for attention, own in rows.groupby("attention", sort=False):
-            ms = own.set_index("variant")["median_ms"]
-            best = ms.idxmin()
-            part = f"{best} **{number(ms[best])} ms**"
-            if best != "eager" and "eager" in ms:
-                part += f" ({faster(ms['eager'] / ms[best])} than eager, {number(ms['eager'])} ms)"
-            parts.append(f"with {attention} attention {part}")
-        if parts:
-            said.append(f"{words.capitalize()}, fastest {listing(parts)}.")
+        for row in rows.itertuples():
+            name = f"{ATTENTION_WORDS[row.attention]} {VARIANT_WORDS[row.variant]}"
+            part = f"{name} **{number(row.median_ms)} ms**"
+            if row.variant != "eager" and row.eager_ms > 0:
+                than = faster(row.speedup) if row.sure else "not surely faster"
+                part += f" ({than} than eager, {number(row.eager_ms)} ms)"
+            parts.append(part)
+        said.append(f"{capital(MODE_WORDS[mode])}, the fastest: {listing(parts)}.")
     return " ".join(said) or "Nothing could be timed."

@@ -4,6 +4,7 @@ import pandas as pd
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table, runs_frame
+from stepscope.say.formats import MODE_WORDS, apart
 from stepscope.step.rates import run_times
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.config import Config
@@ -36,6 +37,21 @@ def at_a_glance(times: pd.DataFrame) -> pd.DataFrame:
     if "sm_clock_mhz" in whole and whole["sm_clock_mhz"].notna().any():
         table["sm_clock_mhz"] = whole["sm_clock_mhz"]
     return table.round(3).reset_index(drop=True)
+
+
+def fastest(times: pd.DataFrame) -> pd.DataFrame:
+    """Of a run's whole steps, a row a mode and attention: its fastest ``variant``, ``median_ms``,
+    ``eager_ms`` and ``speedup`` over it, and whether that is ``sure``: their intervals do not overlap."""
+    whole, found = times[times["phase"] == WHOLE], []
+    for mode in MODE_WORDS:
+        for _, own in whole[whole["mode"] == mode].groupby("attention", sort=False):
+            best, eager = own.loc[own["median_ms"].idxmin()], own[own["variant"] == "eager"]
+            row = best[["mode", "attention", "variant", "median_ms"]].to_dict()
+            if len(eager):
+                row |= {"eager_ms": eager["median_ms"].iloc[0], "sure": apart(eager.iloc[0], best)}
+            found.append(row)
+    table = pd.DataFrame(found, columns=["mode", "attention", "variant", "median_ms", "eager_ms", "sure"])
+    return table.assign(speedup=table["eager_ms"] / table["median_ms"], sure=table["sure"].eq(True))
 
 
 def all_times(store: Store, records: list[Record]) -> pd.DataFrame:

@@ -278,6 +278,8 @@ class Ladder:
         rung = Rung(self.config, name, self.programs, batch, self.kernel)
         try:
             if turn == 0:
+                if name in BESIDE or {"blocks", "graph"} & changes_of(name):
+                    print(f"{self.config.shape} {self.config.context_length}, {name}: compiling", flush=True)
                 loss = rung.gradients().item()
                 row |= {"compile_s": rung.program.compile_s, "batch": rung.batch}
                 if rung.saved_bytes:

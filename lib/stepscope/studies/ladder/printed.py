@@ -201,12 +201,13 @@ def reading(rungs: pd.DataFrame) -> str:
     said = [
         f"From **{first} ms** ({found['first_name']}) to **{best} ms** ({found['best_name']}):"
         f" {faster(found['faster'])}, {of_floor}."
-        if found["best_ms"] < found["first_ms"]
-        else f"Nothing is faster here than {found['first_name']}, **{first} ms**: {of_floor}."
+        if found["gains"]
+        else f"Nothing is surely faster here than {found['first_name']}, **{first} ms**; the least time,"
+        f" {best} ms, is {of_floor}."
     ]
     rows = found["rows"]
-    gained = rows[(rows["kind"] == "rung") & rows["gain"].notna()]
-    if gained["gain"].max() > 1:
+    gained = rows[(rows["kind"] == "rung") & (rows["gain_low"] > 1)]
+    if found["gains"] and len(gained):
         most = gained.loc[gained["gain"].idxmax()]
         said.append(f"Most gained by {name_of(most['rung'])}: {faster(most['gain'])} than the rung before.")
     if found["missing"]:

@@ -2,7 +2,8 @@
 import numpy as np
 import pandas as pd
 
-from stepscope.say.formats import faster
+from stepscope.say.formats import faster, number
+from stepscope.say.formats import precision as written
 from stepscope.step.rates import with_rates
 from stepscope.step.summary import ratio_interval, summarize, unlike_clocks
 from stepscope.step.timing import WHOLE
@@ -70,9 +71,10 @@ def reading(table: pd.DataFrame) -> str:
     """What one run's speed-ups say, in a sentence of markdown."""
     parts = []
     for row in table[(table["phase"] == WHOLE) & (table["mode"] == "step")].itertuples():
-        times = "not measurably different" if row.change == "none" else faster(row.speedup)
-        clocks = f" at {row.sm_clock_mhz:g} MHz beside {row.fp32_mhz:g}" if row.unlike_clocks else ""
-        parts.append(f"{row.precision} {times} [{row.speedup_low:.3g}, {row.speedup_high:.3g}]{clocks}")
+        times = "not surely different" if row.change == "none" else faster(row.speedup)
+        clocks = f", at {row.sm_clock_mhz:g} MHz beside {row.fp32_mhz:g}" if row.unlike_clocks else ""
+        interval = f"95%: {number(row.speedup_low)} to {number(row.speedup_high)}"
+        parts.append(f"{written(row.precision)} is {times} ({interval}{clocks})")
     if not parts:
         return "Nothing was measured beside fp32."
     return f"The full step against fp32: {'; '.join(parts)}."

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
 from stepscope.say.formats import MODE_WORDS, faster, ms, number, percent, percent_change, share
+from stepscope.say.formats import precision as written
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, REST, WIDTH_IN, as_text, ink_on, use_style
 from stepscope.step.timing import WHOLE
@@ -25,7 +26,7 @@ WRITTEN = 0.045  # of a bar: a smaller part has no number in it
 SEEN = 1e-9  # errors below are none
 
 
-def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
+def run_speedups(speedups: pd.DataFrame, where: str) -> Figure:
     """One run's speed-ups of the full step's phases, with their intervals."""
     use_style()
     rows = speedups[speedups["mode"] == "step"]
@@ -39,7 +40,12 @@ def run_speedups(speedups: pd.DataFrame, title: str) -> Figure:
                  yerr=[group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]])
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xticks(range(len(phases)), ["whole step" if p == WHOLE else p for p in phases])
-    axis.set(ylabel="speed-up over fp32 (x)", title=f"Full step by phase: {title}")
+    whole = rows[(rows["phase"] == WHOLE) & (rows["change"] == "faster")]
+    title = "No precision's full step is surely faster than fp32's"
+    if len(whole):
+        best = whole.loc[whole["speedup"].idxmax()]
+        title = f"{written(best['precision'])}'s full step is {faster(best['speedup'])} than fp32's"
+    axis.set(ylabel="speed-up over fp32 (x)", title=f"{title}\n({where})")
     axis.grid(axis="x", visible=False)
     axis.legend(ncols=3)
     return figure

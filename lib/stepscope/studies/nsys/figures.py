@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import PercentFormatter
 
 from stepscope.config import PHASE_NAMES, PHASES
-from stepscope.say.formats import percent
+from stepscope.say.formats import MODE_WORDS, capital, percent
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import PHASE_COLORS, WIDTH_IN, ink_on, use_style
 from stepscope.studies.nsys.facts import AGREE, clocks_beside
@@ -64,8 +64,9 @@ def families(operations: pd.DataFrame, where: str) -> Figure | None:
                     axis.text(start + width / 2, y, f"{width:.0%}", ha="center", va="center", fontsize=11,
                               color=ink_on(color))
             left += table[family]
-    axis.set(xlim=(0, 1), xlabel="share of the time of all operations",
-             title=f"Device time by kernel family ({where})")
+    whole, most = table.iloc[-1], table.iloc[-1].idxmax()
+    title = f"{capital(MODE_WORDS[order[-1][0]])}: {percent(whole[most])} of the device time is {most}"
+    axis.set(xlim=(0, 1), xlabel="share of the time of all operations", title=f"{title}\n({where})")
     axis.xaxis.set_major_formatter(PercentFormatter(1))
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)

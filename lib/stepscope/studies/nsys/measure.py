@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from stepscope.config import PHASES
+from stepscope.say.formats import code, ms, percent, plain
 from stepscope.studies.nsys.config import Config
 from stepscope.traces.attention_kernels import WRITTEN_OUT, sdpa_taken
 from stepscope.traces.conservation import check_conservation, phase_clocks
@@ -150,9 +151,10 @@ def profile_run(config: Config, kept: Path | None,
     nsys, started = profiler.nsys, time.perf_counter()
     with profiler.temporary:
         steps = [config.step(mode=mode) for mode in PHASES]
+        print("running and capturing the steps in a process of their own", flush=True)
         captures = capture(steps, profiler.folder, nsys, profiler.process)
         watched = time.perf_counter()
-        print(f"captured in {watched - started:.0f} s; now the exports and tables", flush=True)
+        print(f"captured after {watched - started:.0f} s; now the tables", flush=True)
         exports = {mode: export for item in captures for mode, export in _exports(item, nsys).items()}
         exported = time.perf_counter()
         outcomes = {mode: outcome for item in captures for mode, outcome in item.outcomes.items()}
@@ -324,8 +326,8 @@ def reading(tables: dict[str, pd.DataFrame]) -> str:
     top = top_kernels(tables["operations"], steps, "forward", "forward", 1).iloc[0]
     clocks = three_clocks(tables["clocks"]).set_index(["mode", "phase"]).loc[("forward", "forward")]
     return (
-        f"Forward takes {clocks.operations_ms:.4g} ms of operations"
-        f" in {clocks.projected_ms:.4g} ms on the device"
-        f" ({clocks.busy_share:.0%} busy), enqueued in {clocks.host_ms:.4g} ms. Most of it is `{top.kernel}`:"
-        f" {top.share:.0%}, {top.launches:g} times a pass. {text}"
+        f"Forward's operations take {ms(clocks.operations_ms)} of the {ms(clocks.projected_ms)} from its"
+        f" first to its last ({percent(clocks.busy_share)} busy), and the host needs {ms(clocks.host_ms)} to"
+        f" enqueue them. Most of their time, {percent(top.share)}, is {code(top.kernel)}'s, which runs"
+        f" {plain(top.launches)} times a pass. {text}".rstrip()
     )

@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from stepscope.runs.machine import sm_clock_mhz
+from stepscope.say.formats import MODE_WORDS, number
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.compiling import release
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
@@ -80,19 +81,20 @@ def reading(samples: pd.DataFrame) -> str:
     spread = cells["most_ms"] / cells["least_ms"]
     cell, widest = cells.loc[spread.idxmax()], spread.max()
     return (f"In this process the slowest step of {cell['size']}, context {cell['context_length']},"
-            f" {cell['mode']} takes {widest:.2f} times as long as its fastest, the most of all."
-            " How far processes are apart, one alone does not tell: the report compares several.")
+            f" {MODE_WORDS[cell['mode']]}, takes {number(widest)} times as long as its fastest, the most of"
+            " all. How far processes are apart, one alone does not tell: the report compares several.")
 
 
-def spread_of_steps(samples: pd.DataFrame, title: str) -> Figure:
+def spread_of_steps(samples: pd.DataFrame, where: str) -> Figure:
     """Every timed step of a cell over the cell's median, as dots: a row a cell."""
     use_style()
     timed = samples[samples["timed"] & (samples["phase"] == WHOLE)]
     over = timed["time_ms"] / timed.groupby(CELL)["time_ms"].transform("median")
-    label = timed["size"] + ", " + timed["context_length"].astype(str) + ", " + timed["mode"]
+    label = timed["size"] + ", " + timed["context_length"].astype(str) + ", " + timed["mode"].map(MODE_WORDS)
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 1 + 0.3 * label.nunique()))
     axis.plot(over, label, "o", alpha=0.6)
     axis.axvline(1, color="black", linewidth=1)
-    axis.set(xlabel="a step's time over the median of its cell", title=title)
+    axis.set(xlabel="a step's time over the median of its row", xlim=(0, None),
+             title=f"A step takes up to {number(over.max())} times its median\n({where})")
     axis.invert_yaxis()
     return figure

@@ -95,13 +95,14 @@ def measure_arms(config: Config) -> dict[str, pd.DataFrame]:
     per_us = cycles_per_us() if config.device == "cuda" else float("nan")
     found: dict[str, list[pd.DataFrame]] = {"samples": [], "arms": [], "clocks": []}
     # All of them timed before any is captured: a profiler leaves hooks in the driver behind.
-    for name, work in (("samples", measure), ("arms", added), ("clocks", captured)):
+    for name, done, work in (("samples", "timed", measure), ("arms", "its calls counted", added),
+                             ("clocks", "captured", captured)):
         for arm in arms.itertuples():
             slowed = nullcontext() if pd.isna(arm.host_delay_us) else SlowHost(arm.host_delay_us)
             loaded = BusyGPU(step.model, arm.gpu_load_us, per_us) if arm.gpu_load_us else nullcontext()
             with slowed, loaded:
                 found[name].append(work(step).assign(arm=arm.arm))
-            print(f"{name}: arm {arm.arm + 1} of {len(arms)}", flush=True)
+            print(f"arm {arm.arm + 1} of {len(arms)} {done}", flush=True)
     tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
     table = arms.merge(tables["arms"], on="arm")
     table["added_host_ms"] = (table["calls"] * table["host_delay_us"] / 1e3).fillna(0)

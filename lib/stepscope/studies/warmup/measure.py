@@ -7,11 +7,13 @@ from timeit import default_timer
 import pandas as pd
 import torch
 
+from stepscope.say.formats import ms
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.warmup.config import Config
 
 REPEATS = 3
+IMPORTED = "import torch"  # what only a fresh process does
 
 
 def timed_ms(device: str, work: Callable[[], object]) -> float:
@@ -142,13 +144,15 @@ def first_costs(samples: pd.DataFrame, before: dict[str, float], undone: dict[st
 
 
 def reading(samples: pd.DataFrame, costs: pd.DataFrame) -> str:
-    """What one run says, in two sentences of markdown."""
+    """What one run says, in two sentences of markdown, and one more where the process was not fresh."""
     whole = samples[samples["phase"] == "step"].reset_index(drop=True)
     steady = whole["time_ms"][len(whole) // 2:].median()
     beyond = costs.set_index("part")["time_ms"]["first step beyond steady"]
     settled = next((i for i in range(len(whole)) if (whole["time_ms"][i:] / steady - 1).abs().max() < 0.05),
                    None)
-    text = (f"The first step takes {whole['time_ms'][0]:.4g} ms where a steady one takes {steady:.4g} ms:"
-            f" {abs(beyond):.4g} ms {'more' if beyond > 0 else 'less'}.")
-    return text + (" No step is followed only by steps within 5% of steady." if settled is None else
-                   f" From step {settled + 1} on, all are within 5% of steady.")
+    text = (f"The first step takes {ms(whole['time_ms'][0])} where a steady one takes {ms(steady)}:"
+            f" {ms(abs(beyond))} {'more' if beyond > 0 else 'less'}.")
+    text += (" The steps do not settle within 5% of that." if settled is None else
+             f" From step {settled + 1} on, all are within 5% of that.")
+    return text if IMPORTED in set(costs["part"]) else (
+        f"{text} This process was not fresh: restart its kernel to see what a first step pays for.")
