@@ -93,16 +93,37 @@ def test_the_story_says_in_how_many_processes_and_from_where_it_is_left_out(rung
     found = first.story(rungs, pd.DataFrame())
     own = of_shape(rungs, found["size"]).set_index("rung")
     assert found["processes"] <= own.loc["fp32", "processes"]
-    assert found["filled"]["of_sheet"] == own.loc["fill", "of_sheet_bf16"]
-    small = of_shape(rungs, "small").set_index("rung")
-    assert found["other"]["first_ms"] == small.loc["fp32", "median_ms"]
-    fastest = small.loc[small["median_ms"] == found["other"]["best_ms"], "over_hugging_face"]
-    assert [found["other"]["beside"]["over"]] == fastest.tolist()
     less = rungs[~rungs["rung"].isin(["fill", "hugging_face"])].assign(over_hugging_face=np.nan)
     bare = first.story(less, pd.DataFrame())
-    assert bare["filled"] is None and bare["beside"] is None and bare["other"]["beside"] is None
+    assert bare["beside"] is None and bare["clocks"]["beside_mhz"] is None
     [told] = tell(first.PART, given(**{"ladder.rungs": less}))
-    assert "Hugging Face" not in told.text and "fills the memory" not in told.text
+    assert "Hugging Face" not in told.text
+
+
+def test_clocks_that_differ_are_told_of_on_the_first_screen(rungs):
+    """Of the first rung and the fastest, and of what is beside them; nothing where they are alike or unknown."""
+    found = first.story(rungs, pd.DataFrame())
+    own = of_shape(rungs, found["size"])
+    fastest = own.loc[own["median_ms"] == found["best_ms"], "sm_clock_mhz"].item()
+    assert (found["clocks"]["first_mhz"], found["clocks"]["best_mhz"]) == (own["sm_clock_mhz"].iloc[0], fastest)
+    [told] = tell(first.PART, given(**{"ladder.rungs": rungs}))
+    assert f"{fastest:,.0f} MHz" in told.text
+    for mhz in (1980.0, np.nan):
+        alike = rungs.assign(sm_clock_mhz=mhz)
+        assert first.story(alike, pd.DataFrame())["clocks"] is None
+        assert "MHz" not in tell(first.PART, given(**{"ladder.rungs": alike}))[0].text
+
+
+def test_gains_at_unlike_clocks_are_marked(rungs):
+    """A rung against the one before it, a rung left out against the finished step."""
+    marked = advice.with_unlike(of_shape(rungs, "2.7B")).set_index("rung")["unlike"]
+    clock = of_shape(rungs, "2.7B").set_index("rung")["sm_clock_mhz"]
+    assert marked["without_sdpa"] == (abs(1 - clock["without_sdpa"] / clock["overlap"]) > 0.015)
+    assert marked["no_casts"] == (abs(1 - clock["no_casts"] / clock["cuda_graphs"]) > 0.015)
+    assert not marked["fp32"], "it is compared with none"
+    [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
+    [same] = tell(advice.PART, given(**{"ladder.rungs": rungs.assign(sm_clock_mhz=1980.0)}))
+    assert "†" in told.text and "†" not in same.text
 
 
 def test_a_gain_that_is_not_sure_is_none(rungs):
@@ -169,6 +190,17 @@ def test_gains_and_losses_of_one_change_are_told_in_one_direction_each(times):
     assert "2.00x faster" in text and "2.00x slower" in text and "0.5" not in text
     assert "also" not in told_of(versions(times, [2.0, 3.0])) and "slower" not in told_of(versions(times, [2.0, 3.0]))
     assert "faster" not in told_of(versions(times, [0.5, 0.4]))
+
+
+def test_samples_that_are_not_steady_are_said_to_be(times):
+    """A difference of single processes is said to be one, and of unsteady samples marked as such."""
+    calm = versions(times, [2.0, 3.0]).assign(flags="")
+    noisy = calm.assign(flags=calm["flags"].mask(calm["run_id"] == "other", "noisy"))
+    assert "one process each" in told_of(calm) and "unsteady" not in told_of(calm)
+    assert "unsteady" in told_of(noisy)
+    found = first.compared(noisy, pd.DataFrame())
+    assert found["pairs"]["unsteady"].all() and found["unsteady"]
+    assert all("†" in way for way in first.pairs(found)["bf16 is"])
 
 
 def test_a_difference_within_the_intervals_is_none(times):

@@ -9,6 +9,7 @@ from stepscope.report.story import step_time_facts as facts
 from stepscope.report.story.part import tell
 from stepscope.report.story.step_time import PART, step_kinds, step_phases
 from stepscope.studies.ladder.names import name_of
+from stepscope.studies.nsys.facts_regions import region_floors
 
 
 def all_tables(**replaced):
@@ -69,9 +70,13 @@ def test_kinds_are_sums_of_operations():
 def test_regions_add_up_to_forward():
     found = facts.regions(tables("nsys")["operations"], tables("benchmark")["ceilings"],
                           tables("benchmark")["times"], 512)
-    table = found["table"]
-    assert table["share"]["small"].sum() < 1 and table["share"]["small"].is_monotonic_decreasing
-    assert {"norm", "attention.rope"} <= set(table.index)
+    floors = region_floors(tables("nsys")["operations"], tables("benchmark")["ceilings"],
+                           tables("benchmark")["times"])
+    own = floors[(floors["size"].astype(str) == "small") & (floors["context_length"] == 512)].set_index("region")
+    told = own[own["share"] > facts.SPOKEN_OF]
+    assert found["largest"]["region"] == own["share"].idxmax()
+    assert found["furthest"]["region"] == told["of_floor"].idxmin()
+    assert found["furthest"]["of_floor"][0] == told["of_floor"].min() and len(found["furthest"]["of_floor"]) == 2
     assert (found["left"]["all"] + found["whole"]["all"]).to_list() == pytest.approx([1] * 5)
 
 

@@ -32,6 +32,13 @@ def test_processes_that_differ_more_than_one_shows_are_told_of():
     assert not found["waiting"]  # no profile tells who waits
 
 
+def test_others_beside_the_runs_that_measured_the_spread_are_told_of():
+    for beside, each in ((0, None), (1, True)):
+        samples = pd.DataFrame({"study": "processes", "run_id": ["a", "b"], "beside": beside})
+        found = trust_facts.repeats(spreads(small=0.9), samples, *[NONE] * 7)["apart"]["neighbours"]
+        assert found is None if each is None else found == {"runs": 2, "beside": 2, "each": True}
+
+
 def test_cells_that_differ_though_a_capture_shows_no_waiting_are_told_of():
     cells = trust_facts.step_spreads(spreads(small=0.9, large=0.4, xl=0.02))
     calm = {("small", 128, "step"): True, ("large", 128, "step"): False, ("xl", 128, "step"): False}
@@ -55,9 +62,13 @@ def test_one_step_is_compared_over_the_studies_that_timed_it():
     found = trust_facts.hosts(low, compiled.assign(variant="eager"), rungs, NONE)
     assert (found["most"]["size"], found["most"]["times"], found["most"]["needs_ms"]) == ("small", 2.5, None)
     assert (found["apart"], found["alike"], found["clocks_alike"]) == (["small"], ["large"], False)
-    assert found["table"].set_index("size").loc["small", ["precisions", "compile", "ladder"]].tolist() == [20, 50, 30]
+    small = {by: ms for (size, _, by), ms in found["ms"].items() if size == "small"}
+    assert small == {"precisions": [20], "compile": [50], "ladder": [30]}
     assert {"ladder/b", "compile/small"} <= set(found["runs"])
     assert "xl" not in set(trust_facts.printed_hosts(found)["size"])  # one study alone compares nothing
+    again = trust_facts.hosts(low, compiled.assign(variant="eager"), rungs, NONE, low.assign(median_ms=90.0))
+    assert again["ms"][("small", "eager", "precisions")] == [20, 90] and again["most"]["high_ms"] == 90
+    assert "20.0, 90.0" in trust_facts.printed_hosts(again)["written out: precisions (ms)"].tolist()
     assert trust_facts.hosts(low, compiled.assign(variant="block"), NONE, NONE) is None
     assert trust_facts.hosts(low.assign(device="cpu"), compiled.assign(variant="eager"), NONE, NONE) is None
     assert trust_facts.hosts(NONE, NONE, NONE, NONE) is None
@@ -96,7 +107,7 @@ def rungs(*clocks, throttle="power_cap"):
 
 
 def clocks(ladder=NONE, compiled=NONE, speedups=NONE):
-    return trust_facts.clocks_and_profilers(ladder, compiled, speedups, *[NONE] * 5)
+    return trust_facts.clocks_and_profilers(ladder, compiled, speedups, *[NONE] * 3)
 
 
 def test_clocks_held_back_are_found_with_their_reason():

@@ -63,8 +63,9 @@ def span(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
-def listing(items: Iterable[str]) -> str:
-    items = list(items)
+def listing(items: Iterable[str | int]) -> str:
+    """"a, b and c"; whole numbers with a comma for thousands."""
+    items = [f"{int(item):,}" if str(item).isdecimal() else str(item) for item in items]
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else "none"
 
 

@@ -28,7 +28,10 @@ def markdown_table(table: pd.DataFrame) -> Markup:
 
 
 def _cell(value: object) -> object:
-    return re.sub(r"(?<!\\)\|", r"\\|", escape(value)) if isinstance(value, str) else value
+    if isinstance(value, str) and not value.isdecimal():
+        return re.sub(r"(?<!\\)\|", r"\\|", escape(value))
+    whole = isinstance(value, Integral | str) and not isinstance(value, bool)
+    return f"{int(value):,}" if whole else value  # type: ignore[call-overload]
 
 
 def brief(table: pd.DataFrame, columns: Sequence[str], empty: str = "Nothing.") -> pd.DataFrame | Markdown:

@@ -9,6 +9,7 @@ data: it is escaped where it is put in, so nothing that was measured or recorded
 import functools
 import re
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def _backslash(found: re.Match) -> str:
     return found[0] if found[0].startswith("\\") else f"\\{found[0]}"
 
 
+def shown(value: Any) -> Any:
+    """A value as a template shows it: text escaped (:func:`escape`), whole numbers with a comma for
+    thousands."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return f"{value:,}" if whole else escape(value)
+
+
 def tidy(text: str) -> str:
     """One line a paragraph, list item or row of a table, no space before a full stop or comma."""
     paragraphs = []
@@ -73,7 +81,7 @@ class Templates(Environment):
 
 def environment(*folders: Path) -> Environment:
     """The templates of some folders, with the formats of :mod:`stepscope.say.formats` as filters."""
-    made = Templates(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=escape,
+    made = Templates(loader=FileSystemLoader([*folders, SHARED]), undefined=StrictUndefined, finalize=shown,
                        trim_blocks=True, lstrip_blocks=True)
     made.filters |= formats.FILTERS
     return made

@@ -7,8 +7,9 @@ from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
 from stepscope.say.formats import number
 from stepscope.say.selections import pick
+from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
 from stepscope.step.timing import WHOLE
-from stepscope.studies.ladder.facts import climbed_on_gpu, runs_in
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, by_shape, climbed, climbed_on_gpu, runs_in
 from stepscope.studies.memory.facts_options import checkpointing
 
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
@@ -25,9 +26,10 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
     of the eager steps in the study of precisions, at the contexts ``beside``), and under
     ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
-    ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
+    ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``one_shape``
+    where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
     ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
-    rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
+    rows = with_unlike(rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")])
     gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
     if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
         return None
@@ -47,8 +49,29 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
             "left_out_processes": int(left_out["processes"].max()) if len(left_out) else 0,
+            "clocks": UNLIKE_CLOCKS, "unlike": any(map(_any_unlike, found.values())),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
+
+
+def with_unlike(rungs: pd.DataFrame) -> pd.DataFrame:
+    """With the column ``unlike``: whether a rung's step and the one it is compared with (the rung before; the
+    finished step, of one without a rung) ran at unlike SM clocks."""
+    marked = []
+    for own in by_shape(rungs):
+        same = climbed(own)
+        before = same["sm_clock_mhz"].shift()
+        same = same[same["rung"] != OTHER_ARITHMETIC]
+        finished = same["sm_clock_mhz"].iloc[-1] if len(same) else float("nan")
+        other = before.reindex(own.index).mask(own["kind"] == "left_out", finished)
+        marked.append(own.assign(unlike=unlike_clocks(own["sm_clock_mhz"], other)))
+    return pd.concat(marked, ignore_index=True) if marked else rungs.assign(unlike=False)
+
+
+def _any_unlike(change: dict) -> bool:
+    """Whether one of a change's shapes that are told of is."""
+    ends = [end for end in (change["least"], change["most"]) if end]
+    return any(shape["unlike"] for shape in (*ends, *change["without"]))
 
 
 def _gain(rows: pd.DataFrame, alone: list[dict], contexts: bool) -> dict:
@@ -77,7 +100,7 @@ def _without(rows: pd.DataFrame, rung: str | None) -> list[dict]:
 def _shape(row: dict, ratio: str) -> dict:
     """A shape with a ratio of times within a process, and whether that is surely above 1."""
     return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
-            "surely": bool(row[ratio] > 1 + HELPS and row[f"{ratio}_low"] > 1)}
+            "unlike": bool(row["unlike"]), "surely": bool(row[ratio] > 1 + HELPS and row[f"{ratio}_low"] > 1)}
 
 
 def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:

@@ -8,7 +8,9 @@ from stepscope.report.story.part import Part
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import MODE_WORDS, apart, number, runs_of
+from stepscope.say.formats import faster as faster_words
 from stepscope.step.flops import parameter_count
+from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
 from stepscope.studies.ladder.figures import hero
@@ -25,10 +27,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
 
     ``best`` are of the rungs that surely gain more than :data:`HELPS` the fewest that make nearly all of it
     (see :func:`_nearly_all`), in the ladder's order; ``elsewhere`` the largest gain of one rung at another
-    size, None where there is one size or none gains more there; ``other`` the ladder of the smallest size,
-    None where that is the same or it surely gains nothing; ``filled`` the share of the data sheet's bf16 rate
-    at the batch that fills the memory, None where that is not known; ``trained`` what loss curves say, None
-    where there are none.
+    size and this context, None where there is one size or none gains more there; ``trained`` what loss curves
+    say, None where there are none; ``clocks``: see :func:`_clocks`.
     """
     found = ladder_facts.ladder(rungs)
     if found is None:
@@ -38,7 +38,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]}
             for row in _nearly_all(gained).to_dict("records")]
     other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
-    other = other[other["size"].astype(str) != found["size"]]
+    other = other[(other["size"].astype(str) != found["size"]) & (other["context_length"] == found["context"])
+                  & (other["vocab_size"] == found["vocabulary"])]
     elsewhere = None
     if len(other):
         most = other.loc[other["gain"].idxmax()]
@@ -46,16 +47,13 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         if len(here) and most["gain"] > here.iloc[0] * (1 + HELPS):
             elsewhere = {"name": name_of(most["rung"]), "size": str(most["size"]), "gain": most["gain"],
                          "low": most["gain_low"], "high": most["gain_high"], "here": here.iloc[0],
-                         "here_helps": bool(here.iloc[0] > 1 + HELPS), "processes": int(most["processes"])}
-    fill = ladder_facts.of_rung(rows, "fill")
-    of_sheet = fill["of_sheet_bf16"] if fill else np.nan
+                         "here_helps": bool(here.iloc[0] > 1 + HELPS)}
     told = ("size", "context", "batch", "first_ms", "best_ms", "faster", "floor_ms", "floor_share",
             "gains", "runs")
     return {name: found[name] for name in told} | {
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
-        "best": best, "changes": len(best), "elsewhere": elsewhere, "processes": _both(rows, "fp32"),
-        "beside": _beside(rows), "other": _smallest(rungs, found["size"]),
-        "filled": {"batch": int(fill["batch"]), "of_sheet": of_sheet} if fill and of_sheet > 0 else None,
+        "best": best, "elsewhere": elsewhere, "processes": _processes(rows),
+        "beside": _beside(rows), "clocks": _clocks(rows),
         "trained": _trained(curves), "on_gpu": ladder_facts.climbed_on_gpu(rungs)}
 
 
@@ -66,34 +64,34 @@ def _nearly_all(gained: pd.DataFrame) -> pd.DataFrame:
     return gained[gained.index.isin(part.index[before < NEARLY * part.sum()])]
 
 
-def _both(rows: pd.DataFrame, name: str) -> int:
-    """In how many processes both the fastest rung and this one, or else the first, were measured, at most."""
-    other = ladder_facts.of_rung(rows, name)
-    first = ladder_facts.climbed(rows).iloc[0]
-    return int(min(ladder_facts.best_of(rows)["processes"], (other or first)["processes"]))
+def _processes(rows: pd.DataFrame) -> int:
+    """In how many processes both the first and the fastest rung were measured, at most."""
+    ends = (ladder_facts.climbed(rows).iloc[0], ladder_facts.best_of(rows))
+    return int(min(row["processes"] for row in ends))
 
 
 def _beside(rows: pd.DataFrame) -> dict | None:
-    """How many times faster a shape's fastest rung is than Hugging Face's step, by its interval
-    ``at_least``, and in how many processes; None where it is not surely faster."""
+    """How many times faster a shape's fastest rung is than Hugging Face's step; None where it is not surely
+    faster."""
     best = ladder_facts.best_of(rows)
     if not (best["over_hugging_face"] > 1 + HELPS and best["over_hugging_face_low"] > 1):
         return None
-    return {"over": best["over_hugging_face"], "at_least": best["over_hugging_face_low"],
-            "processes": _both(rows, "hugging_face")}
+    return {"over": best["over_hugging_face"]}
 
 
-def _smallest(rungs: pd.DataFrame, told_of: str) -> dict | None:
-    """The ladder of the smallest size, in short."""
-    shapes = [own for own in ladder_facts.by_shape(rungs) if len(ladder_facts.climbed(own))]
-    own = ladder_facts.reference(shapes[0]) if shapes else None
-    if own is None or str(own["size"].iloc[0]) == told_of:
+def _clocks(rows: pd.DataFrame) -> dict | None:
+    """The SM clocks, in MHz, of a shape's first rung and of its fastest, and of Hugging Face's step where
+    that is unlike the fastest's (``beside_mhz``); ``by_power``: the driver's reason is the power cap. None
+    where the two are alike or not known."""
+    first, best = ladder_facts.climbed(rows).iloc[0], ladder_facts.best_of(rows)
+    other = ladder_facts.of_rung(rows, "hugging_face")
+    if not unlike_clocks(first["sm_clock_mhz"], best["sm_clock_mhz"]):
         return None
-    first, best = ladder_facts.climbed(own).iloc[0], ladder_facts.best_of(own)
-    if not ladder_facts.surely_faster(first, best):
-        return None
-    return {"size": str(best["size"]), "first_ms": first["median_ms"], "best_ms": best["median_ms"],
-            "beside": _beside(own), "processes": _both(own, "fp32")}
+    beside = other and unlike_clocks(other["sm_clock_mhz"], best["sm_clock_mhz"])
+    return {"first_mhz": first["sm_clock_mhz"], "best_mhz": best["sm_clock_mhz"],
+            "beside_mhz": other["sm_clock_mhz"] if other and beside else None,
+            "falls": bool(best["sm_clock_mhz"] < first["sm_clock_mhz"]),
+            "by_power": best["throttle"] == "power_cap"}
 
 
 def _trained(curves: pd.DataFrame) -> dict | None:
@@ -118,8 +116,10 @@ def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """Of a sweep of one's own, pairs of runs that differ in one field, the default against another value.
 
     ``pairs`` has a row a pair: size, context_length, mode, field, before, after, before_ms, after_ms,
-    ``faster`` (before over after) and whether a difference can be ``told`` (beyond :data:`HELPS`, and the
-    intervals do not overlap); ``changes`` what was varied, each with its largest gain and its largest loss.
+    ``faster`` (before over after), whether a difference can be ``told`` (beyond :data:`HELPS`, and the
+    intervals do not overlap) and whether samples of either are ``unsteady`` (flagged); either is of one
+    process, whose interval does not show how far another would be; ``changes`` what was varied, each with its
+    largest gain and its largest loss; ``unsteady``: some pair is.
     None where there is a ladder, which says more, or nothing was varied.
     """
     whole = times[(times["phase"] == WHOLE) & (times["status"] == "ok")] if len(times) else times
@@ -138,7 +138,7 @@ def compared(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     table["size"] = table["size"].astype(str)
     changes = [_change(own) for _, own in table.groupby(["field", "before", "after"], sort=False)]
     return {"pairs": table, "changes": changes, "one_mode": table["mode"].nunique() == 1,
-            "mode": table["mode"].iloc[0], "runs": runs_of(whole)}
+            "mode": table["mode"].iloc[0], "unsteady": bool(table["unsteady"].any()), "runs": runs_of(whole)}
 
 
 def _defaults_first(values: pd.Series) -> pd.Series:
@@ -154,6 +154,7 @@ def _pair(field: str, before: dict, after: dict) -> dict:
             "context_length": after["context_length"], "mode": after["mode"], "field": field,
             "before": str(before[field]), "after": str(after[field]), "before_ms": before["median_ms"],
             "after_ms": after["median_ms"], "faster": faster,
+            "unsteady": any(one["flags"] != "" for one in (before, after)),
             "told": bool(abs(faster - 1) > HELPS and apart(pd.Series(before), pd.Series(after)))}
 
 
@@ -189,9 +190,8 @@ def pairs(facts: dict) -> pd.DataFrame:
 
 
 def _way(row) -> str:
-    if not row.told:
-        return "not told apart"
-    return f"{number(row.faster)}x faster" if row.faster > 1 else f"{number(1 / row.faster)}x slower"
+    way = faster_words(row.faster) if row.told else "not told apart"
+    return way + (" †" if row.unsteady else "")
 
 
 PART = Part(

@@ -38,8 +38,7 @@ def what_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     ``parts``: kinds with their share, the largest first; ``fixed_gib``: weights and AdamW's state, which no
     context changes; ``activations_from``: the first measured context at which activations are the larger
     part, by formula; ``peaks_in``: the contexts whose peak is the optimizer's, and from which on it is
-    backward's; ``forward``, ``alone`` and ``whole``: forward without gradients, and what autocast changes
-    about it and about the full step.
+    backward's; ``forward``: forward without gradients.
     """
     run = reference(runs)
     if run is None:
@@ -52,9 +51,6 @@ def what_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
     config = config_of(run)
     contexts = sorted(int(context) for context in matrix(runs)["context_length"].unique())
     larger = [context for context in contexts if moving(config, context) > 0.5]
-    changes = facts.autocast_changes(ok_of(runs), levels)
-    alone, whole = (next((one for one in changes if one["forward_alone"] is kind), None)
-                    for kind in (True, False))
     forward = reference(runs, "forward")
     found = facts.peaks(runs, levels)
     return {"run": facts.shape_of(run), "peak_gib": top.sum() / GIB, "phase": phase,
@@ -62,7 +58,7 @@ def what_peaks(runs: pd.DataFrame, levels: pd.DataFrame) -> dict | None:
                       if share > WORTH_SAYING],
             "fixed_gib": top.reindex(["parameters", "optimizer state"]).sum() / GIB,
             "activations_from": larger[0] if larger and larger[0] > contexts[0] else None,
-            "peaks_in": found["full_step"] if found else None, "alone": alone, "whole": whole,
+            "peaks_in": found["full_step"] if found else None,
             "optimizer_gib": optimizer_peak(config) / GIB,
             "forward": None if forward is None else facts.forward_alone(forward, levels),
             "runs": runs_of(matrix(runs))}
@@ -258,7 +254,7 @@ def fused(compiled: pd.DataFrame) -> list[dict]:
     return [{"change": "fused attention", "code": "`F.scaled_dot_product_attention(...)`",
              "before_mib": row["peak_allocated_mib_eager"], "after_mib": row["peak_allocated_mib"],
              "before_ms": row["median_ms_eager"], "after_ms": row["median_ms"],
-             "where": f"{row['size']}, {row['context_length']}, {row['precision']}, full step"}
+             "where": f"{row['size']}, {row['context_length']:,}, {row['precision']}, full step"}
             for _, row in gains.sort_values("peak_allocated_mib_eager").tail(1).iterrows()]
 
 
@@ -277,7 +273,7 @@ def checkpointed(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Data
              "code": "`checkpoint(block, x, use_reentrant=False)`",
              "before_mib": measured["against_none"]["peak_mib"], "after_mib": measured["peak_mib"],
              "before_ms": measured["against_none"]["ms"], "after_ms": table["time_ms"][measured["blocks"]],
-             "where": f"{run['size']}, {run['context']}, {run['precision']}, no optimizer"}]
+             "where": f"{run['size']}, {run['context']:,}, {run['precision']}, no optimizer"}]
 
 
 LADDER = {"fused": ("fused AdamW", "`AdamW(..., fused=True)`"),
@@ -298,7 +294,7 @@ def from_ladder(rungs: pd.DataFrame) -> list[dict]:
             found.append({"change": change, "code": code, "before_mib": before["peak_mib"],
                           "after_mib": row["peak_mib"], "before_ms": before["median_ms"],
                           "after_ms": row["median_ms"],
-                          "where": f"{row['size']}, {row['context_length']}, full step, ladder"})
+                          "where": f"{row['size']}, {row['context_length']:,}, full step, ladder"})
     return [one for one in found if one["after_mib"] < one["before_mib"] * (1 - WORTH_SAYING)]
 
 
@@ -313,14 +309,14 @@ def from_runs(runs: pd.DataFrame) -> list[dict]:
         last = both.iloc[-1]
         found.append({"change": "bf16 autocast", "code": "`torch.autocast(\"cuda\", torch.bfloat16)`",
                       "before_mib": last["fp32"], "after_mib": last["bf16"], "before_ms": np.nan,
-                      "after_ms": np.nan, "where": f"{ok['size'].iloc[0]}, {both.index[-1]}, full step"})
+                      "after_ms": np.nan, "where": f"{ok['size'].iloc[0]}, {both.index[-1]:,}, full step"})
     idle = facts_options.fragmentation(runs)
     if idle and idle["pairs"] is not None:
         pair = idle["pairs"].loc[idle["pairs"]["reserved_mib"].idxmax()]
         found.append({"change": "expandable segments (reserved)", "before_mib": pair["reserved_mib"],
                       "code": "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`",
                       "after_mib": pair["reserved_mib_expandable"], "before_ms": np.nan, "after_ms": np.nan,
-                      "where": f"{pair['size']}, {pair['context_length']}, {pair['precision']}, full step"})
+                      "where": f"{pair['size']}, {pair['context_length']:,}, {pair['precision']}, full step"})
     return found
 
 

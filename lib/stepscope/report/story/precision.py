@@ -26,8 +26,8 @@ from stepscope.studies.mixed_precision import (
 
 MAIN = "bf16"  # what is spoken of first where it was measured
 MAPPED = ("tf32", "bf16", "fp16")
-PART_WORDS = {"optimizer": "AdamW", "softmax, mask, scale": "softmax with mask and scale"}
 CASTS, PRODUCTS = "casts and copies", "matrix products"
+TRAINED = ("compared", "inside", "steps", "seeds", "training_size", "training_context")
 LITTLE = 0.1  # of a peak
 COPY_BYTES = 2  # of a weight's copy in a low type
 
@@ -50,16 +50,16 @@ def speeds(
     casts: pd.DataFrame,
     rungs: pd.DataFrame,
     spread: pd.DataFrame,
+    other_times: pd.DataFrame | None = None,
 ) -> dict | None:
     """How many times faster than fp32's a full step is, and why.
 
     ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
-    precision (``all``); ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the
-    sizes whose step takes as long at the shortest context as at the reference one, in as far as processes
+    precision (``all``) and with what slower processes of the same step say of the main one (``others``);
+    ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the sizes whose step takes as long at the shortest context as at the reference one, in as far as processes
     tell, so that the GPU's work does not set its time (None: there are none); ``trend`` why the speedup
     changes with the size, ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts``
-    what casts cost and what is won without them; ``left`` what a step in low precision consists of at the
-    largest size.
+    what casts cost and what is won without them.
     """
     steps = whole_steps(speedups)
     if steps.empty:
@@ -70,12 +70,14 @@ def speeds(
     slower = own[own["change"] == "slower"]
     on_gpu = "cuda" in set(times["device"])
     cost = facts_operations.casts(pd.DataFrame(), casts)
+    others = [] if other_times is None else facts_speed.other_steps(other_times)
+    others = [one for one in others if one["context"] == context]
     return {
         "on_gpu": on_gpu,
         "precision": main,
         "context": context,
-        "first": _of_size(here, here["size"].iloc[0], main),
-        "last": _of_size(here, here["size"].iloc[-1], main),
+        "first": _of_size(here, here["size"].iloc[0], main, others),
+        "last": _of_size(here, here["size"].iloc[-1], main, others),
         "several": here["size"].nunique() > 1,
         "slower": [
             {"context": at, "sizes": list(rows["size"].astype(str))}
@@ -94,15 +96,15 @@ def speeds(
         "rest_slower": told["trend"] is not None and bool((told["trend"]["table"]["others"] < 1).all()),
         "casts": cost and cost["cost"],
         "no_casts": _no_casts(rungs),
-        "left": _left(facts_operations.left(operations_low, operations, times, captured)),
         "marked": bool(steps["unlike_clocks"].any()),
         "runs": runs_of(steps),
     }
 
 
-def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
+def _of_size(here: pd.DataFrame, size: str, main: str, others: list[dict]) -> dict:
     """A size's full step in every precision, the main one first; ``times`` is how many times faster it is, or
-    how many times ``slower``; ``unlike``: at a clock unlike fp32's."""
+    how many times ``slower``; ``unlike``: at a clock unlike fp32's; ``others``, the main one in slower
+    processes."""
     rows = pick(here, size=size)
     speedup = dict(zip(rows["precision"], rows["speedup"]))
     unlike = dict(zip(rows["precision"], rows["unlike_clocks"].astype(bool)))
@@ -113,6 +115,8 @@ def _of_size(here: pd.DataFrame, size: str, main: str) -> dict:
             _way(speedup[name]) | {"precision": name, "unlike": unlike[name]} for name in dict.fromkeys(order)
         ],
         "main": _way(speedup[main]) if main in speedup else None,
+        "others": [_way(ms["fp32"] / ms[main]) for one in others if one["size"] == str(size)
+                   and {"fp32", main} <= set(ms := {cell["precision"]: cell["ms"] for cell in one["ms"]})],
     }
 
 
@@ -192,21 +196,6 @@ def _parts(left: dict | None) -> dict | None:
     saved = {part: table[part].to_numpy() * (own.to_numpy() - 1) for part, own in times.items()}
     others = sum(own for part, own in saved.items() if part not in (CASTS, PRODUCTS))
     return {"casts": 1 / times[CASTS]} if bool((-saved[CASTS] > others).all()) else None
-
-
-def _left(left: dict | None) -> dict | None:
-    """The largest size's step in low precision: its products' share, how many times faster it were without
-    them, and its largest other parts."""
-    if left is None:
-        return None
-    largest = left["table"].iloc[-1]
-    rest = sorted(((one["shares"].iloc[-1], one["part"]) for one in left["rest"]), reverse=True)
-    return {
-        "size": largest["size"],
-        "products": left["products"][-1]["share"],
-        "limit": largest["limit"],
-        "rest": [{"part": PART_WORDS.get(part, part), "share": share} for share, part in rest[:3]],
-    }
 
 
 def trend_table(facts: dict) -> pd.DataFrame | None:
@@ -400,7 +389,7 @@ def _trained(training: dict | None) -> dict | None:
     """Whether trainings on the rungs stay nearer to fp32 than its seeds are to one another."""
     if not training or training["curves"] is None:
         return None
-    return {name: training[name] for name in ("compared", "inside", "steps", "seeds", "training_size")} | {
+    return {name: training[name] for name in TRAINED} | {
         "all_inside": training["inside"] == training["compared"]
     }
 
@@ -421,6 +410,7 @@ PART = Part(
                 "nsys.casts",
                 RUNGS,
                 "processes.spread",
+                "mixed_precision.other_times",
             ),
             printed={"trend": trend_table},
             pictures=("precision_map",),

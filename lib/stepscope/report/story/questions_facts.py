@@ -77,14 +77,14 @@ def _pattern(step: Facts | None) -> Facts:
 
 
 def mixed(found: Facts, tables: Tables) -> Facts:
-    """``low``: the full step's speed-up in bf16 by size, None where not measured. ``trend_has_its_cause``:
-    with the size the products' share of the step and their own speed-up rise, and all else hardly
-    changes."""
+    """``low``: the full step's speed-up in bf16 by size (``others``: of the first size in slower processes),
+    None where not measured. ``trend_has_its_cause``: with the size the products' share of the step and their
+    own speed-up rise, and all else hardly changes."""
     speed = found["mixed_speed"]
     rows = [one for one in speed["by_precision"] if one["precision"] == "bf16"] if speed else []
     trend = speed["trend"] if speed else None
     return {
-        "low": rows[0] if rows else None,
+        "low": rows[0] | {"others": _in_other_processes(speed, rows[0]["first_size"])} if rows else None,
         "trend_has_its_cause": bool(
             trend
             and trend["share_rises"]
@@ -92,6 +92,16 @@ def mixed(found: Facts, tables: Tables) -> Facts:
             and all(abs(trend[end]["others"] - 1) < HARDLY for end in ("first", "last"))
         ),
     }
+
+
+def _in_other_processes(speed: Facts, size: str) -> list[float]:
+    """The same step's speed-up in bf16 in slower processes, at the context that is told of."""
+    found = []
+    for one in speed["others"]:
+        ms = {cell["precision"]: cell["ms"] for cell in one["ms"]}
+        if (one["size"], one["context"]) == (str(size), speed["context"]) and {"fp32", "bf16"} <= set(ms):
+            found.append(ms["fp32"] / ms["bf16"])
+    return found
 
 
 def memory(found: Facts, tables: Tables) -> Facts:

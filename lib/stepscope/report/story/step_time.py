@@ -119,19 +119,6 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
-def regions_table(facts: dict) -> pd.DataFrame | None:
-    """Regions down: their share of forward and of their floor in the smallest and the largest size."""
-    found = facts["regions"]
-    if found is None:
-        return None
-    rows = found["table"]
-    table = pd.DataFrame({"region": [f"`{name}`" for name in rows.index]})
-    for size in found["sizes"]:
-        table[f"{size}: of forward"] = [percent(share, 1) for share in rows["share"][size]]
-        table[f"{size}: of its floor's speed"] = [percent(share) for share in rows["of_floor"][size]]
-    return table
-
-
 TIMES, COMPILED, OPERATIONS, CEILINGS, RUNGS, KERNELS = (
     "benchmark.times", "compile.times", "nsys.operations", "benchmark.ceilings", "ladder.rungs",
     "ladder.kernels")
@@ -142,8 +129,7 @@ PART = Part(
         Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS, "processes.spread"),
                  pictures=("step_phases",)),
         Question("step-kinds", facts.kinds, (OPERATIONS,), (RUNGS, KERNELS), pictures=("step_kinds",)),
-        Question("step-rates", facts.rates, (TIMES, CEILINGS), (OPERATIONS, RUNGS),
-                 printed={"regions": regions_table}),
+        Question("step-rates", facts.rates, (TIMES, CEILINGS), (OPERATIONS, RUNGS)),
     ),
     pictures=(
         Picture("step_phases", step_phases, (TIMES,), (COMPILED,)),

@@ -18,7 +18,6 @@ from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 CONFIGURATION = ["precision", "attention", "compile", "optimizer"]
 MUCH = 1.5  # times the share: then it is said that a phase's share grows
 SPOKEN_OF = 0.01  # of forward in one size: a region below is not listed
-ROWS = 8
 OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise"
 
 
@@ -191,7 +190,7 @@ def gains(rungs: pd.DataFrame) -> dict | None:
     told = ladder.climbed(own).set_index("rung")["gain"].dropna()
     if not {"tf32", "bf16", "sdpa", "blocks"} <= set(told.index):
         return None
-    return {"size": str(own["size"].iloc[0]), **told.to_dict()}
+    return {"size": str(own["size"].iloc[0]), "context": int(own["context_length"].iloc[0]), **told.to_dict()}
 
 
 def finished(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
@@ -224,7 +223,7 @@ def rates(times: pd.DataFrame, ceilings: pd.DataFrame, operations: pd.DataFrame,
     return {"context": context_of(rows), "measured": ends(steps["utilisation"]), "sheet": sheet,
             "rises": bool(len(steps) > 1 and steps["utilisation"].is_monotonic_increasing),
             "tflops": own["fp32_tflops"], "best": best(rungs), "filled": filled(rungs),
-            "tokens": int(rows["batch_size"].iloc[0]) * context_of(rows),
+            "batch": int(rows["batch_size"].iloc[0]),
             "regions": regions(operations, ceilings, times, context_of(rows)), "runs": runs_of(rows)}
 
 
@@ -251,9 +250,10 @@ def filled(rungs: pd.DataFrame) -> dict | None:
 
 def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,
             context: int) -> dict | None:
-    """Regions of forward alone, largest first: ``table`` with a share of forward and of the floor for the
-    smallest and the largest size (:data:`ROWS`, and the two furthest from their floor in the smallest);
-    ``whole``, the floor of all of forward over its time, by size, and what is ``left``."""
+    """Regions of forward alone in the smallest and the largest size: the ``largest`` by time in the smallest
+    and, of those over :data:`SPOKEN_OF`, the one ``furthest`` from its floor there, each with the shares of
+    its floor's speed (``of_floor``); ``whole``, the floor of all of forward over its time, by size, and what
+    is ``left``."""
     if operations.empty:
         return None
     floors = region_floors(operations, ceilings, times)
@@ -264,8 +264,11 @@ def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     whole = sums["floor_ms"] / sums["time_ms"]
     shown = list(dict.fromkeys(str(size) for size in (sums.index[0], sums.index[-1])))
     wide = floors.astype({"size": str}).pivot(index="region", columns="size", values=["share", "of_floor"])
-    wide = wide[(wide["share"][shown] > SPOKEN_OF).any(axis=1)]
-    wide = wide.sort_values(("share", shown[0]), ascending=False)
-    furthest = wide.sort_values(("of_floor", shown[0])).index[:2]
-    told = wide.index.isin([*wide.index[:ROWS], *furthest])
-    return {"table": wide[told], "sizes": shown, "whole": ends(whole), "left": ends(1 - whole)}
+    told = wide[(wide["share"][shown] > SPOKEN_OF).any(axis=1)]
+
+    def of(region: str) -> dict:
+        return {"region": region, "of_floor": told.loc[region, "of_floor"][shown].tolist()}
+
+    return {"largest": of(told[("share", shown[0])].idxmax()),
+            "furthest": of(told[("of_floor", shown[0])].idxmin()), "sizes": shown,
+            "whole": ends(whole), "left": ends(1 - whole)}

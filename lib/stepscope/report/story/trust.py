@@ -46,8 +46,6 @@ PART = Part(
                 "nsys.clocks",
                 "nsys.walls",
                 TIMES,
-                "nsys.operations",
-                "nsys.statuses",
             ),
         ),
         Question("trust-recipe", facts.recipe, (TIMES,), (SPREAD, "warmup.samples", "benchmark.samples")),

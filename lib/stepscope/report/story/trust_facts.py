@@ -7,11 +7,11 @@ from stepscope.report.story.waiting_facts import decided
 from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Facts
 from stepscope.say.formats import number, runs_of
-from stepscope.say.selections import pick
+from stepscope.say.selections import beside, pick
 from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.facts import whole_model
-from stepscope.studies.nsys.facts import conserved, forward_total, waiting_phases
+from stepscope.studies.nsys.facts import forward_total, waiting_phases
 from stepscope.studies.warmup.facts import enough, first_step
 from stepscope.traces.waits import GPU
 
@@ -49,7 +49,8 @@ def repeats(
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows
     less than processes differ in all of them (``hidden``), whether by the profiles the GPU waits for
     launches in the widest of them and not in the least (``waiting``), and the cells in which processes differ
-    by more than :data:`MUCH` although by the profiles it does not wait (``despite``)."""
+    by more than :data:`MUCH` although by the profiles it does not wait (``despite``); ``neighbours``: which
+    of the runs that measured it had others beside them."""
     slow = enough(warmups, benchmarks)
     first = first_step(costs, calls, warmups, benchmarks) if len(costs) else None
     cells = step_spreads(spread)
@@ -70,7 +71,9 @@ def repeats(
         "once": {"ms": first["once"]["ms"], "beyond_ms": first["beyond_ms"], "contexts": first["contexts"]}
         if first and first["once"] and first["once"]["clear"]
         else None,
-        "apart": None if cells.empty else _apart(cells, _waiting(phases, walls, times)),
+        "apart": None
+        if cells.empty
+        else _apart(cells, _waiting(phases, walls, times)) | {"neighbours": beside(samples)},
         "runs": sorted(runs | set(runs_of(samples) if len(cells) else ())),
     }
 
@@ -119,54 +122,54 @@ def hosts(
     others: pd.DataFrame | None = None,
 ) -> Facts | None:
     """Eager full steps in bf16 that more than one study timed, at the reference context: ``table``, a row a
-    size and attention with each study's ms (nan where it has none; ``slower_ms``, of a slower process of the
-    precisions' study, ``others``) and ``times``, the slowest over the fastest (of those ``alike`` at most
-    ``alike_times``); ``most``, the row that differs most, with what its operations need (``needs_ms``, by a
-    capture; None without); ``apart`` and ``alike``, the sizes that differ by more than :data:`MUCH` in some
-    row, and the others; ``clocks_alike``: in all rows. None where no step was timed twice."""
+    size and attention with the quickest and the slowest process and ``times``, the slowest over the fastest
+    (of those ``alike`` at most ``alike_times``); ``ms``, each study's processes, quickest first (``others``
+    are further ones of the precisions' study); ``most``, the row that differs most, with what its operations
+    need (``needs_ms``, by a capture; None without); ``apart`` and ``alike``, the sizes that differ by more
+    than :data:`MUCH` in some row, and the others; ``clocks_alike``: in all rows. None where no step was timed
+    by two."""
     timed = [_eager_bf16(low, "precisions"), _eager_bf16(compiled, "compile"), _ladder_bf16(rungs)]
+    if others is not None:
+        timed.append(_eager_bf16(others, "precisions"))
     timed = [one for one in timed if len(one)]
     if not timed:
         return None
     found = pd.concat(timed)
     found = pick(found, context_length=found["context_length"].mode().iloc[0])
-    keys, context = ["size", "attention"], int(found["context_length"].iloc[0])
-    wide = found.pivot_table(index=keys, columns="by", values="median_ms", aggfunc="median", observed=True)
-    wide = wide.reindex(columns=[name for name in STUDIES if name in wide])
-    mhz = found.groupby(keys, observed=True)["sm_clock_mhz"].agg(lambda own: own.max() / own.min() - 1)
-    wide = wide[wide.notna().sum(axis=1) > 1]
-    if wide.empty:
+    cells, context = found.groupby(["size", "attention"], observed=True), int(found["context_length"].iloc[0])
+    rows = cells["median_ms"].agg(low_ms="min", high_ms="max").assign(
+        studies=cells["by"].nunique(), clocks=cells["sm_clock_mhz"].max() / cells["sm_clock_mhz"].min() - 1)
+    rows = rows[rows["studies"] > 1].assign(times=rows["high_ms"] / rows["low_ms"]).reset_index()
+    if rows.empty:
         return None
-    if others is not None and len(slower := _eager_bf16(others, "precisions")):
-        slower = pick(slower, context_length=context)
-        found = pd.concat([found, slower])
-        wide = wide.assign(slower_ms=slower.groupby(keys, observed=True)["median_ms"].max())
-    rows = wide.assign(times=wide.max(axis=1) / wide.min(axis=1)).reset_index()
     table = by_size(rows.assign(context_length=context)).astype({"size": str})
     most = table.loc[table["times"].idxmax()]
-    own = found[(found["size"] == most["size"]) & (found["attention"] == most["attention"])]
     apart = list(dict.fromkeys(table.loc[table["times"] > 1 + MUCH, "size"]))
+    found = found[found["size"].isin(table["size"])]
     return {
         "context": context,
         "table": table,
+        "ms": found.groupby(["size", "attention", "by"], observed=True)["median_ms"].agg(sorted),
         "most": {
             "size": most["size"],
             "written_out": most["attention"] == "eager",
             "times": most["times"],
-            "low_ms": own["median_ms"].min(),
-            "high_ms": own["median_ms"].max(),
+            "low_ms": most["low_ms"],
+            "high_ms": most["high_ms"],
             "needs_ms": _needs_ms(low, captured, most, context),
         },
         "apart": apart,
         "alike": [size for size in dict.fromkeys(table["size"]) if size not in apart],
         "alike_times": table.loc[~table["size"].isin(apart), "times"].max(),
-        "clocks_alike": bool((mhz[wide.index] <= UNLIKE_CLOCKS).all()),
+        "ladder": "ladder" in set(found["by"]),
+        "clocks_alike": bool((table["clocks"] <= UNLIKE_CLOCKS).all()),
         "runs": sorted(set(found["runs"].str.split("; ").explode())),
     }
 
 
 STEP = ["by", "runs", "size", "context_length", "attention", "median_ms", "sm_clock_mhz"]
 STUDIES = ("precisions", "compile", "ladder")
+ATTENTIONS = {"eager": "written out", "sdpa": "SDPA"}
 RUNG_ATTENTION = {"bf16": "eager", "sdpa": "sdpa"}  # the eager steps of the ladder in bf16
 
 
@@ -205,20 +208,18 @@ def _needs_ms(low: pd.DataFrame, captured: pd.DataFrame, row: pd.Series, context
 
 
 def printed_hosts(facts: Facts) -> pd.DataFrame:
-    """A row a size and attention: each study's ms, and the slowest over the fastest."""
-    table = facts["table"]
-    shown = pd.DataFrame(
-        {
-            "size": table["size"],
-            "attention": table["attention"].map({"eager": "written out", "sdpa": "SDPA"}),
-        }
-    )
-    for study in STUDIES:
-        if study in table:
-            shown[f"{study} (ms)"] = [number(ms) if pd.notna(ms) else "–" for ms in table[study]]
-    if "slower_ms" in table:
-        shown["precisions (ms)"] += [f", {number(ms)}" if pd.notna(ms) else "" for ms in table["slower_ms"]]
-    return shown.assign(**{"slowest over fastest": [f"{number(one)}x" for one in table["times"]]})
+    """A row a size: each study's ms, with attention written out and with SDPA, and the slowest over the
+    fastest of either."""
+    sizes = list(dict.fromkeys(facts["table"]["size"]))
+    cells = facts["ms"].map(lambda ms: ", ".join(map(number, ms))).to_dict()
+    columns: dict[str, list[str]] = {"size": sizes}
+    for attention, words in ATTENTIONS.items():
+        for study in STUDIES:
+            own = [cells.get((size, attention, study), "–") for size in sizes]
+            if set(own) != {"–"}:
+                columns[f"{words}: {study} (ms)"] = own
+    most = facts["table"].groupby("size")["times"].max()
+    return pd.DataFrame(columns | {"slowest over fastest": [f"{number(most[size])}x" for size in sizes]})
 
 
 def clocks_and_profilers(
@@ -228,22 +229,18 @@ def clocks_and_profilers(
     clocks: pd.DataFrame,
     walls: pd.DataFrame,
     times: pd.DataFrame,
-    operations: pd.DataFrame,
-    statuses: pd.DataFrame,
 ) -> Facts | None:
     """``held``, where the driver held the SM clock back during timed steps (None where it did not, or no
     clock was read); ``touched``, the comparisons whose two sides ran at unlike clocks (``understated``: in
     all of them what is faster ran at the lower clock); ``profiler``, what annotating and capturing cost
     (``capture``: captured over plain, in one process; ``clearly``: of the slower ones those that are so by
-    more than the steps of a kind differ); ``conserved``,
-    the profiles in which every operation is accounted for. None on a CPU, and where nothing of these was
-    measured."""
+    more than the steps of a kind differ); None on a CPU, and where nothing of these
+    was measured."""
     held, touched = _held(rungs, times), _touched(compiled, speedups)
     told = forward_total(clocks, walls) if len(clocks) and len(walls) else None
     cost = told["slowdown"] if told else None
-    kept = conserved(operations, statuses) if len(operations) else None
     if len(clocks) and not (clocks["device"] == "cuda").any():
-        cost = kept = None
+        cost = None
     if held is None and not touched and cost is None:
         return None
     return {
@@ -255,11 +252,9 @@ def clocks_and_profilers(
         and cost["together"] | {"clearly": _clearly_slower(told)},
         "understated": all(one["understated"] for one in touched),
         "profiler": cost,
-        "conserved": kept,
         "annotating_is_free": bool(cost and cost["annotated"] and cost["annotated"]["slower"] == 0),
         "runs": sorted(
             set(told["runs"] if told else ())
-            | set(kept["runs"] if kept else ())
             | set(runs_of(rungs) if "run_id" in rungs else ())
         ),
     }

@@ -40,8 +40,8 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
-    (``waiting_in``, ``of`` so many steps); the phase in which it waits ``most``; and whether of each size and
-    precision a shorter context launches nearly as many operations (``as_many``)."""
+    (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
+    and whether of each size and precision a shorter context launches nearly as many operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -60,6 +60,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
             "several": len(shares) > 1, "as_many": as_many,
             "waited": WAITED,
             "waiting_in": [{"precision": precision, "shapes": own,
+                            "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}
                            for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],

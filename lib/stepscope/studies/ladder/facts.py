@@ -358,6 +358,7 @@ def trained(curves: pd.DataFrame) -> dict:
         "start": windows["loss"].max(),
         "end": windows["loss"].min(),
         "training_size": str(curves["size"].iloc[0]),
+        "training_context": int(curves["context_length"].iloc[0]),
     }
 
 
