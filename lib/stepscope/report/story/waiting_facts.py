@@ -1,4 +1,4 @@
-"""When the GPU waits for the host's launches, how one sees it, and what helps."""
+"""When the GPU waits for launches, how one sees it, and what helps."""
 import pandas as pd
 
 from stepscope.runs.tables import by_size

@@ -18,7 +18,7 @@ COLORS = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost as
 STYLES = {name: {"color": color, "marker": marker}
           for name, color, marker in zip(ATTENTIONS, COLORS, MARKERS)}
 STYLES["fa4"] = {"color": "0.5", "marker": "*"}
-SHORTEST = 256  # shorter sequences are not in the heat map: they wait for the host
+SHORTEST = 256  # shorter sequences are not in the heat map: launching takes as long as they do
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
