@@ -500,7 +500,11 @@ def fit(
         int, typer.Option(help="Activation checkpoints, each around so many blocks; 0: none.", min=0)
     ] = 0,
     memory: Annotated[
-        float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")
+        float | None,
+        typer.Option(
+            help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
+            show_default="this machine's GPU's, else 80",
+        ),
     ] = None,
     allowance: Annotated[
         float | None,
