@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
@@ -247,6 +248,25 @@ class StepConfig(RunConfig):
     @property
     def run_id(self) -> str:
         return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{self.digest()}"
+
+
+def varied(configs: Iterable[RunConfig]) -> dict[tuple[str, str], str]:
+    """What tells configurations of one label apart, by study and run id: the fields in which they differ with
+    the values of each, such as "attention sdpa, seed 1"; empty where no other has its label."""
+    alike: dict[str, list[RunConfig]] = {}
+    for config in configs:
+        alike.setdefault(config.label, []).append(config)
+    found = {}
+    for group in alike.values():
+        fields = [config.model_dump() for config in group]
+        differ = [name for name in fields[0] if any(one.get(name) != fields[0][name] for one in fields)]
+        for config, one in zip(group, fields, strict=True):
+            found[config.study, config.run_id] = ", ".join(f"{name} {_value(one[name])}" for name in differ)
+    return found
+
+
+def _value(value: Any) -> str:
+    return "/".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 @functools.cache
