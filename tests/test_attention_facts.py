@@ -159,7 +159,7 @@ def test_an_interval_is_printed_where_it_reaches_far():
     assert printed.interval(1.0, 0.97, 1.01) == "1.00 [0.970, 1.01]"
 
 
-def test_points_that_wait_for_the_host_tell_no_gain_and_no_loss():
+def test_points_whose_launching_took_as_long_tell_no_gain_and_no_loss():
     cells = gpu_cells()
     cells.loc[(cells["implementation"] == "flex") & cells["causal"], PASS] *= 20
     before = facts_time.how_long(cells)
@@ -168,8 +168,8 @@ def test_points_that_wait_for_the_host_tell_no_gain_and_no_loss():
     found = facts_time.how_long(cells)
     assert (before["fastest"]["points"], found["fastest"]["points"]) == (12, 9)
     best = facts_time.fastest(timed(cells))
-    assert best["waits"].eq(best["sequence"].eq(256)).all()
-    assert found["asked"].set_index("sequence")["waits"].to_dict() == {s: s == 256 for s in SEQUENCES}
+    assert best["launching"].eq(best["sequence"].eq(256)).all()
+    assert found["asked"].set_index("sequence")["launching"].to_dict() == {s: s == 256 for s in SEQUENCES}
     cells.loc[(cells["implementation"] == "flex") & (cells["sequence"] == 1024), "enqueue_ms"] = 1e5
     slower = facts_time.how_long(cells)["slower"]
     assert before["slower"]["cells"] - slower["cells"] == 3 == before["slower"]["of"] - slower["of"]
@@ -186,12 +186,12 @@ def test_what_is_slower_than_written_out_is_a_fact_too():
     assert slower["worst"]["implementation"] == "flex" and slower["worst"]["ms"] > slower["worst"]["eager_ms"]
 
 
-def test_cells_that_wait_for_the_host_are_counted_apart():
+def test_cells_whose_launching_took_as_long_are_counted_apart():
     cells = gpu_cells(pass_flags="drift")
     cells.loc[cells["sequence"] == 256, "enqueue_ms"] = 50
     found = facts_time.how_long(cells)["unsteady"]
-    assert (found["waiting"], found["waiting_unsteady"], found["others_unsteady"]) == (21, 21, 63)
-    assert facts_time.how_long(cells.assign(device="cpu"))["unsteady"]["waiting"] == 0
+    assert (found["launching"], found["launching_unsteady"], found["others_unsteady"]) == (21, 21, 63)
+    assert facts_time.how_long(cells.assign(device="cpu"))["unsteady"]["launching"] == 0
 
 
 def test_the_assignments_points_are_asked_for_eager_and_compiled():
@@ -243,7 +243,7 @@ def test_fused_kernels_of_several_generations_stand_beside_each_other():
     masked = cells.assign(forward_utilisation=np.where(cells["causal"], 1.5, 0.4))
     assert {one["share"] for one in facts_generations.generations(masked)["best"]} == {0.4}
     waiting = facts_generations.generations(cells.assign(enqueue_ms=np.where(cells["sequence"] == 1024, 9, 0.1)))
-    assert (waiting["waiting"], waiting["shorter"]) == (2, 6)
+    assert (waiting["launching"], waiting["shorter"]) == (2, 6)
     names = {"flash": "void pytorch_flash::flash_fwd_kernel<X>(Y)", "fa4": "flash_attncuteflash_fwd_sm90X"}
     known = facts_generations.generations(cells.assign(kernel=cells["implementation"].map(names)))
     assert [(one["implementation"], one["is"]) for one in known["kernels"]] == [
@@ -268,7 +268,7 @@ def test_what_pays_off_and_what_never_does():
     slower = cells.copy()
     slower.loc[slower["implementation"] == "compiled", PASS] *= 10
     pay = facts_compile.compile_cost(slower)["pay"]
-    assert (pay["helped"], pay["never"], pay["never_waiting"]) == (0, 12, 0)
+    assert (pay["helped"], pay["never"], pay["never_launching"]) == (0, 12, 0)
     assert all(one["passes"] is None for one in pay["at"])
     assert said("attention-compile", cells).text != said("attention-compile", slower).text
 
@@ -297,7 +297,7 @@ def test_the_compiler_is_started_by_what_a_process_compiles_first():
     assert busy["neighbours"] == {"runs": 3, "beside": 1, "each": False}
 
 
-def test_a_change_within_the_noise_or_behind_the_host_counts_as_none():
+def test_a_change_within_the_noise_or_no_larger_than_launching_counts_as_none():
     cells = gpu_cells()
     changes = facts_compile.tf32_change(cells, pd.Series(dtype=float))
     assert (changes["none"] == "").all() and changes["change"].tolist() == pytest.approx([-0.5] * 8)
@@ -308,20 +308,20 @@ def test_a_change_within_the_noise_or_behind_the_host_counts_as_none():
     cells.loc[cells["sequence"] == 256, "enqueue_ms"] = 50
     found = facts_compile.tf32(cells)
     assert (found["pairs"], found["differ"]) == (8, 4)
-    assert (found["wait"], found["within"]) == (2, 2)
+    assert (found["launching"], found["within"]) == (2, 2)
     why = found["changes"].set_index(["phase", "sequence"])["none"]
-    assert why["forward", 16384] == "noise" and why["forward", 256] == "host" and why["forward", 4096] == ""
+    assert why["forward", 16384] == "noise" and why["forward", 256] == "launching" and why["forward", 4096] == ""
     assert found["most"]["gain"] == pytest.approx(2) and not found["least"]["loss"]
 
 
-def test_a_host_that_waits_with_tf32_alone_makes_the_saving_a_lower_bound():
+def test_launching_as_long_with_tf32_alone_makes_the_saving_a_lower_bound():
     cells = gpu_cells()
     here = (cells["sequence"] == 1024) & (cells["implementation"] == "compiled")
     cells.loc[here & (cells["precision"] == "tf32"), "enqueue_ms"] = 1e3
     found = facts_compile.tf32(cells)
     changes = found["changes"].set_index("sequence")
     assert set(changes["none"]) == {""} and changes["at_least"].eq(changes.index == 1024).all()
-    assert (found["at_least"], found["wait"], found["differ"]) == (2, 0, 8)
+    assert (found["at_least"], found["launching"], found["differ"]) == (2, 0, 8)
     shown = printed.changes(found).set_index("sequence")["forward, against fp32"]
     assert shown[1024] == "at least 2.00x faster" and shown[4096] == "2.00x faster"
     slower = cells.copy()
@@ -329,10 +329,10 @@ def test_a_host_that_waits_with_tf32_alone_makes_the_saving_a_lower_bound():
                for part in ("median", "ci_low", "ci_high")]
     slower.loc[here & (cells["precision"] == "tf32"), columns] *= 4
     found = facts_compile.tf32(slower)
-    assert (found["at_least"], found["wait"]) == (0, 2)
+    assert (found["at_least"], found["launching"]) == (0, 2)
     cells.loc[here & (cells["precision"] == "fp32"), "enqueue_ms"] = 1e3
     found = facts_compile.tf32(cells)
-    assert (found["at_least"], found["wait"], found["differ"]) == (0, 2, 6)
+    assert (found["at_least"], found["launching"], found["differ"]) == (0, 2, 6)
 
 
 def test_a_change_has_to_be_larger_than_two_processes_are_apart():

@@ -1,5 +1,6 @@
 """The command line on runs folders, whole and not: one sentence each, and nothing loaded without need."""
 
+import io
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from rich.console import Console
 
 from conftest import record_of
 from stepscope import StepscopeError, cli
-from stepscope.config import configure
+from stepscope.config import configure, varied
 from stepscope.report.render import load_data
 from stepscope.runs.logs import run_log
 from stepscope.runs.one_run import PROJECT
 from stepscope.runs.record import RecordError
+from stepscope.runs.store import Store
 from stepscope.runs.sweep import How, run_sweep
 from stepscope.runs.tables import write_table
 from stepscope.step import accounting
@@ -130,6 +132,41 @@ def test_the_progress_says_which_shape_is_run(store, tiny, write_sweep, monkeypa
     ]
     run_sweep([write_sweep(yaml.safe_dump(blocks))], store, How(notebook=notebook), Console(quiet=True))
     assert all(any(tiny(**fields).label in line for line in said) for fields in SHAPES)
+
+
+# Each with one more field than the first: two of one label would print the same line.
+VARIED = ({}, {"attention": "sdpa"}, {"optimizer": "fused"}, {"compile": True}, {"batch_size": 3}, {"seed": 1},
+          {"attention": "sdpa", "seed": 1}, {"precision": "bf16"}, {"timed_steps": 7})
+
+
+def test_no_two_runs_print_the_same_line(store, tiny, command, write_sweep):
+    configs = [tiny(**fields) for fields in VARIED] + [
+        configure("attention", d_model=16, device="cpu", sequences=[8], causal=names) for names in (["eager"], [])]
+    told = varied(configs)
+    lines = [f"{config.label}, {told[config.study, config.run_id]}" for config in configs]
+    assert len(set(lines)) == len(configs)
+    assert "attention sdpa" in lines[1] and "attention eager" in lines[0]
+    assert told["benchmark", configs[7].run_id] == ""  # its precision stands in its label
+    assert varied(configs[:1]) == {("benchmark", configs[0].run_id): ""}
+    assert [line.rpartition("causal ")[2] for line in lines[-2:]] == ["eager", "none"]
+    for config in configs:
+        commit(store, config)
+    status, out, _ = command("list", "--runs", store.root)
+    head, *rows = [line.split("\t") for line in out.splitlines()]
+    readable = [(row[0], row[1].rpartition("-")[0], row[head.index("varied")]) for row in rows]
+    assert status == 0 and len(set(readable)) == len(configs)
+
+    def notebook(config, folder, *others):
+        (folder / "outcome.json").write_text('{"finished": true}')
+        return "ok", None
+
+    blocks = [{"study": "benchmark", "fixed": tiny(**fields).model_dump(mode="json", exclude={"study", "size"})}
+              for fields in VARIED]
+    said = io.StringIO()
+    run_sweep([write_sweep(yaml.safe_dump(blocks))], Store(store.root / "others"), How(notebook=notebook),
+              Console(file=said, width=200))
+    ended = {line.partition(" (")[0] for line in said.getvalue().splitlines() if line.startswith("benchmark ")}
+    assert len(ended) == len(VARIED)
 
 
 # One bad record

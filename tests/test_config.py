@@ -9,6 +9,7 @@ import torch
 
 from conftest import TINY
 from stepscope.config import (
+    EDITION_SIZES,
     EDITIONS,
     SIZES,
     ConfigError,
@@ -228,7 +229,14 @@ def test_the_sizes_of_the_handout():
 
 def test_a_name_of_two_sizes_is_one_edition_s():
     assert size_of("xl", 2025) == "xl" and size_of("xl", 2026) == "2.7B"
-    assert {size_of(name, year) for name in ("small", "10B") for year in (None, *EDITIONS)} == {"small", "10B"}
+    assert {size_of("small", year) for year in (None, *EDITIONS)} == {"small"}
+    assert size_of("10B", 2026) == size_of("10B") == "10B" and size_of("2.7B", 2025) == size_of("2.7B") == "2.7B"
+    assert all(size_of(name, year) in SIZES for year, names in EDITION_SIZES.items() for name in names)
+    for name, year, end in (("10B", 2025, r"small, medium, large, xl, 2.7B \(10B is the 2026 edition's\)"),
+                            ("2.7B", 2026, "small, medium, large, xl, 10B, and calls this size xl"),
+                            ("nano", 2026, "10B .nano is of no edition: leave it out.")):
+        with pytest.raises(ConfigError, match=f"size: got '{name}', but the {year} edition has .*{end}$"):
+            size_of(name, year)
     with pytest.raises(ConfigError, match="1600/6400/48/25 in the 2025 edition and 2560/10240/32/32 in the 2026"):
         size_of("xl")
     with pytest.raises(ConfigError, match="edition: got 1999.* 2025 and 2026"):

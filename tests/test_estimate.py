@@ -46,7 +46,7 @@ def test_a_run_takes_as_long_as_it_took_else_as_its_like(known):
     known((on_gpu(), 10.0), (on_gpu(seed=1), 30.0), (on_gpu(size="tiny"), 80.0))
     assert estimate.expected_s(on_gpu(seed=1)) == 30
     assert estimate.expected_s(on_gpu(seed=2)) == 20
-    assert estimate.expected_s(on_gpu(size="micro")) == 40
+    assert estimate.expected_s(on_gpu(size="micro")) is None
     assert estimate.expected_s(configure("warmup", **TINY).model_copy(update={"device": "cuda"})) is None
 
 
@@ -58,9 +58,32 @@ def test_of_a_cpu_only_the_very_run_is_known(known, tiny):
 def test_a_sweep_is_announced_with_its_machine_and_with_what_is_not_known(known, tiny):
     known((tiny(), 100.0), (tiny(seed=1), 80.0))
     assert estimate.said_before([tiny(), tiny(seed=1)]) == f"2 runs: about 3 min on {estimate.CPU}"
-    assert estimate.said_before([tiny(), tiny(seed=2)]).startswith("2 runs: about 100 s on")
-    assert estimate.said_before([tiny(), tiny(seed=2)]).endswith("for 1 of them")
-    assert "nothing is known" in estimate.said_before([tiny(seed=2)])
+    warmup = configure("warmup", **TINY)
+    assert estimate.said_before([tiny(), warmup]).startswith("2 runs: about 100 s on")
+    assert estimate.said_before([tiny(), warmup]).endswith("for 1 of them")
+    assert estimate.said_before([tiny(seed=2)]).startswith("1 run: roughly 90 s on")
+    assert "nothing is known" in estimate.said_before([warmup])
+    assert "after the first" not in estimate.said_before([warmup])
+    assert "after the first" in estimate.said_before([warmup, warmup])
+
+
+OWN = {"size": None, "d_model": 32, "d_ff": 128, "num_heads": 2}  # as nano, which has two layers
+
+
+def test_a_shape_of_ones_own_is_scaled_from_the_nearest_and_said_to_be_rough(known, tiny):
+    known((tiny(), 10.0), (tiny(seed=1), 14.0), (tiny(size="tiny"), 100.0), (on_gpu(), 500.0))
+    of = {layers: estimate.rough_s(tiny(**OWN, num_layers=layers)) for layers in (1, 4, 8)}
+    assert of == pytest.approx({1: 11, 4: 14, 8: 18})  # 10 s of start-up, 2 s on average for two layers
+    longer = estimate.rough_s(tiny(**OWN, num_layers=4, context_length=16))
+    assert longer == pytest.approx(18)
+    assert estimate.rough_s(on_gpu(**OWN, num_layers=4)) == 500  # by no run of another kind of device
+    said = estimate.said_before([tiny(**OWN, num_layers=4), tiny()])
+    assert said.startswith("2 runs: roughly 24 s on") and "for 1:" in said
+    assert "rough" not in estimate.said_before([tiny()])
+    attention = configure("attention", d_model=16, device="cpu", sequences=[8])
+    known((attention, 30.0), (attention.model_copy(update={"seed": 1}), 50.0))
+    estimate._known.cache_clear()
+    assert estimate.rough_s(attention.model_copy(update={"seed": 2})) == pytest.approx(40)  # no model: the mean
 
 
 def test_what_is_left_goes_by_the_pace_so_far(known, tiny):
@@ -68,7 +91,7 @@ def test_what_is_left_goes_by_the_pace_so_far(known, tiny):
     assert estimate.left_s([tiny(seed=1)], []) == 40
     assert estimate.left_s([tiny(seed=1)], [(tiny(), 20.0)]) == 80  # twice as slow as there
     assert estimate.left_s([tiny(seed=5), tiny(seed=6)], [(tiny(seed=2), 7.0)]) == 14  # by the mean
-    assert estimate.left_s([tiny(seed=5)], []) is None
+    assert estimate.left_s([configure("warmup", **TINY)], []) is None
 
 
 def test_a_table_keeps_the_runs_that_are_not_made_anew(known, store, tiny, tmp_path):

@@ -147,7 +147,8 @@ def test_fit_takes_a_shape_of_ones_own_and_options(command):  # noqa: F811
     assert all(words in " ".join(lean.split()) for words in ("fused AdamW", "every 2 blocks", "vocabulary 50257"))
     for wrong in (("fit",), ("fit", "huge"), ("fit", "small", "--d-model", "3"), ("fit", "small", "--checkpoint", "99"),
                   ("fit", "small", "--attention", "other"), ("fit", "small", "--allowance", "100"),
-                  ("fit", *shape, "--edition", "2026"), ("fit", "small", "--edition", "1999")):
+                  ("fit", *shape, "--edition", "2026"), ("fit", "small", "--edition", "1999"),
+                  ("fit", "10B", "--edition", "2025"), ("fit", "2.7B", "--edition", "2026")):
         status, out, error = command(*wrong)
         assert (status, out) == (2, "") and error.count("\n") == 1 and "Traceback" not in error, wrong
 

@@ -10,7 +10,7 @@ from reference import tables
 from stepscope.report.story import attention as story_attention
 from stepscope.report.story import step_time, waiting
 from stepscope.say import style
-from stepscope.studies.attention.cells import head, timed, waits_for_host
+from stepscope.studies.attention.cells import head, timed, launching_as_long
 from stepscope.studies.benchmark import figures as of_benchmark
 from stepscope.studies.ladder import facts, figures, printed
 from stepscope.studies.memory import figures as of_memory
@@ -120,7 +120,7 @@ def test_points_that_wait_for_launches_are_hollow():
             rows = timed(held, precision=axis.get_title("left"), d_model=head(timed(held)))
             rows = rows[rows["implementation"].isin(story_attention.DRAWN)]
             hollow = sum(len(line.get_xdata()) for line in axis.lines if line.get_markerfacecolor() == "white")
-            assert hollow == waits_for_host(rows).sum()
+            assert hollow == launching_as_long(rows).sum()
             assert (hollow > 0) == any("hollow" in text.get_text() for text in axis.texts)
 
 

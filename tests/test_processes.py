@@ -55,7 +55,8 @@ def test_a_process_times_every_cell_by_the_benchmarks_clocks():
 def samples_of(levels, waits=0.0, steps=5):
     """Whole forward steps of one cell, each process at a level of its own, as the study's tables hold them."""
     rows = [{"study": "processes", "run_id": f"process{i}", "process": i, "device": "cuda", "size": "small",
-             "context_length": 128, "mode": "forward", "step": step, "timed": step > 0, "phase": phase,
+             "context_length": 128, "mode": "forward", "batch_size": 4, "vocab_size": 10_000,
+             "precision": "fp32", "step": step, "timed": step > 0, "phase": phase,
              "time_ms": level * (1 + 0.001 * step), "enqueue_ms": level * (1 - waits), "sm_clock_mhz": 1980.0}
             for i, level in enumerate(levels) for step in range(steps + 1) for phase in ("forward", WHOLE)]
     return pd.DataFrame(rows)
@@ -69,22 +70,42 @@ def test_the_spread_of_a_cell_is_over_its_processes():
     assert whole["within_share"] < 0.005 and whole["host_ahead_share"] == pytest.approx(0.5, rel=0.01)
 
 
-def test_kinds_are_told_by_whether_the_host_is_ahead():
+def captured_of(**operations_ms):
+    """What captures say of forward alone, by size: so many ms of operations with hardly a gap."""
+    rows = pd.DataFrame({"size": list(operations_ms), "operations_ms": list(operations_ms.values())})
+    return rows.assign(context_length=128, batch_size=4, vocab_size=10_000, precision="fp32", attention="eager",
+                       compile=False, optimizer="foreach", mode="forward", phase="forward", operations=100,
+                       gap_us=1.0, deepest=50.0)
+
+
+def test_kinds_are_told_by_who_waits_and_not_where_no_capture_tells():
+    captured = captured_of(small=9.8, medium=9.0)
     ahead, behind = samples_of([10.0, 10.1], waits=0.5), samples_of([10.0, 13.0]).assign(size="medium")
     samples = pd.concat([ahead, behind], ignore_index=True)
-    found = facts.between(tables.spread(samples), samples)
-    assert [(kind["host_ahead"], kind["cells"]) for kind in found["kinds"]] == [(True, 1), (False, 1)]
+    found = facts.between(tables.spread(samples), samples, captured)
+    assert [(kind["waits"], kind["cells"]) for kind in found["kinds"]] == [(False, 1), (True, 1)]
     assert found["kinds"][1]["widest"]["size"] == "medium" and found["wider"] == found["total"] == 2
     assert len(printed.spreads(found)) == 2 and found["processes"] == 2 and found["unlike"] == 0
     clocks = samples["sm_clock_mhz"].where(samples["run_id"] != "process1", 1700.0)
-    assert facts.between(tables.spread(samples.assign(sm_clock_mhz=clocks)), samples)["unlike"] == 2
+    assert facts.between(tables.spread(samples.assign(sm_clock_mhz=clocks)), samples, captured)["unlike"] == 2
     assert found["neighbours"] is None
     shared = samples.assign(beside=(samples["run_id"] == "process0").astype(int))
-    assert facts.between(tables.spread(samples), shared)["neighbours"] == {"runs": 2, "beside": 1, "each": False}
+    assert facts.between(tables.spread(samples), shared, captured)["neighbours"] == {"runs": 2, "beside": 1, "each": False}
     one = samples_of([10.0])
-    assert facts.between(tables.spread(one), one) is None
-    given = {"processes.spread": tables.spread(samples), "processes.samples": samples}
-    assert answer(CHAPTER, CHAPTER.questions[0], given).text
+    assert facts.between(tables.spread(one), one, captured) is None
+    shown = printed.spreads(found).set_index("size")["GPU waits for launches in"]
+    assert shown.to_dict() == {"small": "no phase", "medium": "forward"}
+    # How long the GPU goes on after the last launch decides nothing, another precision's capture neither.
+    for other in (captured[:0], captured.assign(precision="bf16")):
+        undecided = facts.between(tables.spread(samples), samples, other)
+        assert [(kind["waits"], kind["cells"]) for kind in undecided["kinds"]] == [(None, 2)]
+        assert set(printed.spreads(undecided)["GPU waits for launches in"]) == {"not decided"}
+    on_cpu = facts.between(tables.spread(samples), samples.assign(device="cpu"), captured)
+    assert [kind["waits"] for kind in on_cpu["kinds"]] == [None]
+    given = {"processes.spread": tables.spread(samples), "processes.samples": samples, "nsys.phases": captured}
+    told, silent = (answer(CHAPTER, CHAPTER.questions[0], given | {"nsys.phases": rows}).text
+                    for rows in (captured, captured[:0]))
+    assert "GPU waits for launches" in told and "GPU waits for launches in" not in silent
 
 
 def test_a_doubled_context_is_judged_over_processes():

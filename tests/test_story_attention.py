@@ -14,8 +14,8 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("exp_kernel", "elementwise", 2e6), ("sum_functor", "reduction and norm", 1e6),
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
-TABLES = ("nsys.operations", "nsys.operations_fused", "benchmark.ceilings", "benchmark.times", "compile.times",
-          "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
+TABLES = ("nsys.operations", "nsys.operations_fused", "nsys.phases", "benchmark.ceilings", "benchmark.times",
+          "compile.times", "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
           "attention.ends", "attention.predicted", "attention.accounting")
 
 
@@ -35,7 +35,7 @@ def ceilings():
 
 
 def steps(**columns):
-    """Full steps of two sizes, written out and fused; small waits for the host."""
+    """Full steps of two sizes, written out and fused; small's host launches to its end."""
     rows = [("small", "eager", 40, 5000, 1.0), ("small", "sdpa", 36, 4000, 1.0),
             ("large", "eager", 120, 9000, 30.0), ("large", "sdpa", 80, 9500, 30.0)]
     table = pd.DataFrame(rows, columns=["size", "attention", "median_ms", "peak_allocated_mib",
@@ -52,27 +52,46 @@ def told(key, **tables):
 
 
 def test_softmax_is_compared_with_both_products_and_a_fused_kernel_with_all_that_it_replaces():
-    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY)
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY, EMPTY)
     assert found["own"]["softmax_ms"] == pytest.approx(10) and found["own"]["products_ms"] == pytest.approx(5)
     assert found["writing_share"] == pytest.approx(0.8)  # subtract, exponentiate, divide
     assert found["replaced_ms"] == pytest.approx(18) and found["replaced_share"] == pytest.approx(18 / 24)
     assert found["fused_ms"] is None
     fused = operations().assign(region="attention.fused", name="flash").head(1)
-    assert attention.softmax(operations(), ceilings(), EMPTY, EMPTY, fused, EMPTY)["fused_ms"] == pytest.approx(3)
+    assert attention.softmax(operations(), ceilings(), EMPTY, EMPTY, fused, EMPTY, EMPTY)["fused_ms"] == pytest.approx(3)
 
 
-def test_what_a_step_gains_leaves_out_those_that_wait_for_the_host():
-    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY)
+def test_what_a_step_gains_leaves_out_those_whose_host_launches_to_the_end():
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, EMPTY, EMPTY)
     assert [list(one["gains"]) for one in found["gained"]] == [[1.5]]
     printed = attention.printed_gains(found).set_index("size")
-    assert printed.loc["small", "x faster"].endswith("†") and not printed.loc["large", "x faster"].endswith("†")
+    assert printed.loc["small", "x faster"].endswith("‡") and not printed.loc["large", "x faster"].endswith("‡")
     assert printed.loc["large", "peak falls (GiB)"] == "not" and found["no_less"]
-    assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY, EMPTY)) is None
+    assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)) is None
+
+
+def test_where_a_capture_tells_who_waits_the_end_of_launching_decides_nothing():
+    work = {"batch_size": 4, "vocab_size": 10_000, "compile": False}
+    phases = steps(**work).assign(phase="forward")
+    times = pd.concat([steps(**work), phases])
+    captured = phases.assign(operations_ms=phases["median_ms"] * 0.99, operations=10, gap_us=1.0, deepest=9.0)
+    calm = attention.fused_gains(times, captured).set_index("size")
+    assert not calm["waits"].any() and not calm["launching"].any()  # the end of small's launching is no verdict
+    half = captured["size"].eq("large") & captured["attention"].eq("sdpa")
+    waits = attention.fused_gains(times, captured.assign(
+        operations_ms=captured["operations_ms"].where(~half, 30.0))).set_index("size")
+    assert waits["waits"].to_dict() == {"small": False, "large": True} and not waits["launching"].any()
+    printed = attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, times, EMPTY, EMPTY,
+                                                        captured[~captured["size"].eq("small")]))
+    assert list(printed["x faster"].str.endswith("‡")) == [True, False]
+    one_side = attention.fused_gains(times, captured[captured["attention"] == "eager"]).set_index("size")
+    assert one_side["launching"].to_dict() == {"small": True, "large": False}
 
 
 def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
-    ahead = attention.fused_gains(steps(median_ms=1000.0, trailing_ms=40.0))
-    assert not ahead["waits"].any() and attention.fused_gains(steps(median_ms=100.0, trailing_ms=4.0))["waits"].all()
+    ahead = attention.fused_gains(steps(median_ms=1000.0, trailing_ms=40.0), EMPTY)
+    assert not ahead["launching"].any()
+    assert attention.fused_gains(steps(median_ms=100.0, trailing_ms=4.0), EMPTY)["launching"].all()
 
 
 def test_kernels_of_the_models_shape_are_ranked_by_their_median():
@@ -100,7 +119,7 @@ def test_a_cpu_and_missing_tables_say_nothing_of_a_gpu():
     assert told("which-kernel", attention__cells=gpu_cells(device="cpu")) is None
     assert told("attention-memory", attention__cells=gpu_cells(device="cpu")) is None
     steps = pd.DataFrame([{"phase": "step", "mode": "step", "variant": "eager", "device": "cpu", "median_ms": 1.0}])
-    assert attention.fused_gains(steps).empty  # a CPU's steps have no peaks
+    assert attention.fused_gains(steps, EMPTY).empty  # a CPU's steps have no peaks
     assert tell(attention.PART, dict.fromkeys(TABLES, EMPTY)) == []
     assert told("softmax", nsys__operations=operations(), benchmark__ceilings=ceilings()) is not None
 
@@ -166,17 +185,17 @@ def test_an_end_is_said_where_it_was_looked_for():
     assert told("attention-memory", attention__cells=gpu_cells(find_end=False)) is None
 
 
-def test_a_winner_that_the_host_holds_back_is_marked_and_no_finding():
+def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
     cells = gpu_cells()
     calm = attention.which_kernel(cells.assign(enqueue_ms=0.0), EMPTY, EMPTY)
-    assert not calm["waiting"] and calm["from"]
+    assert not calm["launching"] and calm["from"]
     held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY, EMPTY)
-    assert held["waiting"] and held["from"] == []
+    assert held["launching"] and held["from"] == []
     assert attention.printed_winners(held).iloc[:, 1:].map(lambda cell: cell == "–" or cell.endswith("†")).all(axis=None)
 
 
 def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():
     rungs = pd.DataFrame({"rung": ["sdpa", "sdpa", "bf16"], "context_length": [512, 1024, 512], "vocab_size": 10_000,
                           "status": "ok", "gain": [1.2, 2.0, 3.0]})
-    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs)
+    found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs, EMPTY)
     assert list(found["ladder"]) == [1.2]

@@ -8,7 +8,7 @@ from stepscope.step.accounting import on_gpu, peak
 from stepscope.studies.memory.facts import GIB, reference
 from test_memory_answers import TABLES, tables  # noqa: F401 (a fixture)
 
-OTHERS = ("ladder.rungs", "compile.times")
+OTHERS = ("ladder.rungs", "compile.times", "nsys.phases")
 
 
 def named(tables, **columns):  # noqa: F811
@@ -61,7 +61,7 @@ def test_changes_are_listed_with_the_time_they_cost(tables):  # noqa: F811
         kind="rung", status="ok", size="2.7B", context_length=512, vocab_size=10_000)
     assert [row["change"] for row in memory.from_ladder(rungs)] == ["fused AdamW"]  # 1% less is not worth a row
     found = memory.less_memory(tables["runs"], pd.DataFrame(), pd.DataFrame(), rungs, pd.DataFrame(),
-                               pd.DataFrame())
+                               pd.DataFrame(), pd.DataFrame())
     assert "fused AdamW" in found["free"]
     printed = memory.printed_less(found).set_index("change")
     assert (printed.loc["fused AdamW", ""], printed.loc["fused AdamW", "time"]) == ("-20%", "-10%")

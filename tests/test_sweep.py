@@ -373,13 +373,13 @@ def few_runs(tmp_path):
 def test_list_into_a_pipe_is_lines_of_the_same_columns(few_runs, command):
     status, said = command("list", "--runs", few_runs)
     head, *lines = [line.split("\t") for line in said.splitlines()]
-    assert status == 0 and head == ["study", "run", "shape", "status", "seconds", "runs beside", "cause"]
-    assert [line[:4] for line in lines] == [
-        ["benchmark", LONG_ID, "", "ok"],
-        ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "", "oom"],
+    assert status == 0 and head == ["study", "run", "shape", "varied", "status", "seconds", "runs beside", "cause"]
+    assert [line[:5] for line in lines] == [
+        ["benchmark", LONG_ID, "", "", "ok"],
+        ["memory", "2.7B-ctx2048-step-bf16-6bd9bff9", "", "", "oom"],
     ]
-    assert [len(line) for line in lines] == [7, 7] and lines[1][5] == "3"
-    assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][6])
+    assert [len(line) for line in lines] == [8, 8] and lines[1][6] == "3"
+    assert re.match(r"predicted peak [\d.]+ GiB; out of memory and so on", lines[1][7])
 
 
 @pytest.mark.parametrize("columns", [30, 80, 200])

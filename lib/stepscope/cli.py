@@ -20,7 +20,7 @@ from stepscope import PROJECT, StepscopeError, __version__
 if TYPE_CHECKING:
     import pandas as pd
 
-    from stepscope.config import StepConfig
+    from stepscope.config import RunConfig, StepConfig
     from stepscope.runs.record import Record
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -32,8 +32,8 @@ Measure where a Transformer's training step spends its time and memory, and rend
 sweep that was interrupted is continued by giving the same command again, or by [bold]resume[/].
 """)
 console = Console(stderr=True)
-LIST_COLUMNS = ("study", "run", "shape", "status", "seconds", "runs beside", "cause")
-WHOLE_COLUMNS = LIST_COLUMNS[:4]  # what no terminal is too narrow for
+LIST_COLUMNS = ("study", "run", "shape", "varied", "status", "seconds", "runs beside", "cause")
+WHOLE_COLUMNS = ("study", "run", "shape", "status")  # what no terminal is too narrow for
 CAUSE_WIDTH = 24  # characters that a cause gets at least
 MOST_GIB = 100_000  # a GPU's memory that fit believes
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
@@ -225,7 +225,8 @@ def list_runs(runs: RunsOption = None,
               )] = None) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
-    A model without a name is told by its shape (d_model, f: d_ff, layers, heads). Beside what ran out of
+    A model without a name is told by its shape (d_model, f: d_ff, layers, heads), and runs that are otherwise
+    alike by the fields that were varied. Beside what ran out of
     memory stands the peak that the accounting predicts for it. Where the output is not a terminal, it is a
     line of names and then a line for each run, with tabs between the columns.
     """
@@ -236,7 +237,10 @@ def list_runs(runs: RunsOption = None,
     records, errors = Store(folder).records()
     if where is not None and records:
         records = _asked_for(records, where)
-    rows = [_list_row(record) for record in records]
+    from stepscope.config import configure, varied
+    configs = [configure(**record.config) for record in records]
+    by_run = varied(configs)
+    rows = [_list_row(record, config, by_run) for record, config in zip(records, configs, strict=True)]
     if sys.stdout.isatty():
         _print_runs(rows, str(folder))
     else:
@@ -260,16 +264,16 @@ def _asked_for(records: list["Record"], where: str) -> list["Record"]:
     return [record for record, is_asked in zip(records, asked) if is_asked]
 
 
-def _list_row(record: "Record") -> dict[str, str]:
-    from stepscope.config import configure
+def _list_row(record: "Record", config: "RunConfig",
+              by_run: dict[tuple[str, str], str]) -> dict[str, str]:
     from stepscope.step.accounting import predicted_peak_mib
-    config = configure(**record.config)
     cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())
     if record.status == "oom" and (predicted := predicted_peak_mib(record.config)):
         cause = f"predicted peak {predicted / 1024:.1f} GiB; {cause}"
     shape = config.shape if record.config.get("size") == "custom" else ""
     beside = str(len(record.beside) or "")
-    values = (record.study, record.run_id, shape, record.status, f"{record.duration_s:.1f}", beside, cause)
+    values = (record.study, record.run_id, shape, by_run[config.study, config.run_id], record.status,
+              f"{record.duration_s:.1f}", beside, cause)
     return dict(zip(LIST_COLUMNS, values))
 
 
@@ -500,7 +504,11 @@ def fit(
         int, typer.Option(help="Activation checkpoints, each around so many blocks; 0: none.", min=0)
     ] = 0,
     memory: Annotated[
-        float | None, typer.Option(help="GPU memory in GiB.", show_default="this machine's GPU's, else 80")
+        float | None,
+        typer.Option(
+            help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
+            show_default="this machine's GPU's, else 80",
+        ),
     ] = None,
     allowance: Annotated[
         float | None,

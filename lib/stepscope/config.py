@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
@@ -40,6 +41,9 @@ SIZES = {
 }
 # The names above are 2025's, in records, sweeps and tables; what an edition of the handout calls otherwise.
 EDITIONS: dict[int, dict[str, str]] = {2025: {}, 2026: {"xl": "2.7B"}}
+# The sizes that each edition has, by its own names.
+EDITION_SIZES = {2025: ("small", "medium", "large", "xl", "2.7B"),
+                 2026: ("small", "medium", "large", "xl", "10B")}
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
@@ -54,7 +58,8 @@ def size_of(name: str, edition: int | None = None) -> str:
     """The name in :data:`SIZES` of what the handout's edition of that year calls ``name``.
 
     Raises:
-        ConfigError: there is no such edition or size, or no edition is given and editions differ about it.
+        ConfigError: there is no such edition or size, the edition has none of that name, or no edition is
+            given and editions differ about it.
     """
     if edition is not None and not (isinstance(edition, int) and edition in EDITIONS):
         raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are"
@@ -67,7 +72,21 @@ def size_of(name: str, edition: int | None = None) -> str:
         each = (f"{'/'.join(map(str, SIZES[size]))} in the {year} edition" for year, size in meant.items())
         raise ConfigError(f"size: {name} means {' and '.join(each)}; say --edition"
                           f" {' or --edition '.join(map(str, meant))}")
-    return name if edition is None else meant[edition]
+    if edition is None:
+        return name
+    if name not in EDITION_SIZES[edition]:
+        raise ConfigError(f"size: got {shown(name)}, but the {edition} edition has"
+                          f" {', '.join(EDITION_SIZES[edition])}{_called_otherwise(name, edition)}")
+    return meant[edition]
+
+
+def _called_otherwise(name: str, edition: int) -> str:
+    """Whose name a size that an edition lacks is, or what this edition calls it, for an error's end."""
+    own = [theirs for theirs, size in EDITIONS[edition].items() if size == name]
+    if own:
+        return f", and calls this size {own[0]}"
+    others = [f"the {year} edition's" for year, names in EDITION_SIZES.items() if name in names]
+    return f" ({name} is {others[0] if others else 'of no edition: leave it out'})"
 
 
 def needs_edition(name: str) -> bool:
@@ -186,7 +205,9 @@ class StepConfig(RunConfig):
         values = dict(values)
         size, edition = values.get("size", "custom"), values.pop("edition", None)
         if size != "custom":
-            size = size_of(size, 2025 if edition is None else edition)
+            if edition is None and isinstance(size, str) and needs_edition(size):
+                edition = 2025
+            size = size_of(size, edition)
         elif edition is not None:
             raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
         named = None if size == "custom" else SIZES[size]
@@ -227,6 +248,25 @@ class StepConfig(RunConfig):
     @property
     def run_id(self) -> str:
         return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{self.digest()}"
+
+
+def varied(configs: Iterable[RunConfig]) -> dict[tuple[str, str], str]:
+    """What tells configurations of one label apart, by study and run id: the fields in which they differ with
+    the values of each, such as "attention sdpa, seed 1"; empty where no other has its label."""
+    alike: dict[str, list[RunConfig]] = {}
+    for config in configs:
+        alike.setdefault(config.label, []).append(config)
+    found = {}
+    for group in alike.values():
+        fields = [config.model_dump() for config in group]
+        differ = [name for name in fields[0] if any(one.get(name) != fields[0][name] for one in fields)]
+        for config, one in zip(group, fields, strict=True):
+            found[config.study, config.run_id] = ", ".join(f"{name} {_value(one[name])}" for name in differ)
+    return found
+
+
+def _value(value: Any) -> str:
+    return "/".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from stepscope.config import RunConfig, StepConfig, require_device, studies
+from stepscope.config import RunConfig, StepConfig, require_device, studies, varied
 from stepscope.files import write_text_durably
 from stepscope.runs.estimate import left_s, minutes, said_before
 from stepscope.runs.jupyter_kernel import asked, clear_dead
@@ -310,6 +310,7 @@ class _Sweep:
         self.pool, self.store, self.how, self.console, self.end = pool, store, how, console, end
         self.total = total  # runs, with those that were done before
         self.todo: list[RunConfig] = []
+        self.varied: dict[tuple[str, str], str] = {}
         self.done: set[tuple[str, str]] = set()
         self.over_s: list[tuple[RunConfig, float]] = []  # what is over, with its seconds
         self.going: list[RunConfig] = []
@@ -324,6 +325,7 @@ class _Sweep:
         if self.pool.parallel:
             todo = sorted(todo, key=work_estimate, reverse=True)
         self.todo = sorted(todo, key=self._alone)
+        self.varied = varied(todo)
         self.started = time.monotonic()
         self.console.print(said_before(todo), soft_wrap=True, markup=False, highlight=False)
         self.progress = _Shown(self._said, self.console)
@@ -399,7 +401,7 @@ class _Sweep:
             self.console.print(f"[red]failed[/] {name}: {escape(record.cause or '')}", soft_wrap=True)
         else:
             found = reading(self.store, record) if record.status == "ok" else "does not fit: out of memory"
-            which = f"[bold]{escape(config.label)}[/] ({record.duration_s:.0f} s)"
+            which = f"[bold]{escape(self._named(config))}[/] ({record.duration_s:.0f} s)"
             self.console.print(f"{which}: {escape(found)}", soft_wrap=True, highlight=False)
         self.progress.update(self.task, advance=1)
 
@@ -430,9 +432,9 @@ class _Sweep:
         running = [(claim["where"], config) if (claim := self.store.claim(config)) else ("given out", config)
                    for config in self.pool.running()]
         if not self.pool.parallel:
-            words = "".join(f" | {config.label}" for _, config in running)
+            words = "".join(f" | {self._named(config)}" for _, config in running)
         else:
-            words = "".join(f"\n  {where}: {config.label}"
+            words = "".join(f"\n  {where}: {self._named(config)}"
                             for where, config in sorted(running, key=lambda item: item[0]))
         if self.todo and not running and self.pool.parallel and not self.end.stopped_by:
             words = "\n  waiting for a worker"
@@ -440,6 +442,10 @@ class _Sweep:
         left = left_s([*self.todo, *self.going], self.over_s) or 0
         self.progress.update(self.task, description=_counts(self.end.counts) + words,
                              left=f"about {minutes(left / max(self.pool.size, 1))} left" if left else "")
+
+    def _named(self, config: RunConfig) -> str:
+        """Its label, and of runs with the same one what was varied."""
+        return ", ".join(filter(None, (config.label, self.varied.get((config.study, config.run_id)))))
 
     def _said(self) -> str:
         """What the one run that goes on printed last."""

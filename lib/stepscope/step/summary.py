@@ -12,7 +12,7 @@ CONFIDENCE = 0.95     # of intervals
 NOISY = 0.05          # standard deviation over mean
 DRIFT = 0.02          # change from the first sample to the last by Theil-Sen's slope, over the median
 GAP = 0.05            # between two groups of samples, over the median
-HOST_AHEAD = 0.10     # of a step: for how long the GPU goes on after the last launch if the host is ahead
+GOES_ON = 0.10        # of a step: for how long the GPU goes on after the last launch in one of two kinds
 UNLIKE_CLOCKS = 0.015  # difference of two median SM clocks over the larger: two of NVML's steps of 15 MHz
 
 
@@ -165,7 +165,8 @@ def ratio_of_two_processes(above: tuple[float, float, float], below: tuple[float
 def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame, same_cells: bool = True) -> pd.Series:
     """The spread between processes for each row of ``times``, measured in one process: that of the same cell
     and phase where it was measured in several, else the widest of whole steps of its kind, by whether the
-    host is ahead of the GPU at the end (:data:`HOST_AHEAD`).
+    GPU goes on for over :data:`GOES_ON` of the step after the last launch. Every run tells that; who waits
+    for whom only captures do (``traces.waits``).
 
     Args:
         times: columns size, context_length, mode, phase, median_ms, trailing_ms.
@@ -180,9 +181,9 @@ def borrowed_share(times: pd.DataFrame, spread: pd.DataFrame, same_cells: bool =
     exact = {tuple(row[column] for column in cell): row["between_share"] for _, row in spread.iterrows()
              if same_cells}
     whole = spread[spread["phase"] == WHOLE]
-    widest = whole.groupby(whole["host_ahead_share"] > HOST_AHEAD)["between_share"].max().to_dict()
+    widest = whole.groupby(whole["host_ahead_share"] > GOES_ON)["between_share"].max().to_dict()
     return pd.Series([exact.get(tuple(row[column] for column in cell),
-                                widest.get(row["trailing_ms"] > HOST_AHEAD * row["median_ms"], np.nan))
+                                widest.get(row["trailing_ms"] > GOES_ON * row["median_ms"], np.nan))
                       for _, row in times.iterrows()], times.index, dtype=float)
 
 

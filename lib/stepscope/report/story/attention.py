@@ -13,14 +13,15 @@ from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.formats import precision as words_of
 from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, as_text, ink_on, use_style
+from stepscope.step.timing import WHOLE
 from stepscope.studies.attention import facts, facts_ends, facts_generations
-from stepscope.studies.attention.cells import head, implementations, timed, waits_for_host
+from stepscope.studies.attention.cells import head, implementations, launching_as_long, timed
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.figures import STYLES
 from stepscope.studies.attention.names import NAMES
 from stepscope.studies.nsys.facts_regions import forward_of, softmax_against_matmul
 from stepscope.traces.families import MATMUL
-from stepscope.traces.waits import GPU
+from stepscope.traces.waits import GPU, NEITHER, UNDECIDED, beside_captures
 
 # How softmax's operations and the products are called in the picture, in the order in which they run; of
 # softmax those that write the whole square again are darker.
@@ -44,7 +45,7 @@ FONT = 14
 # -- softmax beside the products -----------------------------------------------------------------------------
 
 def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame, compiled: pd.DataFrame,
-            fused: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+            fused: pd.DataFrame, rungs: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """Softmax beside attention's two products in forward alone (GPU captures only): ``nsys-e``'s facts, and
 
     ``writing_share``: of softmax's time, what the operations take that write the whole square again;
@@ -68,15 +69,16 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     if rates is not None:
         shares = pick(rates, size=size, context_length=context).set_index("operation")["share"]
         writing = shares.reindex(list(WRITES_SQUARE)).sum()
-    gains = fused_gains(compiled)
-    steady = gains[~gains["waits"]] if len(gains) else gains
+    gains = fused_gains(compiled, captured)
+    steady = gains[~(gains["waits"] | gains["launching"])] if len(gains) else gains
     return found | {
         "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
         "writing_share": writing,
         "writing": list(WRITES_SQUARE), "precision": own["precision"].iloc[0],
         "replaced_ms": total_ms(inside), "replaced_share": inside["total_ns"].sum() / own["total_ns"].sum(),
         "fused_ms": total_ms(kernel) if len(kernel) else None,
-        "gains": gains if len(gains) else None, "waiting": len(steady) < len(gains),
+        "gains": gains if len(gains) else None, "waiting": len(gains) > 0 and bool(gains["waits"].any()),
+        "launching": len(gains) > 0 and bool(gains["launching"].any()),
         "gains_context": None if gains.empty else gains["context_length"].iloc[0],
         "gained": None if steady.empty else by_type(steady),
         "ladder": None if gains.empty else on_the_ladder(rungs, gains["context_length"].iloc[0]),
@@ -88,11 +90,12 @@ def total_ms(operations: pd.DataFrame) -> float:
     return float((operations["total_ns"] / operations["steps"]).sum() / 1e6)
 
 
-def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
+def fused_gains(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
     """Full steps, not compiled, with attention written out (``_eager``) and by SDPA, AdamW as torch runs it
     by default, at the context that most were measured at: size, context_length, precision, median_ms,
-    peak_allocated_mib, ``gain`` (times as fast), ``saved_mib`` and whether the host launched one of
-    both to the end (``waits``), so that it is host-bound."""
+    peak_allocated_mib, ``gain`` (times as fast), ``saved_mib``; ``waits``: by a capture of the same work the
+    GPU waits for launches in some phase of one of both; ``launching``: captures do not tell of both, and the
+    host was still launching at the end of one."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
     if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
@@ -104,13 +107,30 @@ def fused_gains(times: pd.DataFrame) -> pd.DataFrame:
         return both
     both = both[both["context_length"] == both["context_length"].mode().iloc[0]].copy()
     both["gain"] = both["median_ms_eager"] / both["median_ms"]
+    verdicts = step_verdicts(times, captured)
+    told = pd.DataFrame({attention: [verdicts[attention].get(run, UNDECIDED) for run in both["run_id"]]
+                         for attention in ("eager", "sdpa")}, both.index)
     near = [both[f"trailing_ms{of}"] < (TO_THE_END * both[f"median_ms{of}"]).clip(upper=AHEAD_MS)
             for of in ("", "_eager")]
-    both["waits"] = pd.concat(near, axis=1).any(axis=1)
+    both["waits"] = told.eq(GPU).any(axis=1)
+    both["launching"] = pd.concat(near, axis=1).any(axis=1) & told.eq(UNDECIDED).any(axis=1) & ~both["waits"]
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
-    # Of several runs of one kind the quickest: the others may wait for the host.
+    # Of several runs of one kind the quickest: the others may wait for launches longer.
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
+
+
+def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """By attention and run, of eager full steps: GPU where by captures the GPU waits for launches in some
+    phase, UNDECIDED where it does in none that a capture tells of and of one none does, else NEITHER."""
+    rows = pick(times, mode="step", variant="eager", optimizer="foreach", device="cuda")
+    rows = rows[~rows["phase"].isin([WHOLE, "loss"])]
+    rows = beside_captures(rows.assign(plain_ms=rows["median_ms"]), captured)
+    found: dict[str, dict[str, str]] = {"eager": {}, "sdpa": {}}
+    for (run, attention), of_step in rows.groupby(["run_id", "attention"]):
+        told = set(of_step["waits"])
+        found[attention][run] = next((one for one in (GPU, UNDECIDED) if one in told), NEITHER)
+    return found
 
 
 def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
@@ -134,7 +154,8 @@ def printed_gains(found: dict) -> pd.DataFrame | None:
     by = {name: gains[gains["precision"] == name].set_index("size") for name in precisions(gains)}
     told = "bf16" if "bf16" in by else next(iter(by))
     def faster(of: pd.DataFrame) -> pd.Series:
-        return of["gain"].map(number) + of["waits"].map({True: " †", False: ""})
+        return of["gain"].map(number) + of["waits"].map({True: " †", False: ""}) + of["launching"].map(
+            {True: " ‡", False: ""})
 
     columns = {f"{told}: written out (ms)": by[told]["median_ms_eager"].map(number),
                "SDPA (ms)": by[told]["median_ms"].map(number), "x faster": faster(by[told]),
@@ -149,7 +170,7 @@ def draw_softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.Dat
                  fused: pd.DataFrame, where: str) -> Figure | None:
     """Two bars of the reference's forward pass: softmax by operation, and the two products; a third, the
     fused kernel, where it was captured."""
-    found = softmax(operations, ceilings, times, pd.DataFrame(), fused, pd.DataFrame())
+    found = softmax(operations, ceilings, times, pd.DataFrame(), fused, pd.DataFrame(), pd.DataFrame())
     if found is None or found["rates"] is None:
         return None
     own = pick(found["rates"], size=found["size"], context_length=found["context"]).set_index("operation")
@@ -221,8 +242,8 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "top": told["cells"][0], "wide": wide["cells"][0] if wide else None,
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
-            "table": best, "from": changes_of(best[(best["precision"] == narrow) & ~best["waits"]]),
-            "waiting": bool(best["waits"].any()), "tf32": of_tf32(at),
+            "table": best, "from": changes_of(best[(best["precision"] == narrow) & ~best["launching"]]),
+            "launching": bool(best["launching"].any()), "tf32": of_tf32(at),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
             "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
@@ -230,15 +251,15 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
 
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
-    """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of what
-    does not wait for the host: both ``ms`` of forward and backward, and times ``faster``; and so (below 1:
-    slower) at the longest of the shorter sequences where it is ``behind``, if any; None where it did not run
-    at this head dimension."""
+    """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of
+    passes that take longer than launching them: both ``ms`` of forward and backward, and times ``faster``;
+    and so (below 1: slower) at the longest of the shorter sequences where it is ``behind``, if any; None
+    where it did not run at this head dimension."""
     found = facts_generations.generations(generations) if len(generations) else None
     if found is None or "fa4" not in found["ran"]:
         return None
     table = pick(found["table"], d_model=d, precision=precision, causal=True).set_index("sequence")
-    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_waits"].eq(True))
+    ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_launching"].eq(True))
                        for name in found["ran"]})
     others = ms.drop(columns="fa4")
     faster = (others.min(axis=1) / ms["fa4"]).dropna()
@@ -278,8 +299,8 @@ def ranked(rows: pd.DataFrame) -> list[dict]:
 
 def winners(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest of each precision and sequence, of forward alone and of forward + backward: what, ms and
-    times faster than written out (nan where that was not timed); ``waits``: the fastest or the written-out
-    one waits for the host."""
+    times faster than written out (nan where that was not timed); ``launching``: launching the fastest or the
+    written-out one took as long as the pass."""
     found = []
     for (precision, sequence), of in rows.groupby(["precision", "sequence"]):
         row: dict = {"precision": precision, "sequence": int(sequence)}
@@ -287,8 +308,8 @@ def winners(rows: pd.DataFrame) -> pd.DataFrame:
             ms = of.set_index("implementation")[f"{phase}_median_ms"]
             row |= {f"{phase}_what": ms.idxmin(), f"{phase}_ms": ms.min(),
                     f"{phase}_faster": ms.get("eager", np.nan) / ms.min()}
-        hosts = waits_for_host(of).to_numpy() & of["implementation"].isin(["eager", row["pass_what"]])
-        row["waits"] = bool(hosts.any())
+        as_long = launching_as_long(of).to_numpy() & of["implementation"].isin(["eager", row["pass_what"]])
+        row["launching"] = bool(as_long.any())
         found.append(row)
     return pd.DataFrame(found).sort_values(["precision", "sequence"], ignore_index=True)
 
@@ -325,14 +346,14 @@ def printed_winners(found: dict) -> pd.DataFrame:
     for precision, phase, words in phases:
         of = best[best["precision"] == precision].set_index("sequence")
         columns[f"{precision}, {words}"] = pd.Series(
-            [_winner(*one) for one in of[[*(f"{phase}_{part}" for part in PARTS), "waits"]].itertuples(
+            [_winner(*one) for one in of[[*(f"{phase}_{part}" for part in PARTS), "launching"]].itertuples(
                 index=False)],
             index=of.index)
     return pd.DataFrame(columns).fillna("–").rename_axis("sequence").reset_index().tail(8)
 
 
-def _winner(what: str, ms: float, faster: float, waits: bool) -> str:
-    mark = " †" if waits else ""
+def _winner(what: str, ms: float, faster: float, launching: bool) -> str:
+    mark = " †" if launching else ""
     gain = "" if np.isnan(faster) or what == "eager" else f" ({number(faster, 2)}x)"
     return f"{NAMES[what].removeprefix('SDPA ')} {number(ms)} ms{gain}{mark}"
 
@@ -380,16 +401,16 @@ def _time_title(rows: pd.DataFrame, precision: str) -> str:
 
 
 def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
-    """A line an implementation with its name at its end, and its end by memory; hollow where it waits for
-    launches."""
-    labels, waiting = [], False
+    """A line an implementation with its name at its end, and its end by memory; hollow where launching takes
+    as long as the pass."""
+    labels, any_hollow = [], False
     for name in (one for one in DRAWN if one in set(rows["implementation"])):
         of, style = rows[rows["implementation"] == name].sort_values("sequence"), STYLES[name]
         axis.plot(of["sequence"], of["pass_median_ms"], linewidth=1.8, markersize=6,
                   **style)  # type: ignore[arg-type]
-        waits = of[waits_for_host(of)]
-        waiting |= len(waits) > 0
-        axis.plot(waits["sequence"], waits["pass_median_ms"], linestyle="none", marker=style["marker"],
+        hollow = of[launching_as_long(of)]
+        any_hollow |= len(hollow) > 0
+        axis.plot(hollow["sequence"], hollow["pass_median_ms"], linestyle="none", marker=style["marker"],
                   markersize=6, color=style["color"], markerfacecolor="white", markeredgewidth=1.5)
         x, y = of["sequence"].iloc[-1], of["pass_median_ms"].iloc[-1]
         words = NAMES[name].removeprefix("SDPA ")
@@ -403,7 +424,7 @@ def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
     axis.set(xscale="log", yscale="log")
     least, most = rows["sequence"].min(), max(x for x, *_ in labels)
     axis.set_xlim(least / 1.4, most * (most / least) ** 0.55)
-    bottom = rows["pass_median_ms"].min() / (2.5 if waiting else 1.2)
+    bottom = rows["pass_median_ms"].min() / (2.5 if any_hollow else 1.2)
     top = 2.5 * max(y for _, y, *_ in labels)
     axis.set_ylim(min(axis.get_ylim()[0], bottom), max(axis.get_ylim()[1], top))
     axis.set_xticks([tick for tick in 8.0 ** np.arange(1, 9) if least <= tick <= most])
@@ -411,9 +432,9 @@ def _lines(axis: Axes, rows: pd.DataFrame, probes: pd.DataFrame) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(
         lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if waiting:
-        axis.text(0.98, 0.02, f"hollow: {GPU}", transform=axis.transAxes, ha="right", va="bottom",
-                  fontsize=FONT - 1)
+    if any_hollow:
+        axis.text(0.98, 0.02, "hollow: launching takes as long", transform=axis.transAxes,
+                  ha="right", va="bottom", fontsize=FONT - 1)
     # The slowest is named to the left of its line, where there is room; the others below each other.
     below, span = np.inf, np.log(axis.get_ylim()[1] / axis.get_ylim()[0])
     for place, (x, y, words, color) in enumerate(sorted(labels, key=lambda label: -label[1])):
@@ -467,7 +488,7 @@ PART = Part(
     "Attention",
     questions=(
         Question("softmax", softmax, CAPTURES,
-                 ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs"),
+                 ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs", "nsys.phases"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
         Question("which-kernel", which_kernel, CELLS, ("ladder.backends", "attention.generations"),
                  printed={"winners": printed_winners}, pictures=("attention_time",)),

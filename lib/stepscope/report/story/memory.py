@@ -222,12 +222,12 @@ def side(at: int, of: int) -> str:
 # -- how to lower it -----------------------------------------------------------------------------------------
 
 def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataFrame, rungs: pd.DataFrame,
-                saved: pd.DataFrame, compiled: pd.DataFrame) -> dict | None:
+                saved: pd.DataFrame, compiled: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """What lowers the peak, ``rows`` of change, code, before_mib, after_mib, before_ms, after_ms and where:
     SDPA as the compile study measured it, rungs of the ladder beside the rung before, bf16 autocast,
     expandable segments and checkpoints of the memory study; ``free``: those that also make a step faster.
     ``block``: what one block saves; ``best``: the checkpoints' setting."""
-    rows = [*fused(compiled), *from_ladder(rungs), *from_runs(runs),
+    rows = [*fused(compiled, captured), *from_ladder(rungs), *from_runs(runs),
             *checkpointed(checkpoints, runs, samples)]
     if not rows:
         return None
@@ -244,13 +244,13 @@ def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataF
                             *(best["runs"] if best else [])})}
 
 
-def fused(compiled: pd.DataFrame) -> list[dict]:
+def fused(compiled: pd.DataFrame, captured: pd.DataFrame) -> list[dict]:
     """SDPA in bf16, of the largest size whose peak it lowers."""
-    gains = fused_gains(compiled)
+    gains = fused_gains(compiled, captured)
     if gains.empty:
         return []
-    gains = gains[(gains["saved_mib"] > WORTH_SAYING * gains["peak_allocated_mib_eager"]) & ~gains["waits"]
-                  & (gains["precision"] == "bf16")]
+    gains = gains[(gains["saved_mib"] > WORTH_SAYING * gains["peak_allocated_mib_eager"])
+                  & ~gains["waits"] & ~gains["launching"] & (gains["precision"] == "bf16")]
     return [{"change": "fused attention", "code": "`F.scaled_dot_product_attention(...)`",
              "before_mib": row["peak_allocated_mib_eager"], "after_mib": row["peak_allocated_mib"],
              "before_ms": row["median_ms_eager"], "after_ms": row["median_ms"],
@@ -371,7 +371,8 @@ PART = Part(
     questions=(
         Question("peak", what_peaks, (RUNS, LEVELS), pictures=("memory_peak", "memory_timeline")),
         Question("less-memory", less_memory, (RUNS,),
-                 ("memory.checkpoints", "memory.samples", "ladder.rungs", SAVED, "compile.times"),
+                 ("memory.checkpoints", "memory.samples", "ladder.rungs", SAVED, "compile.times",
+                  "nsys.phases"),
                  printed={"less": printed_less}),
         Question("fits", fits, (RUNS,), (LEVELS, "memory.predicted", "memory.foretold"),
                  printed={"fits": printed_fits}),

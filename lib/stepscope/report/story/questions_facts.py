@@ -15,8 +15,8 @@ HARDLY = 0.1  # a ratio this near to 1 has hardly changed
 def benchmarking(found: Facts, tables: Tables) -> Facts:
     """``backward``: over all profiles, how many times as long as forward's the matrix products of backward
     and everything else take (series), and whether the rest ``holds_it_down``. ``between``: standard
-    deviation between processes where the host is ``ahead`` of the GPU (the worst cell) and the widest range
-    where it is ``behind``."""
+    deviation between processes where the GPU waits for no launches (``ahead``, the median cell) and the
+    widest range where it does (``behind``)."""
     return {"backward": _backward(found["nsys_phases"]), "between": _between(found["between_processes"])}
 
 
@@ -34,11 +34,11 @@ def _backward(phases: Facts | None) -> Facts | None:
 def _between(processes: Facts | None) -> Facts | None:
     if processes is None:
         return None
-    kinds = {kind["host_ahead"]: kind for kind in processes["kinds"]}
-    behind = kinds.get(False)
+    kinds = {kind["waits"]: kind for kind in processes["kinds"]}
+    behind = kinds.get(True)
     return {
         "processes": processes["processes"],
-        "ahead": float(kinds[True]["range"].median()) if True in kinds else None,
+        "ahead": float(kinds[False]["range"].median()) if False in kinds else None,
         "behind": None
         if behind is None or not processes["on_gpu"]
         else {

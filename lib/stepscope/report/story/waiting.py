@@ -1,4 +1,4 @@
-"""When the GPU waits for the host."""
+"""When the GPU waits for launches."""
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -70,7 +70,7 @@ def remedies_table(facts: dict) -> pd.DataFrame:
 TIMES, CAPTURED, LOW = "benchmark.times", "nsys.phases", "mixed_precision.times"
 
 PART = Part(
-    "When the GPU waits for the host",
+    "When the GPU waits for launches",
     questions=(
         Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW,), pictures=("waiting_map",)),
         Question("waiting-seen", facts.seen, (CAPTURED, TIMES),

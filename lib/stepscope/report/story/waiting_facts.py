@@ -1,4 +1,4 @@
-"""When the GPU waits for the host's launches, how one sees it, and what helps."""
+"""When the GPU waits for launches, how one sees it, and what helps."""
 import pandas as pd
 
 from stepscope.runs.tables import by_size
@@ -41,7 +41,8 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    and whether of each size and precision a shorter context launches nearly as many operations (``as_many``)."""
+    and whether of each size and precision a shorter context launches nearly as many operations
+    (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None

@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
-from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, timed, waits_for_host
+from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, launching_as_long, timed
 from stepscope.studies.attention.facts import without_tf32
 from stepscope.studies.attention.names import NAMES
 
@@ -65,7 +65,7 @@ def pay_off(cells: pd.DataFrame) -> dict | None:
     return {"d": d, "sequence": sequence, "cells": len(pay), "helped": len(sure), "never": len(never),
             "at": [{"precision": precision, "passes": passes if passes < np.inf else None}
                    for precision, passes in zip(at["precision"], at["passes_to_pay"])],
-            "never_waiting": int((waits_for_host(never) & waits_for_host(never, "_eager")).sum())}
+            "never_launching": int((launching_as_long(never) & launching_as_long(never, "_eager")).sum())}
 
 
 def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
@@ -84,9 +84,9 @@ def passes_to_pay(cells: pd.DataFrame) -> pd.DataFrame:
 
 def tf32(cells: pd.DataFrame) -> dict | None:
     """The compiled attention with TF32 against without, of one process each: how many pairs (phase, d,
-    sequence) ``differ``, are a lower bound ``at_least``, tell nothing since they ``wait`` for the host,
-    overlap ``within`` their intervals, or are no further apart than ``processes`` are (``apart``, by
-    sequence: see :func:`control`; empty where there is none); the ``gain`` (fp32's time over TF32's)
+    sequence) ``differ``, are a lower bound ``at_least``, tell nothing since ``launching`` took as long as
+    the pass, overlap ``within`` their intervals, or are no further apart than ``processes`` are (``apart``,
+    by sequence: see :func:`control`; empty where there is none); the ``gain`` (fp32's time over TF32's)
     by d and at its best and worst (``most``, ``least``)."""
     if is_cpu(cells):
         return {"on_cpu": True, "runs": runs_of(cells)}
@@ -98,7 +98,8 @@ def tf32(cells: pd.DataFrame) -> dict | None:
     real = changes[changes["none"] == ""]
     by_d = real.groupby("d_model")["change"].median()
     return {"on_cpu": False, "pairs": len(changes), "differ": len(real),
-            "wait": int((changes["none"] == "host").sum()), "within": int((changes["none"] == "noise").sum()),
+            "launching": int((changes["none"] == "launching").sum()),
+            "within": int((changes["none"] == "noise").sum()),
             "processes": int((changes["none"] == "processes").sum()), "by": by, "names": NAMES,
             "apart": [{"sequence": at, "most": differ[at]} for at in sorted(set(real["sequence"]))
                       if at in differ.index],
@@ -116,13 +117,14 @@ def change_of(row: pd.Series) -> dict:
 
 def control(cells: pd.DataFrame, by: list[str]) -> pd.Series:
     """How far the same work is apart in the two processes: the largest relative change of a pass's phase, by
-    sequence, of the implementations ``by``, which do not use TF32. Without what waits for the host."""
+    sequence, of the implementations ``by``, which do not use TF32. Without passes whose launching
+    took as long."""
     rows = timed(cells)
     rows = rows[rows["implementation"].isin(by)]
     with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
     keys = ["implementation", "d_model", "sequence"]
     both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
-    both = both[~(waits_for_host(both, "_fp32") | waits_for_host(both, "_tf32"))]
+    both = both[~(launching_as_long(both, "_fp32") | launching_as_long(both, "_tf32"))]
     changes = [(both[f"{phase}_median_ms_tf32"] / both[f"{phase}_median_ms_fp32"] - 1).abs()
                for phase in ("forward", "backward")]
     return pd.concat(changes, axis=1).max(axis=1).groupby(both["sequence"]).max()
@@ -133,27 +135,27 @@ def tf32_change(cells: pd.DataFrame, apart: pd.Series) -> pd.DataFrame:
     interval, and ``none``, why it counts as no change (empty where it is one): also where it is no larger
     than ``apart``, of :func:`control`, of that sequence.
 
-    The interval is the widest that both medians' 95% intervals allow. Where the host is as slow to enqueue a
-    pass as the device to run it, the time is the host's: with TF32 alone, the device is faster by
-    ``at_least`` the change; without TF32, nothing is said of the device.
+    The interval is the widest that both medians' 95% intervals allow. Where launching took
+    the host as long as the pass, the device may need less: with TF32 alone, it is faster by ``at_least`` the
+    change; without TF32, nothing is said of the device.
     """
     rows = timed(cells, implementation="compiled")
     keys = ["d_model", "sequence"]
     with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
     both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
-    host_fp32, host_tf32 = waits_for_host(both, "_fp32"), waits_for_host(both, "_tf32")
+    long_fp32, long_tf32 = launching_as_long(both, "_fp32"), launching_as_long(both, "_tf32")
     frames = []
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
         before, before_low, before_high = (both[f"{phase}_{part}_ms_fp32"]
                                            for part in ("median", "ci_low", "ci_high"))
         overlap = (low <= before_high) & (before_low <= high)
-        at_least = host_tf32 & ~host_fp32 & ~overlap & (median < before)
-        host = (host_fp32 | host_tf32) & ~at_least
+        at_least = long_tf32 & ~long_fp32 & ~overlap & (median < before)
+        launching = (long_fp32 | long_tf32) & ~at_least
         frames.append(both[keys].assign(
             phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1, at_least=at_least,
             low=low / before_high - 1, high=high / before_low - 1,
-            none=np.where(host, "host", np.where(overlap, "noise", ""))))
+            none=np.where(launching, "launching", np.where(overlap, "noise", ""))))
     changes = pd.concat(frames, ignore_index=True)
     between = (changes["none"] == "") & (changes["change"].abs() <= changes["sequence"].map(apart).fillna(0))
     return changes.assign(none=changes["none"].mask(between, "processes"))

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
-from stepscope.studies.attention.cells import POINT, timed, waits_for_host
+from stepscope.studies.attention.cells import POINT, launching_as_long, timed
 from stepscope.studies.attention.names import NAMES
 from stepscope.traces.attention_kernels import implementation
 
@@ -13,26 +13,26 @@ KEYS = [*POINT, "causal"]
 def generations(cells: pd.DataFrame) -> dict | None:
     """Runs that measured FlashAttention-4 too. ``table``: a row for each point, masked or not, with
     ``<implementation>_ms`` of forward + backward, ``<implementation>_forward`` of the ceiling, and
-    ``<implementation>_waits`` for the host; ``gains``: times faster than FlashAttention-2 at the longest
-    sequence, of each that ran; ``best``: the highest share of forward without the mask, since FLOPs are
-    counted of the whole square; ``waiting``: of points below the longest, how many any of them waits at,
-    of ``shorter``; ``refused``:
-    torch's or the package's reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what
-    each was captured to be, by its own name."""
+    ``<implementation>_launching`` (it took as long as the pass); ``gains``: times faster than
+    FlashAttention-2 at the longest sequence, of each that ran; ``best``: the highest share of forward
+    without the mask, since FLOPs are counted of the whole square; ``launching``: at how many of the
+    ``shorter`` points it took as long as the pass for any of them; ``refused``: torch's or
+    the package's reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what each was
+    captured to be, by its own name."""
     rows = pd.concat([timed(cells, causal=causal) for causal in (True, False)])
     rows = rows[rows["implementation"].isin(FUSED)]
     if rows.empty:
         return None
-    values = rows.assign(waits=waits_for_host(rows)).pivot_table(
-        index=KEYS, columns="implementation", values=["pass_median_ms", "forward_utilisation", "waits"],
-        aggfunc={"pass_median_ms": "mean", "forward_utilisation": "mean", "waits": "any"})
+    values = rows.assign(launching=launching_as_long(rows)).pivot_table(
+        index=KEYS, columns="implementation", values=["pass_median_ms", "forward_utilisation", "launching"],
+        aggfunc={"pass_median_ms": "mean", "forward_utilisation": "mean", "launching": "any"})
     ran = [name for name in FUSED if name in set(rows["implementation"])]
     table = pd.concat([values["pass_median_ms"].add_suffix("_ms"),
                        values["forward_utilisation"].add_suffix("_forward"),
-                       values["waits"].add_suffix("_waits")], axis=1).reset_index()
+                       values["launching"].add_suffix("_launching")], axis=1).reset_index()
     at_end = table["sequence"] == table["sequence"].max()
     longest = table[at_end]
-    waiting = table.loc[~at_end, [f"{name}_waits" for name in ran]].eq(True).any(axis=1)
+    launching = table.loc[~at_end, [f"{name}_launching" for name in ran]].eq(True).any(axis=1)
     gains = [{"implementation": name, "ratio": ratio} for name in ran if name != "flash" and "flash" in ran
              and len(ratio := (longest["flash_ms"] / longest[f"{name}_ms"]).dropna())]
     best = rows[~rows["causal"].astype(bool)].groupby("implementation")["forward_utilisation"].max()
@@ -40,7 +40,7 @@ def generations(cells: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "table": table, "ran": ran, "gains": gains, "sequence": table["sequence"].max(),
             "refused": None if "fa4" in ran else refused["reason"].iloc[0] if len(refused) else "",
             "best": [{"implementation": name, "share": best[name]} for name in ran if name in best],
-            "waiting": int(waiting.sum()), "shorter": len(waiting),
+            "launching": int(launching.sum()), "shorter": len(launching),
             "kernels": kernels_of(rows), "runs": runs_of(cells)}
 
 

@@ -6,7 +6,7 @@ from stepscope.say.formats import runs_of
 from stepscope.say.published import load_published, published_times
 from stepscope.say.selections import pick
 from stepscope.step.flops import phase_flops
-from stepscope.studies.attention.cells import timed, waits_for_host
+from stepscope.studies.attention.cells import launching_as_long, timed
 
 POINT = ["d_model", "sequence"]
 PASSES = ("forward", "backward")
@@ -16,8 +16,8 @@ def grid(cells: pd.DataFrame) -> dict | None:
     """A report's grid in fp32 and its compiled attention with TF32, beside the cells here with the mask.
 
     ``written_out`` and ``tf32`` have an entry a pass with the ``ratio`` of a pass (the time here over
-    theirs), and of fp32's time over TF32's, printed and here, of those points that do not wait for the
-    host here (``waiting`` do); ``table`` has a row a point.
+    theirs), and of fp32's time over TF32's, printed and here, of those points whose launching took less
+    than the pass here (``as_long``: how many others); ``table`` has a row a point.
     Printed times are of all ``passes`` together: ``tflops_each`` is the rate of each at the largest point,
     ``tflops_step`` that of the report's own training step.
     ``launching``: what share of a pass the host needs to launch it here, at the ``shortest`` of these points.
@@ -36,16 +36,16 @@ def grid(cells: pd.DataFrame) -> dict | None:
     for name in PASSES:
         table[name] = table[name] / report.attention_passes
         table[f"{name}_ratio"] = table[f"{name}_median_ms"] / table[name]
-    table["waits"] = waits_for_host(table)
+    table["as_long"] = launching_as_long(table)
     compiled = tf32_beside(theirs, timed(cells, implementation="compiled"))
-    of_device, longest = table[~table["waits"]], table[table["sequence"] == table["sequence"].max()]
+    of_device, longest = table[~table["as_long"]], table[table["sequence"] == table["sequence"].max()]
     near = of_device[of_device["sequence"] == of_device["sequence"].min()]
     narrow = longest.loc[longest["d_model"].idxmin()]
     last = table.loc[(table["sequence"] * table["d_model"]).idxmax()]
     each = 4 * last.batch_size * last.sequence**2 * last.d_model / last.forward / 1e9
     square_bytes = 4 * narrow.batch_size * narrow.sequence**2
     return {"report": report.name, "passes": report.attention_passes, "points": len(table),
-            "waiting": int(table["waits"].sum()), "shortest": of_device["sequence"].min(),
+            "as_long": int(table["as_long"].sum()), "shortest": of_device["sequence"].min(),
             "launching": (near["enqueue_ms"] / near["pass_median_ms"]).tolist(),
             "written_out": [{"phase": name, **of_ratios(of_device[f"{name}_ratio"].dropna())}
                             for name in PASSES if of_device[f"{name}_ratio"].notna().any()],
@@ -61,8 +61,8 @@ def of_ratios(ratios: pd.Series) -> dict:
 
 
 def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]:
-    """By pass: fp32's time over TF32's as printed (``theirs``) and here (``here``), at points that do not
-    wait for the host here; ``table`` has a row a point that both have. Empty without any."""
+    """By pass: fp32's time over TF32's as printed (``theirs``) and here (``here``), at points whose
+    launching took less than the pass here; ``table`` has a row a point that both have. Empty without any."""
     fp32, tf32 = (pick(compiled, precision=precision) for precision in ("fp32", "tf32"))
     here = fp32.merge(tf32, on=POINT, suffixes=("", "_tf32"))
     both = theirs.merge(here, on=POINT, suffixes=("", "_here"))
@@ -70,8 +70,8 @@ def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]
     for name in PASSES if len(both) else ():
         rows = both[POINT].assign(theirs=both[f"compiled_{name}"] / both[f"tf32_{name}"],
                                   here=both[f"{name}_median_ms"] / both[f"{name}_median_ms_tf32"],
-                                  waits=waits_for_host(both) | waits_for_host(both, "_tf32"))
-        own = rows[~rows["waits"]]
+                                  as_long=launching_as_long(both) | launching_as_long(both, "_tf32"))
+        own = rows[~rows["as_long"]]
         if len(own):
             found[name] = {"points": len(own), "median": own["theirs"].median(),
                            "median_here": own["here"].median(), "table": rows}

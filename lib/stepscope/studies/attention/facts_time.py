@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.config import PRECISIONS
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside, precisions
-from stepscope.studies.attention.cells import POINT, head, is_cpu, timed, waits_for_host
+from stepscope.studies.attention.cells import POINT, head, is_cpu, launching_as_long, timed
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.names import NAMES
 
@@ -64,25 +64,26 @@ def by_precision(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def against_eager(rows: pd.DataFrame, among: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Rows with ``eager_ms``, ``speedup``, ``eager_waits`` (for the host) and the interval of the written-out
-    attention of the same precision, d and sequence (found ``among`` others, default the rows themselves)."""
+    """Rows with ``eager_ms``, ``speedup``, ``eager_launching`` (see ``launching_as_long``) and the interval
+    of the written-out attention of the same precision, d and sequence (found ``among`` others, default the
+    rows themselves)."""
     among = rows if among is None else among
-    among = among.assign(eager_waits=waits_for_host(among))
+    among = among.assign(eager_launching=launching_as_long(among))
     parts = {"median": "eager_ms", "ci_low": "eager_low_ms", "ci_high": "eager_high_ms"}
     columns = {f"pass_{part}_ms": name for part, name in parts.items()}
-    eager = among[among["implementation"] == "eager"].set_index(POINT)[[*columns, "eager_waits"]]
+    eager = among[among["implementation"] == "eager"].set_index(POINT)[[*columns, "eager_launching"]]
     both = rows.join(eager.rename(columns=columns), on=POINT, how="inner")
     return both.assign(speedup=both["eager_ms"] / both["pass_median_ms"])
 
 
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each precision, d and sequence the fastest implementation, with ``eager_ms`` and ``speedup`` against
-    it; ``sure``: whether the second fastest's interval is apart; ``waits``: it or the written-out one
-    waits for the host."""
+    it; ``sure``: whether the second fastest's interval is apart; ``launching``: launching it or the
+    written-out one took as long as the pass."""
     of_point = against_eager(rows).sort_values("pass_median_ms").groupby(POINT, sort=False)
     best, second = of_point.nth(0).set_index(POINT), of_point.nth(1).set_index(POINT)
     sure = second["pass_ci_low_ms"].reindex(best.index) > best["pass_ci_high_ms"]
-    best = best.assign(sure=sure, waits=waits_for_host(best) | best["eager_waits"])
+    best = best.assign(sure=sure, launching=launching_as_long(best) | best["eager_launching"])
     return best.reset_index().sort_values(POINT, ignore_index=True)
 
 
@@ -94,9 +95,9 @@ def tops(best: pd.DataFrame, d: int, sequence: int) -> list[dict]:
 
 
 def gains(best: pd.DataFrame) -> dict | None:
-    """What the fastest implementations gain over written out, of points where neither waits for the
-    host; ``untold``: how many of them the second fastest's interval overlaps."""
-    own = best[~best["waits"]] if len(best) else best
+    """What the fastest implementations gain over written out, of points where neither's launching took
+    as long as the pass; ``untold``: how many of them the second fastest's interval overlaps."""
+    own = best[~best["launching"]] if len(best) else best
     if own.empty:
         return None
     return {"points": len(own), "speedups": own["speedup"], "untold": int((~own["sure"]).sum()),
@@ -105,9 +106,9 @@ def gains(best: pd.DataFrame) -> dict | None:
 
 
 def slower(rows: pd.DataFrame) -> dict | None:
-    """Cells that are slower than written out by more than both intervals allow, of those that do not wait
-    for the host."""
-    both = against_eager(rows[~waits_for_host(rows)], rows)
+    """Cells that are slower than written out by more than both intervals allow, of those whose
+    launching took less than the pass."""
+    both = against_eager(rows[~launching_as_long(rows)], rows)
     losers = both[both["pass_ci_low_ms"] > both["eager_high_ms"]]
     if losers.empty:
         return None
@@ -125,18 +126,20 @@ def fewer_passes(rows: pd.DataFrame) -> dict | None:
 
 
 def unsteady(rows: pd.DataFrame) -> dict:
-    """How many cells have samples that are not one steady state, those that wait for the host apart."""
-    noisy, hosts = rows["pass_flags"].fillna("") != "", waits_for_host(rows)
-    return {"cells": len(rows), "unsteady": int(noisy.sum()), "waiting": int(hosts.sum()),
-            "waiting_unsteady": int((noisy & hosts).sum()), "others": int((~hosts).sum()),
-            "others_unsteady": int((noisy & ~hosts).sum())}
+    """How many cells have samples that are not one steady state, apart those whose launching took as long
+    as the pass."""
+    noisy, launching = rows["pass_flags"].fillna("") != "", launching_as_long(rows)
+    return {"cells": len(rows), "unsteady": int(noisy.sum()), "launching": int(launching.sum()),
+            "launching_unsteady": int((noisy & launching).sum()), "others": int((~launching).sum()),
+            "others_unsteady": int((noisy & ~launching).sum())}
 
 
 def asked(cells: pd.DataFrame) -> pd.DataFrame:
     """The assignment's table in the first precision that was measured: causal cells of the written-out
     attention at :data:`ASKED` (at all points, where none of these was measured), with the compiled one's
     times (``_compiled``, missing where there is none), how many times faster each phase is (``_ratio``),
-    whether the intervals overlap (``_overlaps``), and ``waits``: one of both waits for the host."""
+    whether the intervals overlap (``_overlaps``), and ``launching``: that of one of both took as long as
+    its pass."""
     causal = cells[cells["causal"] & (cells["precision"] == precisions(timed(cells))[0])]
     here = causal["d_model"].isin(ASKED["d_model"]) & causal["sequence"].isin(ASKED["sequence"])
     rows = causal[here] if here.any() else causal
@@ -147,5 +150,5 @@ def asked(cells: pd.DataFrame) -> pd.DataFrame:
         both[f"{phase}_overlaps"] = ((both[f"{phase}_ci_low_ms"] <= both[f"{phase}_ci_high_ms_compiled"])
                                      & (both[f"{phase}_ci_low_ms_compiled"] <= both[f"{phase}_ci_high_ms"]))
         both[f"{phase}_ratio"] = both[f"{phase}_median_ms"] / both[f"{phase}_median_ms_compiled"]
-    both["waits"] = waits_for_host(both) | waits_for_host(both, "_compiled")
+    both["launching"] = launching_as_long(both) | launching_as_long(both, "_compiled")
     return both.sort_values(["d_model", "sequence"])

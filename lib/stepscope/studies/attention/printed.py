@@ -13,7 +13,7 @@ from stepscope.studies.attention.facts_time import WIDE
 from stepscope.studies.attention.names import NAMES
 
 STATUS_WORDS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong", "none": "–"}
-NO_CHANGE = {"host": "waits for the host", "noise": "as fast", "processes": "within two processes"}
+NO_CHANGE = {"launching": "launching as long", "noise": "as fast", "processes": "within two processes"}
 FEW_SQUARES = 0.05  # below it no digit is shown
 
 
@@ -89,9 +89,10 @@ def asked(facts: dict) -> pd.DataFrame:
         columns="peak", errors="ignore")
     for phase in ("forward", "backward") if rows["pass_median_ms_compiled"].notna().any() else ():
         table[f"{phase}, compiled"] = [
-            "–" if math.isnan(ms) else f"{number(ms)}: {faster(ratio)}" + " ‡" * overlaps + " †" * waits
-            for ms, ratio, overlaps, waits in zip(rows[f"{phase}_median_ms_compiled"], rows[f"{phase}_ratio"],
-                                                  rows[f"{phase}_overlaps"], rows["waits"])]
+            "–" if math.isnan(ms) else f"{number(ms)}: {faster(ratio)}" + " ‡" * overlaps + " †" * launching
+            for ms, ratio, overlaps, launching in zip(
+                rows[f"{phase}_median_ms_compiled"], rows[f"{phase}_ratio"], rows[f"{phase}_overlaps"],
+                rows["launching"], strict=True)]
     return table
 
 
@@ -117,20 +118,21 @@ def generations(facts: dict) -> pd.DataFrame:
     table["mask"] = rows["causal"].map({True: "causal", False: "none"})
     for name in facts["ran"]:
         table[NAMES[name]] = [
-            "–" if math.isnan(ms) else number(ms) + ("" if causal else f" ({percent(share)})") + " †" * waits
-            for ms, share, waits, causal in zip(rows[f"{name}_ms"], rows[f"{name}_forward"],
-                                                rows[f"{name}_waits"].eq(True), rows["causal"], strict=True)]
+            "–" if math.isnan(ms) else number(ms) + ("" if causal else f" ({percent(share)})") + " †" * long
+            for ms, share, long, causal in zip(rows[f"{name}_ms"], rows[f"{name}_forward"],
+                                                  rows[f"{name}_launching"].eq(True), rows["causal"],
+                                                  strict=True)]
     return table
 
 
 def changes(facts: dict) -> pd.DataFrame | None:
-    """d and sequence down, forward and backward across: with TF32, and against fp32, where not both wait for
-    the host; None on a CPU."""
+    """d and sequence down, forward and backward across: with TF32, and against fp32, where launching
+    took less than the pass in one of both; None on a CPU."""
     if facts["on_cpu"]:
         return None
     points: dict[tuple, dict] = {}
     rows = facts["changes"].sort_values(["d_model", "sequence"], kind="stable")
-    told = rows["none"].ne("host").groupby([rows["d_model"], rows["sequence"]]).transform("any")
+    told = rows["none"].ne("launching").groupby([rows["d_model"], rows["sequence"]]).transform("any")
     for row in rows[told].itertuples():
         change = faster(1 / (1 + row.change))
         change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
@@ -192,11 +194,11 @@ def account(facts: dict) -> pd.DataFrame | None:
 
 
 def published_ratios(facts: dict) -> pd.DataFrame:
-    """d down, sequences across: forward's ratio, then backward's where it was printed; a dash where a pass
-    waits for the host here."""
+    """d down, sequences across: forward's ratio, then backward's where it was printed; a dash where launching
+    took as long as the pass here."""
     table = facts["table"]
     return _grid(table.assign(cell=[
-        "–" if row.waits else ", ".join(number(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
+        "–" if row.as_long else ", ".join(number(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
                                         if ratio > 0)
         for row in table.itertuples()]))
 
@@ -206,7 +208,7 @@ def published_tf32(facts: dict) -> pd.DataFrame | None:
     if not facts["tf32"]:
         return None
     table = facts["tf32"][0]["table"]
-    return _grid(table.assign(cell=["–" if row.waits else f"{number(row.theirs)} ({number(row.here)})"
+    return _grid(table.assign(cell=["–" if row.as_long else f"{number(row.theirs)} ({number(row.here)})"
                                     for row in table.itertuples()]))
 
 

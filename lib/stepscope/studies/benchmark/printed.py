@@ -8,7 +8,6 @@ from stepscope.say.formats import MODE_WORDS, number, percent, plus_minus
 from stepscope.say.published import printed_by_report
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED
 
 
 def walls(facts: dict) -> pd.DataFrame:
@@ -57,9 +56,8 @@ def launches(facts: dict) -> pd.DataFrame | None:
     if rows is None:
         return None
     rows = rows[rows["mode"].isin(["forward", "step"])]
-    words = {GPU: "GPU waits", HOST: "queue full", NEITHER: "neither", UNDECIDED: "not decided"}
-    cells = [f"{words[row.waits]}, {percent(row.busy_share)}" if row.busy_share == row.busy_share
-             else words[row.waits] for row in rows.itertuples()]
+    cells = [f"{row.waits}, {percent(row.busy_share)}" if row.busy_share == row.busy_share
+             else row.waits for row in rows.itertuples()]
     columns = ("forward alone" if mode == "forward" else phase
                for mode, phase in zip(rows["mode"], rows["phase"], strict=True))
     table = rows.assign(cell=cells, column=list(columns)).pivot(

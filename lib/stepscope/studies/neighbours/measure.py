@@ -31,7 +31,7 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.neighbours.facts import ALONE, differing
 from stepscope.studies.neighbours.tables import KEPT
 
-# Of each device, a step that waits for the host and one that does not.
+# Of each device, a step that waits for launches and one that does not.
 CONFIGURATIONS = {
     "cuda": [{"size": "small", "context_length": 128, "mode": "forward"},
              {"size": "small", "context_length": 512, "mode": "step"}],

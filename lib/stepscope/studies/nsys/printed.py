@@ -8,7 +8,6 @@ import pandas as pd
 from stepscope.say.formats import MODE_WORDS, code, number, percent, percent_span, plain, points, to
 from stepscope.say.words import Words
 from stepscope.studies.nsys.facts import PROFILE, STATES
-from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED
 
 REASONS = Path(__file__).parent / "words" / "reasons"
 CLAIM_FORMATS: dict[str, Callable[[float], str]] = {
@@ -53,8 +52,7 @@ def share(value: float) -> str:
 def phases(facts: dict) -> pd.DataFrame:
     """A row for each profile, a column for each phase: ms plain, ms back to back, and who waits."""
     rows = facts["by_phase"]
-    words = {GPU: "GPU waits", HOST: "queue full", NEITHER: "neither", UNDECIDED: "not decided"}
-    rows = rows.assign(cell=[f"{number(row.plain_ms)}, {number(row.back_to_back_ms)}, {words[row.waits]}"
+    rows = rows.assign(cell=[f"{number(row.plain_ms)}, {number(row.back_to_back_ms)}, {row.waits}"
                              for row in rows.itertuples()])
     wide = rows.pivot_table(index=PROFILE, columns="phase", values="cell", aggfunc="first", observed=True)
     return by_profile(wide[list(dict.fromkeys(rows["phase"]))])

@@ -9,6 +9,6 @@ CHAPTER = Chapter(
     Path(__file__).parent, "Between processes", load,
     questions=(
         Question("between-processes", facts.between, ("processes.spread", "processes.samples"),
-                 printed={"spreads": printed.spreads}),
+                 ("nsys.phases",), printed={"spreads": printed.spreads}),
     ),
 )

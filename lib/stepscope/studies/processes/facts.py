@@ -3,33 +3,52 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
-from stepscope.step.summary import HOST_AHEAD, ratio_between_processes, unlike_clocks
+from stepscope.step.summary import ratio_between_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
+from stepscope.traces.waits import GPU, UNDECIDED, beside_captures
 
 FLAT = 1.5  # times as long at twice the context
 
 
-def between(spread: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
+def between(spread: pd.DataFrame, samples: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """How far a cell's median is apart from process to process, beside its interval within one.
 
-    ``kinds``: the cells in which the host is ahead of the GPU at the step's end by over ``ahead`` of the
-    step, and those in which it is not, each with its spreads; ``cells``, a row a cell; ``unlike``, cells
-    whose processes ran at unlike clocks; ``neighbours``, how many processes shared the machine with other
-    runs (``selections.beside``).
+    ``kinds``: the cells in which the GPU ``waits`` for launches in some phase, by captures of the same work,
+    those in which it does in none, and those that no capture tells of (``waits`` None), each with its
+    spreads; ``cells``, a row a cell with the phases in which the GPU ``waits_in`` (None: not decided);
+    ``unlike``, cells whose processes ran at unlike clocks; ``neighbours``, how many processes shared the
+    machine with other runs (``selections.beside``).
     """
     cells = spread[(spread["phase"] == WHOLE) & (spread["processes"] > 1)]
     if cells.empty:
         return None
-    ahead = cells["host_ahead_share"] > HOST_AHEAD
+    on_gpu = bool((samples["device"] == "cuda").all())
+    cells = cells.assign(waits_in=waits_in(cells, spread, captured if on_gpu else captured[:0]))
+    waits = cells["waits_in"].map(lambda phases: None if phases is None else bool(phases)).astype(object)
     unlike = unlike_clocks(cells["least_clock_mhz"], cells["most_clock_mhz"])
-    kinds = [{"host_ahead": is_ahead, "cells": len(rows), "within": rows["within_share"],
+    kinds = [{"waits": it_waits, "cells": len(rows), "within": rows["within_share"],
               "between": rows["between_share"], "range": rows["range_share"],
               "widest": rows.loc[rows["range_share"].idxmax()].to_dict()}
-             for is_ahead, rows in ((True, cells[ahead]), (False, cells[~ahead])) if len(rows)]
-    return {"on_gpu": (samples["device"] == "cuda").all(), "kinds": kinds, "cells": cells,
-            "processes": int(cells["processes"].max()), "ahead": HOST_AHEAD, "neighbours": beside(samples),
+             for it_waits in (False, True, None)
+             if len(rows := cells[waits.isna() if it_waits is None else waits.eq(it_waits)])]
+    return {"on_gpu": on_gpu, "kinds": kinds, "cells": cells,
+            "processes": int(cells["processes"].max()), "neighbours": beside(samples),
             "wider": int((cells["between_share"] > cells["within_share"]).sum()), "total": len(cells),
             "unlike": int(unlike.sum()), "doubled": doubled(samples), "runs": runs_of(samples)}
+
+
+def waits_in(cells: pd.DataFrame, spread: pd.DataFrame, captured: pd.DataFrame) -> list[list[str] | None]:
+    """For each cell the phases in which the GPU waits for launches (``waits.beside_captures``; a phase's
+    plain time is its median over processes); None where no phase is told to wait and one is not told."""
+    cell = ["size", "context_length", "mode"]
+    phases = spread[~spread["phase"].isin([WHOLE, "loss"])]
+    # This study times attention written out, not compiled, with AdamW as torch runs it by default.
+    rows = beside_captures(phases.assign(plain_ms=phases["median_ms"], attention="eager", compile=False,
+                                         optimizer="foreach"), captured).astype({"size": str})
+    found = {key: None if (own["waits"] == UNDECIDED).any() and not (own["waits"] == GPU).any()
+             else list(own.loc[own["waits"] == GPU, "phase"])
+             for key, own in rows.groupby(cell, observed=True)}
+    return [found.get((str(row["size"]), row["context_length"], row["mode"])) for _, row in cells.iterrows()]
 
 
 def doubled(samples: pd.DataFrame) -> list[dict]:

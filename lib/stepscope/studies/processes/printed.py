@@ -1,7 +1,7 @@
 """The tables of the study of processes as they are printed."""
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, number, percent
+from stepscope.say.formats import MODE_WORDS, listing, number, percent
 
 
 def spreads(facts: dict) -> pd.DataFrame:
@@ -11,7 +11,10 @@ def spreads(facts: dict) -> pd.DataFrame:
         mode=cells["mode"].map(MODE_WORDS), median=cells["median_ms"].map(number),
         within=["±" + percent(share, 2) for share in cells["within_share"]],
         between=[percent(share, 2) for share in cells["between_share"]],
-        apart=[percent(share, 1) for share in cells["range_share"]])
-    return table[["size", "context_length", "mode", "median", "within", "between", "apart"]].set_axis(
-        ["size", "context", "pass", "median (ms)", "within a process", "between processes",
-         "slowest over fastest process"], axis=1).reset_index(drop=True)
+        apart=[percent(share, 1) for share in cells["range_share"]],
+        waits=["not decided" if phases is None else listing(phases) if phases else "no phase"
+               for phases in cells["waits_in"]])
+    names = {"size": "size", "context_length": "context", "mode": "pass", "median": "median (ms)",
+             "within": "within a process", "between": "between processes",
+             "apart": "slowest over fastest process", "waits": "GPU waits for launches in"}
+    return table[[*names]].rename(columns=names).reset_index(drop=True)
