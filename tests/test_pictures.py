@@ -10,7 +10,7 @@ from reference import tables
 from stepscope.report.story import attention as story_attention
 from stepscope.report.story import step_time, waiting
 from stepscope.say import style
-from stepscope.studies.attention.cells import head, timed, launching_as_long
+from stepscope.studies.attention.cells import head, launching_as_long, timed
 from stepscope.studies.benchmark import figures as of_benchmark
 from stepscope.studies.ladder import facts, figures, printed
 from stepscope.studies.memory import figures as of_memory
