@@ -452,9 +452,9 @@ def test_reports_that_were_left_out_and_profiles_out_of_memory_are_told(operatio
 def test_the_timeline_is_of_one_step_and_pictures_need_their_rows(tables):
     timeline = tables["timeline"]
     one = timeline[small(timeline)].drop(columns=["size", "context_length"])  # as a run's notebook has it
-    said, of_several = (figures.timeline(rows, "here").axes[0].get_title("left") for rows in (one, timeline))
+    said, of_several = (figures.timeline(rows, "here").get_suptitle() for rows in (one, timeline))
     assert "small" in of_several and "small" not in said
-    longer = figures.timeline(one.assign(duration_ns=one["duration_ns"] / 2), "here").axes[0].get_title("left")
+    longer = figures.timeline(one.assign(duration_ns=one["duration_ns"] / 2), "here").get_suptitle()
     idle = [int(re.search(r"(\d+)%", text)[1]) for text in (said, longer)]
     assert idle[1] > idle[0]  # of shorter operations more is idle
     assert figures.timeline(timeline[timeline["mode"] == "forward"], "here") is None
