@@ -166,6 +166,14 @@ def marks(both: pd.DataFrame) -> dict:
             "faster_lower": bool(lower.all()), "pairs": len(both), "capped": capped if len(capped) else None}
 
 
+def several_runs(both: pd.DataFrame) -> list[str]:
+    """"size in precision" of what was run in several processes, each with a row of its own."""
+    if "host" not in both:
+        return []
+    rows = both[both["host"] != ""]
+    return list(dict.fromkeys(rows["size"].astype(str) + " in " + rows["precision"]))
+
+
 def shape(both: pd.DataFrame) -> dict:
     """Contexts and batches of the pairs."""
     return {"contexts": sorted(set(both["context_length"])), "batches": sorted(set(both["batch_size"]))}
