@@ -143,6 +143,11 @@ def signed_percent(share: float, decimals: int = 0) -> str:
     return f"{share:+.{decimals}%}"
 
 
+def change_with_interval(share: float, low: float, high: float) -> str:
+    """A change with its interval, or one where all three print the same: "+1.2% [-0.3%, +2.0%]"."""
+    return with_interval(share, low, high, lambda value: f"{value:+.1%}".replace("-0.0", "+0.0"))
+
+
 def percent_change(share: float) -> str:
     """A change in whole percent, with its sign unless it rounds to none."""
     return "0%" if abs(share) < 0.005 else f"{share:+.0%}"
@@ -230,6 +235,7 @@ FILTERS: dict[str, Callable[..., object]] = {
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
                      signed_percent, code, signed, tiny, called, positions, to,
-                     percent_change, share, faster, faster_span, gain, with_interval)
+                     percent_change, share, faster, faster_span, gain, with_interval,
+                     change_with_interval)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -99,7 +99,7 @@ def optimizer(times: pd.DataFrame, where: str) -> Figure | None:
     gains = both["median_ms_foreach"] / both["median_ms_fused"]
     low, high = number(gains.min(), 2), number(gains.max(), 2)
     axis.set(ylabel="optimizer phase (ms)",
-             title=f"AdamW, fused: {low if low == high else f'{low} to {high}'}x as fast ({where})")
+             title=f"AdamW, fused: {low if low == high else f'{low} to {high}'}x faster ({where})")
     axis.legend()
     axis.grid(axis="x", visible=False)
     return figure

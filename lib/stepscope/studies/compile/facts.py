@@ -69,7 +69,8 @@ def sdpa(times: pd.DataFrame) -> dict | None:
             "together": gain(ends) if len(ends) else None, "losses": losses.to_dict("records"),
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
                          for _, row in slower[slower["flagged"]].iterrows()],
-            "shape": shape(both), "several": several_runs(both), "steps": steps, "marks": marks(steps), "taken": taken(times),
+            "shape": shape(both), "several": several_runs(both), "steps": steps, "marks": marks(steps),
+            "taken": taken(times),
             "runs": runs_of(both)}
 
 
@@ -108,7 +109,8 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     by_mode = [{"mode": mode} | changes(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
     backward = next((rows for rows in by_mode if rows["mode"] == "forward_backward" and rows["falls"]), None)
     more = both[both["change"] > NEARLY]
-    return {"measured": True, "shape": shape(both), "several": several_runs(both), "by_mode": by_mode, "backward": backward,
+    return {"measured": True, "shape": shape(both), "several": several_runs(both),
+            "by_mode": by_mode, "backward": backward,
             "nearly": NEARLY, "more": more.to_dict("records"),
             "together": changes(ends) if len(ends) else None,
             "pairs": both, "runs": runs_of(both)}

@@ -49,8 +49,9 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
     columns = ["run_id", "size", "context_length", "precision", "host"]
-    runs = times.drop_duplicates("run_id").reindex(columns=columns)
-    return {"pairs": both, "shape": shape(both), "several": several_runs(both), "rest_count": both[f"{REST}_count"],
+    runs = times.drop_duplicates("run_id").reindex(columns=columns).fillna({"host": ""})
+    return {"pairs": both, "shape": shape(both), "several": several_runs(both),
+            "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],
             "rest_ratio": rest, "fused": bool((rest > 1).all()),
             "products": products, "products_alike": bool(((products - 1).abs() < NEARLY).all()),

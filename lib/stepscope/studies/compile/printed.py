@@ -29,12 +29,14 @@ def cells_of(both: pd.DataFrame) -> list[str]:
 
 def clocks(row) -> str:
     """A pair's median SM clocks."""
-    return f"{row.sm_clock_mhz:.0f}, {row.sm_clock_mhz_after:.0f} MHz"
+    return f"{number(row.sm_clock_mhz, 4)}, {number(row.sm_clock_mhz_after, 4)} MHz"
 
 
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
     """Runs and attentions down, ``across`` over it."""
     table = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
+    if "host" in table:
+        table["host"] = table["host"].replace("", "–")
     contexts = ["context_length"] if table["context_length"].nunique() > 1 else []
     host = ["host"] if several_hosts(table) else []
     index = ["run_id", "size", *contexts, "precision", *host, "attention"]
@@ -47,13 +49,13 @@ def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.Data
 
 def several_hosts(rows: pd.DataFrame) -> bool:
     """Whether some configuration has several runs, which are then told apart by their host."""
-    return "host" in rows and bool((rows["host"] != "").any())
+    return "host" in rows and bool((~rows["host"].isin(["", "–"])).any())
 
 
 def shape_columns(rows: pd.DataFrame) -> dict[str, pd.Series]:
     """What a row of one run and attention begins with; context and host where there are several."""
     contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
-    host = {"host": rows["host"]} if several_hosts(rows) else {}
+    host = {"host": rows["host"].replace("", "–")} if several_hosts(rows) else {}
     return {"size": rows["size"], **contexts, "precision": rows["precision"], **host,
             "attention": rows["attention"].map(ATTENTION_WORDS)}
 
@@ -90,7 +92,8 @@ def fused(facts: dict) -> pd.DataFrame | None:
     return pd.DataFrame({
         "size": pairs["size"], "precision": pairs["precision"],
         "attention": pairs["attention"].map(ATTENTION_WORDS), "full step": cells_of(pairs),
-        "x faster [95% interval]": [gain_with_interval(row.speedup, row.low, row.high) for row in pairs.itertuples()],
+        "x faster [95% interval]": [gain_with_interval(row.speedup, row.low, row.high)
+                                    for row in pairs.itertuples()],
         "AdamW": from_to(pairs, "phase_ms")})
 
 

@@ -60,8 +60,8 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
 
 
 def hosts(records: list[Record]) -> pd.DataFrame:
-    """By run_id ``host``, what tells runs of the same configuration apart: the memory of the machine that each
-    ran on, and which of several on such a machine; empty where a configuration has one run."""
+    """By run_id ``host``, what tells runs of the same configuration apart: the memory of the machine that
+    each ran on, and which of several on such a machine; empty where a configuration has one run."""
     columns = ["size", "context_length", "precision", "attention", "optimizer", "batch_size"]
     runs = runs_frame(records)
     ram_gib = {record.run_id: record.machine.get("ram_gib") for record in records}

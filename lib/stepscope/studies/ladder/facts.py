@@ -641,12 +641,13 @@ def finished_clock(own: pd.DataFrame) -> pd.DataFrame:
 
 def graph_left_out(rungs: pd.DataFrame) -> dict | None:
     """Where leaving the CUDA graph out of the finished step costs more than adding it had gained, by over
-    :data:`HELPS`: ``rows``, shapes with both ratios, and ms of the finished step, of the graph's rung, of the
-    one before it and of the finished step without the graph (the fastest and the slowest process of these).
+    :data:`HELPS`: the shape where it is ``most``, and the ``others``, each with both ratios, and ms of the
+    finished step, of the graph's rung, of the one before it and of the finished step without the graph (of
+    these the fastest and the slowest process).
 
-    ``shorter``: everywhere the finished step takes less than the graph's rung does, so that there is less
-    work on the GPU for launches to wait beside; ``as_long``: everywhere the step without the graph takes at
-    least as long as the rung before it, so that what comes back is launching. None where nowhere."""
+    ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do;
+    ``as_long``: at all the step without the graph takes at least as long as the rung before the graph. None
+    where there is no such shape."""
     rows = []
     for own in by_shape(rungs):
         graph, without = of_rung(own, "cuda_graphs"), of_rung(own, "without_cuda_graphs")
@@ -667,15 +668,16 @@ def graph_left_out(rungs: pd.DataFrame) -> dict | None:
                     "without_ms": without["median_ms"],
                     "without_ends": (without["fastest_ms"], without["slowest_ms"]),
                     "processes": int(without["processes"]),
+                    "before_processes": int(before["processes"]),
                 }
             )
     if not rows:
         return None
     table = pd.DataFrame(rows)
+    most = (table["costs"] / table["gained"]).idxmax()
     return {
-        "most": table.loc[(table["costs"] / table["gained"]).idxmax()].to_dict(),
-        "rows": rows,
-        "others": len(rows) - 1,
+        "most": table.loc[most].to_dict(),
+        "others": table.drop(index=most).to_dict("records"),
         "shorter": bool((table["finished_ms"] < table["graph_ms"]).all()),
         "as_long": bool((table["without_ms"] >= table["before_ms"]).all()),
     }

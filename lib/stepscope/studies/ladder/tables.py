@@ -162,11 +162,12 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status
     (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms,
     and as ratios of times within a process ``gain`` (the rung that it is a change on over this one; nan where
-    more than one change is between them; the rung is named in ``before``), ``times_as_fast`` (fp32's over this one), ``over_hugging_face``
-    (its over this one), ``over_finished`` (this one over the finished step), each with its interval
+    more than one change is between them; ``before`` names the former), ``times_as_fast`` (fp32's over this
+    one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
+    each with its interval
     (``_low``, ``_high``); compile_s of first processes; peak_mib and disagreement with fp32, the largest;
-    ``fastest_ms`` and ``slowest_ms``, of the processes' medians; wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's columns and
-    ``floor_share`` (floor over time), medians.
+    ``fastest_ms`` and ``slowest_ms``, of the processes' medians; wall_ms, tokens_per_s, clock, power,
+    joules_per_token, utilisations, the floor's columns and ``floor_share`` (floor over time), medians.
     """
     shapes: dict[tuple, list[Process]] = {}
     for process in processes:

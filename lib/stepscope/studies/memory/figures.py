@@ -127,11 +127,11 @@ def _peaks_title(runs: pd.DataFrame, mode: str) -> str:
     """The peak at the shortest context and at the longest, or that the longest does not fit."""
     rows = runs[runs["mode"] == mode].sort_values("context_length")
     words, first, last = MODE_WORDS[mode], rows.iloc[0], rows.iloc[-1]
-    peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']:,}"
+    peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']}"
     if last["status"] == "oom":
-        return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']:,}"
+        return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']}"
     longest_gib = number(last["predicted_mib"] / 1024)
-    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']:,}"
+    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']}"
 
 
 def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:
@@ -184,8 +184,21 @@ def checkpoints(settings: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFram
     axes[0].set(ylabel="peak allocated (GiB)", title="memory")
     axes[1].set(ylabel="step (ms)", title="time")
     row = rows.iloc[0]
-    figure.suptitle(f"{row['size']}, context {row['context_length']}, forward + backward, {where}", **HEADING)
+    shape = f"{row['size']}, context {row['context_length']}, {MODE_WORDS[row['mode']]}, {row['precision']}"
+    figure.suptitle(f"{_checkpoints_title(group, none, peak)}\n({shape}, {where})", **HEADING)
     return figure
+
+
+def _checkpoints_title(group: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
+    """Where the least memory is, and what it saves and costs against no checkpoints."""
+    least = group.loc[group[peak].idxmin()]
+    words = f"Least memory with {formats.count(int(least['blocks']), 'block')} per checkpoint"
+    fitted = none[none["status"] == "ok"]
+    if fitted.empty:
+        return words
+    without = fitted.iloc[0]
+    return (f"{words}: {formats.percent(1 - least[peak] / without[peak])} less than without,"
+            f" for {formats.percent_change(least['time_ms'] / without['time_ms'] - 1)} time")
 
 
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:

@@ -56,8 +56,9 @@ def block_saved(step: Step) -> tuple[pd.DataFrame, dict[str, int]]:
     gradients = sum(p.grad.untyped_storage().nbytes() for p in block.parameters())
     step.clear_gradients()
     lines = Path(MODEL).read_text(encoding="utf-8").splitlines()
-    rows = [(f"stepscope/step/model.py:{place}", lines[place - 1].strip() if place else "", _region(lines, place),
-             "the block's input" if pointer == own_input else tensor, str(dtype).removeprefix("torch."),
+    rows = [(f"stepscope/step/model.py:{place}", lines[place - 1].strip() if place else "",
+             _region(lines, place), "the block's input" if pointer == own_input else tensor,
+             str(dtype).removeprefix("torch."),
              "x".join(map(str, shape)), size)
             for pointer, (place, tensor, dtype, shape, size) in found.items()]
     table = pd.DataFrame(rows, columns=SAVED_COLUMNS).sort_values(

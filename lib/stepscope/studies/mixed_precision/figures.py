@@ -6,9 +6,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, PercentFormatter
 
-from stepscope.say.formats import MODE_WORDS, ms, number, percent_change
+from stepscope.say.formats import MODE_WORDS, faster, ms, number, percent_change
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, WIDTH_IN, hatched_area, use_style
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.facts_memory import beside_fp32
 from stepscope.studies.mixed_precision.facts_numerics import LOST
@@ -95,9 +95,9 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
                         "total"].max() if (group["precision"] == "fp32").any() else group["total"].max()
         for row in group.to_dict("records"):
             start = 0.0
-            for name in names:
-                axis.barh(y, row[name] / whole, left=start, color=PART_COLORS[name], edgecolor="white",
-                          linewidth=0.4, label=name if not labels else None)
+            for place, name in enumerate(names):
+                axis.barh(y, row[name] / whole, left=start, **hatched_area(PART_COLORS[name], place),
+                          label=name if not labels else None)
                 start += row[name] / whole
             axis.text(start, y, f" {ms(row['total'])}", va="center", fontsize=9)
             labels.append((y, f"{size}, {row['precision']}"))
@@ -125,7 +125,7 @@ def _left_title(rows: pd.DataFrame, size: str, names: list[str]) -> str:
     gain = found.loc["fp32", PRODUCTS] / found.loc[low, PRODUCTS]
     rest = found["total"] - found[PRODUCTS]
     return (f"{low} makes {size}'s matrix products {number(gain)}x faster;"
-            f" all else takes {number(rest[low] / rest['fp32'])}x as long")
+            f" all else gets {faster(rest['fp32'] / rest[low])}")
 
 
 def health(table: pd.DataFrame, where: str) -> Figure | None:

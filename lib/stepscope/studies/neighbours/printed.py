@@ -1,7 +1,7 @@
 """The tables of sweeps side by side as they are printed."""
 import pandas as pd
 
-from stepscope.say.formats import number, signed_percent, to, with_interval
+from stepscope.say.formats import change_with_interval, number, signed_percent, to, with_interval
 
 GROUPS = {True: "phases that keep the GPU busy", False: "phases with more gaps"}
 
@@ -26,15 +26,16 @@ def change(row: pd.Series) -> str:
 def phases(facts: dict) -> pd.DataFrame:
     """A row a sweep and group of phases."""
     rows = facts["table"]
-    ends = rows[["ratio", "low", "high"]].itertuples(index=False)
+    ends = rows[["change_share", "low_share", "high_share"]].itertuples(index=False)
     groups = rows["busy"].map(GROUPS).str.removeprefix("phases ")
     return pd.DataFrame({
         "phases": groups + " (" + rows["phases"].astype(str) + ")", "sweep": rows["condition"],
         "runs beside": rows["beside"].map(number, digits=2),
-        "times as long [95% interval]": [with_interval(*row) for row in ends],
-        "single phases, 5% to 95%": [to(number(low), number(high))
-                                     for low, high in zip(rows["p5"], rows["p95"], strict=True)],
-        "sum of operations": rows["operations_ratio"].map(number), "change": [change(row) for _, row in rows.iterrows()]})
+        "longer by [95% interval]": [change_with_interval(*row) for row in ends],
+        "single phases, 5% to 95%": [to(signed_percent(low, 1), signed_percent(high, 1)) for low, high
+                                     in zip(rows["p5_share"], rows["p95_share"], strict=True)],
+        "sum of operations": [signed_percent(value, 1) for value in rows["operations_share"]],
+        "change": [change(row) for _, row in rows.iterrows()]})
 
 
 def experiment(facts: dict) -> pd.DataFrame:
@@ -45,4 +46,5 @@ def experiment(facts: dict) -> pd.DataFrame:
         "run": rows["size"] + ", context " + rows["context_length"].astype(str) + ", " + rows["mode"],
         "workers": rows["condition"], "runs": rows["runs"].astype(str),
         "median (ms)": [with_interval(*row) for row in ends],
-        "times as long as alone": rows["ratio"].map(number), "agrees": rows["agrees"].map({True: "yes", False: "no"})})
+        "longer than alone by": [signed_percent(value, 1) for value in rows["change_share"]],
+        "agrees": rows["agrees"].map({True: "yes", False: "no"})})
