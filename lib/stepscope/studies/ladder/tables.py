@@ -190,7 +190,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         shown = (done if len(done) else own).iloc[0]
         texts = ("rung", "status", "reason", "attention_kernel", "flags")
         row = {column: shown.get(column) for column in texts}
-        row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done)}
+        row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done), "before": None}
         row["runs"] = "; ".join(own["run"])
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
