@@ -210,8 +210,8 @@ def gain(ratio: float, digits: int = 3) -> str:
 def gain_with_interval(ratio: float, low: float, high: float, digits: int = 3) -> str:
     """:func:`gain` with its interval, which has no words where both ends go the same way: "1.30x slower
     [1.20, 1.40]"."""
-    if not math.isfinite(ratio):
-        return "–"
+    if not (math.isfinite(ratio) and math.isfinite(low) and math.isfinite(high)):
+        return gain(ratio, digits)
     if low < 1 < high:
         ends = [gain(low, digits), gain(high, digits)]
     else:

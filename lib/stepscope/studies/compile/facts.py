@@ -18,6 +18,7 @@ from stepscope.studies.compile.pairs import (
     marks,
     several_runs,
     shape,
+    with_host,
 )
 
 
@@ -47,7 +48,7 @@ def in_turns(both: pd.DataFrame) -> dict:
 
 def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
     """What has no time because it ran ``out_of_memory`` or was ``not_compiled``."""
-    rows = by_size(times[times["optimizer"] == MAIN])
+    rows = by_size(with_host(times[times["optimizer"] == MAIN]))
     return {name: rows[rows["status"] == status].to_dict("records")
             for name, status in (("out_of_memory", "oom"), ("not_compiled", "unsupported"))}
 

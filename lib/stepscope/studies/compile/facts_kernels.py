@@ -3,7 +3,7 @@ between them, eager and compiled."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
-from stepscope.studies.compile.pairs import MAIN, beside, ordered, several_runs, shape
+from stepscope.studies.compile.pairs import MAIN, beside, ordered, several_runs, shape, with_host
 from stepscope.traces.families import MATMUL
 
 # What compiling leaves as it is, and what it fuses: everything else.
@@ -49,7 +49,7 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
     columns = ["run_id", "size", "context_length", "precision", "host"]
-    runs = times.drop_duplicates("run_id").reindex(columns=columns).fillna({"host": ""})
+    runs = with_host(times).drop_duplicates("run_id")[columns]
     return {"pairs": both, "shape": shape(both), "several": several_runs(both),
             "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],

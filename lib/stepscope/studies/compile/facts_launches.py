@@ -17,6 +17,7 @@ from stepscope.studies.compile.pairs import (
     several_runs,
     shape,
     whole_steps,
+    with_host,
 )
 
 
@@ -52,7 +53,7 @@ def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     pairs = share.dropna(subset=["eager", "block"])
     change = pairs["block"] - pairs["eager"]
     columns = ["run_id", "size", "context_length", "precision", "host"]
-    runs = times.drop_duplicates("run_id").reindex(columns=columns).fillna({"host": ""})
+    runs = with_host(times).drop_duplicates("run_id")[columns]
     table = share.reset_index().merge(runs, on="run_id")
     return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()), "nearly": NEARLY,
             "higher": int((change > NEARLY).sum()), "table": ordered(table),

@@ -24,7 +24,13 @@ def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
     """Rows of whole steps that were timed, with one implementation of AdamW."""
     if times.empty:
         return times
-    return pick(times, phase=WHOLE, status="ok", optimizer=optimizer)
+    return with_host(pick(times, phase=WHOLE, status="ok", optimizer=optimizer))
+
+
+def with_host(times: pd.DataFrame) -> pd.DataFrame:
+    """Times with a column ``host``, which is empty where nothing tells processes apart (see
+    ``tables.hosts``)."""
+    return times if "host" in times else times.assign(host="")
 
 
 def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
