@@ -140,6 +140,7 @@ def test_two_processes_are_told_apart_by_the_spread_between_processes_alone(time
 
 
 def test_clocks_held_back_are_told_by_samples_and_by_counters(times):
+    times = times.drop(columns=[name for name in times if name.startswith(("timed_throttled", "kept_up_", "step_energy"))])
     free = facts_device.device_state(times)
     assert free["total"] > 60 and not free["counted"] and free["power_w"] is None is free["energy_check"]
     one = times["run_id"] == times["run_id"].iloc[0]
@@ -154,6 +155,11 @@ def test_clocks_held_back_are_told_by_samples_and_by_counters(times):
     found = facts_device.device_state(watched)
     assert found["reasons"] == [{"reason": "power_cap", "runs": 1, "most": 0.25}] and found["counted"]
     assert found["energy_check"]["furthest"] == pytest.approx(0.04)
+    off = facts_device.energy_check(pd.DataFrame({
+        "kept_up_energy_j": 100.0, "kept_up_energy_polled_j": [100.0, 99, 102, 97, 120], "kept_up_energy_s": 0.5,
+        "size": "small", "context_length": [1, 2, 3, 4, 5], "mode": "step"}))
+    assert (off["median"], off["furthest"], off["at"]["context_length"]) == (pytest.approx(0.02), pytest.approx(0.2), 5)
+    assert 0.03 < off["nine_of_ten"] < 0.2 and off["runs"] == 5
     loaded = watched.assign(kept_up_sm_clock_median_mhz=1700.0)
     assert facts_device.device_state(loaded)["slow_runs"] == found["total"]
     assert len({answered("benchmark", "device-state", times=table).text for table in (times, slow, watched)}) == 3
@@ -172,7 +178,7 @@ def test_utilisation_is_against_the_ceilings_of_the_runs(times, ceilings):
 
 def test_published_times_are_set_beside_those_here(times):
     before = facts_published.timings(times)
-    assert sum(before["places"].values()) == before["figures"] == len(before["table"]) > 20
+    assert sum(before["places"].values()) == before["figures"] == len(before["table"]) > 5
     assert before["reports"]["figures"].sum() == before["figures"]
     slower = facts_published.timings(times.assign(median_ms=times["median_ms"] * 100))
     assert slower["places"] == {"below": before["figures"], "within": 0, "above": 0}

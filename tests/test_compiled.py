@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ from stepscope.say.chapter import answer
 from stepscope.studies.compile import facts, facts_kernels, facts_launches, figures, pairs, printed
 from stepscope.studies.compile import measure as compiled
 from stepscope.studies.compile.chapter import CHAPTER
-from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, variant_times
+from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, hosts, variant_times
 from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.families import families
 
@@ -423,7 +424,7 @@ def test_runs_with_another_optimizer_double_no_row():
     assert [
         (pair["size"], pair["median_ms"], pair["median_ms_after"]) for pair in found["sure"]
     ] == [("small", 55, pytest.approx(49.5))] * 2
-    assert printed.fused({"fused": found})["AdamW"].tolist() == ["10.0 to 5.00"] * 2
+    assert printed.fused({"fused": found})["AdamW"].tolist() == ["10.0 → 5.00"] * 2
     level = pd.concat([main, gpu_times(optimizer="fused", sizes=["small"])], ignore_index=True)
     assert not facts_launches.fused_adamw(level, spread_of(0.001))["sure"]
     assert facts_launches.fused_adamw(main, spread_of(0.001)) is None
@@ -443,9 +444,31 @@ def test_two_processes_are_told_apart_by_the_spread_between_processes_alone():
     assert len(near["sure"]) == 2 and not far["sure"] and not unknown["sure"]
     assert near["table"]["low"].iloc[0] > 1 > far["table"]["low"].iloc[0]
     assert far["between_known"] and not unknown["between_known"]
-    assert printed.fused({"fused": unknown})["95% interval"].tolist() == ["– to –"] * 2
+    assert not printed.fused({"fused": unknown})["x faster [95% interval]"].str.contains("[", regex=False).any()
     behind = both.assign(trailing_ms=0.0)  # of that kind no cell was repeated
     assert not facts_launches.fused_adamw(behind, spread_of(0.01))["between_known"]
+
+
+def test_runs_of_one_configuration_are_told_apart_by_their_hosts():
+    def record(run_id, ram_gib, **fields):
+        config = {"study": "compile", "size": "small", "context_length": 512, "precision": "bf16"} | fields
+        return SimpleNamespace(config=config, results={}, beside=[], run_id=run_id, study="compile", status="ok",
+                               cause=None, started_at="", duration_s=1.0, measuring_s=1.0,
+                               machine={"device_name": "a GPU", "ram_gib": ram_gib})
+    records = [record("a", 126.4), record("b", 251.8), record("c", 126.4, optimizer="fused"),
+               record("d", 126.4, precision="fp32"), record("e", 126.4, precision="fp32")]
+    found = hosts(records).set_index("run_id")["host"]
+    assert found[["a", "b", "c"]].tolist() == ["126 GiB", "252 GiB", ""]
+    assert found[["d", "e"]].tolist() == ["126 GiB, process 1", "126 GiB, process 2"]
+    times = gpu_times(sizes=["small"])
+    again = times.assign(run_id="again-" + times["run_id"], host="252 GiB")
+    both = pd.concat([times.assign(host="126 GiB"), again], ignore_index=True)
+    alone, apart = (facts.whole_model(table) for table in (times.assign(host=""), both))
+    assert "host" not in printed.times(alone) and alone["several"] == []
+    assert set(printed.times(apart)["host"]) == {"126 GiB", "252 GiB"}
+    assert all(name.startswith("small in") for name in apart["several"]) and apart["several"]
+    assert "more than one process" in answered("compile-model", both).text
+    assert "more than one process" not in answered("compile-model", times).text
 
 
 def test_the_busy_share_is_kernels_over_the_time_without_a_profiler():
@@ -513,7 +536,7 @@ def test_pairs_at_unlike_clocks_have_them_beside_their_ratio():
     found = facts.whole_model(times)
     assert found["marks"]["unlike"] == 1 and facts.whole_model(gpu_times())["marks"]["unlike"] == 0
     cells = printed.times(found)["full step"]
-    assert cells.str.endswith("(1980, 1702 MHz)").tolist() == [False, False, True, False]
+    assert cells.str.endswith("(1,980, 1,702 MHz)").tolist() == [False, False, True, False]
     assert found["marks"]["capped"] is None
     held = changed(changed(times, "run_id != ''", power_capped_s=0.0, watched_s=2.0), query, power_capped_s=1.5)
     assert facts.whole_model(held)["marks"]["capped"].tolist() == [0.75]
@@ -535,7 +558,7 @@ def test_peaks_follow_the_data():
         and not found["more"]
     )
     table = printed.peaks(found)
-    assert table["forward + backward"].tolist() == ["8.00 to 6.00: -25%"] * 4
+    assert table["forward + backward"].tolist() == ["8.00 → 6.00: -25%"] * 4
     assert "forward" not in table  # that mode's peak has AdamW's moments in it
     more = changed(times, "variant == 'block' and size == 'large'", peak_allocated_mib=10240.0)
     found = facts.peak_memory(more)
@@ -586,7 +609,7 @@ def test_the_whole_forward_at_once_is_beside_blocks_in_every_mode():
         len(found["better"]) == 4
         and found["compiling_ratio"].tolist() == pytest.approx([1] * 2, rel=0.1)
     )
-    assert printed.whole({"whole": found})["full step"].iloc[0] == "55.0 to 27.5: 2.00x faster"
+    assert printed.whole({"whole": found})["full step"].iloc[0] == "55.0 → 27.5: 2.00x faster"
     assert (
         facts_launches.cost(gpu_times())["whole"] is None
         and len(answered("compile-cost", gpu_times()).tables) == 1

@@ -555,7 +555,7 @@ def test_what_helps_nowhere_and_what_costs_is_told():
     assert found["useful"] == ["TF32 products"] and not found["some"]
     unsure = tables["rungs"].assign(gain_low=0.5)
     assert facts.sizes(unsure)["useful"] == [] and facts.sizes(unsure)["rows"]["sure"].sum() < found["rows"]["sure"].sum()
-    assert printed.gains(found).set_index("rung").loc["bf16 autocast"].eq("1.00 ‡").all()
+    assert printed.gains(found).set_index("rung").loc["bf16 autocast"].eq("as fast ‡").all()
     other = pd.concat([tables["rungs"], tables["rungs"][tables["rungs"]["size"] == "small"].assign(vocab_size=50_257)])
     costly = {one["rung"]: one["at"] for one in facts.sizes(other)["costly"]}
     assert {"called": "small, vocabulary 50,257", "context_length": 512} in costly["sdpa"]
@@ -565,6 +565,79 @@ def test_what_helps_nowhere_and_what_costs_is_told():
         kinds["products"]["most"]["gain"] == pytest.approx(2, rel=1e-3)
         and kinds["memory"]["most"]["gain"] < 1
     )
+
+def climbing(**ms):
+    """Times of all rungs, 20% less each, but for those given."""
+    return {rung: 100.0 * 0.8**index for index, rung in enumerate(RUNGS[:-1])} | ms
+
+
+def test_rungs_at_unlike_clocks_are_marked_and_counted():
+    tables = made_up()
+    alike = facts.sizes(tables["rungs"])
+    assert alike["unlike"]["unlike"] == 0 and not printed.gains(alike).map(lambda cell: "≠" in cell).any(axis=None)
+    slow = tables["rungs"].copy()
+    slow.loc[slow["rung"] == "no_casts", "sm_clock_mhz"] = 1700.0
+    found = facts.sizes(slow)
+    # The rung itself, and the one after it, which is at the higher clock again.
+    assert (found["unlike"]["unlike"], found["unlike"]["lower"], found["unlike"]["all_lower"]) == (4, 2, False)
+    marked = printed.gains(found).set_index("rung")
+    assert marked.loc[name_of("no_casts")].str.contains("≠").all()
+    assert not marked.loc[name_of("tf32")].str.contains("≠").any()
+    assert "unlike" not in said("ladder-sizes", tables).text and "1,700 MHz" in said(
+        "ladder-sizes", {**tables, "rungs": slow}).text
+    bounds = printed.bounds(facts.advice(slow))
+    assert bounds["optimizer"].str.contains("≠").all() and not bounds["launches"].str.contains("≠").any()
+    fast = tables["rungs"].assign(
+        sm_clock_mhz=tables["rungs"]["sm_clock_mhz"].where(tables["rungs"]["rung"] != "overlap", 1600.0))
+    goals = facts.goals(fast, tables["kernels"])
+    assert goals["unlike"]["unlike"] == 2 and goals["unlike"]["all_lower"]
+    assert facts.goals(tables["rungs"], tables["kernels"])["unlike"]["unlike"] == 0
+    left = facts.left_out(fast)
+    assert left["rows"]["unlike"].all() and not facts.left_out(tables["rungs"])["rows"]["unlike"].any()
+    assert "sm_clock_mhz" in fast and facts.sizes(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
+    assert facts.left_out(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
+
+
+@pytest.mark.parametrize("without, as_long", [(90.0, True), (55.0, False)])
+def test_what_leaving_the_graph_out_costs_beside_what_it_gained(without, as_long):
+    ms = climbing(blocks=60.0, cuda_graphs=30.0, without_cuda_graphs=without)
+    rungs = over_processes([process(ms=ms), process(number=1, ms=ms, faster=1.2)])
+    found = facts.left_out(rungs)["graph"]
+    most = found["most"]
+    assert most["gained"] == pytest.approx(2, rel=1e-3) and found["others"] == []
+    assert most["costs"] == pytest.approx(without / (100 * 0.8**11), rel=1e-3)
+    assert found["shorter"] and found["as_long"] == as_long
+    assert most["without_ends"] == pytest.approx((without / 1.2, without), rel=1e-3)
+    assert most["before_name"] == name_of("blocks") and most["before_ends"] == pytest.approx((50, 60), rel=1e-3)
+    tables = made_up()
+    assert ("takes no less" in said("ladder-left-out", {**tables, "rungs": rungs}).text) == as_long
+    cheap = over_processes([process(ms=climbing(blocks=600.0, cuda_graphs=30.0, without_cuda_graphs=without))])
+    assert facts.left_out(cheap)["graph"] is None, "it had gained more than leaving it out costs"
+    assert "CUDA graph out can cost" not in said("ladder-left-out", {**tables, "rungs": cheap}).text
+
+
+def test_every_shape_and_what_is_beside_the_ladder_is_in_one_table():
+    rungs = pd.concat([usual_rungs(("small", "2.7B")), over_processes(
+        [process("large", ms=climbing(hugging_face_bf16=25.0))])], ignore_index=True)
+    found = facts.ladder(rungs)
+    table = printed.everything(found)
+    assert set(table["size"]) == {"small", "large", "2.7B"} and (table["rung"] == name_of("fp8")).sum() == 3
+    assert (table["rung"] == name_of("hugging_face_bf16")).sum() == 1 and len(table.columns) == 17
+    assert not table["rung"].str.startswith("without").any()
+    assert (found["bf16_weights"]["size"], found["bf16_weights"]["ms"]) == ("large", pytest.approx(25, rel=1e-3))
+    assert facts.ladder(usual_rungs(("small", "2.7B")))["bf16_weights"] is None
+
+
+def test_whether_the_chunked_loss_saves_memory_is_told_where_the_vocabulary_is_largest():
+    tables = made_up()
+    rungs = tables["rungs"].copy()
+    rungs.loc[rungs["rung"] == "chunked", "peak_mib"] = 2000.0
+    wide = rungs[rungs["size"] == "small"].assign(vocab_size=50_257)
+    wide.loc[wide["rung"] == "chunked", "peak_mib"] = 2100.0
+    one, both = (facts.sizes(table)["chunked"] for table in (rungs, pd.concat([rungs, wide])))
+    assert one["less"] and (both["less"], both["mib"], both["before_mib"]) == (False, 2100.0, 2048.0)
+    assert both["vocabulary"] == 50_257
+    assert facts.sizes(rungs.drop(columns="peak_mib"))["chunked"] is None
 
 
 def test_what_a_process_says_beside_itself_is_compared_within_it():

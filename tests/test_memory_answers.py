@@ -220,6 +220,17 @@ def test_largest_allocations_and_residual(tables):
     assert found["table"]["size"].is_monotonic_decreasing
 
 
+def test_code_is_named_by_its_text_where_the_run_kept_that_and_never_by_a_number_of_ours():
+    rows = pd.DataFrame({"line": ["stepscope/step/model.py:76", "stepscope/model.py:71", "torch/optim/adam.py:791"],
+                         "function": ["scores", "mask", "_multi_tensor_adam"]})
+    saved = pd.DataFrame({"line": ["stepscope/model.py:76"], "source": ["return q @ k"]})
+    assert facts.code_of(rows, saved) == ["return q @ k", "mask()", "torch/optim/adam.py:791"]
+    assert facts.code_of(rows, saved[:0])[0] == "scores()"
+    peak = pd.Series({"phase": "forward", "layer": 3.0, "region": "attention.softmax"})
+    assert printed.where(pd.concat([peak, pd.Series({"line": rows["line"][0]})])) == "forward, layer 3, attention.softmax"
+    assert "adam.py:791" in printed.where(pd.concat([peak, pd.Series({"line": rows["line"][2]})]))
+
+
 def test_a_block_against_its_gradients(tables):
     run = facts.reference(tables["runs"])
     saved = pd.DataFrame({"run_id": run["run_id"], "line": ["a.py:1", "a.py:2", "a.py:1"], "source": "x",
@@ -519,7 +530,7 @@ def test_what_a_record_names_is_shown_as_text(tables):
     allocations = tables["allocations"].assign(region=hostile, line=hostile)
     for key in ("memory-timeline", "memory-largest"):
         text = said(tables | {"levels": levels, "allocations": allocations}, key).text
-        assert "onclick" in text and not re.search(r"(?<!\\)<b", text)
+        assert "onclick" in text and not re.search(r"(?<!\\)<b", re.sub(r"`[^`]*`", "", text)), "code is no tag"
 
 
 def test_figures(tables):

@@ -77,7 +77,7 @@ def test_the_benchmarks_processes_count_too(samples, benchmarks):
     assert both["processes"] == alone["processes"] + facts.enough(NONE, benchmarks)["processes"]
     assert {row["mode"] for _, row in facts.what_changes(samples, benchmarks)["table"].iterrows()} == {
         "forward", "forward_backward", "step"}
-    assert both["more_than_one"] > 0 and both["slowest"]["context_length"] == 128
+    assert both["more_than_one"] > 0 and both["slowest"]["context_length"] < 512  # there the host sets the pace
     assert both["clocks_alike"] == (samples["sm_clock_mhz"].nunique() == 1)
 
 

@@ -8,6 +8,7 @@ from markdown_it import MarkdownIt
 
 import stepscope
 from stepscope.report.load import chapters
+from stepscope.say import formats
 from stepscope.say.tables import markdown_table
 from stepscope.say.words import Words, environment, escape, tidy
 
@@ -135,3 +136,33 @@ def test_what_is_no_text_is_left():
 
 def test_paragraphs_become_lines_and_items_stay_items():
     assert tidy("\n a\n b , c\n\n* one\n  more\n* two .\n") == "a b, c\n\n* one more\n* two."
+
+
+@pytest.mark.parametrize(
+    "value, printed",
+    [(0.9996, "1.00"), (1.0004, "1.00"), (0.9994, "0.999"), (9.996, "10.0"), (99.97, "100"), (999.7, "1,000")],
+)
+def test_a_number_that_is_rounded_up_to_the_next_power_has_its_digits(value, printed):
+    assert formats.number(value) == printed and formats.number(-value) == f"-{printed}"
+
+
+def test_an_interval_that_prints_as_one_number_is_one():
+    assert formats.with_interval(0.9999, 0.9998, 1.0002) == "1.00"
+    assert formats.with_interval(1.0, 0.9, 1.1) == "1.00 [0.900, 1.10]"
+    assert formats.with_interval(float("nan"), 1, 2) == "–"
+    assert formats.change_with_interval(0.0, -0.0004, 0.0001) == "+0.0%"
+    assert formats.change_with_interval(-0.02, -0.05, 0.01) == "-2.0% [-5.0%, +1.0%]"
+
+
+def test_gains_go_one_way():
+    """Slower is a number over 1 with its word, in the interval too, and needs none where both ends are so."""
+    assert formats.gain(2.1) == "2.10x" and formats.gain(0.5) == "2.00x slower" and formats.gain(1.001) == "as fast"
+    assert formats.gain_with_interval(2.1, 2.0, 2.2) == "2.10x [2.00, 2.20]"
+    assert formats.gain_with_interval(0.8, 0.5, 1.0) == "1.25x slower [1.00, 2.00]"
+    assert formats.gain_with_interval(1.25, 0.8, 2.0) == "1.25x [1.25x slower, 2.00x]"
+    assert formats.gain_with_interval(1.25, 1.25, 1.25) == "1.25x" == formats.gain(1.25)
+    assert formats.gain_with_interval(float("nan"), 1, 2) == "–" == formats.gain(float("nan"))
+
+
+def test_a_position_has_a_comma_from_five_digits_on():
+    assert [formats.positions(n) for n in (512, 1024, 16_384)] == ["512", "1024", "16,384"]

@@ -49,12 +49,8 @@ def share(value: float, digits: int = 2) -> str:
 
 
 def plus_minus(mean: float, std: float) -> str:
-    """Mean and standard deviation, both to the decimals of the deviation's second digit (two at most, three
-    below 10)."""
-    if not math.isfinite(mean):
-        return "–"
-    decimals = 3 if mean < 10 else 2
-    return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}" if math.isfinite(std) else f"{mean:,.{decimals}f}"
+    """Mean, and standard deviation to two digits."""
+    return f"{number(mean)} ± {number(std, 2)}" if math.isfinite(std) else number(mean)
 
 
 def span(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
@@ -85,12 +81,15 @@ def apart(a: pd.Series, b: pd.Series) -> bool:
     return bool(a["ci_low_ms"] > b["ci_high_ms"] or b["ci_low_ms"] > a["ci_high_ms"])
 
 
+def with_interval(value: float, low: float, high: float, form: Callable[[float], str] = number) -> str:
+    """"value [low, high]", or one where all three print the same; a dash for none."""
+    said, ends = form(value), (form(low), form(high))
+    return said if ends == (said, said) or not math.isfinite(value) else f"{said} [{ends[0]}, {ends[1]}]"
+
+
 def interval_cells(rows: pd.DataFrame) -> list[str]:
     """"median [low, high]" of each row."""
-    return [
-        f"{number(row.median_ms)} [{number(row.ci_low_ms)}, {number(row.ci_high_ms)}]"
-        for row in rows.itertuples()
-    ]
+    return [with_interval(row.median_ms, row.ci_low_ms, row.ci_high_ms) for row in rows.itertuples()]
 
 
 def plural(n: int, one: str, many: str) -> str:
@@ -154,6 +153,11 @@ def signed_percent(share: float, decimals: int = 0) -> str:
     return _no_false_zero(f"{share:+.{decimals}%}", share)
 
 
+def change_with_interval(share: float, low: float, high: float) -> str:
+    """A change with its interval, or one where all three print the same: "+1.2% [-0.3%, +2.0%]"."""
+    return with_interval(share, low, high, lambda value: f"{value:+.1%}".replace("-0.0", "+0.0"))
+
+
 def percent_change(share: float) -> str:
     """A change in whole percent, with its sign unless it rounds to none."""
     return "0%" if abs(share) < 0.005 else f"{share:+.0%}"
@@ -187,11 +191,12 @@ def called(keys: Iterable[str], names: Mapping[str, str]) -> list[str]:
 
 
 def positions(value: float) -> str:
-    """A length of sequence: whole below 100,000, then to three digits, from a million on in millions."""
+    """A length of sequence, without a comma up to four digits: whole below 100,000, then to three digits,
+    from a million on in millions."""
     if math.isnan(value):
         return "–"
     if value < 1e5:
-        return f"{int(value):,}"
+        return f"{int(value):,}" if value >= 1e4 else f"{int(value)}"
     return number(value) if value < 1e6 else f"{number(value / 1e6)} million"
 
 
@@ -205,6 +210,24 @@ def faster(ratio: float, digits: int = 3) -> str:
     low = ratio < 1
     times = number(1 / ratio if low else ratio, digits)
     return "as fast" if times == number(1, digits) else f"{times}x {'slower' if low else 'faster'}"
+
+
+def gain(ratio: float, digits: int = 3) -> str:
+    """:func:`faster` for a table whose header has the word: "2.10x", "1.30x slower", "as fast"."""
+    return faster(ratio, digits).removesuffix(" faster") if math.isfinite(ratio) else "–"
+
+
+def gain_with_interval(ratio: float, low: float, high: float, digits: int = 3) -> str:
+    """:func:`gain` with its interval, which has no words where both ends go the same way: "1.30x slower
+    [1.20, 1.40]"."""
+    if not (math.isfinite(ratio) and math.isfinite(low) and math.isfinite(high)):
+        return gain(ratio, digits)
+    if low < 1 < high:
+        ends = [gain(low, digits), gain(high, digits)]
+    else:
+        ends = [number(end, digits) for end in sorted((low, high) if low >= 1 else (1 / high, 1 / low))]
+    alike = number(max(ratio, 1 / ratio), digits)
+    return gain(ratio, digits) if set(ends) <= {alike} else f"{gain(ratio, digits)} [{ends[0]}, {ends[1]}]"
 
 
 def faster_span(ratios: Iterable[float], digits: int = 3) -> str:
@@ -222,6 +245,7 @@ FILTERS: dict[str, Callable[..., object]] = {
     for function in (number, ms, percent, plus_minus, span, listing, capital, count, plural, either, or_none,
                      percent_span, percent_range, precision, fixed, comma, plain, thousands, points,
                      signed_percent, code, signed, tiny, called, positions, to,
-                     percent_change, share, faster, faster_span)
+                     percent_change, share, faster, faster_span, gain, with_interval,
+                     change_with_interval)
 }
 FILTERS["mode"] = lambda mode: str(MODE_WORDS.get(mode, mode))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from stepscope import StepscopeError
 from stepscope.config import SIZES
-from stepscope.say.formats import NEARLY, number
+from stepscope.say.formats import NEARLY, number, to
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 SHIPPED = Path(__file__).with_name("published.yaml")
@@ -201,7 +201,8 @@ def printed_by_report(table: pd.DataFrame, what: str) -> pd.DataFrame:
     """by_report's table as text; ``what`` is what the ratios are of."""
     numbers = {"figures", "median", "least", "most", *PLACES}
     names = table[[column for column in table if column not in numbers]].fillna("not stated").astype(str)
-    ratios = [number(row.median) + f" ({number(row.least)} to {number(row.most)})" * (row.figures > 1)
-              for row in table.itertuples()]
+    ends = [to(number(row.least), number(row.most)) for row in table.itertuples()]
+    medians = table["median"].map(number)
+    ratios = [median if span == median else f"{median} ({span})" for median, span in zip(medians, ends)]
     return names.assign(**{"figures": table["figures"], f"{what}, theirs / here (least to most)": ratios},
                         **{place: table[place] for place in PLACES})

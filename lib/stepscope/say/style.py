@@ -27,9 +27,16 @@ PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 PHASE_COLORS = dict(zip(PHASE_NAMES, ["#56B4E9", "#000000", "#0072B2", "#E69F00"]))
 PRECISION_COLORS = dict(zip(["fp32", "tf32", "bf16", "fp16"], ["#000000", "#E69F00", "#0072B2", "#009E73"]))
 SVG_FONTS = "DejaVu Sans, Verdana, sans-serif"  # the second is as wide as the first
+# What stands on an area beside its colour, so that it is told by more than that.
+HATCHES = ["", "///", "...", "xxx", "\\\\\\", "---", "+++", "ooo", "|||", "**"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 REST = "0.85"  # what is left over, in all pictures
 READABLE = 4.5  # contrast that text needs (WCAG 2.1, 1.4.3)
+
+
+def hatched_area(color: str, place: int) -> dict:
+    """How an area is drawn that its colour and its hatch tell, by its place in the stack."""
+    return {"facecolor": color, "hatch": HATCHES[place % len(HATCHES)], "edgecolor": "0.25", "linewidth": 0.4}
 
 
 def use_style() -> None:

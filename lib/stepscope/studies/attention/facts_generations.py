@@ -40,7 +40,7 @@ def generations(cells: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "table": table, "ran": ran, "gains": gains, "sequence": table["sequence"].max(),
             "refused": None if "fa4" in ran else refused["reason"].iloc[0] if len(refused) else "",
             "best": [{"implementation": name, "share": best[name]} for name in ran if name in best],
-            "launching": int(launching.sum()), "shorter": len(launching),
+            "newer": "fa4" in ran, "launching": int(launching.sum()), "shorter": len(launching),
             "kernels": kernels_of(rows), "runs": runs_of(cells)}
 
 

@@ -5,7 +5,7 @@ import textwrap
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.say.formats import count, faster, number, percent, positions
+from stepscope.say.formats import count, faster, gain, number, percent, positions, with_interval
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import SMALL_SHARE
 from stepscope.studies.attention.facts_ends import CARDS_GIB
@@ -75,7 +75,7 @@ def measured(rows: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
 def interval(median: float, low: float, high: float) -> str:
     """The median, with its interval where that reaches far."""
     wide = max(high - median, median - low) > WIDE * median
-    return f"{number(median)} [{number(low)}, {number(high)}]" if wide else number(median)
+    return with_interval(median, low, high) if wide else number(median)
 
 
 def mib(rows: pd.DataFrame, column: str) -> list[str]:
@@ -85,7 +85,7 @@ def mib(rows: pd.DataFrame, column: str) -> list[str]:
 def asked(facts: dict) -> pd.DataFrame:
     """The assignment's table: d and sequence down; written out, and compiled against it."""
     rows = facts["asked"]
-    table = measured(rows, {"d": rows["d_model"], "sequence": rows["sequence"]}).drop(
+    table = measured(rows, {"d": rows["d_model"], "sequence": rows["sequence"].map(positions)}).drop(
         columns="peak", errors="ignore")
     for phase in ("forward", "backward") if rows["pass_median_ms_compiled"].notna().any() else ():
         table[f"{phase}, compiled"] = [
@@ -115,6 +115,7 @@ def generations(facts: dict) -> pd.DataFrame:
     """Points down, fused implementations across."""
     rows = facts["table"]
     table = rows[["precision", "d_model", "sequence"]].rename(columns={"d_model": "d"})
+    table["sequence"] = table["sequence"].map(positions)
     table["mask"] = rows["causal"].map({True: "causal", False: "none"})
     for name in facts["ran"]:
         table[NAMES[name]] = [
@@ -136,7 +137,8 @@ def changes(facts: dict) -> pd.DataFrame | None:
     for row in rows[told].itertuples():
         change = faster(1 / (1 + row.change))
         change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
-        point = points.setdefault((row.d_model, row.sequence), {"d": row.d_model, "sequence": row.sequence})
+        point = points.setdefault((row.d_model, row.sequence), {
+            "d": row.d_model, "sequence": positions(row.sequence)})
         point |= {f"{row.phase}, TF32": number(row.tf32_ms), f"{row.phase}, against fp32": change}
     return pd.DataFrame(points.values()) if points else None
 
@@ -183,7 +185,8 @@ def account(facts: dict) -> pd.DataFrame | None:
         return None
     rows = facts["account"]
     first = rows.iloc[0]
-    whole = f"all, {NAMES[first['implementation']]}, {first['precision']}, sequence {first['sequence']}"
+    whole = (f"all, {NAMES[first['implementation']]}, {first['precision']},"
+             f" sequence {positions(first['sequence'])}")
     large = rows["bytes"] >= 0.01 * rows["bytes"].sum()
     big, small = rows[large], rows.loc[~large, "bytes"]
     shown = [*zip(big["tensor"], big["shape"], big["bytes"]),
@@ -198,7 +201,7 @@ def published_ratios(facts: dict) -> pd.DataFrame:
     took as long as the pass here."""
     table = facts["table"]
     return _grid(table.assign(cell=[
-        "–" if row.as_long else ", ".join(number(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
+        "–" if row.as_long else ", ".join(gain(ratio) for ratio in (row.forward_ratio, row.backward_ratio)
                                         if ratio > 0)
         for row in table.itertuples()]))
 
@@ -215,4 +218,4 @@ def published_tf32(facts: dict) -> pd.DataFrame | None:
 def _grid(table: pd.DataFrame) -> pd.DataFrame:
     cells = table.pivot(index="d_model", columns="sequence", values="cell").fillna("–")
     cells = cells.loc[:, cells.ne("–").any() | cells.eq("–").all(axis=None)]  # no column that says nothing
-    return cells.rename(columns=str).rename_axis(index="d", columns=None).reset_index()
+    return cells.rename(columns=positions).rename_axis(index="d", columns=None).reset_index()

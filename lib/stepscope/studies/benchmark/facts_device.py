@@ -20,8 +20,9 @@ def device_state(times: pd.DataFrame) -> dict | None:
     ``held`` are the runs whose clock was below the highest of all by more than :data:`UNLIKE_CLOCKS` after
     some timed step, or in the median while the step was kept up, or during whose timed steps a counter grew;
     ``reasons``, those counters, each with its runs and the largest share of the timed steps.
-    ``energy_check``: the largest relative difference of the energy by polled power from that by NVML's
-    counter.
+    ``energy_check``: by how much the energy by polled power differs from that by NVML's counter, as a share
+    of the latter, over the same time of each run: the ``median``, what ``nine_of_ten`` are within, and the
+    ``furthest`` with its run.
     """
     steps = pick(times, phase=WHOLE, status="ok", precision="fp32", attention="eager", compile=False)
     steps = steps[steps["sm_clock_mhz"].notna()]
@@ -44,9 +45,15 @@ def device_state(times: pd.DataFrame) -> dict | None:
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),
             "power_w": steps["kept_up_power_w"].dropna() if steps["kept_up_power_w"].notna().any() else None,
-            "energy_check": None if polled.empty else {
-                "runs": len(polled), "furthest":
-                (polled["kept_up_energy_polled_j"] / polled["kept_up_energy_j"] - 1).abs().max()},
+            "energy_check": None if polled.empty else energy_check(polled),
             "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
                 held | (steps["mode"] == "step") & steps["kept_up_power_w"].notna()],
             "runs": runs_of(steps)}
+
+
+def energy_check(polled: pd.DataFrame) -> dict:
+    """Of :func:`device_state`: the counter against the integral of the power that was polled meanwhile."""
+    off = (polled["kept_up_energy_polled_j"] / polled["kept_up_energy_j"] - 1).abs()
+    return {"runs": len(off), "median": off.median(), "nine_of_ten": off.quantile(0.9), "furthest": off.max(),
+            "most_s": polled["kept_up_energy_s"].max(),
+            "at": polled.loc[off.idxmax(), ["size", "context_length", "mode"]].to_dict()}

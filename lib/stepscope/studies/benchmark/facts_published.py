@@ -21,8 +21,8 @@ def measured(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def timings(times: pd.DataFrame) -> dict | None:
-    """Who published (``sources``), and the fp32 times that they print over those here of the same size, pass
-    and context (of any context where theirs is not stated): ``reports`` has a row a report and clock,
+    """Who published any of them (``sources``), and the fp32 times that they print over those here of the same
+    size, pass and context (of any context where theirs is not stated): ``reports`` has a row a report and clock,
     ``places`` the counts over all. None without such times."""
     here = measured(times)
     reports = load_published()
@@ -32,6 +32,7 @@ def timings(times: pd.DataFrame) -> dict | None:
     if table.empty:
         return None
     own = here[here["size"].isin(table["size"])]
-    return {"sources": [report.model_dump() for report in reports], "figures": len(table),
-            "places": counts(table), "reports": by_report(table, "clock"),
+    sources = [report.model_dump() for report in reports if report.name in set(table["report"])]
+    return {"sources": sources, "figures": len(table), "places": counts(table),
+            "unstated": bool(table["context_length"].isna().any()), "reports": by_report(table, "clock"),
             "table": table, "runs": runs_of(own)}

@@ -16,7 +16,9 @@ from stepscope.studies.compile.pairs import (
     gain,
     gains,
     marks,
+    several_runs,
     shape,
+    with_host,
 )
 
 
@@ -33,7 +35,7 @@ def whole_model(times: pd.DataFrame) -> dict | None:
     return untimed | {
         "gains": gains(both), "slower": slower.to_dict("records"), "pairs": both, "optimizer": MAIN,
         "neighbours": runs_beside(both), "timed": in_turns(both),
-        "shape": shape(both), "marks": marks(both), "runs": runs_of(both)}
+        "shape": shape(both), "several": several_runs(both), "marks": marks(both), "runs": runs_of(both)}
 
 
 def in_turns(both: pd.DataFrame) -> dict:
@@ -46,7 +48,7 @@ def in_turns(both: pd.DataFrame) -> dict:
 
 def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
     """What has no time because it ran ``out_of_memory`` or was ``not_compiled``."""
-    rows = by_size(times[times["optimizer"] == MAIN])
+    rows = by_size(with_host(times[times["optimizer"] == MAIN]))
     return {name: rows[rows["status"] == status].to_dict("records")
             for name, status in (("out_of_memory", "oom"), ("not_compiled", "unsupported"))}
 
@@ -68,7 +70,8 @@ def sdpa(times: pd.DataFrame) -> dict | None:
             "together": gain(ends) if len(ends) else None, "losses": losses.to_dict("records"),
             "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
                          for _, row in slower[slower["flagged"]].iterrows()],
-            "shape": shape(both), "steps": steps, "marks": marks(steps), "taken": taken(times),
+            "shape": shape(both), "several": several_runs(both), "steps": steps, "marks": marks(steps),
+            "taken": taken(times),
             "runs": runs_of(both)}
 
 
@@ -99,7 +102,7 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
         return None
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
         return {"measured": False, "backward": None, "pairs": None, "shape": shape(both),
-                "runs": runs_of(both)}
+                "several": [], "runs": runs_of(both)}
     # Forward alone was measured after full steps, with AdamW's moments still in memory.
     both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)
@@ -107,7 +110,8 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     by_mode = [{"mode": mode} | changes(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
     backward = next((rows for rows in by_mode if rows["mode"] == "forward_backward" and rows["falls"]), None)
     more = both[both["change"] > NEARLY]
-    return {"measured": True, "shape": shape(both), "by_mode": by_mode, "backward": backward,
+    return {"measured": True, "shape": shape(both), "several": several_runs(both),
+            "by_mode": by_mode, "backward": backward,
             "nearly": NEARLY, "more": more.to_dict("records"),
             "together": changes(ends) if len(ends) else None,
             "pairs": both, "runs": runs_of(both)}

@@ -3,7 +3,7 @@ between them, eager and compiled."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
-from stepscope.studies.compile.pairs import MAIN, beside, ordered
+from stepscope.studies.compile.pairs import MAIN, beside, ordered, several_runs, shape, with_host
 from stepscope.traces.families import MATMUL
 
 # What compiling leaves as it is, and what it fuses: everything else.
@@ -48,8 +48,10 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     products = both["products_ms_after"] / both["products_ms"]
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
-    runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
-    return {"pairs": both, "rest_count": both[f"{REST}_count"],
+    columns = ["run_id", "size", "context_length", "precision", "host"]
+    runs = with_host(times).drop_duplicates("run_id")[columns]
+    return {"pairs": both, "shape": shape(both), "several": several_runs(both),
+            "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],
             "rest_ratio": rest, "fused": bool((rest > 1).all()),
             "products": products, "products_alike": bool(((products - 1).abs() < NEARLY).all()),

@@ -14,7 +14,10 @@ from stepscope.studies.compile.pairs import (
     marks,
     optimizer_phase,
     ordered,
+    several_runs,
+    shape,
     whole_steps,
+    with_host,
 )
 
 
@@ -29,7 +32,7 @@ def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -
     return {
         "busy": busy(times, kernels), "fused": fused, "on_gpu": bool((both["device"] == "cuda").all()),
         "adamw": adamw(optimizer) if len(optimizer) else None, "optimizer": MAIN,
-        "graphed": graphed(times),
+        "graphed": graphed(times), "shape": shape(both), "several": several_runs(both),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
 
 
@@ -49,10 +52,12 @@ def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         return None
     pairs = share.dropna(subset=["eager", "block"])
     change = pairs["block"] - pairs["eager"]
-    runs = times.drop_duplicates("run_id")[["run_id", "size", "context_length", "precision"]]
+    columns = ["run_id", "size", "context_length", "precision", "host"]
+    runs = with_host(times).drop_duplicates("run_id")[columns]
     table = share.reset_index().merge(runs, on="run_id")
-    return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()),
-            "higher": int((change > NEARLY).sum()), "table": ordered(table)}
+    return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()), "nearly": NEARLY,
+            "higher": int((change > NEARLY).sum()), "table": ordered(table),
+            "shares": pairs["eager"], "shares_after": pairs["block"]}
 
 
 def graphed(times: pd.DataFrame) -> dict | None:
@@ -148,7 +153,7 @@ def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
     later = seconds[~seconds["first"]]
     ratio = pick(later, variant="model").merge(pick(later, variant="block"), on=["run_id", "attention"],
                                                suffixes=("", "_block"))
-    return {"gains": gains(both), "nearly": NEARLY,
+    return {"gains": gains(both), "shape": shape(both), "several": several_runs(both), "nearly": NEARLY,
             "better": better.to_dict("records"),
             "compiling_ratio": ratio["training_s"] / ratio["training_s_block"] if len(ratio) else None,
             "pairs": both, "marks": marks(both)}

@@ -3,7 +3,15 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, faster, number, percent, percent_change, span
+from stepscope.say.formats import (
+    MODE_WORDS,
+    faster,
+    gain_with_interval,
+    number,
+    percent,
+    percent_change,
+    span,
+)
 
 ATTENTION_WORDS = {"eager": "written-out", "sdpa": "SDPA"}
 VARIANT_WORDS = {"eager": "eager", "block": "compiled", "model": "one graph", "cuda_graphs": "CUDA graphs"}
@@ -21,19 +29,35 @@ def cells_of(both: pd.DataFrame) -> list[str]:
 
 def clocks(row) -> str:
     """A pair's median SM clocks."""
-    return f"{row.sm_clock_mhz:.0f}, {row.sm_clock_mhz_after:.0f} MHz"
+    return f"{number(row.sm_clock_mhz, 4)}, {number(row.sm_clock_mhz_after, 4)} MHz"
 
 
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
     """Runs and attentions down, ``across`` over it."""
     table = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
+    if "host" in table:
+        table["host"] = table["host"].replace("", "–")
     contexts = ["context_length"] if table["context_length"].nunique() > 1 else []
-    index = ["run_id", "size", *contexts, "precision", "attention"]
+    host = ["host"] if several_hosts(table) else []
+    index = ["run_id", "size", *contexts, "precision", *host, "attention"]
     order = table[index].drop_duplicates()
     table = table.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
     table = table[list(dict.fromkeys(across))].reset_index().drop(columns="run_id")
     table = table.rename(columns={"context_length": "context"}).rename_axis(None, axis=1)
     return table.astype(object).fillna("–")
+
+
+def several_hosts(rows: pd.DataFrame) -> bool:
+    """Whether some configuration has several runs, which are then told apart by their host."""
+    return "host" in rows and bool((~rows["host"].isin(["", "–"])).any())
+
+
+def shape_columns(rows: pd.DataFrame) -> dict[str, pd.Series]:
+    """What a row of one run and attention begins with; context and host where there are several."""
+    contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
+    host = {"host": rows["host"].replace("", "–")} if several_hosts(rows) else {}
+    return {"size": rows["size"], **contexts, "precision": rows["precision"], **host,
+            "attention": rows["attention"].map(ATTENTION_WORDS)}
 
 
 def by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
@@ -53,9 +77,7 @@ def busy(facts: dict) -> pd.DataFrame | None:
     if facts["busy"] is None:
         return None
     rows = facts["busy"]["table"]
-    contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
-    table = pd.DataFrame({"size": rows["size"], **contexts, "precision": rows["precision"],
-                          "attention": rows["attention"].map(ATTENTION_WORDS)})
+    table = pd.DataFrame(shape_columns(rows))
     for variant, words in VARIANT_WORDS.items():
         if variant in rows:
             table[words] = ["–" if share != share else percent(share) for share in rows[variant]]
@@ -70,13 +92,14 @@ def fused(facts: dict) -> pd.DataFrame | None:
     return pd.DataFrame({
         "size": pairs["size"], "precision": pairs["precision"],
         "attention": pairs["attention"].map(ATTENTION_WORDS), "full step": cells_of(pairs),
-        "95% interval": [f"{number(row.low)} to {number(row.high)}" for row in pairs.itertuples()],
+        "x faster [95% interval]": [gain_with_interval(row.speedup, row.low, row.high)
+                                    for row in pairs.itertuples()],
         "AdamW": from_to(pairs, "phase_ms")})
 
 
 def from_to(both: pd.DataFrame, column: str) -> list[str]:
     """A column's numbers of both sides of each pair."""
-    return [f"{number(before)} to {number(after)}"
+    return [f"{number(before)} → {number(after)}"
             for before, after in zip(both[column], both[f"{column}_after"], strict=True)]
 
 
@@ -123,10 +146,7 @@ def graphed(facts: dict) -> pd.DataFrame | None:
 def kernels(facts: dict) -> pd.DataFrame:
     """Kernels and their ms in forward + backward, a row for each run, attention and variant."""
     rows = facts["table"]
-    contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
-    table = pd.DataFrame({"size": rows["size"], **contexts, "precision": rows["precision"],
-                          "attention": rows["attention"].map(ATTENTION_WORDS),
-                          "variant": rows["variant"].map(VARIANT_WORDS)})
+    table = pd.DataFrame(shape_columns(rows) | {"variant": rows["variant"].map(VARIANT_WORDS)})
     for group, words in {"products": "products", "attention": "fused attention", "rest": "all else",
                          "all": "together"}.items():
         table[words] = [f"{count:,.0f}: {number(ms)} ms" if count else "–"

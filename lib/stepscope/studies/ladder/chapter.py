@@ -28,7 +28,12 @@ CHAPTER = Chapter(
     "The ladder",
     load,
     questions=(
-        Question("ladder", facts.ladder, (RUNGS,), printed={"rungs": printed.rungs}),
+        Question(
+            "ladder",
+            facts.ladder,
+            (RUNGS,),
+            printed={"rungs": printed.rungs, "all": printed.everything},
+        ),
         Question(
             "ladder-advice",
             facts.advice,

@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.names import AGAINST, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
@@ -98,8 +99,15 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
     return found.iloc[0].to_dict() if len(found) else None
 
 
+def clock_of(own: pd.DataFrame, names: pd.Series) -> pd.Series:
+    """The median SM clock (MHz) of each rung named, in the table of its shape; nan where it was not read."""
+    if "sm_clock_mhz" not in own:
+        return pd.Series(math.nan, names.index)
+    return names.map(own.drop_duplicates("rung").set_index("rung")["sm_clock_mhz"]).astype(float)
+
+
 def ladder(rungs: pd.DataFrame) -> dict | None:
-    """One shape from its first rung to its best, the floor, and what is beside it."""
+    """One shape from its first rung to its best, the floor, and what is beside it; ``all``, every shape."""
     own = reference(rungs)
     if own is None or climbed(own).empty:
         return None
@@ -115,6 +123,9 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     reasons = {one for text in own.get("throttle", pd.Series(dtype=str)).dropna() for one in text.split("; ")}
     return shape_of(best) | {
         "rows": own,
+        "all": rungs,
+        "peaks": climbed_on_gpu(own),
+        "bf16_weights": bf16_weights(own, rungs),
         "first_ms": first["median_ms"],
         "first_name": name_of(first["rung"]),
         "best_ms": best["median_ms"],
@@ -147,6 +158,15 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     }
 
 
+def bf16_weights(own: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+    """Hugging Face's step with weights in bf16 (without fp32 masters: another training), of this shape or
+    else of the first that has it; None where it was not run."""
+    for shape in (own, *by_shape(rungs)):
+        if found := of_rung(shape, "hugging_face_bf16"):
+            return shape_of(found) | {"ms": found["median_ms"], "best_ms": best_of(shape)["median_ms"]}
+    return None
+
+
 def surely_faster(first: pd.Series, best: pd.Series) -> bool:
     """Whether the interval of the whole gain lies above 1; without an fp32 rung, whether the times' own do
     not overlap."""
@@ -173,8 +193,11 @@ def clock(row: pd.Series) -> dict | None:
 def sizes(rungs: pd.DataFrame) -> dict | None:
     """What each rung gains where: ``rows``, with whether a gain or cost is ``sure`` (its interval leaves out
     1, and it is over :data:`HELPS`); rungs that surely help at all shapes (``useful``), at none (``useless``)
-    and at ``some``, and those that surely cost time (``costly``)."""
-    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
+    and at ``some``, and those that surely cost time (``costly``); of the pairs how many are at ``unlike``
+    clocks, and in how many of these the later rung's is the lower one; and what the chunked loss changes of
+    the peak (``chunked``)."""
+    rows = pd.concat([beside_the_rung_before(own) for own in by_shape(rungs)] or [pd.DataFrame()],
+                     ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
@@ -190,12 +213,57 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
         "contexts": sorted(set(rows["context_length"])),
         "useful": [name_of(rung) for rung in everywhere.index[everywhere]],
         "some": [name_of(rung) for rung in anywhere.index[anywhere & ~everywhere]],
+        "unlike": unlike(rows),
+        "chunked": chunked_peak(rows),
         "useless": [name_of(rung) for rung in anywhere.index[~anywhere]],
         "costly": [
             {"rung": rung, "name": name_of(rung), "at": own[["called", "context_length"]].to_dict("records")}
             for rung, own in rows[costs].groupby("rung", sort=False)
         ],
         "runs": runs_in(rungs),
+    }
+
+
+def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
+    """The rungs of one shape with the clock and the peak of the one that each is a change on (``_before``),
+    and whether both clocks are ``unlike``."""
+    rows = climbed(own)
+    peaks = own.drop_duplicates("rung").set_index("rung").get("peak_mib", pd.Series(dtype=float))
+    rows = rows.assign(
+        sm_clock_mhz=clock_of(own, rows["rung"]),
+        sm_clock_mhz_before=clock_of(own, rows["before"]),
+        peak_mib_before=rows["before"].map(peaks).astype(float),
+    )
+    return rows.assign(unlike=unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]))
+
+
+def unlike(rows: pd.DataFrame) -> dict:
+    """Of pairs, how many are at ``unlike`` clocks, in how many the later one's is ``lower``, and the lowest
+    clock of these."""
+    found = rows[rows["unlike"]]
+    lower = found["sm_clock_mhz"] < found["sm_clock_mhz_before"]
+    return {
+        "pairs": len(rows),
+        "unlike": len(found),
+        "lower": int(lower.sum()),
+        "all_lower": bool(lower.all()),
+        "least_mhz": found["sm_clock_mhz"].min(),
+    }
+
+
+def chunked_peak(rows: pd.DataFrame) -> dict | None:
+    """Peaks before and with the chunked loss where the vocabulary is largest; None where none was kept."""
+    if "peak_mib" not in rows:
+        return None
+    rows = rows[(rows["rung"] == "chunked") & rows["peak_mib"].notna() & rows["peak_mib_before"].notna()]
+    if rows.empty:
+        return None
+    one = rows.loc[rows["vocab_size"].idxmax()]
+    return shape_of(one) | {
+        "before_mib": one["peak_mib_before"],
+        "mib": one["peak_mib"],
+        "less": bool(one["peak_mib"] < one["peak_mib_before"]),
+        "gain": one["gain"],
     }
 
 
@@ -208,7 +276,12 @@ def advice(rungs: pd.DataFrame) -> dict | None:
         for kind, against in AGAINST.items():
             gained = [gains[rung] for rung in against if rung in gains and not math.isnan(gains[rung])]
             if gained:
-                found.append(shape_of(own.iloc[0]) | {"kind": kind, "gain": math.prod(gained)})
+                pairs = beside_the_rung_before(own)
+                pairs = pairs[pairs["rung"].isin(against) & pairs["gain"].notna()]
+                found.append(
+                    shape_of(own.iloc[0])
+                    | {"kind": kind, "gain": math.prod(gained), "unlike": bool(pairs["unlike"].any())}
+                )
     if not found:
         return None
     table = pd.DataFrame(found)
@@ -225,7 +298,10 @@ def advice(rungs: pd.DataFrame) -> dict | None:
     first = table.loc[table.groupby(of_shape, sort=False)["gain"].idxmax()]
     wide = table.pivot(index=of_shape, columns="kind", values="gain")
     wide = wide.reindex(index=pd.MultiIndex.from_frame(first[of_shape]), columns=[*AGAINST])
+    marks = table.pivot(index=of_shape, columns="kind", values="unlike")
     return {
+        "marks": marks.reindex(index=wide.index, columns=[*AGAINST]),
+        "unlike": int(table["unlike"].sum()),
         "shapes": wide.assign(first=first["kind"].to_numpy()),
         "kinds": kinds,
         "first": first.to_dict("records"),
@@ -359,6 +435,7 @@ def trained(curves: pd.DataFrame) -> dict:
         "end": windows["loss"].min(),
         "training_size": str(curves["size"].iloc[0]),
         "training_context": int(curves["context_length"].iloc[0]),
+        "always_edge": bool(rows["edge"].all()),
     }
 
 
@@ -380,6 +457,8 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
             "over_low": best["over_hugging_face_low"],
             "over_high": best["over_hugging_face_high"],
             "processes": int(min(best["processes"], beside["processes"])) if beside else 0,
+            "sm_clock_mhz": best.get("sm_clock_mhz", math.nan),
+            "sm_clock_mhz_before": beside.get("sm_clock_mhz", math.nan) if beside else math.nan,
             "floor_ms": best["floor_ms"],
             "floor_share": best["floor_share"],
             "clock_floor_share": best.get("clock_floor_share", math.nan),
@@ -398,8 +477,10 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     if not rows:
         return None
     table = pd.DataFrame(rows)
+    table["unlike"] = unlike_clocks(table["sm_clock_mhz"], table["sm_clock_mhz_before"])
     return {
         "rows": table,
+        "unlike": unlike(table),
         "ratios": table["over_hugging_face"],
         "faster": int((table["over_low"] > 1).sum()),
         "shapes": len(table),
@@ -520,7 +601,12 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     over = rows["over_finished"]
     sure = (rows["over_finished_low"] > 1) | (rows["over_finished_high"] < 1)
     sure &= (over - 1).abs() > HELPS
+    clocks = pd.concat([finished_clock(own) for own in by_shape(rungs) if len(climbed(own))],
+                       ignore_index=True)
     rows = rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure)
+    rows = rows.merge(clocks, on=SHAPE, how="left")
+    rows["sm_clock_mhz"] = rows.get("sm_clock_mhz", pd.Series(math.nan, rows.index)).astype(float)
+    rows["unlike"] = unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"])
     shapes = [
         {
             **shape_of(own.iloc[0]),
@@ -532,8 +618,68 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     return {
         "rows": rows,
         "shapes": shapes,
+        "unlike": unlike(rows),
+        "graph": graph_left_out(rungs),
         "processes": int(rows["processes"].max()),
+        "fewest": int(rows["processes"].min()),
         "runs": runs_in(rungs),
+    }
+
+
+def finished(own: pd.DataFrame) -> pd.Series:
+    """The last rung of the same arithmetic."""
+    rows = climbed(own)
+    return rows[rows["rung"] != OTHER_ARITHMETIC].iloc[-1]
+
+
+def finished_clock(own: pd.DataFrame) -> pd.DataFrame:
+    """The clock of one shape's finished step, as ``sm_clock_mhz_before``."""
+    last = finished(own)
+    mhz = last.get("sm_clock_mhz", math.nan)
+    return pd.DataFrame([{column: last[column] for column in SHAPE} | {"sm_clock_mhz_before": mhz}])
+
+
+def graph_left_out(rungs: pd.DataFrame) -> dict | None:
+    """Where leaving the CUDA graph out of the finished step costs more than adding it had gained, by over
+    :data:`HELPS`: the shape where it is ``most``, and the ``others``, each with both ratios, and ms of the
+    finished step, of the graph's rung, of the one before it and of the finished step without the graph (of
+    these the fastest and the slowest process).
+
+    ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do;
+    ``as_long``: at all the step without the graph takes at least as long as the rung before the graph. None
+    where there is no such shape."""
+    rows = []
+    for own in by_shape(rungs):
+        graph, without = of_rung(own, "cuda_graphs"), of_rung(own, "without_cuda_graphs")
+        if not graph or not without or math.isnan(graph["gain"]):
+            continue
+        before = of_rung(own, graph["before"])
+        if without["over_finished"] > (1 + HELPS) * graph["gain"] and before:
+            rows.append(
+                shape_of(without)
+                | {
+                    "gained": graph["gain"],
+                    "costs": without["over_finished"],
+                    "graph_ms": graph["median_ms"],
+                    "finished_ms": finished(own)["median_ms"],
+                    "before_ms": before["median_ms"],
+                    "before_name": name_of(before["rung"]),
+                    "before_ends": (before["fastest_ms"], before["slowest_ms"]),
+                    "without_ms": without["median_ms"],
+                    "without_ends": (without["fastest_ms"], without["slowest_ms"]),
+                    "processes": int(without["processes"]),
+                    "before_processes": int(before["processes"]),
+                }
+            )
+    if not rows:
+        return None
+    table = pd.DataFrame(rows)
+    most = (table["costs"] / table["gained"]).idxmax()
+    return {
+        "most": table.loc[most].to_dict(),
+        "others": table.drop(index=most).to_dict("records"),
+        "shorter": bool((table["finished_ms"] < table["graph_ms"]).all()),
+        "as_long": bool((table["without_ms"] >= table["before_ms"]).all()),
     }
 
 

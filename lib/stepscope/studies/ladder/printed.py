@@ -2,7 +2,17 @@
 
 import pandas as pd
 
-from stepscope.say.formats import faster, interval_cells, listing, number, percent, tiny
+from stepscope.say.formats import (
+    faster,
+    gain,
+    gain_with_interval,
+    interval_cells,
+    listing,
+    number,
+    percent,
+    positions,
+    tiny,
+)
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder, with_vocabulary
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
@@ -15,6 +25,7 @@ WHY = {
 }
 # Said in words, or in a table of their own.
 APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, "graph"}
+UNLIKE = "≠"  # behind a ratio of times at unlike clocks
 
 
 def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:
@@ -28,45 +39,84 @@ def share(value: float) -> str:
     return percent(value)
 
 
+def mhz(value: float) -> str:
+    return number(value, 4)
+
+
+def contexts(rows: pd.DataFrame, name: str = "context") -> list[str]:
+    return [positions(value) for value in rows[name]]
+
+
+def times_of(rows: pd.DataFrame) -> list[str]:
+    """Each rung's time with its interval, or why it has none."""
+    return [
+        cell if row.status == "ok" else WHY[row.status]
+        for cell, row in zip(interval_cells(rows), rows.itertuples())
+    ]
+
+
+def gains_of(rows: pd.DataFrame) -> list[str]:
+    """How many times faster than the rung before, with the interval."""
+    columns = ["gain", "gain_low", "gain_high"]
+    return [gain_with_interval(*row) for row in rows.reindex(columns=columns).itertuples(index=False)]
+
+
+def measured(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """What a rung was measured at, beside its time."""
+    return {
+        "tokens/s": column(rows, "tokens_per_s"),
+        "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
+        "of measured rate": column(rows, "of_measured", share),
+        "of data sheet": column(rows, "of_sheet", share),
+        "of the floor": column(rows, "floor_share", share),
+        "of it at this clock": column(rows, "clock_floor_share", share),
+        "mJ/token": column(rows.assign(mj=rows.get("joules_per_token", float("nan")) * 1e3), "mj"),
+        "SM MHz": column(rows, "sm_clock_mhz", mhz),
+        "W": column(rows, "power_w", lambda value: f"{value:.0f}"),
+        "compiling, s": column(rows, "compile_s"),
+    }
+
+
 def rungs(facts: dict) -> pd.DataFrame:
     """A row a rung of the reference shape and of the same arithmetic, Hugging Face's step below: twelve at
     most."""
     rows = facts["rows"]
     rows = rows[rows["kind"].isin(["rung", "beside"]) & ~rows["rung"].isin(APART)]
-    times = [
-        cell if row.status == "ok" else WHY[row.status]
-        for cell, row in zip(interval_cells(rows), rows.itertuples())
-    ]
     return pd.DataFrame(
         {
             "rung": rows["rung"].map(name_of),
-            "ms [95% interval]": times,
-            "gain [95% interval]": [
-                f"{number(row.gain)} [{number(row.gain_low)}, {number(row.gain_high)}]"
-                if row.gain > 0
-                else "–"
-                for row in rows.reindex(columns=["gain", "gain_low", "gain_high"]).itertuples()
-            ],
-            "tokens/s": column(rows, "tokens_per_s"),
-            "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
-            "of measured rate": column(rows, "of_measured", share),
-            "of data sheet": column(rows, "of_sheet", share),
-            "of the floor": column(rows, "floor_share", share),
-            "of it at this clock": column(rows, "clock_floor_share", share),
-            "mJ/token": column(rows.assign(mj=rows.get("joules_per_token", float("nan")) * 1e3), "mj"),
-            "SM MHz": column(rows, "sm_clock_mhz", lambda value: f"{value:.0f}"),
-            "W": column(rows, "power_w", lambda value: f"{value:.0f}"),
-            "compiling, s": column(rows, "compile_s"),
-            "lines": [str(len(snippet(rung))) if snippet(rung) else "–" for rung in rows["rung"]],
+            "ms [95% interval]": times_of(rows),
+            "x faster [95% interval]": gains_of(rows),
         }
+        | measured(rows)
+        | {"lines": [str(len(snippet(rung))) if snippet(rung) else "–" for rung in rows["rung"]]}
+    )
+
+
+def everything(facts: dict) -> pd.DataFrame:
+    """A row a rung of every shape, those beside the ladder too."""
+    rows = facts["all"]
+    rows = rows[rows["kind"].isin(["rung", "beside"]) & (rows["status"] != "skipped")]
+    return pd.DataFrame(
+        {
+            "size": with_vocabulary(rows["size"], rows["vocab_size"]),
+            "context": contexts(rows, "context_length"),
+            "batch": column(rows, "batch", lambda value: f"{value:.0f}"),
+            "rung": rows["rung"].map(name_of),
+            "ms [95% interval]": times_of(rows),
+            "x faster": column(rows, "gain", gain),
+        }
+        | measured(rows)
+        | {"processes": rows["processes"].astype(str)}
     )
 
 
 def gains(facts: dict) -> pd.DataFrame:
-    """Rungs down, sizes across, with the vocabulary where it is not the usual one: the time of the rung
-    before over this one's at each context, marked where that is not sure."""
+    """Rungs down, sizes across, with the vocabulary where it is not the usual one: how many times
+    faster than the rung before at each context, marked where clocks are unlike and where it is not sure."""
     rows = facts["rows"]
-    cell = [number(gain) + " ‡" * (not sure) for gain, sure in zip(rows["gain"], rows["sure"])]
+    marks = zip(rows["gain"], rows["unlike"], rows["sure"])
+    cell = [gain(ratio) + UNLIKE * unlike + " ‡" * (not sure) for ratio, unlike, sure in marks]
     wide = rows.assign(cell=cell).pivot(index=["called", "rung"], columns="context_length", values="cell")
     table = wide[facts["contexts"]].fillna("–").agg(" / ".join, axis=1).unstack("called")
     order = [rung for rung in RUNGS if rung in table.index]
@@ -77,13 +127,13 @@ def gains(facts: dict) -> pd.DataFrame:
 def bounds(facts: dict) -> pd.DataFrame:
     """A row a shape: the gain of all rungs that are good against each of what a step may wait for."""
     rows = facts["shapes"].reset_index()
-    shape = {
-        "size": with_vocabulary(rows["size"], rows["vocabulary"]),
-        "context": rows["context"].astype(str),
+    shape = {"size": with_vocabulary(rows["size"], rows["vocabulary"]), "context": contexts(rows)}
+    marks = facts["marks"].eq(True).reset_index(drop=True)
+    cells = {
+        kind: [cell + UNLIKE * unlike for cell, unlike in zip(column(rows, kind, gain), marks[kind])]
+        for kind in AGAINST
     }
-    return pd.DataFrame(
-        shape | {kind: column(rows, kind) for kind in AGAINST} | {"gains most against": rows["first"]}
-    )
+    return pd.DataFrame(shape | cells | {"gains most against": rows["first"]})
 
 
 def snippets(facts: dict) -> pd.DataFrame:
@@ -121,14 +171,15 @@ def goals(facts: dict) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "size": with_vocabulary(rows["size"], rows["vocabulary"]),
-            "context": rows["context"].astype(str),
+            "context": contexts(rows),
             "best rung": rows["best_name"],
             "ms": column(rows, "best_ms"),
             "Hugging Face, ms": column(rows, "beside_ms"),
             "x faster than Hugging Face's [95% interval]": [
-                f"{number(row.over_hugging_face)} [{number(row.over_low)}, {number(row.over_high)}]"
+                gain_with_interval(row.over_hugging_face, row.over_low, row.over_high)
                 for row in rows.itertuples()
             ],
+            "SM MHz, both": clocks(rows, rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]),
             "processes": rows["processes"].astype(str),
             "floor, ms": column(rows, "floor_ms"),
             "of the floor": column(rows, "floor_share", share),
@@ -136,6 +187,12 @@ def goals(facts: dict) -> pd.DataFrame:
             "of the measured rate": column(rows, "of_measured", share),
         }
     )
+
+
+def clocks(rows: pd.DataFrame, *both: pd.Series) -> list[str]:
+    """Two clocks of each row, marked where they are unlike; one where they are the same."""
+    pairs = [[mhz(one) for one in pair] for pair in zip(*both)]
+    return [", ".join(dict.fromkeys(pair)) + UNLIKE * unlike for pair, unlike in zip(pairs, rows["unlike"])]
 
 
 def parts(facts: dict) -> pd.DataFrame | None:
@@ -150,7 +207,7 @@ def parts(facts: dict) -> pd.DataFrame | None:
     return pd.DataFrame(
         {
             "size": rows["size"],
-            "context": rows["context"].astype(str),
+            "context": contexts(rows),
             "step": rows["name"],
             "batch": rows["batch"].astype(str),
             "ms": column(rows, "median_ms"),
@@ -167,10 +224,12 @@ def left_out(facts: dict) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "size": rows["size"].astype(str),
-            "context": rows["context_length"].astype(str),
+            "context": contexts(rows, "context_length"),
             "without": rows["name"],
             "ms": column(rows, "median_ms"),
             "is": [faster(speed) + " ‡" * (not sure) for speed, sure in zip(rows["speed"], rows["sure"])],
+            "SM MHz, with it": clocks(rows, rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]),
+            "processes": rows["processes"].astype(str),
         }
     )
 
@@ -180,7 +239,7 @@ def filled(facts: dict) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "size": rows["size"].astype(str),
-            "context": rows["context"].astype(str),
+            "context": contexts(rows),
             "batch": [f"{value:.0f}" for value in rows["batch"]],
             "ms": column(rows, "median_ms"),
             "tokens/s": column(rows, "tokens_per_s"),

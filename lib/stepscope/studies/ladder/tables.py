@@ -90,6 +90,11 @@ class Samples:
         keys = [(rung, run) for run in self.runs(rung)]
         return located([np.median(self.times[key]) for key in keys], [self.draws[key] for key in keys])
 
+    def ends(self, rung: str) -> tuple[float, float]:
+        """The fastest and the slowest process's median."""
+        medians = [np.median(self.times[rung, run]) for run in self.runs(rung)]
+        return float(min(medians)), float(max(medians))
+
     def ratio(self, above: str | None, below: str | None) -> tuple[float, float, float]:
         """One rung's time over another's, each taken within one process."""
         if above is None or below is None:
@@ -157,11 +162,12 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status
     (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms,
     and as ratios of times within a process ``gain`` (the rung that it is a change on over this one; nan where
-    more than one change is between them), ``times_as_fast`` (fp32's over this one), ``over_hugging_face``
-    (its over this one), ``over_finished`` (this one over the finished step), each with its interval
+    more than one change is between them; ``before`` names the former), ``times_as_fast`` (fp32's over this
+    one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
+    each with its interval
     (``_low``, ``_high``); compile_s of first processes; peak_mib and disagreement with fp32, the largest;
-    wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's columns and
-    ``floor_share`` (floor over time), medians.
+    ``fastest_ms`` and ``slowest_ms``, of the processes' medians; wall_ms, tokens_per_s, clock, power,
+    joules_per_token, utilisations, the floor's columns and ``floor_share`` (floor over time), medians.
     """
     shapes: dict[tuple, list[Process]] = {}
     for process in processes:
@@ -184,7 +190,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         shown = (done if len(done) else own).iloc[0]
         texts = ("rung", "status", "reason", "attention_kernel", "flags")
         row = {column: shown.get(column) for column in texts}
-        row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done)}
+        row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done), "before": None}
         row["runs"] = "; ".join(own["run"])
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
@@ -194,6 +200,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
             previous = before(name, climbed) if name in climbed else None
             if previous and not _one_change(previous, name, lacking):
                 previous = None
+            row["before"] = previous
             for column, (above, below) in {
                 "gain": (previous, name),
                 "times_as_fast": ("fp32" if "fp32" in climbed else None, name),
@@ -202,6 +209,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
             }.items():
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
             row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name)))
+            row |= dict(zip(("fastest_ms", "slowest_ms"), samples.ends(name)))
         rows.append(row)
     return pd.DataFrame(rows)
 

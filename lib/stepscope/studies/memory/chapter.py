@@ -29,7 +29,7 @@ CHAPTER = Chapter(
                  printed={"checked": printed.checked, "by_category": printed.by_category,
                           "fits": printed.fits}),
         Question("memory-residual", facts.residual, (RUNS,)),
-        Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS,),
+        Question("memory-largest", facts.largest, (RUNS,), (ALLOCATIONS, SAVED),
                  printed={"largest": printed.largest}),
         Question("memory-block", facts.block, (SAVED, RUNS), (ALLOCATIONS,),
                  printed={"five": printed.five, "by_run": printed.by_run}),

@@ -246,26 +246,47 @@ def residual(runs: pd.DataFrame) -> dict | None:
             "runs": runs_of(one.to_frame().T)}
 
 
+def is_model(line: str) -> bool:
+    """Whether a recorded line is of this package. Its number is that of the code that was measured, and may
+    be another line today."""
+    return line.startswith("stepscope/")
+
+
+def code_of(rows: pd.DataFrame, saved: pd.DataFrame) -> list[str]:
+    """The code that made each allocation of one run: the line's text, where the same run's saved tensors
+    have kept it, else the function that it is in."""
+    texts = dict(zip(saved["line"].map(_numbered), saved["source"])) if len(saved) else {}
+    return [texts.get(_numbered(row.line)) or f"{row.function}()" if is_model(row.line) else row.line
+            for row in rows.itertuples()]
+
+
+def _numbered(line: str) -> str:
+    """A recorded line without its folder: these have moved."""
+    return line.rpartition("/")[2]
+
+
 def largest_allocations(table: pd.DataFrame, number: int = 8) -> pd.DataFrame:
-    """The largest allocations of one run's last forward pass by line of code and size: line, region, size
-    (bytes), times, layers."""
+    """The largest allocations of one run's last forward pass by line of code and size: line, function,
+    region, size (bytes), times, layers."""
     rows = table[(table["phase"] == "forward") & (table["step"] == table["step"].max())]
-    grouped = rows.groupby(["line", "region", "size"], sort=False).agg(
+    grouped = rows.groupby(["line", "function", "region", "size"], sort=False).agg(
         times=("size", "size"), layers=("layer", "nunique")).reset_index()
     grouped = grouped.sort_values(["size", "times"], ascending=False, kind="stable", ignore_index=True)
     return grouped.head(number)
 
 
-def largest(runs: pd.DataFrame, allocations: pd.DataFrame) -> dict | None:
-    """The largest allocations of the reference's forward pass: ``biggest`` are the lines that make one of
-    ``mib``."""
+def largest(runs: pd.DataFrame, allocations: pd.DataFrame, saved: pd.DataFrame | None = None) -> dict | None:
+    """The largest allocations of the reference's forward pass: ``biggest`` are the pieces of code that make
+    one of ``mib`` (:func:`code_of`)."""
     run = reference(runs, "forward")
     if run is None:
         return None
     table = largest_allocations(allocations[allocations["run_id"] == run["run_id"]])
+    kept = pd.DataFrame() if saved is None or saved.empty else saved[saved["run_id"] == run["run_id"]]
+    table = table.assign(code=code_of(table, kept))
     biggest = table[table["size"] == table["size"].max()]
     return {"run": shape_of(run), "mib": table["size"].max() / MIB, "times": int(biggest["times"].sum()),
-            "biggest": biggest[["region", "line"]].to_dict("records"),
+            "biggest": biggest[["region", "code"]].to_dict("records"),
             "table": table.assign(mib=table["size"] / MIB), "runs": runs_of(run.to_frame().T)}
 
 

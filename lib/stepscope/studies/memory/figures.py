@@ -128,11 +128,11 @@ def _peaks_title(runs: pd.DataFrame, mode: str) -> str:
     """The peak at the shortest context and at the longest, or that the longest does not fit."""
     rows = runs[runs["mode"] == mode].sort_values("context_length")
     words, first, last = MODE_WORDS[mode], rows.iloc[0], rows.iloc[-1]
-    peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']:,}"
+    peak = f"{number(first['predicted_mib'] / 1024)} GiB at context {first['context_length']}"
     if last["status"] == "oom":
-        return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']:,}"
+        return f"{words.capitalize()}: {peak}, out of memory at {last['context_length']}"
     longest_gib = number(last["predicted_mib"] / 1024)
-    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']:,}"
+    return f"{words.capitalize()}: {peak}, {longest_gib} at {last['context_length']}"
 
 
 def _peaks_of(axis: Axes, runs: pd.DataFrame) -> None:

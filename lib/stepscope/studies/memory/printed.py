@@ -1,24 +1,21 @@
 """The memory study's tables as they are printed."""
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, fixed, number, percent, signed_percent
-from stepscope.studies.memory.facts import place
+from stepscope.say.formats import MODE_WORDS, code, fixed, number, percent, signed_percent
+from stepscope.studies.memory.facts import is_model, place
 
 ATTENTION_WORDS = {"eager": "written out", "sdpa": "SDPA"}
 
 
 def gib(size_mib: float) -> str:
-    return fixed(size_mib / 1024)
-
-
-def gib2(size_mib: float) -> str:
-    return fixed(size_mib / 1024, 2)
+    return number(size_mib / 1024)
 
 
 def where(row: pd.Series) -> str:
-    """Phase, layer, region and line of a peak."""
+    """Phase, layer and region of a peak; the line too where it is of an installed package: the package's own
+    lines move, and a region says where."""
     at = place(row)
-    line = "" if at["line"] is None else f" ({at['line']})"
+    line = "" if at["line"] is None or is_model(at["line"]) else f" ({at['line']})"
     if at["in_optimizer"]:
         return f"{at['phase']}{line}"
     layer = "" if at["layer"] is None else f", layer {at['layer']}"
@@ -72,7 +69,7 @@ def checked(facts: dict) -> pd.DataFrame | None:
         "size": rows["size"].astype(str), "context": rows["context_length"],
         "mode": rows["mode"].map(MODE_WORDS), "precision": rows["precision"],
         "attention": rows["attention"].map(ATTENTION_WORDS), "AdamW": rows["optimizer"],
-        "predicted": rows["predicted_mib"].map(gib2), "measured": rows["steady_peak_allocated_mib"].map(gib2),
+        "predicted": rows["predicted_mib"].map(gib), "measured": rows["steady_peak_allocated_mib"].map(gib),
         "difference": ["0" if abs(share) < 5e-4 else signed_percent(share, 1)
                        for share in rows["off_share"]]})
 
@@ -81,9 +78,9 @@ def by_category(facts: dict) -> pd.DataFrame | None:
     """Categories down; precisions, predicted and measured, across."""
     if facts["by_category"] is None:
         return None
-    table = facts["by_category"]["table"].map(fixed)
+    table = facts["by_category"]["table"].map(number)
     for cell in facts["by_category"]["corrected"]:
-        before = f" (corrected after measuring; before: {fixed(cell['before_mib'])})"
+        before = f" (corrected after measuring; before: {number(cell['before_mib'])})"
         table.loc[cell["category"], (cell["precision"], "predicted")] += before
     table.columns = [", ".join(names) for names in table]
     return table.rename_axis("category").reset_index()
@@ -100,10 +97,10 @@ def fits(facts: dict) -> pd.DataFrame:
 
 
 def largest(facts: dict) -> pd.DataFrame:
-    """A row a line of the model and size."""
+    """A row for each place in the code and size."""
     rows = facts["table"]
     return pd.DataFrame({"MiB each": rows["mib"].map(number), "times": rows["times"].astype(str),
-                         "region": rows["region"], "line": rows["line"]})
+                         "region": rows["region"], "code": rows["code"].map(code)})
 
 
 def five(facts: dict) -> pd.DataFrame:
@@ -112,7 +109,7 @@ def five(facts: dict) -> pd.DataFrame:
     return pd.DataFrame({"region": rows["region"], "saved": rows["names"],
                          "tensors": rows["tensors"].astype(str),
                          "MiB": rows["mib"].map(number), "share": rows["share"].map(percent),
-                         "line": rows["line"]})
+                         "code": rows["source"].map(code)})
 
 
 def by_run(facts: dict) -> pd.DataFrame | None:
@@ -121,8 +118,8 @@ def by_run(facts: dict) -> pd.DataFrame | None:
         return None
     rows = facts["by_run"]
     return pd.DataFrame({"precision": rows["precision"], "context": rows["context"],
-                         "saved": rows["saved_mib"].map(fixed),
-                         "of it copies of weights": rows["copies_mib"].map(fixed)})
+                         "saved": rows["saved_mib"].map(number),
+                         "of it copies of weights": rows["copies_mib"].map(number)})
 
 
 def curve(facts: dict) -> pd.DataFrame:
@@ -177,10 +174,10 @@ def nested(facts: dict) -> pd.DataFrame:
     rows = rows[rows["blocks"].isin([facts["fewest"], facts["most"]])]
     table = pd.DataFrame({"blocks": rows["blocks"].astype(str), "checkpoints": rows["arrangement"],
                           "runs of a block": rows["block_runs"].map("{:,}".format),
-                          "kept, by formula, MiB": rows["kept_mib"].map(fixed)})
+                          "kept, by formula, MiB": rows["kept_mib"].map(number)})
     if facts["on_gpu"]:
         table["measured beyond the state, MiB"] = [
-            "out of memory" if status == "oom" else fixed(beyond)
+            "out of memory" if status == "oom" else number(beyond)
             for status, beyond in zip(rows["status"], rows["beyond_mib"])]
     return table.assign(**{"step, ms": rows["time_ms"].map(number)})
 
@@ -191,7 +188,7 @@ def reach(facts: dict) -> pd.DataFrame:
     return pd.DataFrame({
         "mode": rows["mode"].map(MODE_WORDS),
         "blocks per checkpoint": [str(blocks) if blocks else "none" for blocks in rows["blocks"]],
-        "precision": rows["precision"], "context": rows["context_length"].map("{:,}".format),
+        "precision": rows["precision"], "context": rows["context_length"].astype(str),
         "predicted peak, GiB": rows["predicted_mib"].map(gib), "measured, GiB": outcome(rows),
         "step, ms": rows["time_ms"].map(number)})
 

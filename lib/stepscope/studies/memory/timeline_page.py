@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stepscope.say.formats import MODE_WORDS
-from stepscope.studies.memory.facts import reference
+from stepscope.studies.memory.facts import is_model, reference
 from stepscope.studies.memory.figures import COLORS, bounds, steps_of
 
 SHOWN = (("step", "fp32"), ("forward", "fp32"), ("forward", "bf16"))
@@ -69,7 +69,8 @@ def _run(name: str, table: pd.DataFrame, places: dict[str, int]) -> dict:
 
 
 def _place(row) -> str:
-    """Where an allocation was made: phase, layer, region, line and function, as far as known."""
+    """Where an allocation was made: phase, layer, region and function, as far as known; of an installed
+    package the line."""
     layer = None if pd.isna(row.layer) else f"layer {row.layer}"
-    line = f"{row.line} in {row.function}" if row.line else None
+    line = f"{row.line} in {row.function}" if row.line and not is_model(row.line) else row.function or None
     return ", ".join(part for part in (row.phase, layer, row.region or None, line) if part)

@@ -30,5 +30,6 @@ def published(speedups: pd.DataFrame) -> dict | None:
     if table.empty:
         return None
     return {"pairs": len(table), "theirs": table["theirs"], "places": counts(table),
+            "unstated": bool(table["context_length"].isna().any()),
             "reports": by_report(table), "table": table,
             "runs": runs_of(here[here["size"].isin(table["size"])])}

@@ -39,8 +39,8 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
 
 
 def other_steps(times: pd.DataFrame) -> list[dict]:
-    """Full steps of slower processes of a configuration, a row a process: ``ms``, the medians by precision;
-    ``slower``, the precisions whose is longer than fp32's."""
+    """Full steps of slower processes of a configuration, a row a process: ``ms``, the medians by precision,
+    and their ``speedups``; ``slower``, the precisions whose is longer than fp32's."""
     if times.empty:
         return []
     steps = pick(times, phase=WHOLE, mode="step", status="ok")
@@ -49,6 +49,8 @@ def other_steps(times: pd.DataFrame) -> list[dict]:
         ms = rows.set_index("precision")["median_ms"]
         found.append({"size": str(size), "context": context,
                       "ms": [{"precision": name, "ms": ms[name]} for name in PRECISIONS if name in ms],
+                      "speedups": [{"precision": name, "speedup": ms[BASE] / ms[name]} for name in PRECISIONS
+                                   if name in ms and BASE in ms and name != BASE],
                       "slower": list(ms.index[ms > (1 + SAME) * ms.get(BASE, float("inf"))])})
     return found
 

@@ -9,7 +9,17 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 from stepscope.say.formats import MODE_WORDS, faster, ms, number, percent, percent_change, share
 from stepscope.say.formats import precision as written
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import MARKERS, PALETTE, PRECISION_COLORS, REST, WIDTH_IN, as_text, ink_on, use_style
+from stepscope.say.style import (
+    MARKERS,
+    PALETTE,
+    PRECISION_COLORS,
+    REST,
+    WIDTH_IN,
+    as_text,
+    hatched_area,
+    ink_on,
+    use_style,
+)
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.facts_memory import beside_fp32
 from stepscope.studies.mixed_precision.facts_numerics import LOST
@@ -104,9 +114,9 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, where: str) -> 
                         "total"].max() if (group["precision"] == "fp32").any() else group["total"].max()
         for row in group.to_dict("records"):
             start = 0.0
-            for name in names:
-                axis.barh(y, row[name] / whole, left=start, color=PART_COLORS[name], edgecolor="white",
-                          linewidth=0.4, label=name if not labels else None)
+            for place, name in enumerate(names):
+                axis.barh(y, row[name] / whole, left=start, **hatched_area(PART_COLORS[name], place),
+                          label=name if not labels else None)
                 if row[name] / whole > WRITTEN:
                     axis.text(start + row[name] / whole / 2, y, percent(row[name] / row["total"]),
                               ha="center", va="center", fontsize=11, color=ink_on(PART_COLORS[name]))

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.say.formats import MODE_WORDS, ms, number, percent, signed, span, tiny
+from stepscope.say.formats import MODE_WORDS, gain, ms, number, percent, signed, span, tiny
 from stepscope.say.published import printed_by_report
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW
@@ -72,7 +72,7 @@ def speedups(facts: dict) -> pd.DataFrame:
 
 def _factor(row) -> str:
     """A speed-up, marked where its clock is unlike fp32's; "=" where there is no change."""
-    return "=" if row.change == "none" else number(row.speedup) + ("≠" if row.unlike_clocks else "")
+    return "=" if row.change == "none" else gain(row.speedup) + ("≠" if row.unlike_clocks else "")
 
 
 def phases(facts: dict) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def parts(facts: dict) -> pd.DataFrame:
     cells = {name: [f"{number(value)} ({percent(value / total)})"
                     for value, total in zip(low[name], low["total"])] for name in PARTS}
     return pd.DataFrame({"size": low["size"], "context": low["context_length"]} | cells
-                        | {"at most": [f"{number(limit)} times" for limit in low["limit"]]})
+                        | {"at most, x faster": [f"{gain(limit)}" for limit in low["limit"]]})
 
 
 def peaks(facts: dict) -> pd.DataFrame | None:

@@ -75,7 +75,9 @@ def summary(both: pd.DataFrame) -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(rows).sort_values("busy", ascending=False, kind="stable", ignore_index=True)
-    return table.assign(change_share=table["ratio"] - 1)
+    ends = {"change_share": "ratio", "low_share": "low", "high_share": "high", "p5_share": "p5",
+            "p95_share": "p95", "operations_share": "operations_ratio"}
+    return table.assign(**{share: table[column] - 1 for share, column in ends.items()})
 
 
 def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
@@ -99,7 +101,8 @@ def agree(timings: pd.DataFrame, sweeps: pd.DataFrame) -> dict | None:
     changed = ~rows["unchanged"] & ~rows["untold"]
     return {"first": first, "same_share": SAME, "far_share": FAR, "kept_busy": KEPT_BUSY,
             "groups": [group(part) for _, part in rows.groupby("busy", sort=False)],
-            "far": far.to_dict("records"), "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
+            "far": far.assign(change_share=far["ratio"] - 1).to_dict("records"),
+            "hosts": hosts(sweeps) if elsewhere else None, "pairs": pairs,
             "slower": rows[changed & (rows["ratio"] > 1) & (rows["beside"] > 0)].to_dict("records"),
             "table": rows, "runs": []}
 
@@ -113,7 +116,8 @@ def pair_rows(timings: pd.DataFrame, condition: str, other: str) -> list[dict]:
 def group(rows: pd.DataFrame) -> dict:
     """The rows of one group of phases, over sweeps, and the spread of single ones."""
     return {"busy": bool(rows["busy"].iloc[0]), "phases": int(rows["phases"].iloc[0]),
-            "all_unchanged": bool(rows["unchanged"].all()), "p5": rows["p5"].min(), "p95": rows["p95"].max(),
+            "all_unchanged": bool(rows["unchanged"].all()),
+            "p5_share": rows["p5_share"].min(), "p95_share": rows["p95_share"].max(),
             "rows": rows.to_dict("records")}
 
 
@@ -124,7 +128,9 @@ def repeated(experiment: pd.DataFrame) -> dict | None:
     ratios_to_alone = experiment.loc[experiment["condition"] != ALONE, "ratio"]
     return {"all_runs": int(experiment["runs"].sum()), "differ": differing(experiment),
             "ratio_low": ratios_to_alone.min(), "ratio_high": ratios_to_alone.max(),
-            "fewest": fewest, "few": fewest < ENOUGH, "table": experiment, "runs": []}
+            "low_share": ratios_to_alone.min() - 1, "high_share": ratios_to_alone.max() - 1,
+            "fewest": fewest, "few": fewest < ENOUGH,
+            "table": experiment.assign(change_share=experiment["ratio"] - 1), "runs": []}
 
 
 def differing(experiment: pd.DataFrame) -> list[dict]:

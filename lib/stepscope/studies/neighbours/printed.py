@@ -1,7 +1,7 @@
 """The tables of sweeps side by side as they are printed."""
 import pandas as pd
 
-from stepscope.say.formats import number, signed_percent
+from stepscope.say.formats import change_with_interval, number, signed_percent, to, with_interval
 
 GROUPS = {True: "phases that keep the GPU busy", False: "phases with more gaps"}
 
@@ -26,22 +26,25 @@ def change(row: pd.Series) -> str:
 def phases(facts: dict) -> pd.DataFrame:
     """A row a sweep and group of phases."""
     rows = facts["table"]
-    four = rows[["ratio", "low", "high", "p5", "p95", "operations_ratio"]].map(number, digits=4)
+    ends = rows[["change_share", "low_share", "high_share"]].itertuples(index=False)
     groups = rows["busy"].map(GROUPS).str.removeprefix("phases ")
     return pd.DataFrame({
         "phases": groups + " (" + rows["phases"].astype(str) + ")", "sweep": rows["condition"],
         "runs beside": rows["beside"].map(number, digits=2),
-        "median ratio": four["ratio"] + " [" + four["low"] + ", " + four["high"] + "]",
-        "single phases, 5% to 95%": four["p5"] + " to " + four["p95"],
-        "sum of operations": four["operations_ratio"], "change": [change(row) for _, row in rows.iterrows()]})
+        "longer by [95% interval]": [change_with_interval(*row) for row in ends],
+        "single phases, 5% to 95%": [to(signed_percent(low, 1), signed_percent(high, 1)) for low, high
+                                     in zip(rows["p5_share"], rows["p95_share"], strict=True)],
+        "sum of operations": [signed_percent(value, 1) for value in rows["operations_share"]],
+        "change": [change(row) for _, row in rows.iterrows()]})
 
 
 def experiment(facts: dict) -> pd.DataFrame:
     """A row a configuration and condition."""
     rows = facts["table"]
-    four = rows[["median_ms", "ci_low_ms", "ci_high_ms", "ratio"]].map(number, digits=4)
+    ends = rows[["median_ms", "ci_low_ms", "ci_high_ms"]].itertuples(index=False)
     return pd.DataFrame({
         "run": rows["size"] + ", context " + rows["context_length"].astype(str) + ", " + rows["mode"],
         "workers": rows["condition"], "runs": rows["runs"].astype(str),
-        "median (ms)": four["median_ms"] + " [" + four["ci_low_ms"] + ", " + four["ci_high_ms"] + "]",
-        "ratio to alone": four["ratio"], "agrees": rows["agrees"].map({True: "yes", False: "no"})})
+        "median (ms)": [with_interval(*row) for row in ends],
+        "longer than alone by": [signed_percent(value, 1) for value in rows["change_share"]],
+        "agrees": rows["agrees"].map({True: "yes", False: "no"})})

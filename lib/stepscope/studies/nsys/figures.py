@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from stepscope.config import PHASE_NAMES, PHASES
 from stepscope.say.formats import MODE_WORDS, capital, percent
 from stepscope.say.selections import pick, reference
-from stepscope.say.style import PHASE_COLORS, WIDTH_IN, ink_on, use_style
+from stepscope.say.style import PHASE_COLORS, WIDTH_IN, hatched_area, ink_on, use_style
 from stepscope.studies.nsys.facts import AGREE, clocks_beside
 from stepscope.studies.nsys.measure import by_family
 from stepscope.traces.families import ATTENTION_SOFTMAX, LOSS_SOFTMAX, MATMUL, shown_family
@@ -31,8 +31,11 @@ def sizes_of(table: pd.DataFrame) -> list[str]:
     return list(table["size"].cat.remove_unused_categories().cat.categories)
 
 
-def patches(families: Sequence[str]) -> list[Patch]:
-    """What a legend shows for families."""
+def patches(families: Sequence[str], hatched: bool = False) -> list[Patch]:
+    """What a legend shows for families; ``hatched`` where the picture is."""
+    if hatched:
+        return [Patch(**hatched_area(FAMILY_COLORS[family], place), label=family)
+                for place, family in enumerate(families)]
     return [Patch(color=FAMILY_COLORS[family], label=family) for family in families]
 
 
@@ -175,7 +178,7 @@ def families_by_size(operations: pd.DataFrame, where: str, mode: str, phases: Se
     for size, top, bottom in zip(sizes, axes[0], axes[-1], strict=True):
         top.set_title(size)
         bottom.set_xlabel("context")
-    figure.legend(handles=patches(used), loc="outside lower center", ncols=3)
+    figure.legend(handles=patches(used, hatched=True), loc="outside lower center", ncols=3)
     products = shares.loc[shares["family"] == MATMUL, "share"]
     low, high = percent(products.min()), percent(products.max())
     title(figure, f"Matrix products are {low if low == high else f'{low} to {high}'} of {words}\n({where})")
@@ -186,10 +189,10 @@ def _stacked(axis: Axes, shares: pd.DataFrame, families: Sequence[str]) -> None:
     """A bar a context, stacked of families."""
     table = shares.pivot_table(index="context_length", columns="family", values="share").fillna(0)
     bottom = pd.Series(0.0, index=table.index)
-    for family in families:
+    for place, family in enumerate(families):
         if family in table:
-            axis.bar(range(len(table)), table[family], bottom=bottom, color=FAMILY_COLORS[family], width=0.85,
-                     edgecolor="white", linewidth=0.4)
+            axis.bar(range(len(table)), table[family], bottom=bottom, width=0.85,
+                     **hatched_area(FAMILY_COLORS[family], place))
             bottom += table[family]
     for place, share in enumerate(table.get(MATMUL, ())):
         axis.text(place, share / 2, f"{100 * share:.0f}", ha="center", va="center",

@@ -62,5 +62,6 @@ def doubled(samples: pd.DataFrame) -> list[dict]:
         if twice := cells.get((size, 2 * context)):
             ratio, low, high = ratio_between_processes(twice, times)
             found.append({"size": size, "context": context, "double": 2 * context, "ratio": ratio, "low": low,
-                          "high": high, "flat": high < FLAT})
+                          "high": high, "change": ratio - 1, "least": low - 1, "most": high - 1,
+                          "flat": high < FLAT})
     return found

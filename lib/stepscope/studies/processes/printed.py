@@ -1,7 +1,7 @@
 """The tables of the study of processes as they are printed."""
 import pandas as pd
 
-from stepscope.say.formats import MODE_WORDS, listing, number, percent
+from stepscope.say.formats import MODE_WORDS, listing, number, share
 
 
 def spreads(facts: dict) -> pd.DataFrame:
@@ -9,9 +9,9 @@ def spreads(facts: dict) -> pd.DataFrame:
     cells = facts["cells"]
     table = cells.assign(
         mode=cells["mode"].map(MODE_WORDS), median=cells["median_ms"].map(number),
-        within=["±" + percent(share, 2) for share in cells["within_share"]],
-        between=[percent(share, 2) for share in cells["between_share"]],
-        apart=[percent(share, 1) for share in cells["range_share"]],
+        within=["±" + share(value) for value in cells["within_share"]],
+        between=[share(value) for value in cells["between_share"]],
+        apart=[share(value) for value in cells["range_share"]],
         waits=["not decided" if phases is None else listing(phases) if phases else "no phase"
                for phases in cells["waits_in"]])
     names = {"size": "size", "context_length": "context", "mode": "pass", "median": "median (ms)",

@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, span
 from stepscope.say.selections import pick
-from stepscope.say.style import MARKERS, PALETTE, REST, WIDTH_IN, use_style
+from stepscope.say.style import MARKERS, PALETTE, REST, WIDTH_IN, hatched_area, use_style
 from stepscope.studies.warmup.facts import RUN, SETTLED, whole_steps
 
 SHOWN = 8  # steps
@@ -74,16 +74,17 @@ def warmup_costs(costs: pd.DataFrame, where: str) -> Figure | None:
     for axis, parts, title in ((axes[0], table[before], "Before the first step"),
                                (axes[1], within, "In the first step, beyond a steady one")):
         left = np.zeros(len(parts))
-        for part in parts:
+        for index, part in enumerate(parts):
             widths = parts[part].clip(lower=0).to_numpy()
             color = COST_COLORS.get(part, "0.5")
-            axis.barh(parts.index.astype(str), widths, left=left, color=color, label=part, edgecolor="white")
+            axis.barh(parts.index.astype(str), widths, left=left, label=part, **hatched_area(color, index))
             left += widths
         axis.set(xlabel="time (ms)", title=title)
         axis.grid(axis="y", visible=False)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[0].invert_yaxis()
     extra = table["first step beyond steady"]
+    contexts = ", ".join(str(context) for context in sorted(set(cold["context_length"])))
     figure.suptitle(f"The first step takes {span(extra, ' ms')} longer than a steady one\n"
-                    f"({where}; two scales)", x=0.01, ha="left", fontweight="bold")
+                    f"(context {contexts}; {where}; two scales)", x=0.01, ha="left", fontweight="bold")
     return figure
