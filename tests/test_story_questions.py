@@ -65,7 +65,7 @@ def test_tf32_is_said_of_a_gpu_alone():
 
 
 def test_the_residual_tensor_is_derived_from_the_runs_shape(memory):
-    assert "4 × 512 × 2560 × 4 bytes = 20 MiB" in memory["answers-memory"].text
+    assert "4 × 512 × 2,560 × 4 bytes = 20 MiB" in memory["answers-memory"].text
 
 
 def test_of_several_processes_the_fastest_eager_step_is_shown():

@@ -61,14 +61,15 @@ def test_what_waits_most_adds_up_with_the_map():
 
 def test_other_times_take_other_words():
     times, captured, low = given()
-    assert "in fp32 (one process each) that is small at context 128" in told(*given())["waiting-where"].text
+    most = max(facts.where(*given())["shapes"], key=lambda one: (one["precision"] == "fp32") * one["share"])
+    assert f"{most['share']:.0%} of the step (small at context 128)" in told(*given())["waiting-where"].text
     exact = captured.assign(operations_ms=captured["operations_ms"] * 10)
     calm = told(times, exact, low)["waiting-where"]
     assert "in none of the " in calm.text and "operations, which need" not in calm.more
     late = changed(times, lambda rows: rows["size"].astype(str) == "large",
                    median_ms=lambda rows: rows["median_ms"] * 3)
     shallow = captured.assign(deepest=5.0)
-    assert "large at context 512" in told(late, shallow, low)["waiting-where"].text
+    assert ("large", 512) in {(one["size"], one["context"]) for one in facts.where(late, shallow, low)["shapes"]}
     assert "in no step" in waiting_map(times, exact, low, "here").get_suptitle()
 
 

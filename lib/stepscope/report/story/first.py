@@ -34,7 +34,8 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
     if found is None:
         return None
     rows = found["rows"]
-    gained = rows[(rows["kind"] == "rung") & (rows["gain"] > 1 + HELPS) & (rows["gain_low"] > 1)]
+    steps = ladder_facts.climbed(rows)
+    gained = steps[(steps["gain"] > 1 + HELPS) & (steps["gain_low"] > 1)]
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]}
             for row in _nearly_all(gained).to_dict("records")]
     other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
@@ -54,7 +55,7 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         "parameters": _billions(found["size"], found["vocabulary"], found["context"]),
         "best": best, "elsewhere": elsewhere, "processes": _processes(rows),
         "beside": _beside(rows), "clocks": _clocks(rows),
-        "trained": _trained(curves), "on_gpu": ladder_facts.climbed_on_gpu(rungs)}
+        "trained": _trained(curves)}
 
 
 def _nearly_all(gained: pd.DataFrame) -> pd.DataFrame:

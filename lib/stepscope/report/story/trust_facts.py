@@ -138,8 +138,9 @@ def hosts(
     found = pick(found, context_length=found["context_length"].mode().iloc[0])
     cells, context = found.groupby(["size", "attention"], observed=True), int(found["context_length"].iloc[0])
     rows = cells["median_ms"].agg(low_ms="min", high_ms="max").assign(
-        studies=cells["by"].nunique(), clocks=cells["sm_clock_mhz"].max() / cells["sm_clock_mhz"].min() - 1)
-    rows = rows[rows["studies"] > 1].assign(times=rows["high_ms"] / rows["low_ms"]).reset_index()
+        times=cells["median_ms"].max() / cells["median_ms"].min(), studies=cells["by"].nunique(),
+        clocks=cells["sm_clock_mhz"].max() / cells["sm_clock_mhz"].min() - 1)
+    rows = rows[rows["studies"] > 1].reset_index()
     if rows.empty:
         return None
     table = by_size(rows.assign(context_length=context)).astype({"size": str})
