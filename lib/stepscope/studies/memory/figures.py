@@ -197,8 +197,9 @@ def _checkpoints_title(group: pd.DataFrame, none: pd.DataFrame, peak: str) -> st
     if fitted.empty:
         return words
     without = fitted.iloc[0]
+    longer = least["time_ms"] / without["time_ms"] - 1
     return (f"{words}: {formats.percent(1 - least[peak] / without[peak])} less than without,"
-            f" for {formats.percent_change(least['time_ms'] / without['time_ms'] - 1)} time")
+            f" for {formats.percent(abs(longer))} {'more' if longer > 0 else 'less'} time")
 
 
 def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, where: str) -> Figure:
