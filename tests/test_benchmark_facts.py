@@ -141,6 +141,7 @@ def test_two_processes_are_told_apart_by_the_spread_between_processes_alone(time
 
 def test_clocks_held_back_are_told_by_samples_and_by_counters(times):
     times = times.drop(columns=[name for name in times if name.startswith(("timed_throttled", "kept_up_", "step_energy"))])
+    times = times.assign(sm_clock_mhz=1980.0, sm_clock_least_mhz=1980.0)
     free = facts_device.device_state(times)
     assert free["total"] > 60 and not free["counted"] and free["power_w"] is None is free["energy_check"]
     one = times["run_id"] == times["run_id"].iloc[0]

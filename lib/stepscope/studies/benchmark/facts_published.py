@@ -23,7 +23,8 @@ def measured(times: pd.DataFrame) -> pd.DataFrame:
 def timings(times: pd.DataFrame) -> dict | None:
     """Who published any of them (``sources``), and the fp32 times that they print over those here of the same
     size, pass and context (of any context where theirs is not stated): ``reports`` has a row a report and
-    clock, ``places`` the counts over all. None without such times."""
+    clock, ``places`` the counts over all, ``unstated`` whether some state no context. None without such
+    times."""
     here = measured(times)
     reports = load_published()
     theirs = published_times(reports)
