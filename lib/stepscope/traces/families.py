@@ -87,15 +87,16 @@ RULES = [
      r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align",
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
-     (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad "
-      r"input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum"
-      r"|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
+     (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
+      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan"
+      r"|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
       r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance|\b[cp]dist\b"
       r"|quantile|\basum\b|\bnrm2\b"),
      ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
       "batch")),
     ("quantization",
-     r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]|fp8 (cast|scale)|k?hadamard",
+     (r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
+      r"|fp8 (cast|scale)|k?hadamard"),
      "numbers into fewer bits with a scale, and back"),
     ("copy and cast",
      (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
