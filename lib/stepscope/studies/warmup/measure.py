@@ -10,6 +10,7 @@ import torch
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.warmup.config import Config
+from stepscope.traces.profiled import profiled
 
 REPEATS = 3
 
@@ -74,7 +75,7 @@ def profiled_calls(step: Step) -> pd.DataFrame:
     frames = []
     for which in ("first", "steady"):
         step.clear_gradients()
-        with torch.profiler.profile() as profiler:
+        with profiled() as profiler:
             step()
             if step.config.device == "cuda":
                 torch.cuda.synchronize()
