@@ -17,6 +17,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -202,6 +203,12 @@ def test_the_wheel_says_what_it_is(wheel):
     assert metadata.get_payload().startswith("# stepscope")
     versions = {kind.rpartition(" ")[2] for kind in metadata.get_all("Classifier") if "Python :: 3." in kind}
     assert versions == {python.rpartition(".")[0] for python in PYTHONS}
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == stepscope.__version__
+    assert cited["license"] == "MIT" and cited["title"].startswith("stepscope")
 
 
 def test_the_installed_wheel_works_outside_a_checkout(installed, tmp_path):

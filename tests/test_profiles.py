@@ -4,11 +4,13 @@ made here.
 import json
 import shutil
 import sqlite3
+import warnings
 from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from stepscope.config import PHASES, configure
 from stepscope.runs.store import Store
@@ -23,6 +25,7 @@ from stepscope.traces.export import ACTIVITIES, ConservationError, TraceError, a
 from stepscope.traces.families import families
 from stepscope.traces.named_steps import UNMATCHED, carry_regions
 from stepscope.traces.nsys_program import NsysError, capture
+from stepscope.traces.profiled import profiled
 from stepscope.traces.torch_profiler import convert, write_export
 
 EXPORT = Path(__file__).parent / "data" / "nsys" / "step.sqlite"  # small, context 512, three full steps
@@ -510,3 +513,19 @@ def test_host_times_are_of_the_phase_that_was_open(tmp_path):
                  CUPTI_ACTIVITY_KIND_KERNEL=[(20, 40, 0, 7, 1, 1 << 24, 1)])
     host = profiles.analyse(tmp_path / "t.sqlite")["regions"].set_index(["phase", "region"])["host_ns"]
     assert host.to_dict() == {("forward", "ffn"): 20, ("backward", "ffn"): 5, ("outside", "ffn"): 4}
+
+
+def test_the_profilers_advice_on_cycles_is_not_said_and_other_warnings_are(monkeypatch):
+    def said(profile):
+        monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set())  # torch says it once a process
+        twice = torch.profiler.schedule(wait=0, warmup=0, active=1, repeat=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=twice) as profiler:
+                for _ in range(2):
+                    torch.ones(2).sum()
+                    profiler.step()
+                warnings.warn("of the work", UserWarning, stacklevel=1)
+        return [str(warning.message)[:25] for warning in told]
+    assert said(torch.profiler.profile) == ["Warning: Profiler clears ", "of the work"]
+    assert said(profiled) == ["of the work"]

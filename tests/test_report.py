@@ -19,8 +19,18 @@ from reference import ROOT, STORE, records
 from stepscope.cli import main
 from stepscope.report.check import StaleReport, check, compare
 from stepscope.report.load import Data, chapters, load_data, tables_of
+from stepscope.report.measured_on import machine
 from stepscope.report.page import render_page
-from stepscope.report.render import OutputError, compose, draw_figures, pages, render, whole, writeup
+from stepscope.report.render import (
+    OutputError,
+    compose,
+    draw_figures,
+    evidence,
+    pages,
+    render,
+    whole,
+    writeup,
+)
 from stepscope.runs.record import RecordError
 from stepscope.runs.selection import told_apart
 from stepscope.runs.store import Store
@@ -163,6 +173,27 @@ def test_the_cpu_preset_is_named_in_every_heading(few):
     headings = re.findall(r"^#+ .*$", text_of(preset), re.M)
     assert len(headings) > 20 and all("CPU preset: " in heading for heading in headings)
     assert "CPU preset" in preset.where and "CPU preset" not in text_of(few)
+
+
+def test_what_was_measured_says_by_which_code_on_how_many_hosts_and_what_it_cost(few):
+    def told(*changes):
+        records = [record.model_copy(update={"duration_s": 5400.0, "results": {"turn_s": 1800.0}, **change})
+                   for record, change in zip(few.records, changes, strict=False)]
+        data = dataclasses.replace(few, records=records)
+        return machine(data), evidence(compose(data), "../runs")["runs.md"]
+    one = few.records[0]
+    other = {"software": one.software | {"stepscope_source": "feedfacecafe"},
+             "machine": one.machine | {"cpu_cores": 1}}
+    same = {"software": one.software, "machine": one.machine}
+    alike, _ = told(same, same)
+    assert "2 GPU-hours" in alike["time in runs"].replace("2.00", "2") and "hosts" not in alike
+    assert alike["measured by code"] == one.software["stepscope_source"]
+    unlike, listed = told(same, other)
+    assert unlike["hosts"].startswith("at least 2") and unlike["measured by code"].startswith("2 versions")
+    assert listed.count("code feedfacecafe") == 1 and f"code {one.software['stepscope_source']}" in listed
+    cpu = dataclasses.replace(few, records=[record.model_copy(update={"config": record.config | {"device": "cpu"}})
+                                            for record in few.records])
+    assert "GPU" not in machine(cpu)["time in runs"]
 
 
 @pytest.fixture(scope="module")

@@ -71,12 +71,31 @@ def machine(data: Data) -> dict[str, str]:
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
     waited_s = sum(float(r.results.get(name) or 0) for r in records for name in ("turn_s", "others_s"))
-    rows["time in runs"] = f"{(sum(r.duration_s for r in records) - waited_s) / 60:.0f} min"
+    taken_s = sum(r.duration_s for r in records) - waited_s
+    rows["time in runs"] = f"{taken_s / 60:.0f} min"
+    if on_gpu:  # a run has one GPU
+        hours = number(taken_s / 3600)
+        rows["time in runs"] += f", {hours} GPU-hours, without what runs waited for their turns"
+    rows["measured by code"] = _code(records)
     if on_gpu:
         rows |= _clocks(data.tables)
         busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
         rows["other processes on the GPU"] = f"in {busy} of {len(records)} runs"
     return rows | _hosts(records)
+
+
+def _code(records: list[Record]) -> str:
+    """How many versions of the package measured what, by the digest of its source that each record has."""
+    by_study: dict[str, set[str]] = {}
+    for record in records:
+        if source := record.software.get("stepscope_source"):
+            by_study.setdefault(record.study, set()).add(source)
+    versions = set().union(*by_study.values())
+    if len(versions) < 2:
+        return distinct(versions)
+    parts = listing([f"{study} {len(own)}" for study, own in sorted(by_study.items())])
+    return (f"{len(versions)} versions (`stepscope_source`): {parts};"
+            " each run's stands in the list of all runs")
 
 
 def _dates(records: list[Record]) -> str:
@@ -100,10 +119,14 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:
-    """Where there were several hosts, their memory; and which studies' runs had others beside them, since a
-    timing is only as good as its neighbours are quiet."""
+    """Where there were several hosts, how many at least, and their memory; and which studies' runs had others
+    beside them, since a timing is only as good as its neighbours are quiet."""
     rows = {}
     hosts = sorted({r.machine["ram_gib"] for r in records if r.machine.get("ram_gib")})
+    told = {(*(r.machine.get(name) for name in ("cpu", "cpu_cores", "ram_gib")), r.software.get("driver"))
+            for r in records if r.machine}
+    if len(told) > 1:
+        rows["hosts"] = f"at least {len(told)}, told apart by processor, cores, memory and driver"
     if len(hosts) > 1:
         rows["memory of the hosts"] = ", ".join(f"{ram:.0f} GiB" for ram in hosts)
     of_study = Counter(r.study for r in records)

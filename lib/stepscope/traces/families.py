@@ -35,7 +35,7 @@ RULES = [
     ("communication",
      (r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
       r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier"
-      r"|\bcomm\b|deep ep|(put|wait|send) signal"),
+      r"|\bcomm\b|deep ep|(put|wait|send) signal|stream (write|wait) value"),
      "between GPUs: NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch"),
     ("fused attention",
      (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
@@ -80,21 +80,23 @@ RULES = [
       r"|align block size|block table|kth value|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets"
       r"|to dense|bounds check|lengths|non ?zero|masked select|\btake\b|krn partial|partial segment|num "
       r"of segments|segments\b|compute grad weight|by key|compact|device (scan|select|partition|run "
-      r"length)|triton kv ind)"),
+      r"length)|triton kv ind|\b[gs]et rows)"),
      ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step "
       "the sorts and scans order the token ids for the embedding's gradient")),
     ("pooling",
      r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align",
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
-     (r"reduc(e|tion)|(?<!re)norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta|compute grad "
-      r"input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan|cum(sum"
-      r"|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
-      r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp"),
+     (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
+      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan"
+      r"|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
+      r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance|\b[cp]dist\b"
+      r"|quantile|\basum\b|\bnrm2\b"),
      ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
       "batch")),
     ("quantization",
-     r"quant(?!ile)|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]|fp8 (cast|scale)|k?hadamard",
+     (r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
+      r"|fp8 (cast|scale)|k?hadamard"),
      "numbers into fewer bits with a scale, and back"),
     ("copy and cast",
      (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
@@ -104,7 +106,8 @@ RULES = [
     ("elementwise",
      (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|elu\b|glu\b|silu|swish|relu"
       r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset"
-      r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"),
+      r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"
+      r"|penalt(y|ies)|\baxpb?y\b|\bscal\b"),
      "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
 ]
 _PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
@@ -118,12 +121,17 @@ CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^a
 # argument, may say that it copies. It may not say that it reduces: it could not.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
 MADE = {"memory", "compiler-generated"}  # the whole name says so, or nothing of it does
+PREPARES = {"embedding and indexing", OTHER}  # what may only prepare another kernel
 TEMPLATED = {"fused attention", "convolution", MATMUL}  # what TorchInductor has templates of
 # Where no part of a name says what is done, the library whose it is: a pattern of the path's words.
 LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
              ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
+             ("communication", r"\bc10d\b"),
              ("elementwise", r"^aten$")]
-_LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
+# A library whose kernels serve one family: what prepares them, such as a table of offsets, is part of it.
+SERVES = [("convolution", r"^cask cudnn")]
+_LIBRARIES, _SERVES = ([(family, re.compile(pattern)) for family, pattern in listed]
+                       for listed in (LIBRARIES, SERVES))
 # Loaders and stores of an elementwise loop, which cast or not whatever it does.
 _DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$")
 
@@ -141,6 +149,8 @@ def family(name: str) -> str:
         return _first(words(name.removeprefix("triton_tem_")), TEMPLATED, "compiler-generated")
     parts = split(name)
     own = _first(words(parts.own))
+    if own in PREPARES and (served := _of_scope_in(_SERVES, words(parts.scope))) != OTHER:
+        return served
     if own == "elementwise":
         return _of_template(parts.template, APPLIED, own)
     if own != OTHER:
@@ -166,8 +176,11 @@ def _of_template(template: str, among: Iterable[str], otherwise: str) -> str:
 
 def _of_scope(parts: Parts) -> str:
     path = words(f"{parts.scope}::{parts.own}")
-    library = next((family for family, pattern in _LIBRARIES if pattern.search(path)), OTHER)
-    return _first(words(parts.scope), set(FAMILIES) - MADE, library)
+    return _first(words(parts.scope), set(FAMILIES) - MADE, _of_scope_in(_LIBRARIES, path))
+
+
+def _of_scope_in(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
+    return next((family for family, pattern in listed if pattern.search(path)), OTHER)
 
 
 def families(names: Iterable[str]) -> pd.Categorical:

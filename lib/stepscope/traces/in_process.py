@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from stepscope.traces.families import families
+from stepscope.traces.profiled import profiled
 from stepscope.traces.torch_profiler import operations
 
 KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
@@ -23,7 +24,7 @@ def kernels(run: Callable[[], None], device: str, steps: int = 1) -> pd.DataFram
     Returns a row for each name, the longest in sum first: name, family, count and total_ms, both a step.
     """
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    with profiled(activities=[activity]) as profiler:
         for _ in range(steps):
             run()
         if device == "cuda":

@@ -28,6 +28,7 @@ from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
 from stepscope.traces.nsys_program import OUTCOME, PID, REQUESTS, TRACE
+from stepscope.traces.profiled import profiled
 from stepscope.traces.turns import alone, begin_work, lives, own_mark
 
 WARM_MS, MOST_WARM = 200, 20         # of short steps, so many ms after the first, and so many at most
@@ -48,7 +49,7 @@ def nsys_capture(trace: Path) -> Iterator[None]:
 
 @contextmanager
 def torch_capture(trace: Path) -> Iterator[None]:
-    with torch.profiler.profile() as profiler:
+    with profiled() as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
 

@@ -36,6 +36,7 @@ from stepscope.studies.ladder.rungs import (
 )
 from stepscope.studies.ladder.training import train
 from stepscope.traces.families import family
+from stepscope.traces.profiled import profiled
 
 BURST_S = 0.4  # a GPU's steps are timed for at least so long in a turn
 POLLED_S = 0.5  # and in the last turn kept up for so long beyond: the energy counter changes each 0.1 s
@@ -44,7 +45,7 @@ COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32'
 FILLED = 0.92  # of the memory that is free before anything is built
 STATE_BYTES = 14  # a parameter when backward begins: fp32 weight and moments, bf16 weight
 # Said of other programs' defaults, by other programs, in the middle of the progress.
-NOT_OURS = ("IProgress not found", "TensorFloat32 tensor cores", "Warning: Profiler clears events")
+NOT_OURS = ("IProgress not found", "TensorFloat32 tensor cores")
 SAMPLES = ["rung", "turn", "step", "time_ms"]
 KERNELS = ["rung", "name", "family", "count", "time_ms"]
 
@@ -173,7 +174,7 @@ def compiler_cache(config: Config) -> Iterator[None]:
 
 def attention_kernel(rung: Rung) -> str:
     """Which implementation scaled_dot_product_attention took, as the profiler names its operator."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with profiled(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         rung.gradients()
     names = {event.name for event in profiler.events()}
     found = {
@@ -192,7 +193,7 @@ def kernel_table(rung: Rung) -> pd.DataFrame:
     """What a step consists of on the GPU: each kernel's number and time in a step (mean of three)."""
     if rung.config.device != "cuda":
         return pd.DataFrame(columns=KERNELS)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with profiled(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             rung.step()
         torch.cuda.synchronize()

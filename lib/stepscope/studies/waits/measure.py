@@ -14,6 +14,7 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.waits.config import Config
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import OUTSIDE, activity_totals, load_trace
+from stepscope.traces.profiled import profiled
 from stepscope.traces.torch_profiler import convert
 
 CAPTURED_STEPS = 2
@@ -130,7 +131,7 @@ def captured(step: Step) -> pd.DataFrame:
     synchronize = torch.cuda.synchronize if step.config.device == "cuda" else lambda: None
     with tempfile.TemporaryDirectory(prefix="stepscope-waits-") as folder:
         trace, export = Path(folder, "trace.json"), Path(folder, "trace.sqlite")
-        with torch.profiler.profile() as profiler:
+        with profiled() as profiler:
             for _ in range(CAPTURED_STEPS):
                 step.clear_gradients()
                 synchronize()

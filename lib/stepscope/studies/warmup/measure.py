@@ -11,6 +11,7 @@ from stepscope.say.formats import ms
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.warmup.config import Config
+from stepscope.traces.profiled import profiled
 
 REPEATS = 3
 IMPORTED = "import torch"  # what only a fresh process does
@@ -76,7 +77,7 @@ def profiled_calls(step: Step) -> pd.DataFrame:
     frames = []
     for which in ("first", "steady"):
         step.clear_gradients()
-        with torch.profiler.profile() as profiler:
+        with profiled() as profiler:
             step()
             if step.config.device == "cuda":
                 torch.cuda.synchronize()
