@@ -78,6 +78,9 @@ def test_what_leaving_a_change_out_costs_is_told_where_it_was_measured(rungs):
     own = rungs[(rungs["rung"] == "without_sdpa") & (rungs["status"] == "ok")]
     without = found["changes"]["sdpa"]["without"]
     assert [shape["over_finished"] for shape in without] == own["over_finished"].tolist() != []
+    change, sure = found["changes"]["sdpa"], [one["over_finished"] for one in without if one["surely"]]
+    assert (change["lost_least"]["over_finished"], change["lost_most"]["over_finished"]) == (min(sure), max(sure))
+    assert len(sure) + len(change["not_lost"]) == len(without) > 2
     assert found["changes"]["tf32"]["without"] == [] and found["left_out"]
     same = rungs.assign(over_finished_low=0.9)
     unsure = advice.advice(same, *[pd.DataFrame()] * 4)["changes"]["sdpa"]["without"]

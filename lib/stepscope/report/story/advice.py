@@ -36,7 +36,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     contexts = gained["context_length"].nunique() > 1
     alone = {precision: _idle_alone(speedups, precision) for precision in ("tf32", "bf16")}
     found = {str(rung): _gain(own, alone.get(str(rung), []), contexts)
-             | {"without": _without(rows, ADVISED[str(rung)])}
+             | _left_out(_without(rows, ADVISED[str(rung)]))
              for rung, own in gained.groupby("rung", sort=False)}
     left_out = rows[rows["rung"].isin([one for one in ADVISED.values() if one])]
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
@@ -49,7 +49,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
             "left_out_processes": int(left_out["processes"].max()) if len(left_out) else 0,
-            "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS, "unlike": any(map(_any_unlike, found.values())),
+            "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS,
+            "unlike": any(map(_any_unlike, found.values())),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
@@ -95,6 +96,16 @@ def _without(rows: pd.DataFrame, rung: str | None) -> list[dict]:
     own = rows[rows["rung"] == rung]
     own = own[own["over_finished"].notna()] if len(own) else own
     return [_shape(row, "over_finished") for row in own.to_dict("records")]
+
+
+def _left_out(shapes: list[dict]) -> dict:
+    """The shapes from which a change was left out (``without``): the one that gets surely slower by the least
+    and by the most (``lost_least``, None where there is only one, and ``lost_most``), and the others
+    (``not_lost``)."""
+    surely = sorted((shape for shape in shapes if shape["surely"]), key=lambda shape: shape["over_finished"])
+    return {"without": shapes, "lost_least": surely[0] if len(surely) > 1 else None,
+            "lost_most": surely[-1] if surely else None,
+            "not_lost": [shape for shape in shapes if not shape["surely"]]}
 
 
 def _shape(row: dict, ratio: str) -> dict:
