@@ -47,7 +47,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
             "left_out_processes": int(left_out["processes"].max()) if len(left_out) else 0,
-            "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS, "unlike": any(map(_any_unlike, found.values())),
+            "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS,
+            "unlike": any(map(_any_unlike, found.values())),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 

@@ -56,10 +56,11 @@ def speeds(
 
     ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
     precision (``all``) and with what slower processes of the same step say of the main one (``others``);
-    ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the sizes whose step takes as long at the shortest context as at the reference one, in as far as processes
-    tell, so that the GPU's work does not set its time (None: there are none); ``trend`` why the speedup
-    changes with the size, ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts``
-    what casts cost and what is won without them.
+    ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the sizes whose step
+    takes as long at the shortest context as at the reference one, in as far as processes tell, so that the
+    GPU's work does not set its time (None: there are none); ``trend`` why the speedup changes with the size,
+    ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and
+    what is won without them.
     """
     steps = whole_steps(speedups)
     if steps.empty:

@@ -41,7 +41,8 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    and whether of each size and precision a shorter context launches nearly as many operations (``as_many``)."""
+    and whether of each size and precision a shorter context launches nearly as many operations
+    (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None

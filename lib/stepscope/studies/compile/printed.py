@@ -21,7 +21,7 @@ def cells_of(both: pd.DataFrame) -> list[str]:
 
 def clocks(row) -> str:
     """A pair's median SM clocks."""
-    return f"{row.sm_clock_mhz:.0f}, {row.sm_clock_mhz_after:.0f} MHz"
+    return f"{row.sm_clock_mhz:,.0f}; {row.sm_clock_mhz_after:,.0f} MHz"
 
 
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
