@@ -72,7 +72,7 @@ def capital(words: str) -> str:
 
 def count(n: int, noun: str) -> str:
     """"no runs", "1 run", "2 runs"."""
-    return f"{n or 'no'} {noun}{'' if n == 1 else 's'}"
+    return f"{f'{n:,}' if n else 'no'} {noun}{'' if n == 1 else 's'}"
 
 
 def apart(a: pd.Series, b: pd.Series) -> bool:
@@ -104,7 +104,7 @@ def either(condition: bool, this: str, that: str) -> str:
 
 def or_none(n: int) -> str:
     """A number of things; "none" for 0."""
-    return str(n) if n else "none"
+    return f"{n:,}" if n else "none"
 
 
 def percent_span(shares: Iterable[float], decimals: int = 0) -> str:

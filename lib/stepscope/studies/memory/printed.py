@@ -51,7 +51,8 @@ def when(facts: dict) -> pd.DataFrame | None:
     tops = tops.sort_values(["mode", "precision", "context_length"])
     rows = pd.DataFrame({
         "mode": tops["mode"].map(MODE_WORDS), "precision": tops["precision"],
-        "where": [where(row) for _, row in tops.iterrows()], "context": tops["context_length"].astype(str),
+        "where": [where(row) for _, row in tops.iterrows()],
+        "context": tops["context_length"].map("{:,}".format),
         "MiB": tops["size_mib"].map(number)})
     of_place = rows.groupby(["mode", "precision", "where"], sort=False)
     told = of_place.agg(context=("context", ", ".join),
