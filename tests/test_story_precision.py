@@ -128,3 +128,18 @@ def test_casts_explain_the_rest_only_where_they_cost_more_than_it_saves():
         return {"table": table, "gains": [{"part": part, "times": pd.Series([times])} for part, times in gains.items()]}
     assert list(_parts(left(2.0))["casts"]) == [4.0]
     assert _parts(left(3.0)) is None and _parts({"gains": None}) is None
+
+
+def test_both_processes_of_one_step_are_told(mixed):
+    """The quickest is the headline; what a slower process says of the same step stands beside it."""
+    told = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6, mixed["other_times"])
+    slower = mixed["other_times"].query("mode == 'step' and phase == 'step' and context_length == 512")
+    ms = slower[slower["size"].astype(str) == "small"].set_index("precision")["median_ms"]
+    [other] = told["first"]["others"]
+    assert other["slower"] and other["times"] == pytest.approx(ms["bf16"] / ms["fp32"])
+    assert told["last"]["others"] == []
+    alone = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6)
+    assert alone["first"]["others"] == [] and alone["first"]["main"] == told["first"]["main"]
+    texts = [next(one for one in tell(PART, given(mixed, other_times=others)) if one.key == "precision-speed").text
+             for others in (mixed["other_times"], NOTHING)]
+    assert "in another" in texts[0] and "in another" not in texts[1]

@@ -164,5 +164,14 @@ def test_gains_go_one_way():
     assert formats.gain_with_interval(float("nan"), 1, 2) == "–" == formats.gain(float("nan"))
 
 
-def test_a_position_has_a_comma_from_five_digits_on():
-    assert [formats.positions(n) for n in (512, 1024, 16_384)] == ["512", "1024", "16,384"]
+def test_a_position_has_a_comma_as_all_numbers_have():
+    assert [formats.positions(n) for n in (512, 1024, 16_384)] == ["512", "1,024", "16,384"]
+
+
+def test_thousands_have_a_comma_wherever_a_number_stands():
+    """In words, lists and tables; a flag is no number, and code given as text stays as it is."""
+    words = environment().from_string("{{ n }}, {{ [512, n] | listing }}, {{ n | count('run') }}, {{ yes }}, {{ code }}")
+    shown_as = "1,024, 512 and 1,024, 1,024 runs, True, --context 2048"
+    assert words.render(n=1024, yes=True, code="--context 2048") == shown_as
+    table = markdown_table(__import__("pandas").DataFrame({"context": [512, 1024], "as text": ["512", "16384"]}))
+    assert "| 1,024 | 16,384 |" in table

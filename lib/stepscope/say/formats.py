@@ -191,12 +191,11 @@ def called(keys: Iterable[str], names: Mapping[str, str]) -> list[str]:
 
 
 def positions(value: float) -> str:
-    """A length of sequence, without a comma up to four digits: whole below 100,000, then to three digits,
-    from a million on in millions."""
+    """A length of sequence: whole below 100,000, then to three digits, from a million on in millions."""
     if math.isnan(value):
         return "–"
     if value < 1e5:
-        return f"{int(value):,}" if value >= 1e4 else f"{int(value)}"
+        return f"{int(value):,}"
     return number(value) if value < 1e6 else f"{number(value / 1e6)} million"
 
 
