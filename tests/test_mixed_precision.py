@@ -332,7 +332,7 @@ def test_speed_and_its_trend_follow_the_data(tables):
         assert set(level[cells].stack()) == {"= / = / ="} and rows[cells].stack().nunique() > 3
     steps = found["walls"].query("mode == 'step' and precision == 'bf16' and change == 'faster'")
     row, table = steps.iloc[-1], printed.speedups(found).set_index(["size", "context"])
-    assert table["bf16"][row["size"], row.context_length].split(" / ")[2] == f"{row.speedup:.2f}"
+    assert table["bf16"][row["size"], row.context_length].split(" / ")[2] == f"{row.speedup:.2f}x"
 
 
 def test_a_slower_process_of_the_same_configuration_is_told(tables):

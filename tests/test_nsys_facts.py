@@ -407,11 +407,11 @@ def test_claims_are_set_beside_what_was_measured(operations, claims, claims_of):
 
 
 def test_claims_are_counted_by_their_place(operations, tables, claims, claims_of):
-    assert sum(claims["places"].values()) == len(claims["claims"]) > 20
+    assert sum(claims["places"].values()) == len(claims["claims"]) > 10
     assert sum(one["within"] for one in claims["reports"]) == claims["places"]["within"]
     assert len(printed.claims(claims)) == claims["places"]["below"] + claims["places"]["above"] > 0
     scores = [row["place"] for row in claims_of(faster_softmax(operations, 100))["claims"]
-              if row["claim"].as_printed == "softmax 316 µs, scores 146 µs"]
+              if row["claim"].as_printed.startswith("softmax 2.6%")]
     assert scores == ["above"]
     assert facts_claims.claims_beside(operations.assign(size="custom"), operations[:0], tables["regions"],
                                       tables["clocks"], tables["walls"]) is None
