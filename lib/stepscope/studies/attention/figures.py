@@ -6,7 +6,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
-from stepscope.say.formats import ms, number, positions, precision
+from stepscope.say.formats import gain, ms, positions, precision
 from stepscope.say.selections import precisions
 from stepscope.say.style import MARKERS, PALETTE, WIDTH_IN, ink_on, use_style
 from stepscope.studies.attention.cells import head, implementations, timed
@@ -121,7 +121,7 @@ def speedup(cells: pd.DataFrame, where: str) -> Figure | None:
     best = both.loc[both["speedup"].idxmax()]
     figure.suptitle(f"{NAMES[best['implementation']]} is up to {best['speedup']:.0f}x faster than written out"
                     f" ({precision(best['precision'])})\n(sequence {positions(best['sequence'])}, forward +"
-                    f" backward, causal, {where};\nbelow 1: slower; grey: does not run so"
+                    f" backward, causal, {where};\ngrey: does not run so"
                     + (", or was not tried)" if untried(cells) else ")"),
                     x=0.01, ha="left", fontweight="bold")
     return figure
@@ -132,7 +132,7 @@ def _heat(axis, grid: pd.DataFrame, limit: float) -> None:
     image = axis.imshow(grid.to_numpy(), norm=LogNorm(1 / limit, limit), cmap="RdBu", aspect="auto")
     for (y, x), value in np.ndenumerate(grid.to_numpy()):
         if np.isfinite(value):
-            axis.text(x, y, number(value, 2), ha="center", va="center", fontsize=13,
+            axis.text(x, y, gain(value, 2), ha="center", va="center", fontsize=13,
                       color=ink_on(image.cmap(image.norm(value))))
     axis.grid(visible=False)
     axis.set_facecolor("0.93")  # shows where there is no value

@@ -139,13 +139,15 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     drawn = axis.imshow(np.log2(table.to_numpy(dtype=float)), cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
     for (y, x), value in np.ndenumerate(table.to_numpy(dtype=float)):
         if np.isfinite(value):
+            slower = f"{1 / value:.2f}x\nslower" if f"{value:.2f}" < "1.00" else ""
             axis.text(
                 x,
                 y,
-                f"{value:.2f}",
+                slower or f"{value:.2f}",
                 ha="center",
                 va="center",
-                fontsize=CELLS,
+                fontsize=CELLS - 4 if slower else CELLS,
+                linespacing=0.95,
                 color=ink_on(drawn.cmap(drawn.norm(np.log2(value)))),
             )
     axis.set_yticks(range(len(table)), [name_of(rung) for rung in table.index], fontsize=CELLS)
@@ -156,7 +158,7 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     if least.notna().any() and least.idxmax() != most.idxmax():
         title += f", {_gains_most(least).replace('gains most ', '')}"
     figure.suptitle(
-        f"{title}\n(times faster than the rung before; below 1: slower; {where})",
+        f"{title}\n(times faster than the rung before; {where})",
         x=0.01,
         ha="left",
         fontweight="bold",
