@@ -54,8 +54,8 @@ def span(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
 
 def listing(items: Iterable[str | int]) -> str:
     """"a, b and c"; whole numbers with a comma for thousands."""
-    items = [f"{int(item):,}" if str(item).isdecimal() else str(item) for item in items]
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else "none"
+    words = [f"{int(item):,}" if str(item).isdecimal() else str(item) for item in items]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
 
 
 def capital(words: str) -> str:
