@@ -69,6 +69,15 @@ def test_every_question_has_its_words_and_every_words_its_question():
             )
 
 
+def test_thousands_have_a_comma_wherever_a_number_stands():
+    """In words, lists and tables; a flag is no number, and code given as text stays as it is."""
+    words = environment().from_string("{{ n }}, {{ [512, n] | listing }}, {{ n | count('run') }}, {{ yes }}, {{ code }}")
+    shown_as = "1,024, 512 and 1,024, 1,024 runs, True, --context 2048"
+    assert words.render(n=1024, yes=True, code="--context 2048") == shown_as
+    table = markdown_table(__import__("pandas").DataFrame({"context": [512, 1024], "as text": ["512", "16384"]}))
+    assert "| 1,024 | 16,384 |" in table
+
+
 HOSTILE = [
     "<b onclick=alert(1)>x</b>",
     "<form action=//x.test><button>go</form>",
@@ -166,12 +175,3 @@ def test_gains_go_one_way():
 
 def test_a_position_has_a_comma_as_all_numbers_have():
     assert [formats.positions(n) for n in (512, 1024, 16_384)] == ["512", "1,024", "16,384"]
-
-
-def test_thousands_have_a_comma_wherever_a_number_stands():
-    """In words, lists and tables; a flag is no number, and code given as text stays as it is."""
-    words = environment().from_string("{{ n }}, {{ [512, n] | listing }}, {{ n | count('run') }}, {{ yes }}, {{ code }}")
-    shown_as = "1,024, 512 and 1,024, 1,024 runs, True, --context 2048"
-    assert words.render(n=1024, yes=True, code="--context 2048") == shown_as
-    table = markdown_table(__import__("pandas").DataFrame({"context": [512, 1024], "as text": ["512", "16384"]}))
-    assert "| 1,024 | 16,384 |" in table

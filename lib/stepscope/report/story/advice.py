@@ -19,6 +19,26 @@ ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused"
            "no_casts": "without_no_casts"}
 
 
+def with_unlike(rungs: pd.DataFrame) -> pd.DataFrame:
+    """With the column ``unlike``: whether a rung's step and the one it is compared with (the rung before; the
+    finished step, of one without a rung) ran at unlike SM clocks."""
+    marked = []
+    for own in by_shape(rungs):
+        same = climbed(own)
+        before = same["sm_clock_mhz"].shift()
+        same = same[same["rung"] != OTHER_ARITHMETIC]
+        finished = same["sm_clock_mhz"].iloc[-1] if len(same) else float("nan")
+        other = before.reindex(own.index).mask(own["kind"] == "left_out", finished)
+        marked.append(own.assign(unlike=unlike_clocks(own["sm_clock_mhz"], other)))
+    return pd.concat(marked, ignore_index=True) if marked else rungs.assign(unlike=False)
+
+
+def _any_unlike(change: dict) -> bool:
+    """Whether one of a change's shapes that are told of is."""
+    ends = [end for end in (change["least"], change["most"]) if end]
+    return any(shape["unlike"] for shape in (*ends, *change["without"]))
+
+
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
            speedups: pd.DataFrame) -> dict | None:
     """A change a key: of the shapes where it surely helped, those where least and most (None where none did;
@@ -53,26 +73,6 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "unlike": any(map(_any_unlike, found.values())),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
-
-
-def with_unlike(rungs: pd.DataFrame) -> pd.DataFrame:
-    """With the column ``unlike``: whether a rung's step and the one it is compared with (the rung before; the
-    finished step, of one without a rung) ran at unlike SM clocks."""
-    marked = []
-    for own in by_shape(rungs):
-        same = climbed(own)
-        before = same["sm_clock_mhz"].shift()
-        same = same[same["rung"] != OTHER_ARITHMETIC]
-        finished = same["sm_clock_mhz"].iloc[-1] if len(same) else float("nan")
-        other = before.reindex(own.index).mask(own["kind"] == "left_out", finished)
-        marked.append(own.assign(unlike=unlike_clocks(own["sm_clock_mhz"], other)))
-    return pd.concat(marked, ignore_index=True) if marked else rungs.assign(unlike=False)
-
-
-def _any_unlike(change: dict) -> bool:
-    """Whether one of a change's shapes that are told of is."""
-    ends = [end for end in (change["least"], change["most"]) if end]
-    return any(shape["unlike"] for shape in (*ends, *change["without"]))
 
 
 def _gain(rows: pd.DataFrame, alone: list[dict], contexts: bool) -> dict:
