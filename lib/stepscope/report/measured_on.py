@@ -89,7 +89,7 @@ def _code(records: list[Record]) -> str:
     by_study: dict[str, set[str]] = {}
     for record in records:
         if source := record.software.get("stepscope_source"):
-            by_study.setdefault(record.study, set()).add(source)
+            by_study.setdefault(record.study, set()).add(str(source))
     versions = set().union(*by_study.values())
     if len(versions) < 2:
         return distinct(versions)
