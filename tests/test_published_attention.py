@@ -25,10 +25,10 @@ def test_the_grid_is_compared_a_pass_at_a_time(cells):
     assert 0.5 < found["tflops_each"] / found["tflops_step"] < 2
     assert 1 < found["squares"] < 1.1 and found["squares_here"] > 1
     for part in found["written_out"]:
-        assert 0 < len(part["ratio"]) <= found["points"] - found["waiting"]
+        assert 0 < len(part["ratio"]) <= found["points"] - found["as_long"]
     shown = printed.published_ratios(found).set_index("d")
     assert not shown.eq("–").all().any(), "no column that says nothing"
-    assert shown.ne("–").to_numpy().sum() == found["points"] - found["waiting"] < found["points"]
+    assert shown.ne("–").to_numpy().sum() == found["points"] - found["as_long"] < found["points"]
     assert 0 < min(found["launching"]) <= max(found["launching"]) < 1
 
 

@@ -392,7 +392,7 @@ def test_what_no_answer_is_made_from_is_listed():
     low = own.tables | {"benchmark.times": times.assign(precision="bf16"),
                         "benchmark.samples": own.tables["benchmark.samples"].assign(precision="bf16")}
     text = text_of(dataclasses.replace(own, tables=low))
-    assert text[text.index('id="other_runs"'):].count("| bf16 |") == len(runs)
+    assert text[text.index('id="evidence-other_runs"'):].count("| bf16 |") == len(runs)
 
 
 def test_shapes_without_a_name_are_named_by_their_dimensions():

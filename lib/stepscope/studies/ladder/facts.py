@@ -228,6 +228,8 @@ def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape with the clock and the peak of the one that each is a change on (``_before``),
     and whether both clocks are ``unlike``."""
     rows = climbed(own)
+    if rows.empty:
+        return rows
     peaks = own.drop_duplicates("rung").set_index("rung").get("peak_mib", pd.Series(dtype=float))
     rows = rows.assign(
         sm_clock_mhz=clock_of(own, rows["rung"]),
