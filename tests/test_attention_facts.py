@@ -323,7 +323,7 @@ def test_launching_as_long_with_tf32_alone_makes_the_saving_a_lower_bound():
     assert set(changes["none"]) == {""} and changes["at_least"].eq(changes.index == 1024).all()
     assert (found["at_least"], found["launching"], found["differ"]) == (2, 0, 8)
     shown = printed.changes(found).set_index("sequence")["forward, against fp32"]
-    assert shown["1024"] == "at least 2.00x faster" and shown["4096"] == "2.00x faster"
+    assert shown["1,024"] == "at least 2.00x faster" and shown["4,096"] == "2.00x faster"
     slower = cells.copy()
     columns = [f"{phase}_{part}_ms" for phase in ("forward", "backward")
                for part in ("median", "ci_low", "ci_high")]

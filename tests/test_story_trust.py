@@ -39,12 +39,10 @@ def test_others_beside_the_runs_that_measured_the_spread_are_told_of():
         assert found is None if each is None else found == {"runs": 2, "beside": 2, "each": True}
 
 
-def test_cells_that_differ_though_a_capture_shows_no_waiting_are_told_of():
+def test_who_waits_is_told_of_the_ends_where_captures_tell():
     cells = trust_facts.step_spreads(spreads(small=0.9, large=0.4, xl=0.02))
     calm = {("small", 128, "step"): True, ("large", 128, "step"): False, ("xl", 128, "step"): False}
-    found = trust_facts._apart(cells, calm)
-    assert found["waiting"] and [one["size"] for one in found["despite"]] == ["large"]
-    assert trust_facts._apart(cells, {})["despite"] == []
+    assert trust_facts._apart(cells, calm)["waiting"] and not trust_facts._apart(cells, {})["waiting"]
 
 
 def eager(by, **ms):
@@ -58,12 +56,13 @@ def eager(by, **ms):
 def test_one_step_is_compared_over_the_studies_that_timed_it():
     low, compiled = eager("mixed_precision", small=20.0, large=100.0, xl=200.0), eager("compile", small=50.0, large=101.0)
     rungs = pd.DataFrame([{"rung": "bf16", "size": "small", "context_length": 512, "vocab_size": 10_000, "status": "ok",
-                           "batch": 4.0, "median_ms": 30.0, "sm_clock_mhz": 1900.0, "runs": "ladder/a; ladder/b"}])
+                           "batch": 4.0, "median_ms": 30.0, "fastest_ms": 25.0, "slowest_ms": 40.0, "sm_clock_mhz": 1900.0,
+                           "runs": "ladder/a; ladder/b"}])
     found = trust_facts.hosts(low, compiled.assign(variant="eager"), rungs, NONE)
     assert (found["most"]["size"], found["most"]["times"], found["most"]["needs_ms"]) == ("small", 2.5, None)
     assert (found["apart"], found["alike"], found["clocks_alike"]) == (["small"], ["large"], False)
     small = {by: ms for (size, _, by), ms in found["ms"].items() if size == "small"}
-    assert small == {"precisions": [20], "compile": [50], "ladder": [30]}
+    assert small == {"precisions": [20], "compile": [50], "ladder": [25, 40]}
     assert {"ladder/b", "compile/small"} <= set(found["runs"])
     assert "xl" not in set(trust_facts.printed_hosts(found)["size"])  # one study alone compares nothing
     again = trust_facts.hosts(low, compiled.assign(variant="eager"), rungs, NONE, low.assign(median_ms=90.0))

@@ -62,8 +62,11 @@ def machine(data: Data) -> dict[str, str]:
         rows["GPU memory"] = distinct(f"{mib / 1024:.1f} GiB" for mib in memory)
         rows["driver, CUDA"] = distinct(f"{r.software.get('driver')}, {r.software.get('cuda')}"
                                         for r in records if r.software)
-    rows["processor"] = distinct(f"{r.machine.get('cpu')}, {r.machine.get('cpu_cores')} cores"
-                                 for r in records if r.machine)
+    cores: dict[str, set[int]] = {}
+    for record in records:
+        if record.machine:
+            cores.setdefault(str(record.machine.get("cpu")), set()).add(record.machine.get("cpu_cores") or 0)
+    rows["processor"] = distinct(f"{cpu}, {listing(sorted(own))} cores" for cpu, own in cores.items())
     rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records
                                      if r.software)
     rows["measured"] = _dates(records)
@@ -115,7 +118,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
     least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
-                                          f" {len(clocks)} timed cells{least}"}
+                                          f" {len(clocks)} timed cells (the ladder's not among them){least}"}
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Compiling: facts of the study of the compiled model and of the ladder, joined.
 
 Pairs are of one process each; of several processes with one configuration the one with the fastest eager step
-is spoken of (:func:`settled`), since a busy host only ever adds time.
+is spoken of (:func:`settled`): its host set the pace the least.
 """
 
 import matplotlib.pyplot as plt
@@ -350,7 +350,7 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
     """``table`` (see :func:`cost`) and what it is of, in the lowest precision."""
     both = settled(beside(times))
     if both.empty:
-        return {"table": both, "table_of": None}
+        return {"table": both, "table_of": None, "elsewhere": False}
     low = precisions(both)[-1]
     attention = next(name for name in SHOWN if (both["attention"] == name).any())
     steps = pick(both, mode="step", precision=low, attention=attention)
@@ -368,13 +368,17 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
                 "size": row["size"],
                 "eager_ms": row["median_ms"],
                 "block_ms": row["median_ms_after"],
-                "model": model.iloc[0][["speedup", "sure"]].to_dict() if len(model) else None,
+                "model": model.iloc[0][["speedup", "sure", "run_id"]].to_dict()
+                | {"here": model["run_id"].iloc[0] == row["run_id"]}
+                if len(model)
+                else None,
                 "block_s": block_s,
                 "earned": block_s / saved_s if block_s is not None and saved_s > 0 else None,
             }
         )
     return {
         "table": pd.DataFrame(rows),
+        "elsewhere": any(row["model"] and not row["model"]["here"] for row in rows),
         "table_of": {
             "precision": low,
             "attention": ATTENTION_WORDS[attention],
@@ -403,7 +407,10 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
             ]
     if rows["model"].notna().any():
         cells["one graph, against blocks"] = [
-            "–" if one is None else faster(one["speedup"]) if one["sure"] else "no sure change"
+            "–"
+            if one is None
+            else (faster(one["speedup"]) if one["sure"] else "no sure change")
+            + (" §" if not one["here"] else "")
             for one in rows["model"]
         ]
     return pd.DataFrame(cells)

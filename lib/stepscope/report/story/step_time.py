@@ -71,7 +71,7 @@ def phase_bars(axis: Axes, table: pd.DataFrame, named: bool) -> None:
         thin = phase == "loss" and shares[phase].max() > SEEN  # black, and nowhere thick enough for a number
         if named and (thin or shares[phase].iloc[-1] > WRITTEN_ABOVE):
             axis.text(len(shares) - 0.5, bottom.iloc[-1] + shares[phase].iloc[-1] / 2,
-                      {"optimizer": "AdamW", "loss": "loss (black)"}.get(phase, phase), va="center",
+                      {"optimizer": "AdamW", "loss": "loss (thin)"}.get(phase, phase), va="center",
                       fontsize=FONT)
         bottom = bottom + shares[phase]
     for place, ms in enumerate(table[WHOLE]):

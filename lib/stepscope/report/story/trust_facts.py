@@ -48,9 +48,8 @@ def repeats(
     is for what a process does once (``ms``); ``apart``: the cells of
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows
     less than processes differ in all of them (``hidden``), whether by the profiles the GPU waits for
-    launches in the widest of them and not in the least (``waiting``), and the cells in which processes differ
-    by more than :data:`MUCH` although by the profiles it does not wait (``despite``); ``neighbours``: which
-    of the runs that measured it had others beside them."""
+    launches in the widest of them and not in the least (``waiting``); ``neighbours``: which of the runs
+    that measured it had others beside them."""
     slow = enough(warmups, benchmarks)
     first = first_step(costs, calls, warmups, benchmarks) if len(costs) else None
     cells = step_spreads(spread)
@@ -106,11 +105,6 @@ def _apart(cells: pd.DataFrame, waiting: dict[tuple[str, int, str], bool]) -> Fa
         "several": len(cells) > 1,
         "hidden": bool((cells["range_share"] > cells["within_share"]).all()),
         "waiting": waits["widest"] is True and waits["least"] is False,
-        "despite": [
-            row
-            for row in cells[cells["range_share"] > MUCH].to_dict("records")
-            if waiting.get((row["size"], row["context_length"], row["mode"])) is False
-        ],
     }
 
 
@@ -187,14 +181,16 @@ def _eager_bf16(times: pd.DataFrame, study: str) -> pd.DataFrame:
 
 
 def _ladder_bf16(rungs: pd.DataFrame) -> pd.DataFrame:
-    """The same on the ladder."""
+    """The same on the ladder: the fastest and the slowest of its processes."""
     if rungs.empty:
         return pd.DataFrame(columns=STEP)
     rows = rungs[rungs["rung"].isin(RUNG_ATTENTION) & (rungs["status"] == "ok") & (rungs["batch"] == BATCH)]
     rows = rows[rows["vocab_size"] == rungs["vocab_size"].min()]
-    return rows.assign(
+    rows = rows.assign(
         by="ladder", size=rows["size"].astype(str), attention=rows["rung"].map(RUNG_ATTENTION)
-    )[STEP]
+    )
+    ends = [rows.assign(median_ms=rows[end]) for end in ("fastest_ms", "slowest_ms")]
+    return pd.concat(ends)[STEP].drop_duplicates()
 
 
 def _needs_ms(low: pd.DataFrame, captured: pd.DataFrame, row: pd.Series, context: int) -> float | None:

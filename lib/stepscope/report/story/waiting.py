@@ -35,7 +35,9 @@ def waiting_map(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame, 
         shares = shares.reindex(index=sizes, columns=columns).to_numpy(dtype=float)
         image = axis.imshow(shares, cmap="Oranges", vmin=0, vmax=0.7, aspect="auto")
         for (line, column), share in np.ndenumerate(shares):
-            if not np.isnan(share):
+            if np.isnan(share):
+                axis.text(column, line, "–", ha="center", va="center", fontsize=FONT, color="0.5")
+            else:
                 color = ink_on(image.cmap(image.norm(share))) if share else "0.4"
                 axis.text(column, line, f"{100 * share:.0f}", ha="center", va="center", fontsize=FONT,
                           color=color)

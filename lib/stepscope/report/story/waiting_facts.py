@@ -65,8 +65,8 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}
                            for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],
-            "only_low": sorted({size for size, context, precision in waiting.index
-                                if precision == "bf16" and (size, context, "fp32") in calm}),
+            "only_low": [{"size": size, "context": context} for size, context, precision in waiting.index
+                         if precision == "bf16" and (size, context, "fp32") in calm],
             "most": most and most | {"operations": round(most["operations"]),
                                      "gaps_ms": most["plain_ms"] - most["operations_ms"] - most["waited_ms"]},
             "runs": runs_of(rows)}

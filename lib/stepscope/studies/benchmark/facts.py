@@ -14,16 +14,30 @@ SHAPE = ["size", "context_length"]
 STEADY = 0.01  # a standard deviation under this share of the mean
 
 
+def hosts(times: pd.DataFrame) -> list[dict]:
+    """Where runs are of several hosts (told apart by their memory, ``gib``): of each how many ``runs``, how
+    many of these had others ``beside`` them, and the ``contexts`` of which it has the most; empty for one."""
+    if "host_gib" not in times or times["host_gib"].dropna().nunique() < 2:
+        return []
+    runs = times.drop_duplicates("run_id").dropna(subset="host_gib")
+    runs = runs.assign(busy=runs["beside"] > 0 if "beside" in runs else False)
+    counts = runs.groupby(["host_gib", "context_length"]).size().unstack(fill_value=0)
+    mostly = counts.idxmax()
+    return [{"gib": gib, "runs": len(own), "beside": int(own["busy"].sum()),
+             "contexts": sorted(int(context) for context in mostly.index[mostly == gib])}
+            for gib, own in runs.groupby("host_gib")]
+
+
 def how_long(times: pd.DataFrame) -> dict | None:
     """Wall times of every mode and GPU times of a step's phases at one shape; backward over forward in all
-    runs with a backward pass.
+    runs with a backward pass, and the :func:`hosts` of the runs.
     """
     times = matrix(times)
     if times.empty:
         return None
     ok = times[times["status"] == "ok"]
     facts = {"times": times, "runs": runs_of(times), "tried": len(times), "nothing_fits": ok.empty,
-             "on_gpu": "cuda" in set(ok["device"]),
+             "on_gpu": "cuda" in set(ok["device"]), "hosts": hosts(times),
              "backward_to_forward": None, "phases": None}
     if ok.empty:
         return facts
@@ -159,6 +173,7 @@ def optimizer(times: pd.DataFrame, ceilings: pd.DataFrame, spread: pd.DataFrame)
                               strict=True)],
             "worse": [str(size) for size in whole["size"][worse]],
             "between_known": whole["low"].notna().any(),
+            "two_hosts": "host_gib" in whole and bool((whole["host_gib"] != whole["host_gib_fused"]).all()),
             "unlike": int((whole["unlike"].to_numpy() | phase["unlike"].to_numpy()).sum()),
             "contexts": [str(context) for context in sorted(set(whole["context_length"]))],
             "copy_known": copy_tbs > 0, "of_copy_share": moved_tbs / copy_tbs, "phases": phase,

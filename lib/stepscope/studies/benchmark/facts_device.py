@@ -10,7 +10,8 @@ from stepscope.step.timing import WHOLE
 
 # What records of before do not have.
 MEASURED = ["timed_watched_s", "kept_up_sm_clock_median_mhz", "kept_up_power_w", "kept_up_energy_s",
-            "kept_up_energy_j", "kept_up_energy_polled_j", "step_energy_j"]
+            "kept_up_energy_j", "kept_up_energy_polled_j", "step_energy_j", "kept_up_step_ms"]
+LIKE = 0.05  # kept up, a step that takes this share more or less than timed alone is not quite the same
 
 
 def device_state(times: pd.DataFrame) -> dict | None:
@@ -45,6 +46,8 @@ def device_state(times: pd.DataFrame) -> dict | None:
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),
             "power_w": steps["kept_up_power_w"].dropna() if steps["kept_up_power_w"].notna().any() else None,
+            "unlike_timed": int(((steps["kept_up_step_ms"] / steps["median_ms"] - 1).abs() > LIKE).sum()),
+            "like": LIKE, "kept_up": int(steps["kept_up_step_ms"].notna().sum()),
             "energy_check": None if polled.empty else energy_check(polled),
             "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
                 held | (steps["mode"] == "step") & steps["kept_up_power_w"].notna()],

@@ -35,4 +35,6 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
             frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
     times = pd.concat(frames, ignore_index=True)
     times = times.reindex(columns=dict.fromkeys([*times, *SUMMARY]))
+    host_gib = {record.run_id: record.machine.get("ram_gib") for record in records}  # tells hosts apart
+    runs["host_gib"] = runs["run_id"].map(host_gib).astype(float)
     return runs.merge(times, on="run_id", validate="one_to_many")

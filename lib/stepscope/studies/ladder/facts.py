@@ -647,9 +647,8 @@ def graph_left_out(rungs: pd.DataFrame) -> dict | None:
     finished step, of the graph's rung, of the one before it and of the finished step without the graph (of
     these the fastest and the slowest process).
 
-    ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do;
-    ``as_long``: at all the step without the graph takes at least as long as the rung before the graph. None
-    where there is no such shape."""
+    ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do.
+    None where there is no such shape."""
     rows = []
     for own in by_shape(rungs):
         graph, without = of_rung(own, "cuda_graphs"), of_rung(own, "without_cuda_graphs")
@@ -681,7 +680,6 @@ def graph_left_out(rungs: pd.DataFrame) -> dict | None:
         "most": table.loc[most].to_dict(),
         "others": table.drop(index=most).to_dict("records"),
         "shorter": bool((table["finished_ms"] < table["graph_ms"]).all()),
-        "as_long": bool((table["without_ms"] >= table["before_ms"]).all()),
     }
 
 
