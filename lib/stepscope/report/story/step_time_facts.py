@@ -138,7 +138,7 @@ def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.
         return None
     last = steps.iloc[-1]
     facts = {"phase_faster": own["foreach_over_fused"], "size": str(last["size"]),
-             "helps": own["fused_faster"], "compiled": None,
+             "helps": own["fused_faster"], "compiled": None, "two_hosts": own["two_hosts"],
              "saved": 1 - last["median_ms_fused"] / last["median_ms"] if last["low"] > 1 else None}
     pairs = fused_adamw(compiled, spread)
     if pairs is not None:

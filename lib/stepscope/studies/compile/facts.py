@@ -56,7 +56,7 @@ def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
 def sdpa(times: pd.DataFrame) -> dict | None:
     """Written-out attention against SDPA: the gains of the full step by variant and of both changes
     ``together``; ``losses`` of any mode in steady samples, and those in ``unsteady`` ones, each with the
-    :func:`gain` of the same pair in the run with fused AdamW (None without one); what SDPA has
+    :func:`gain` of the same pair in another process (None without one); what SDPA has
     :func:`taken`."""
     both = by_attention(times)
     if both.empty:
@@ -68,7 +68,7 @@ def sdpa(times: pd.DataFrame) -> dict | None:
     return {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
                            if len(rows := steps[steps["variant"] == variant])],
             "together": gain(ends) if len(ends) else None, "losses": losses.to_dict("records"),
-            "unsteady": [row.to_dict() | {"again": repeated(row, fused)}
+            "unsteady": [row.to_dict() | {"again": repeated(row, both, fused)}
                          for _, row in slower[slower["flagged"]].iterrows()],
             "shape": shape(both), "several": several_runs(both), "steps": steps, "marks": marks(steps),
             "taken": taken(times),
@@ -85,12 +85,13 @@ def taken(times: pd.DataFrame) -> list[dict]:
              "runs": of["run_id"].nunique()} for name, of in rows.groupby("sdpa_taken", sort=False)]
 
 
-def repeated(row: pd.Series, fused: pd.DataFrame) -> dict | None:
-    """The gain of the same pair in the process with fused AdamW, of a mode in which AdamW has no part; None
-    without one."""
-    if fused.empty or row["mode"] == "step":
-        return None
-    same = pick(fused, **row[["size", "precision", "variant", "mode"]].to_dict())
+def repeated(row: pd.Series, both: pd.DataFrame, fused: pd.DataFrame) -> dict | None:
+    """The gain of the same pair in another process: of the same configuration, or else with fused AdamW, in a
+    mode in which AdamW has no part; None without one."""
+    own = row[["size", "precision", "variant", "mode"]].to_dict()
+    same = pick(both[both["run_id"] != row["run_id"]], **own)
+    if same.empty and len(fused) and row["mode"] != "step":
+        same = pick(fused, **own)
     return gain(same) if len(same) else None
 
 

@@ -68,7 +68,8 @@ def graphed(times: pd.DataFrame) -> dict | None:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
-            "sizes": list(dict.fromkeys(pairs["size"].astype(str))),
+            "sizes": list(dict.fromkeys(pairs["size"].astype(str) + pairs["host"].map(
+                lambda host: f" (host: {host})" if host else ""))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
 
 
