@@ -7,6 +7,7 @@ import pandas as pd
 
 from stepscope.config import StepConfig, configure, size_label
 from stepscope.report.load import Data
+from stepscope.runs.estimate import waited_s
 from stepscope.runs.record import Record
 from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
@@ -73,8 +74,7 @@ def machine(data: Data) -> dict[str, str]:
     ended: Counter[str] = Counter(record.status for record in records)
     rows["runs"] = ", ".join(f"{ended[status]} {words}" for status, words in STATUS_WORDS.items()
                              if ended[status]) or "none"
-    waited_s = sum(float(r.results.get(name) or 0) for r in records for name in ("turn_s", "others_s"))
-    taken_s = sum(r.duration_s for r in records) - waited_s
+    taken_s = sum(r.duration_s - waited_s(r) for r in records)
     rows["time in runs"] = f"{taken_s / 60:.0f} min"
     if on_gpu:  # a run has one GPU
         hours = number(taken_s / 3600)

@@ -28,11 +28,11 @@ def rows_of(records: Iterable[Record]) -> list[dict[str, str]]:
     return [{"machine": CPU if record.config["device"] == "cpu" else f"an {record.machine['device_name']}",
              "device": record.config["device"], "study": record.study,
              "shape": configure(**record.config).shape, "run_id": record.run_id,
-             "seconds": f"{record.duration_s - _waited_s(record):.0f}"}
+             "seconds": f"{record.duration_s - waited_s(record):.0f}"}
             for record in records if record.done]
 
 
-def _waited_s(record: Record) -> float:
+def waited_s(record: Record) -> float:
     """Seconds in which a run that shared its GPU by turns waited for the others: alone it would not."""
     return sum(float(record.results.get(name) or 0) for name in ("turn_s", "others_s"))
 
