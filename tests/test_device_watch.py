@@ -6,7 +6,9 @@ import math
 import time
 
 import pytest
+import torch
 
+from stepscope.runs import machine
 from stepscope.runs.device_watch import DeviceWatch, Poll, differences, from_polls, measure_watched
 from stepscope.step.timing import WHOLE, keep_up, measure
 from stepscope.step.training_step import build_step
@@ -104,3 +106,12 @@ def test_a_step_is_kept_up_at_least_once_and_as_long_as_asked(tiny):
     assert keep_up(step, 0.0) == 1
     began = time.monotonic()
     assert keep_up(step, 0.05) > 1 and time.monotonic() - began >= 0.05
+
+
+def test_a_clock_is_read_only_where_the_process_uses_the_gpu(monkeypatch):
+    """A CPU's run on a machine with a GPU: that one's clock is none of its steps'."""
+    monkeypatch.setattr(machine, "nvml_device", lambda: "a GPU beside")
+    monkeypatch.setattr(machine.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
+    for uses, clock_mhz in ((False, None), (True, 345.0)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses=uses: uses)
+        assert machine.sm_clock_mhz() == clock_mhz

@@ -318,13 +318,13 @@ def test_the_compilers_cache_is_empty_for_the_first_process_and_shared_with_the_
 
 
 def test_what_is_optional_is_skipped_when_the_budget_is_spent(config, capsys):
-    ladder = Ladder(config(rungs=["fp32", "sdpa", "graph"], rounds=1, process=1, budget_s=1))
+    ladder = Ladder(config(rungs=["fp32", "sdpa"], rounds=1, process=1, budget_s=1))
     ladder.climb()
     ladder.started -= 2
     ladder.leave_out()
     status = {name: row["status"] for name, row in ladder.rows.items()}
     assert status["fp32"] == status["sdpa"] == "ok" and set(status.values()) == {"ok", "skipped"}
-    assert status["graph"] == status["without_sdpa"] == "skipped"
+    assert status["without_sdpa"] == "skipped"
     assert "budget" in ladder.rows["without_sdpa"]["reason"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(", ")[1] for line in lines] == ["fp32", "sdpa", "sdpa"], "a line of progress each"
@@ -417,14 +417,15 @@ def test_the_floor_is_products_and_traffic(config):
     assert data_sheet("a CPU") == {}
 
 
-def burst(rung, steps, time_ms):
-    return {"rung": rung, "turn": 0, "steps": steps, "wall_ms": time_ms, "sm_clock_mhz": 1900.0, "power_w": 600.0,
+def burst(rung, steps, time_ms, mhz=1900.0):
+    return {"rung": rung, "turn": 0, "steps": steps, "wall_ms": time_ms, "sm_clock_mhz": mhz, "power_w": 600.0,
             "throttle": "power_cap", "throttled_share": 0.25, "step_energy_j": 3.0}
 
 
 def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", beside=30.0, kept_up=0.0,
-            **fields):
-    """One process's tables as a GPU might give them: ``ms`` by rung; Hugging Face's in ``beside``."""
+            clocks=None, **fields):
+    """One process's tables as a GPU might give them: ``ms`` and ``clocks`` by rung; Hugging Face's in
+    ``beside``."""
     ms = ms or {rung: 100.0 * 0.8**index for index, rung in enumerate(RUNGS[:-1])}
     last = min(ms.values())
     all_ms = ms | {"hugging_face": beside, "without_chunked": 1.1 * last, "without_sdpa": 1.5 * last, "fill": 40.0}
@@ -438,7 +439,7 @@ def process(size="small", number=0, ms=None, faster=1.0, device="NVIDIA H200", b
         "samples": pd.DataFrame([
             {"rung": rung, "turn": 0, "step": step, "time_ms": time * (1 + step / 1e4)}
             for rung, time in all_ms.items() for step in range(6)]),
-        "bursts": pd.DataFrame([burst(rung, 6, time) for rung, time in all_ms.items()]),
+        "bursts": pd.DataFrame([burst(rung, 6, time, (clocks or {}).get(rung, 1900.0)) for rung, time in all_ms.items()]),
         "ceilings": pd.DataFrame({
             "ceiling": [f"matmul_{p}" for p in ("fp32", "tf32", "bf16", "fp8")] + ["copy"],
             "value": [50.0, 350, 700, 1200, 4.2]}),
@@ -575,8 +576,7 @@ def test_rungs_at_unlike_clocks_are_marked_and_counted():
     tables = made_up()
     alike = facts.sizes(tables["rungs"])
     assert alike["unlike"]["unlike"] == 0 and not printed.gains(alike).map(lambda cell: "≠" in cell).any(axis=None)
-    slow = tables["rungs"].copy()
-    slow.loc[slow["rung"] == "no_casts", "sm_clock_mhz"] = 1700.0
+    slow = made_up(clocks={"no_casts": 1700.0})["rungs"]
     found = facts.sizes(slow)
     # The rung itself, and the one after it, which is at the higher clock again.
     assert (found["unlike"]["unlike"], found["unlike"]["lower"], found["unlike"]["all_lower"]) == (4, 2, False)
@@ -587,13 +587,13 @@ def test_rungs_at_unlike_clocks_are_marked_and_counted():
         "ladder-sizes", {**tables, "rungs": slow}).text
     bounds = printed.bounds(facts.advice(slow))
     assert bounds["optimizer"].str.contains("≠").all() and not bounds["launches"].str.contains("≠").any()
-    fast = tables["rungs"].assign(
-        sm_clock_mhz=tables["rungs"]["sm_clock_mhz"].where(tables["rungs"]["rung"] != "overlap", 1600.0))
+    fast = made_up(clocks={"overlap": 1600.0})["rungs"]
     goals = facts.goals(fast, tables["kernels"])
     assert goals["unlike"]["unlike"] == 2 and goals["unlike"]["all_lower"]
     assert facts.goals(tables["rungs"], tables["kernels"])["unlike"]["unlike"] == 0
     left = facts.left_out(fast)
-    assert left["rows"]["unlike"].all() and not facts.left_out(tables["rungs"])["rows"]["unlike"].any()
+    assert left["rows"]["unlike"].all(), "each is compared with the finished step, which is the overlap"
+    assert not facts.left_out(tables["rungs"])["rows"]["unlike"].any()
     assert "sm_clock_mhz" in fast and facts.sizes(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
     assert facts.left_out(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
 
@@ -638,6 +638,22 @@ def test_whether_the_chunked_loss_saves_memory_is_told_where_the_vocabulary_is_l
     assert one["less"] and (both["less"], both["mib"], both["before_mib"]) == (False, 2100.0, 2048.0)
     assert both["vocabulary"] == 50_257
     assert facts.sizes(rungs.drop(columns="peak_mib"))["chunked"] is None
+
+
+def test_a_rungs_time_is_of_processes_that_climbed_from_the_first():
+    """Another that measured two rungs says how they compare, and nothing of how long either takes in a climb;
+    of a branch, which no climb needs, all say how long it takes."""
+    few = process(number=1, ms=climbing(), faster=0.5)
+    few.tables["samples"] = few.tables["samples"][few.tables["samples"]["rung"].isin(["blocks", "graph"])]
+    few.tables["rungs"] = few.tables["rungs"][few.tables["rungs"]["rung"].isin(["blocks", "graph"])]
+    rungs = over_processes([process(ms=climbing()), few]).set_index("rung")
+    alone = over_processes([process(ms=climbing())]).set_index("rung")
+    assert rungs.loc["blocks", "median_ms"] == alone.loc["blocks", "median_ms"] and rungs.loc["blocks", "processes"] == 1
+    assert rungs.loc["blocks", "slowest_ms"] == alone.loc["blocks", "slowest_ms"]
+    assert rungs.loc["graph", "processes"] == 2 and rungs.loc["graph", "median_ms"] > alone.loc["graph", "median_ms"]
+    assert rungs.loc["graph", "gain"] == pytest.approx(alone.loc["graph", "gain"], rel=1e-3)
+    only = over_processes([few]).set_index("rung")
+    assert only.loc["blocks", "processes"] == 1 and only.loc["blocks", "median_ms"] > 0
 
 
 def test_what_a_process_says_beside_itself_is_compared_within_it():

@@ -183,8 +183,10 @@ def test_what_was_measured_says_by_which_code_on_how_many_hosts_and_what_it_cost
         return machine(data), evidence(compose(data), "../runs")["runs.md"]
     one = few.records[0]
     other = {"software": one.software | {"stepscope_source": "feedfacecafe"},
-             "machine": one.machine | {"cpu_cores": 1}}
+             "machine": one.machine | {"ram_gib": 1.0}}
     same = {"software": one.software, "machine": one.machine}
+    pinned = same | {"machine": one.machine | {"cpu_cores": 1}}  # to some of the same machine's cores
+    assert "hosts" not in told(same, pinned)[0]
     alike, _ = told(same, same)
     assert "2 GPU-hours" in alike["time in runs"].replace("2.00", "2") and "hosts" not in alike
     assert alike["measured by code"] == one.software["stepscope_source"]

@@ -119,13 +119,15 @@ def test_clocks_that_differ_are_told_of_on_the_first_screen(rungs):
 
 def test_gains_at_unlike_clocks_are_marked(rungs):
     """A rung against the one before it, a rung left out against the finished step."""
-    marked = advice.with_unlike(of_shape(rungs, "2.7B")).set_index("rung")["unlike"]
-    clock = of_shape(rungs, "2.7B").set_index("rung")["sm_clock_mhz"]
-    assert marked["without_sdpa"] == (abs(1 - clock["without_sdpa"] / clock["overlap"]) > 0.015)
-    assert marked["no_casts"] == (abs(1 - clock["no_casts"] / clock["cuda_graphs"]) > 0.015)
-    assert not marked["fp32"], "it is compared with none"
+    own = of_shape(rungs, "2.7B")
+    clock = own.set_index("rung")["sm_clock_mhz"]
+    changes = advice.advice(own, *[pd.DataFrame()] * 4)["changes"]
+    [without] = changes["sdpa"]["without"]
+    assert without["unlike"] == (abs(1 - clock["without_sdpa"] / clock["overlap"]) > 0.015)
+    assert changes["no_casts"]["most"]["unlike"] == (abs(1 - clock["no_casts"] / clock["cuda_graphs"]) > 0.015)
     [told] = tell(advice.PART, given(**{"ladder.rungs": rungs}))
-    [same] = tell(advice.PART, given(**{"ladder.rungs": rungs.assign(sm_clock_mhz=1980.0)}))
+    [same] = tell(advice.PART, given(**{
+        "ladder.rungs": rungs.assign(sm_clock_mhz=1980.0, sm_clock_mhz_before=1980.0)}))
     assert "†" in told.text and "†" not in same.text
 
 

@@ -8,6 +8,7 @@ from reference import changed, tables
 from stepscope.report.story import step_time_facts as facts
 from stepscope.report.story.part import tell
 from stepscope.report.story.step_time import PART, step_kinds, step_phases
+from stepscope.studies.ladder import facts as ladder
 from stepscope.studies.ladder.names import name_of
 from stepscope.studies.nsys.facts_regions import region_floors
 
@@ -83,8 +84,13 @@ def test_regions_add_up_to_forward():
 def test_a_batch_that_fills_the_memory_is_told_with_its_rate():
     rungs = tables("ladder")["rungs"]
     found = facts.filled(rungs)
-    fills = rungs[rungs["rung"] == "fill"].set_index("size")
-    assert found["sheet"] == fills["of_sheet_bf16"].max() and found["batch"] == fills.loc[found["size"], "batch"]
+    own = ladder.reference(rungs)
+    fill = own[own["rung"] == "fill"].iloc[0]
+    assert (found["sheet"], found["batch"]) == (fill["of_sheet_bf16"], fill["batch"])
+    assert (found["size"], found["context"]) == (fill["size"], fill["context_length"])
+    elsewhere = facts.filled(rungs.drop(index=rungs.index[(rungs["rung"] == "fill") & (rungs["size"] == "2.7B")]))
+    others = rungs[(rungs["rung"] == "fill") & (rungs["size"] != "2.7B")]
+    assert elsewhere["sheet"] == others["of_sheet_bf16"].max()
     assert facts.filled(rungs.assign(of_sheet_bf16=float("nan"))) is facts.filled(pd.DataFrame()) is None
 
 

@@ -275,10 +275,8 @@ def test_a_disk_that_is_full_or_read_only_at_the_start_or_later_costs_no_run(
             seen[name]
         )
     stopped, resumed = seen["stopped"], seen["resumed"]
-    assert (
-        stopped["status"] == 75
-        and f"stopped by the runs folder, which cannot be written to ({told})" in done.stderr
-    )
+    assert stopped["status"] == 75, done.stderr
+    assert f"stopped by the runs folder, which cannot be written to ({told})" in done.stderr
     assert str(seed) not in stopped["records"] and resumed["status"] == 0
     assert {seed: record["status"] for seed, record in resumed["records"].items()} == {
         "0": "ok",

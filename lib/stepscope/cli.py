@@ -1,4 +1,5 @@
 """The command line: a thin layer over the functions a notebook would call."""
+import atexit
 import gc
 import os
 import re
@@ -666,6 +667,9 @@ def main() -> None:
     # be swallowed there.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Python, ending, gives signals back to the system before it leaves: another Ctrl-C would then be the end,
+    # and its status the signal's. Registered first, this is done last.
+    atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
     try:
         app()
     except StepscopeError as error:

@@ -126,10 +126,10 @@ def _hosts(records: list[Record]) -> dict[str, str]:
     beside them, since a timing is only as good as its neighbours are quiet."""
     rows = {}
     hosts = sorted({r.machine["ram_gib"] for r in records if r.machine.get("ram_gib")})
-    told = {(*(r.machine.get(name) for name in ("cpu", "cpu_cores", "ram_gib")), r.software.get("driver"))
+    told = {(*(r.machine.get(name) for name in ("cpu", "ram_gib")), r.software.get("driver"))
             for r in records if r.machine}
     if len(told) > 1:
-        rows["hosts"] = f"at least {len(told)}, told apart by processor, cores, memory and driver"
+        rows["hosts"] = f"at least {len(told)}, told apart by processor, memory and driver"
     if len(hosts) > 1:
         rows["memory of the hosts"] = ", ".join(f"{ram:.0f} GiB" for ram in hosts)
     of_study = Counter(r.study for r in records)

@@ -66,7 +66,12 @@ def nvml_device():
 
 
 def sm_clock_mhz() -> float | None:
-    """The GPU's SM clock now, None where NVML does not say."""
+    """The GPU's SM clock now, None where NVML does not say.
+
+    Also None in a process that uses no GPU: there may be one, whose clock is none of its steps'."""
+    import torch
+    if not torch.cuda.is_initialized():
+        return None
     with suppress(pynvml.NVMLError):
         return float(pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
     return None

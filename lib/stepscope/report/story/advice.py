@@ -7,9 +7,9 @@ from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
 from stepscope.say.formats import number
 from stepscope.say.selections import pick
-from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
+from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, by_shape, climbed, climbed_on_gpu, runs_in
+from stepscope.studies.ladder.facts import beside_the_rung_before, by_shape, climbed_on_gpu, left_out, runs_in
 from stepscope.studies.memory.facts_options import checkpointing
 
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
@@ -17,20 +17,6 @@ from stepscope.studies.memory.facts_options import checkpointing
 ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused": None,
            "blocks": "without_compiling", "cuda_graphs": "without_cuda_graphs",
            "no_casts": "without_no_casts"}
-
-
-def with_unlike(rungs: pd.DataFrame) -> pd.DataFrame:
-    """With the column ``unlike``: whether a rung's step and the one it is compared with (the rung before; the
-    finished step, of one without a rung) ran at unlike SM clocks."""
-    marked = []
-    for own in by_shape(rungs):
-        same = climbed(own)
-        before = same["sm_clock_mhz"].shift()
-        same = same[same["rung"] != OTHER_ARITHMETIC]
-        finished = same["sm_clock_mhz"].iloc[-1] if len(same) else float("nan")
-        other = before.reindex(own.index).mask(own["kind"] == "left_out", finished)
-        marked.append(own.assign(unlike=unlike_clocks(own["sm_clock_mhz"], other)))
-    return pd.concat(marked, ignore_index=True) if marked else rungs.assign(unlike=False)
 
 
 def _any_unlike(change: dict) -> bool:
@@ -49,16 +35,19 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``one_shape``
     where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
     ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
-    rows = with_unlike(rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")])
-    gained = rows[rows["gain"].notna() & rows["rung"].isin(list(ADVISED))]
+    rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
+    pairs = [beside_the_rung_before(own) for own in by_shape(rows)]
+    gained = pd.concat(pairs, ignore_index=True) if pairs else rows
+    gained = gained[gained["gain"].notna() & gained["rung"].isin(list(ADVISED))]
     if gained.empty or not climbed_on_gpu(rungs):  # the advice is a GPU's
         return None
+    without = left_out(rows)
+    lost = without["rows"] if without else rows.iloc[:0]
     contexts = gained["context_length"].nunique() > 1
     alone = {precision: _idle_alone(speedups, precision) for precision in ("tf32", "bf16")}
     found = {str(rung): _gain(own, alone.get(str(rung), []), contexts)
-             | _left_out(_without(rows, ADVISED[str(rung)]))
+             | _left_out(_without(lost, ADVISED[str(rung)]))
              for rung, own in gained.groupby("rung", sort=False)}
-    left_out = rows[rows["rung"].isin([one for one in ADVISED.values() if one])]
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
     against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
@@ -68,7 +57,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
-            "left_out_processes": int(left_out["processes"].max()) if len(left_out) else 0,
+            "left_out_processes": int(lost["processes"].max()) if len(lost) else 0,
             "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS,
             "unlike": any(map(_any_unlike, found.values())),
             "checkpoints": against and against | {"run": spared["run"]},

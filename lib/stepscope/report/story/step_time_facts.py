@@ -239,13 +239,14 @@ def best(rungs: pd.DataFrame) -> dict | None:
 
 
 def filled(rungs: pd.DataFrame) -> dict | None:
-    """The ladder's finished step at the batch that fills the memory, of the shape nearest to the data sheet's
-    rate (``sheet``); None where that was not measured or the rate is not known."""
-    found = ladder.filled(rungs) if len(rungs) else None
-    if found is None or not found["sheet_known"]:
+    """The ladder's finished step at the batch that fills the memory: at the shape that the ladder is told of
+    or, where it was not filled there, at the one nearest to the data sheet's rate (``sheet``). None where
+    that was not measured or the rate is not known."""
+    found, own = (ladder.filled(rungs), ladder.reference(rungs)) if len(rungs) else (None, None)
+    if found is None or own is None or not found["sheet_known"]:
         return None
-    own = found["best"]
-    return {"size": own["size"], "batch": int(own["batch"]), "sheet": own["of_sheet_bf16"]}
+    there = ladder.of_rung(own, "fill") or found["best"]
+    return ladder.shape_of(there) | {"batch": int(there["batch"]), "sheet": there["of_sheet_bf16"]}
 
 
 def regions(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,

@@ -99,11 +99,11 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
     return found.iloc[0].to_dict() if len(found) else None
 
 
-def clock_of(own: pd.DataFrame, names: pd.Series) -> pd.Series:
-    """The median SM clock (MHz) of each rung named, in the table of its shape; nan where it was not read."""
-    if "sm_clock_mhz" not in own:
-        return pd.Series(math.nan, names.index)
-    return names.map(own.drop_duplicates("rung").set_index("rung")["sm_clock_mhz"]).astype(float)
+def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
+    """With the column ``unlike``: whether a row's step and what it is compared with ran at SM clocks apart."""
+    for name in ("sm_clock_mhz", "sm_clock_mhz_before"):  # nan where it was not read
+        rows[name] = rows.get(name, pd.Series(math.nan, rows.index)).astype(float)
+    return rows.assign(unlike=unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]))
 
 
 def ladder(rungs: pd.DataFrame) -> dict | None:
@@ -225,18 +225,13 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 
 
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape with the clock and the peak of the one that each is a change on (``_before``),
-    and whether both clocks are ``unlike``."""
+    """The rungs of one shape with the peak of the one that each is a change on (``_before``), and whether
+    both steps' clocks are ``unlike``."""
     rows = climbed(own)
     if rows.empty:
         return rows
     peaks = own.drop_duplicates("rung").set_index("rung").get("peak_mib", pd.Series(dtype=float))
-    rows = rows.assign(
-        sm_clock_mhz=clock_of(own, rows["rung"]),
-        sm_clock_mhz_before=clock_of(own, rows["before"]),
-        peak_mib_before=rows["before"].map(peaks).astype(float),
-    )
-    return rows.assign(unlike=unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]))
+    return with_unlike(rows.assign(peak_mib_before=rows["before"].map(peaks).astype(float)))
 
 
 def unlike(rows: pd.DataFrame) -> dict:
@@ -603,12 +598,7 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     over = rows["over_finished"]
     sure = (rows["over_finished_low"] > 1) | (rows["over_finished_high"] < 1)
     sure &= (over - 1).abs() > HELPS
-    clocks = pd.concat([finished_clock(own) for own in by_shape(rungs) if len(climbed(own))],
-                       ignore_index=True)
-    rows = rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure)
-    rows = rows.merge(clocks, on=SHAPE, how="left")
-    rows["sm_clock_mhz"] = rows.get("sm_clock_mhz", pd.Series(math.nan, rows.index)).astype(float)
-    rows["unlike"] = unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"])
+    rows = with_unlike(rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure))
     shapes = [
         {
             **shape_of(own.iloc[0]),
@@ -632,13 +622,6 @@ def finished(own: pd.DataFrame) -> pd.Series:
     """The last rung of the same arithmetic."""
     rows = climbed(own)
     return rows[rows["rung"] != OTHER_ARITHMETIC].iloc[-1]
-
-
-def finished_clock(own: pd.DataFrame) -> pd.DataFrame:
-    """The clock of one shape's finished step, as ``sm_clock_mhz_before``."""
-    last = finished(own)
-    mhz = last.get("sm_clock_mhz", math.nan)
-    return pd.DataFrame([{column: last[column] for column in SHAPE} | {"sm_clock_mhz_before": mhz}])
 
 
 def graph_left_out(rungs: pd.DataFrame) -> dict | None:

@@ -318,8 +318,6 @@ class Ladder:
         names = [*[name for name in config.rungs if name != "fill"], *config.beside]
         for name in names:
             self.begin(name)
-        if config.process and "graph" in BRANCHES & set(names):
-            self.begin("graph", status="skipped", reason="compiled in the first process only")
         # Repetitions repeat times: what does not change from process to process is the first one's.
         reference = None if config.process else reference_gradients(config, self.programs)
         last = self.finished()  # where kernels run at once, their times do not add up to the step's

@@ -1,7 +1,7 @@
 """The ladder's tables over all processes in which a shape was measured."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,13 +86,13 @@ class Samples:
         """The processes that have times of all these rungs."""
         return sorted(set.intersection(*({run for of, run in self.times if of == rung} for rung in rungs)))
 
-    def median(self, rung: str) -> tuple[float, float, float]:
-        keys = [(rung, run) for run in self.runs(rung)]
+    def median(self, rung: str, runs: Iterable[str]) -> tuple[float, float, float]:
+        keys = [(rung, run) for run in runs]
         return located([np.median(self.times[key]) for key in keys], [self.draws[key] for key in keys])
 
-    def ends(self, rung: str) -> tuple[float, float]:
-        """The fastest and the slowest process's median."""
-        medians = [np.median(self.times[rung, run]) for run in self.runs(rung)]
+    def ends(self, rung: str, runs: Iterable[str]) -> tuple[float, float]:
+        """The fastest and the slowest of these processes' medians."""
+        medians = [np.median(self.times[rung, run]) for run in runs]
         return float(min(medians)), float(max(medians))
 
     def ratio(self, above: str | None, below: str | None) -> tuple[float, float, float]:
@@ -157,17 +157,19 @@ def process_rows(process: Process) -> pd.DataFrame:
 
 
 def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
-    """A row for each shape and rung over all processes that measured it.
+    """A row for each shape and rung over all processes that measured it; times of a rung climbed, where there
+    are such, over those that climbed from the first.
 
     Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status
     (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms,
     and as ratios of times within a process ``gain`` (the rung that it is a change on over this one; nan where
     more than one change is between them; ``before`` names the former), ``times_as_fast`` (fp32's over this
     one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
-    each with its interval
-    (``_low``, ``_high``); compile_s of first processes; peak_mib and disagreement with fp32, the largest;
-    ``fastest_ms`` and ``slowest_ms``, of the processes' medians; wall_ms, tokens_per_s, clock, power,
-    joules_per_token, utilisations, the floor's columns and ``floor_share`` (floor over time), medians.
+    each with its interval (``_low``, ``_high``); ``sm_clock_mhz_before``, the clock of the rung before (of
+    the finished step, where a change is left out) in the processes that measured both; compile_s of first
+    processes; peak_mib and disagreement with fp32, the largest; ``fastest_ms`` and ``slowest_ms``, of the
+    processes' medians; wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's
+    columns and ``floor_share`` (floor over time), medians.
     """
     shapes: dict[tuple, list[Process]] = {}
     for process in processes:
@@ -183,10 +185,16 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
     lacking = set(each.loc[each["status"] == "unsupported", "rung"])
     climbed = {rung for rung, _ in samples.times if rung in RUNGS and rung != "fill"}
     finished = max(climbed - {"fp8", *BRANCHES}, key=RUNGS.index, default=None)
+    first = min(climbed - BRANCHES, key=RUNGS.index, default=None)
+    # Whoever measured single rungs did so on another day, perhaps on another host: of the rungs climbed the
+    # times are those of processes that began at the first, so that a column is one climb.
+    whole = set(samples.runs(first)) if first else set()
     order = {name: place for place, name in enumerate([*RUNGS, *BESIDE])}
     for name in sorted(dict.fromkeys(each["rung"]), key=lambda name: order.get(name, len(order))):
         own = each[each["rung"] == name]
         done = own[own["status"] == "ok"]
+        if name in climbed - BRANCHES and done["run"].isin(whole).any():
+            done = done[done["run"].isin(whole)]
         shown = (done if len(done) else own).iloc[0]
         texts = ("rung", "status", "reason", "attention_kernel", "flags")
         row = {column: shown.get(column) for column in texts}
@@ -208,8 +216,12 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
                 "over_finished": (name, finished),
             }.items():
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
-            row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name)))
-            row |= dict(zip(("fastest_ms", "slowest_ms"), samples.ends(name)))
+            other = finished if row["kind"] == "left_out" else previous
+            both = samples.runs(name, other) if other else []
+            clocks = each.loc[(each["rung"] == other) & each["run"].isin(both), "sm_clock_mhz"]
+            row["sm_clock_mhz_before"] = clocks.median()
+            row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name, done["run"])))
+            row |= dict(zip(("fastest_ms", "slowest_ms"), samples.ends(name, done["run"])))
         rows.append(row)
     return pd.DataFrame(rows)
 
