@@ -656,6 +656,20 @@ def test_a_rungs_time_is_of_processes_that_climbed_from_the_first():
     assert only.loc["blocks", "processes"] == 1 and only.loc["blocks", "median_ms"] > 0
 
 
+def test_the_one_graph_stands_beside_the_ladder():
+    """It is compared as rungs are, and neither climbed nor part of what several gain together."""
+    tables = made_up()
+    found = facts.sizes(tables["rungs"])
+    graph = found["rows"][found["rows"]["rung"] == "graph"]
+    assert (graph["before"] == "blocks").all() and len(graph) == 2
+    assert name_of("graph") in printed.gains(found)["rung"].tolist() and name_of("graph") in found["useful"]
+    assert "graph" not in facts.climbed(tables["rungs"])["rung"].tolist()
+    assert found["graph"]["own"].tolist() == found["graph"]["blocks"].tolist() == [1, 1]
+    without = tables["rungs"][tables["rungs"]["rung"] != "graph"]
+    assert facts.sizes(without)["graph"] is None and facts.advice(without)["shapes"].equals(
+        facts.advice(tables["rungs"])["shapes"])
+
+
 def test_what_a_process_says_beside_itself_is_compared_within_it():
     """Where it is left out, and at the batch that fills: of processes unlike in speed, neither is another's."""
     rungs = over_processes([process(), process(number=1, faster=1.5)])

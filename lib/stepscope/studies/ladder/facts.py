@@ -82,9 +82,15 @@ def reference(rungs: pd.DataFrame) -> pd.DataFrame | None:
     )
 
 
+def timed(own: pd.DataFrame) -> pd.DataFrame:
+    """The rungs of one shape that have times, branches too, but for the one with another batch."""
+    return own[(own["kind"] == "rung") & (own["status"] == "ok") & (own["rung"] != "fill")]
+
+
 def climbed(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape that have times, but for branches and the one with another batch."""
-    return own[(own["kind"] == "rung") & (own["status"] == "ok") & ~own["rung"].isin(["fill", *BRANCHES])]
+    """The rungs of one shape that have times and stand on one another."""
+    rows = timed(own)
+    return rows[~rows["rung"].isin(BRANCHES)]
 
 
 def best_of(own: pd.DataFrame) -> pd.Series:
@@ -100,7 +106,7 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
 
 
 def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
-    """With the column ``unlike``: whether a row's step and what it is compared with ran at SM clocks apart."""
+    """With ``unlike``: whether a row's step and what it is compared with ran at SM clocks apart."""
     for name in ("sm_clock_mhz", "sm_clock_mhz_before"):  # nan where it was not read
         rows[name] = rows.get(name, pd.Series(math.nan, rows.index)).astype(float)
     return rows.assign(unlike=unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]))
@@ -194,8 +200,8 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
     """What each rung gains where: ``rows``, with whether a gain or cost is ``sure`` (its interval leaves out
     1, and it is over :data:`HELPS`); rungs that surely help at all shapes (``useful``), at none (``useless``)
     and at ``some``, and those that surely cost time (``costly``); of the pairs how many are at ``unlike``
-    clocks, and in how many of these the later rung's is the lower one; and what the chunked loss changes of
-    the peak (``chunked``)."""
+    clocks, and in how many of these the later rung's is the lower one; what the chunked loss changes of the
+    peak (``chunked``); and the seconds that compiling one ``graph`` took, and blocks at the same shapes."""
     rows = pd.concat([beside_the_rung_before(own) for own in by_shape(rungs)] or [pd.DataFrame()],
                      ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
@@ -215,6 +221,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
         "some": [name_of(rung) for rung in anywhere.index[anywhere & ~everywhere]],
         "unlike": unlike(rows),
         "chunked": chunked_peak(rows),
+        "graph": compile_seconds(rungs),
         "useless": [name_of(rung) for rung in anywhere.index[~anywhere]],
         "costly": [
             {"rung": rung, "name": name_of(rung), "at": own[["called", "context_length"]].to_dict("records")}
@@ -225,13 +232,21 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 
 
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape with the peak of the one that each is a change on (``_before``), and whether
-    both steps' clocks are ``unlike``."""
-    rows = climbed(own)
+    """The rungs of one shape, branches too, with the peak of the one that each is a change on (``_before``),
+    and whether both steps' clocks are ``unlike``."""
+    rows = timed(own)
     if rows.empty:
         return rows
     peaks = own.drop_duplicates("rung").set_index("rung").get("peak_mib", pd.Series(dtype=float))
     return with_unlike(rows.assign(peak_mib_before=rows["before"].map(peaks).astype(float)))
+
+
+def compile_seconds(rungs: pd.DataFrame) -> dict | None:
+    """Seconds of compiling the whole forward and its blocks, of each shape that has both; None without."""
+    rows = rungs[rungs["rung"].isin(["blocks", "graph"]) & (rungs["compile_s"] > 0)]
+    both = rows.pivot(index=SHAPE, columns="rung", values="compile_s") if len(rows) else rows
+    both = both.reindex(columns=["blocks", "graph"]).dropna()
+    return {"own": both["graph"], "blocks": both["blocks"]} if len(both) else None
 
 
 def unlike(rows: pd.DataFrame) -> dict:

@@ -16,6 +16,7 @@ from stepscope.studies.ladder.facts import (
     climbed,
     off_fp32,
     smoothed,
+    timed,
     trained,
 )
 from stepscope.studies.ladder.names import name_of
@@ -126,7 +127,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, left: float, span: float, first: float
 
 def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     """Shapes across, rungs down: how many times faster each makes what was before it."""
-    rows = pd.concat([climbed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
+    rows = pd.concat([timed(own) for own in by_shape(rungs)] or [pd.DataFrame()], ignore_index=True)
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
@@ -172,7 +173,7 @@ def _shape_heads(axis: Axes, shapes: list[tuple], usual: int) -> None:
     axis.set_xticks(
         range(len(shapes)),
         [
-            f"{context}" + f"\nV {vocabulary / 1000:.0f}k" * bool(vocabulary != usual)
+            f"{context:,}" + f"\nV {vocabulary / 1000:.0f}k" * bool(vocabulary != usual)
             for _, context, vocabulary in shapes
         ],
         fontsize=CELLS - 1,
