@@ -11,7 +11,7 @@ import pandas as pd
 GPU, HOST, NEITHER, UNDECIDED = ("GPU waits for launches", "host waits on a full queue", "neither waits",
                                  "not decided")
 FULL_QUEUE = 1000        # launches pending; calls were seen to block from here on, none below (H200, CUDA 13)
-WAITED = 0.05            # of a phase's plain time: so much more than its operations back to back
+WAITED = 0.05            # of a phase's operations back to back: so much longer it takes plain
 MARK_MS = 0.01           # and more than this, since the events at its ends are work for the GPU as well
 LONG_BEFORE_NS = 20_000  # a launch this long before its predecessor ended was not late: it takes 5 to 10 us
 ENOUGH = 20              # gaps that make a mean
@@ -119,7 +119,7 @@ def who_waits(phases: pd.DataFrame) -> pd.DataFrame:
     back_to_back = phases["operations_ms"] + phases["operations"] * phases["gap_us"] / 1e3
     more = phases["plain_ms"] - back_to_back
     full = phases["deepest"] >= FULL_QUEUE
-    waits = (more > WAITED * phases["plain_ms"]) & (more > MARK_MS)
+    waits = (more > WAITED * back_to_back) & (more > MARK_MS)
     verdict = np.select([full, more.isna(), waits], [HOST, UNDECIDED, GPU], NEITHER)
     return phases.assign(back_to_back_ms=back_to_back, waits=verdict,
                          busy_share=phases["operations_ms"] / phases["plain_ms"],

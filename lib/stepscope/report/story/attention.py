@@ -134,11 +134,11 @@ def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict
 
 
 def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
-    """How many times faster SDPA makes the ladder's step at a context, a number a size."""
+    """How many times faster SDPA makes the ladder's step at a context, a number a size where that is sure."""
     if rungs.empty:
         return None
     rows = pick(rungs, rung="sdpa", context_length=context, vocab_size=rungs["vocab_size"].min())
-    gains = rows.loc[rows["status"] == "ok", "gain"].dropna()
+    gains = rows.loc[(rows["status"] == "ok") & (rows["gain_low"] > 1), "gain"].dropna()
     return gains if len(gains) else None
 
 

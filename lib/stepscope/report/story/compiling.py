@@ -114,6 +114,7 @@ def _unlike(steps: pd.DataFrame) -> dict | None:
         return None
     return {
         "sizes": list(dict.fromkeys(rows["size"].astype(str))),
+        "precisions": list(dict.fromkeys(rows["precision"])),
         "mhz": rows["sm_clock_mhz_after"],
         "eager_mhz": rows["sm_clock_mhz"],
         "capped": marks(rows)["capped"],
@@ -272,7 +273,8 @@ def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dic
         "better": _better(times),
         "graphed": _graphed(times, kernels),
         "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
-        "rungs": rungs | {"longer": rungs["graph"]["compile_s"] / rungs["blocks"]["compile_s"]}
+        "rungs": rungs | {"longer": rungs["graph"]["compile_s"] / rungs["blocks"]["compile_s"],
+                          "context": rungs["graph"]["context"]}
         if all(rungs.values())
         else None,
         **table,
@@ -286,6 +288,7 @@ def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
     row = None if own is None else ladder_facts.of_rung(own, name)
     return row and {
         "size": row["size"],
+        "context": int(row["context_length"]),
         "compile_s": row["compile_s"],
         "gain": row["gain"],
         "helps": bool(row["gain_low"] > 1) and row["gain"] > 1 + ladder_facts.HELPS,

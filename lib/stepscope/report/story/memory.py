@@ -294,7 +294,7 @@ def from_ladder(rungs: pd.DataFrame) -> list[dict]:
             found.append({"change": change, "code": code, "before_mib": before["peak_mib"],
                           "after_mib": row["peak_mib"], "before_ms": before["median_ms"],
                           "after_ms": row["median_ms"],
-                          "where": f"{row['size']}, {row['context_length']:,}, full step, ladder"})
+                          "where": f"{row['size']}, {row['context_length']:,}, bf16, full step, ladder"})
     return [one for one in found if one["after_mib"] < one["before_mib"] * (1 - WORTH_SAYING)]
 
 

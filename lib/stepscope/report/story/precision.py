@@ -181,6 +181,7 @@ def _no_casts(rungs: pd.DataFrame) -> dict | None:
         return None
     return ladder_facts.shape_of(row) | {
         "gain": row["gain"],
+        "unlike": bool(ladder_facts.with_unlike(pd.DataFrame([row]))["unlike"].iloc[0]),
         "after_ms": row["median_ms"],
         "before_ms": row["median_ms"] * row["gain"],
     }

@@ -196,6 +196,7 @@ def compiled(found: Facts, tables: Tables) -> Facts:
     :func:`_fastest`."""
     model = found["compile_model"]
     gains, why = model["gains"] if model else [], found["compile_why"]
+    fastest = None if model is None else _fastest(model["pairs"])
     return {
         "kernels": why
         and {
@@ -214,7 +215,8 @@ def compiled(found: Facts, tables: Tables) -> Facts:
             if one["all_faster"]
         ],
         "contexts": [str(context) for context in model["shape"]["contexts"]] if model else [],
-        "fastest": None if model is None else _fastest(model["pairs"]),
+        "fastest": fastest,
+        "marks": {name: fastest is not None and bool(fastest[name].any()) for name in ("unlike", "flagged")},
     }
 
 
@@ -231,7 +233,8 @@ def speedups(facts: Facts) -> pd.DataFrame | None:
     if rows is None or rows.empty:
         return None
     rows = rows.assign(
-        cell=[f"{number(row.median_ms)} → {number(row.median_ms_after)}" for row in rows.itertuples()]
+        cell=[f"{number(row.median_ms)} → {number(row.median_ms_after)}"
+              + " ≠" * row.unlike + " †" * row.flagged for row in rows.itertuples()]
     )
     wide = rows.pivot_table(
         index="size", columns=["precision", "mode"], values="cell", aggfunc="first", observed=True, sort=False

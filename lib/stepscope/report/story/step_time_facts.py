@@ -183,14 +183,17 @@ def kinds(operations: pd.DataFrame, rungs: pd.DataFrame, kernels: pd.DataFrame) 
 
 def gains(rungs: pd.DataFrame) -> dict | None:
     """Of the shape that the ladder speaks of, how many times faster each rung makes the step; None where it
-    lacks one of those that are told of."""
+    lacks one of those that are told of. ``unlike``: those of them at another clock than what was before."""
     own = ladder.reference(rungs) if len(rungs) else None
     if own is None:
         return None
-    told = ladder.climbed(own).set_index("rung")["gain"].dropna()
-    if not {"tf32", "bf16", "sdpa", "blocks"} <= set(told.index):
+    rows = ladder.beside_the_rung_before(own).set_index("rung")
+    told, names = rows["gain"].dropna(), ["tf32", "bf16", "sdpa", "blocks"]
+    if not {*names} <= set(told.index):
         return None
-    return {"size": str(own["size"].iloc[0]), "context": int(own["context_length"].iloc[0]), **told.to_dict()}
+    unlike = [name_of(name) for name in names if rows.loc[name, "unlike"]]
+    return {"size": str(own["size"].iloc[0]), "context": int(own["context_length"].iloc[0]), "unlike": unlike,
+            **told.to_dict()}
 
 
 def finished(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from stepscope.step.summary import unlike_clocks
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.names import AGAINST, name_of
+from stepscope.studies.ladder.names import AGAINST, KERNEL_NAMES, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
 from stepscope.studies.ladder.tables import SHAPE
 from stepscope.traces.families import MATMUL
@@ -148,6 +148,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
         "graph": graph,
+        "graph_sure": bool(graph and (graph["gain_low"] > 1 or graph["gain_high"] < 1)),
         "idle": idle["rung"].map(name_of).tolist(),
         "gains": surely_faster(first, best),
         "missing": [
@@ -160,8 +161,16 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "alike": climbed(own)["processes"].nunique() == 1,
         "held": float(held.max()) if held.notna().any() else None,
         "reasons": sorted(one.replace("_", " ") for one in reasons - {""}),
+        "apart": bool(rungs["apart"].any()),
+        "kernels": attention_kernels(rungs),
         "runs": runs_in(rungs),
     }
+
+
+def attention_kernels(rungs: pd.DataFrame) -> list[str]:
+    """What fused attention took, over the shapes that recorded it."""
+    taken = rungs.loc[rungs["rung"] == "sdpa", "attention_kernel"].dropna()
+    return sorted({KERNEL_NAMES.get(one, one) for text in taken for one in text.split(", ") if one})
 
 
 def bf16_weights(own: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
@@ -695,6 +704,8 @@ def filled(rungs: pd.DataFrame) -> dict | None:
                 | {
                     "over_small": fill["batch"] / best["batch"] / fill["over_finished"],
                     "small_batch": int(best["batch"]),
+                    "small_mhz": best.get("sm_clock_mhz", math.nan),
+                    "lower_clock": fill.get("sm_clock_mhz", math.nan) < best.get("sm_clock_mhz", math.nan),
                 }
             )
     if not rows:
@@ -705,6 +716,11 @@ def filled(rungs: pd.DataFrame) -> dict | None:
         "best": table.loc[table["of_sheet_bf16"].fillna(table["of_measured"]).idxmax()].to_dict(),
         "sheet_known": bool(table["of_sheet_bf16"].notna().all()),
         "gains": table["over_small"],
+        "lower_clock": bool(table["lower_clock"].all()),
+        "too_large": [
+            shape_of(row) | {"processes": int(row["out_of_memory"])}
+            for row in rungs[(rungs["rung"] == "fill") & (rungs["out_of_memory"] > 0)].to_dict("records")
+        ],
         "small_batch": int(table["small_batch"].min()),
         "runs": runs_in(rungs),
     }

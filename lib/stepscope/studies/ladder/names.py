@@ -25,6 +25,7 @@ NAMES = dict(
         ),
     )
 ) | dict(zip(BESIDE, ("Hugging Face", "Hugging Face, bf16 weights")))
+KERNEL_NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention", "efficient": "the memory-efficient one"}
 SNIPPETS = Path(__file__).parent / "snippets"
 # What a rung is good against: kernels' launches, products, other kernels' memory traffic, the optimizer's.
 AGAINST = {

@@ -102,7 +102,7 @@ def everything(facts: dict) -> pd.DataFrame:
             "size": with_vocabulary(rows["size"], rows["vocab_size"]),
             "context": contexts(rows, "context_length"),
             "batch": column(rows, "batch", lambda value: f"{value:.0f}"),
-            "rung": rows["rung"].map(name_of),
+            "rung": rows["rung"].map(name_of) + rows["apart"].map({True: " §", False: ""}),
             "ms [95% interval]": times_of(rows),
             "x faster": column(rows, "gain", gain),
         }
@@ -246,6 +246,9 @@ def filled(facts: dict) -> pd.DataFrame:
             "peak GiB": column(rows.assign(gib=rows.get("peak_mib", float("nan")) / 1024), "gib"),
             "of measured rate": column(rows, "of_measured", share),
             "of data sheet": column(rows, "of_sheet_bf16", share),
+            "SM MHz": column(rows, "sm_clock_mhz", mhz),
+            "at the small batch": column(rows, "small_mhz", mhz),
+            "processes": rows["processes"].astype(str),
         }
     )
 

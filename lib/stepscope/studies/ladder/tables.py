@@ -161,7 +161,9 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     are such, over those that climbed from the first.
 
     Columns: size, context_length, vocab_size, rung, kind (``rung``, ``beside``, ``left_out``), status
-    (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs; median_ms,
+    (``ok`` where it is so in any process), reason, lines of its snippet, batch, processes, runs, in how many
+    it ran ``out_of_memory``, whether some of its times are of processes that did not climb (``apart``);
+    attention_kernel where a process recorded it; median_ms,
     and as ratios of times within a process ``gain`` (the rung that it is a change on over this one; nan where
     more than one change is between them; ``before`` names the former), ``times_as_fast`` (fp32's over this
     one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
@@ -182,6 +184,11 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
 def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
     samples, rows = Samples(processes), []
     each = pd.concat([process_rows(process) for process in processes], ignore_index=True)
+    # The batch that fills is predicted anew in each process; the largest that fitted stands for the shape.
+    filled = each[(each["rung"] == "fill") & (each["status"] == "ok")]
+    for place, run in filled.loc[filled["batch"] < filled["batch"].max(), "run"].items():
+        samples.times.pop(("fill", run), None)
+        each = each.drop(index=place)
     lacking = set(each.loc[each["status"] == "unsupported", "rung"])
     climbed = {rung for rung, _ in samples.times if rung in RUNGS and rung != "fill"}
     finished = max(climbed - {"fp8", *BRANCHES}, key=RUNGS.index, default=None)
@@ -196,9 +203,11 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         if name in climbed - BRANCHES and done["run"].isin(whole).any():
             done = done[done["run"].isin(whole)]
         shown = (done if len(done) else own).iloc[0]
-        texts = ("rung", "status", "reason", "attention_kernel", "flags")
-        row = {column: shown.get(column) for column in texts}
+        row = {column: shown.get(column) for column in ("rung", "status", "reason", "flags")}
         row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done), "before": None}
+        row |= {"out_of_memory": int((own["status"] == "oom").sum()), "apart": not {*done["run"]} <= whole}
+        kernels = done["attention_kernel"].dropna() if "attention_kernel" in done else []
+        row["attention_kernel"] = next(iter(kernels), None)
         row["runs"] = "; ".join(own["run"])
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
@@ -217,7 +226,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
             }.items():
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
             other = finished if row["kind"] == "left_out" else previous
-            both = samples.runs(name, other) if other else []
+            both = [run for run in samples.runs(name, other) if run in {*done["run"]}] if other else []
             clocks = each.loc[(each["rung"] == other) & each["run"].isin(both), "sm_clock_mhz"]
             row["sm_clock_mhz_before"] = clocks.median()
             row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name, done["run"])))

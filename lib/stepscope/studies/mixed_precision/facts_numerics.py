@@ -116,7 +116,7 @@ def _reduction(table: pd.DataFrame) -> dict:
     most over widths and inputs (``kept``) and the mean square's of :data:`SHOWN_WIDTH` normal numbers
     (``at_width``; None where those were not taken); ``pairwise`` and ``torch``, the most of either;
     ``torch_rounds_once``: torch's median is everywhere within one rounding of the type; ``grows``: the wider,
-    the worse, for normal numbers. ``overflowing``: the types in which some row's sum by halves overflows.
+    the worse, for normal numbers. ``overflowing``: where some row's sum by halves overflows.
     ``fused``: the least share of a fused norm's outputs that are float64's result rounded once, and whether
     that is as good as all. ``table`` has the rows to print.
     """
@@ -139,5 +139,5 @@ def _reduction(table: pd.DataFrame) -> dict:
             "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],
-            "overflowing": [dtype for dtype in LOW if dtype in set(infinite["dtype"])],
+            "overflowing": infinite[["dtype", "input", "width"]].drop_duplicates().to_dict("records"),
             "table": squares[squares["dtype"].isin(LOW)]}

@@ -11,8 +11,8 @@ from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.
 LAUNCHES, UNTOLD = "the GPU waits for launches", "not decided: no capture of it"
-SCALER = "the gradient scaler's work"
-SCALER_TOO = "the gradient scaler's work, and what makes bf16's longer, too"
+SCALER = "the gradient scaler, its work or its waiting"
+SCALER_TOO = "the gradient scaler, its work or its waiting, and what makes bf16's longer, too"
 GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
 
 

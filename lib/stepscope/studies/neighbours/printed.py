@@ -30,7 +30,7 @@ def phases(facts: dict) -> pd.DataFrame:
     groups = rows["busy"].map(GROUPS).str.removeprefix("phases ")
     return pd.DataFrame({
         "phases": groups + " (" + rows["phases"].astype(str) + ")", "sweep": rows["condition"],
-        "runs beside": rows["beside"].map(number, digits=2),
+        "others that overlapped": rows["beside"].map(number, digits=2),
         "longer by [95% interval]": [change_with_interval(*row) for row in ends],
         "single phases, 5% to 95%": [to(signed_percent(low, 1), signed_percent(high, 1)) for low, high
                                      in zip(rows["p5_share"], rows["p95_share"], strict=True)],

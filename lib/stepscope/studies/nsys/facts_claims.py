@@ -49,13 +49,16 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     measured = {(size, context): Profile(size, context, *(
         table if table.empty else pick(table, size=size, context_length=context) for table in tables))
         for size, context in keys if size in HANDOUT}
-    rows = []
+    rows, used = [], set(runs_of(operations))
     for report in load_published():
         for claim in report.claims:
             profiles = [one for key, one in measured.items()
                         if claim.size is None or key == (claim.size, claim.context_length)]
             here = [value for one in profiles if pd.notna(value := MEASURES[claim.measure](one, claim))]
             if here:
+                if claim.of and claim.of.precision != "fp32":
+                    shape = {"size": claim.size, "context_length": claim.context_length} if claim.size else {}
+                    used |= {*runs_of(pick(low, precision=claim.of.precision, **shape))}
                 why = REASONS[claim.reason](claim, profiles) if claim.reason else {}
                 rows.append({"report": report.name, "claim": claim, "theirs": claim.theirs, "low": min(here),
                              "high": max(here), "why": why})
@@ -65,7 +68,7 @@ def claims_beside(operations: pd.DataFrame, low: pd.DataFrame, regions: pd.DataF
     reports = [{"report": report, "claims": len(own), "within": counts(own)["within"]}
                for report, own in table.groupby("report", sort=False)]
     return {"claims": table.to_dict("records"), "places": counts(table), "reports": reports,
-            "runs": runs_of(operations)}
+            "runs": sorted(used)}
 
 
 # What is measured: a number of one profile, NaN where it has none

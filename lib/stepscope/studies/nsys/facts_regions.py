@@ -68,6 +68,14 @@ def attention_parts(operations: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).T.rename_axis(PROFILE) if found else pd.DataFrame()
 
 
+def written_out(low: pd.DataFrame, fused: pd.DataFrame) -> pd.DataFrame:
+    """Of captures in low precision, those that SDPA's are set beside."""
+    keys = ["size", "context_length", "precision"]
+    if low.empty or fused.empty:
+        return low.iloc[:0]
+    return low.merge(fused[keys].drop_duplicates().astype({"size": low["size"].dtype}), on=keys)
+
+
 def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame,
                            low: pd.DataFrame = NONE, fused: pd.DataFrame = NONE) -> dict | None:
     """Softmax beside attention's two matrix products: ``own`` of the reference, ``parts`` of every profile.
@@ -90,7 +98,8 @@ def softmax_against_matmul(operations: pd.DataFrame, ceilings: pd.DataFrame, tim
             "operations": each,
             "at_copys_rate": [part["operation"] for part in each or () if part["at_copys_rate"]],
             "parts": parts, "fused": fused_in_place(pd.concat([operations, low]), fused),
-            "runs": sorted({*runs_of(operations), *(runs_of(fused) if len(fused) else ())})}
+            "runs": sorted({*runs_of(operations), *(runs_of(pd.concat([fused, written_out(low, fused)]))
+                                                    if len(fused) else ())})}
 
 
 def fused_in_place(written_out: pd.DataFrame, fused: pd.DataFrame) -> pd.DataFrame | None:

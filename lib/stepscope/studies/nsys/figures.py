@@ -105,7 +105,7 @@ def timeline(operations: pd.DataFrame, where: str) -> Figure | None:
     axis.add_collection(PatchCollection(gaps, color="black", linewidth=0))
     axis.set(ylim=(0, 4), xlim=(0, (start + length).max()), xlabel="time from the step's start (ms)")
     title(figure, f"The device is idle for {percent(idle[idle > 0].sum() / (start + length).max())}"
-                  f" of a captured step\n({where})")
+                  f" of this captured step; a capture adds gaps\n({where})")
     axis.set_yticks([0.5, 1.5, 2.5, 3.5],
                     ["device idle", "operations", "phases on\nthe device", "launched by\nthe host"])
     axis.grid(visible=False)

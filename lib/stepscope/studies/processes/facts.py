@@ -7,15 +7,16 @@ from stepscope.step.summary import ratio_between_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.traces.waits import GPU, UNDECIDED, beside_captures
 
+CELL = ["size", "context_length", "mode"]
 FLAT = 1.5  # times as long at twice the context
 
 
 def between(spread: pd.DataFrame, samples: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """How far a cell's median is apart from process to process, beside its interval within one.
 
-    ``kinds``: the cells in which the GPU ``waits`` for launches in some phase, by captures of the same work,
-    those in which it does in none, and those that no capture tells of (``waits`` None), each with its
-    spreads; ``cells``, a row a cell with the phases in which the GPU ``waits_in`` (None: not decided);
+    ``kinds``: the cells in which the GPU ``waits`` for launches in some phase of some process, by captures of
+    the same work, those in which it does in none, and those that no capture tells of (``waits`` None), each
+    with its spreads; ``cells``, a row a cell with the phases in which it ``waits_in`` (None: not decided);
     ``unlike``, cells whose processes ran at unlike clocks; ``neighbours``, how many processes shared the
     machine with other runs (``selections.beside``).
     """
@@ -23,7 +24,8 @@ def between(spread: pd.DataFrame, samples: pd.DataFrame, captured: pd.DataFrame)
     if cells.empty:
         return None
     on_gpu = bool((samples["device"] == "cuda").all())
-    cells = cells.assign(waits_in=waits_in(cells, spread, captured if on_gpu else captured[:0]))
+    each = samples[samples["timed"]].groupby(["run_id", *CELL, "phase"], observed=True)["time_ms"].median()
+    cells = cells.assign(waits_in=waits_in(cells, spread, each, captured if on_gpu else captured[:0]))
     waits = cells["waits_in"].map(lambda phases: None if phases is None else bool(phases)).astype(object)
     unlike = unlike_clocks(cells["least_clock_mhz"], cells["most_clock_mhz"])
     kinds = [{"waits": it_waits, "cells": len(rows), "within": rows["within_share"],
@@ -37,17 +39,20 @@ def between(spread: pd.DataFrame, samples: pd.DataFrame, captured: pd.DataFrame)
             "unlike": int(unlike.sum()), "doubled": doubled(samples), "runs": runs_of(samples)}
 
 
-def waits_in(cells: pd.DataFrame, spread: pd.DataFrame, captured: pd.DataFrame) -> list[list[str] | None]:
-    """For each cell the phases in which the GPU waits for launches (``waits.beside_captures``; a phase's
-    plain time is its median over processes); None where no phase is told to wait and one is not told."""
-    cell = ["size", "context_length", "mode"]
+def waits_in(cells: pd.DataFrame, spread: pd.DataFrame, each: pd.Series,
+             captured: pd.DataFrame) -> list[list[str] | None]:
+    """For each cell the phases in which the GPU waits for launches in some process
+    (``waits.beside_captures``; ``each``, a process's median of a phase); None where no phase is told to wait
+    and one is not told."""
     phases = spread[~spread["phase"].isin([WHOLE, "loss"])]
+    times = each.rename("plain_ms").reset_index().astype({"size": str})
+    phases = phases.astype({"size": str}).merge(times, on=[*CELL, "phase"])
     # This study times attention written out, not compiled, with AdamW as torch runs it by default.
-    rows = beside_captures(phases.assign(plain_ms=phases["median_ms"], attention="eager", compile=False,
-                                         optimizer="foreach"), captured).astype({"size": str})
+    phases = phases.assign(attention="eager", compile=False, optimizer="foreach")
+    rows = beside_captures(phases, captured)
     found = {key: None if (own["waits"] == UNDECIDED).any() and not (own["waits"] == GPU).any()
-             else list(own.loc[own["waits"] == GPU, "phase"])
-             for key, own in rows.groupby(cell, observed=True)}
+             else list(dict.fromkeys(own.loc[own["waits"] == GPU, "phase"]))
+             for key, own in rows.groupby(CELL, observed=True)}
     return [found.get((str(row["size"]), row["context_length"], row["mode"])) for _, row in cells.iterrows()]
 
 
