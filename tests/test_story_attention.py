@@ -195,7 +195,8 @@ def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
 
 
 def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():
-    rungs = pd.DataFrame({"rung": ["sdpa", "sdpa", "bf16"], "context_length": [512, 1024, 512], "vocab_size": 10_000,
-                          "status": "ok", "gain": [1.2, 2.0, 3.0]})
+    rungs = pd.DataFrame({"rung": ["sdpa", "sdpa", "sdpa", "bf16"], "context_length": [512, 512, 1024, 512],
+                          "vocab_size": 10_000, "status": "ok", "gain": [1.2, 1.3, 2.0, 3.0],
+                          "gain_low": [1.1, 0.9, 1.9, 2.9]})
     found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs, EMPTY)
     assert list(found["ladder"]) == [1.2]

@@ -69,11 +69,14 @@ def test_the_residual_tensor_is_derived_from_the_runs_shape(memory):
 
 
 def test_of_several_processes_the_fastest_eager_step_is_shown():
-    pair = {"attention": "eager", "size": "small", "precision": "bf16", "mode": "step", "median_ms_after": 15.0}
+    pair = {"attention": "eager", "size": "small", "precision": "bf16", "mode": "step", "median_ms_after": 15.0,
+            "unlike": False, "flagged": False}
     pairs = pd.DataFrame([pair | {"median_ms": 62.0}, pair | {"median_ms": 26.0},
                           pair | {"median_ms": 20.0, "attention": "sdpa"}])
     table = questions_facts.speedups({"fastest": questions_facts._fastest(pairs)})
     assert list(table["bf16 full step"]) == ["26.0 → 15.0"]
+    marked = questions_facts.speedups({"fastest": questions_facts._fastest(pairs.assign(unlike=True, flagged=True))})
+    assert list(marked["bf16 full step"]) == ["26.0 → 15.0 ≠ †"]
 
 
 def steps(falls, falls_without, *shares):

@@ -9,6 +9,7 @@ from reference import tables as of_study
 from stepscope.config import configure
 from stepscope.say.words import Words
 from stepscope.studies.nsys import measure as profiles
+from stepscope.studies.nsys.facts import every_phase
 from stepscope.studies.waits import facts, printed
 from stepscope.studies.waits import measure as trial
 from stepscope.studies.waits.tables import arm_phases
@@ -106,15 +107,22 @@ def committed():
     return beside_captures(times[times["phase"] != "step"].rename(columns={"median_ms": "plain_ms"}), captured)
 
 
-def test_of_the_committed_phases_time_and_queue_agree(committed):
-    """Two measurements that know nothing of each other: where the queue was full nothing was waited for, and
-    where the GPU waits the queue was all but empty when the host left the phase."""
-    long = committed[committed["plain_ms"] > 1]
+def test_of_the_captured_processes_time_and_queue_agree():
+    """Two measurements that know nothing of each other, of one process: where the queue was full nothing was
+    waited for, and where the GPU waits the queue was all but empty when the host left the phase."""
+    nsys = of_study("nsys")
+    rows = every_phase(nsys["phases"], nsys["operations"], nsys["walls"], of_study("benchmark")["times"])["by_phase"]
+    long = rows[rows["plain_ms"] > 1]
     full, waits = long[long["waits"] == HOST], long[long["waits"] == GPU]
     assert len(full) and len(waits)
     assert (full["plain_ms"] < 1.05 * full["back_to_back_ms"]).all()
     assert (waits["deepest"] < FULL_QUEUE / 5).all()
     assert long["busy_share"].between(0.1, 1.02).sum() == long["waits"].ne(UNDECIDED).sum()
+
+
+def test_a_full_queue_is_never_waited_for_in_the_benchmarks_processes_either(committed):
+    full = committed[(committed["waits"] == HOST) & (committed["plain_ms"] > 1)]
+    assert len(full) and (full["plain_ms"] < 1.05 * full["back_to_back_ms"]).all()
 
 
 def test_the_committed_verdicts_are_those_of_the_recomputed_sums(committed):
