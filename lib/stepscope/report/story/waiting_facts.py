@@ -125,7 +125,7 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
     own = table.iloc[0]
     eager = pick(compiled, status="ok", mode="step", phase=WHOLE, variant="eager", optimizer="foreach",
                  **{name: own[name] for name in (*SHAPE, "attention")})["median_ms"]
-    others = ladder.with_unlike(ladder.climbed(rungs).copy()) if len(rungs) else rungs
+    others = ladder.with_unlike(ladder.climbed(rungs)) if len(rungs) else rungs
     if len(others):  # the shapes that are alike but for their size
         others = pick(others, rung="cuda_graphs", vocab_size=others["vocab_size"].min(),
                       context_length=others["context_length"].mode().iloc[0])

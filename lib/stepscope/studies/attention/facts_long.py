@@ -12,7 +12,7 @@ from stepscope.studies.attention.prediction import number_bytes
 def at_the_longest(long: pd.DataFrame) -> dict | None:
     """The longest sequence with the causal mask; ``by_precision``: who runs, the quickest first (``ms`` of a
     pass), who is ``out`` of memory (``squares``: only such as hold whole squares), and the size of one
-    square of scores (SDPA math's is always fp32)."""
+    square of scores; SDPA math's, which is fp32's, where that is another (``math_gib``)."""
     rows = long[long["causal"].astype(bool)] if len(long) else long
     if rows.empty:
         return None
@@ -23,15 +23,14 @@ def at_the_longest(long: pd.DataFrame) -> dict | None:
     for precision in precisions(rows):
         here = rows[rows["precision"] == precision]
         ran = here[here["status"] == "ok"].sort_values("pass_median_ms")
-        square = int(first["batch_size"]) * sequence**2 * number_bytes(precision)
-        found.append({"precision": precision, "square_gib": square / 2**30,
-                      "math_gib": int(first["batch_size"]) * sequence**2 * number_bytes("fp32") / 2**30,
+        out = list(dict.fromkeys(here.loc[here["status"] == "oom", "implementation"]))
+        pairs_gi = int(first["batch_size"]) * sequence**2 / 2**30
+        found.append({"precision": precision, "square_gib": pairs_gi * number_bytes(precision),
+                      "math_gib": pairs_gi * number_bytes("fp32") if "math" in out and precision != "fp32"
+                      else None,
                       "ran": [{"implementation": row.implementation, "ms": row.pass_median_ms}
                               for row in ran.itertuples()],
-                      "out": (out := list(dict.fromkeys(here.loc[here["status"] == "oom",
-                                                                 "implementation"]))),
-                      "math_apart": "math" in out and precision != "fp32",
-                      "squares": set(out) <= set(QUADRATIC)})
+                      "out": out, "squares": set(out) <= set(QUADRATIC)})
     return {"names": NAMES, "sequence": sequence, "batch": int(first["batch_size"]),
             "heads": sorted(int(d) for d in rows["d_model"].unique()), "by_precision": found,
             "wide_share": WIDE, "cells": by_precision(rows), "runs": runs_of(rows)}

@@ -107,9 +107,9 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
 
 def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
     """With ``unlike``: whether a row's step and what it is compared with ran at SM clocks apart."""
-    for name in ("sm_clock_mhz", "sm_clock_mhz_before"):  # nan where it was not read
-        rows[name] = rows.get(name, pd.Series(math.nan, rows.index)).astype(float)
-    return rows.assign(unlike=unlike_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]))
+    unread = pd.Series(math.nan, rows.index)
+    clocks = {name: rows.get(name, unread).astype(float) for name in ("sm_clock_mhz", "sm_clock_mhz_before")}
+    return rows.assign(**clocks, unlike=unlike_clocks(*clocks.values()))
 
 
 def ladder(rungs: pd.DataFrame) -> dict | None:

@@ -202,10 +202,10 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         done = own[own["status"] == "ok"]
         if name in climbed - BRANCHES and done["run"].isin(whole).any():
             done = done[done["run"].isin(whole)]
-        shown = (done if len(done) else own).iloc[0]
+        shown, runs = (done if len(done) else own).iloc[0], {*done["run"]}
         row = {column: shown.get(column) for column in ("rung", "status", "reason", "flags")}
         row |= {"kind": kind_of(name), "lines": len(snippet(name)), "processes": len(done), "before": None}
-        row |= {"out_of_memory": int((own["status"] == "oom").sum()), "apart": not {*done["run"]} <= whole}
+        row |= {"out_of_memory": int((own["status"] == "oom").sum()), "apart": not runs <= whole}
         kernels = done["attention_kernel"].dropna() if "attention_kernel" in done else []
         row["attention_kernel"] = next(iter(kernels), None)
         row["runs"] = "; ".join(own["run"])
@@ -226,7 +226,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
             }.items():
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
             other = finished if row["kind"] == "left_out" else previous
-            both = [run for run in samples.runs(name, other) if run in {*done["run"]}] if other else []
+            both = runs.intersection(samples.runs(name, other)) if other else set()
             clocks = each.loc[(each["rung"] == other) & each["run"].isin(both), "sm_clock_mhz"]
             row["sm_clock_mhz_before"] = clocks.median()
             row |= dict(zip(("median_ms", "ci_low_ms", "ci_high_ms"), samples.median(name, done["run"])))

@@ -23,6 +23,15 @@ def step_times(samples: pd.DataFrame, by: list[str]) -> pd.Series:
     return steps.groupby(by)["time_ms"].median()
 
 
+def steps_each(samples: pd.DataFrame, rows: pd.DataFrame, by: list[str]) -> int:
+    """How many timed steps each setting of these rows' runs has at least; 0 where none was timed."""
+    if samples.empty or not {*by} <= set(samples):
+        return 0
+    own = samples[samples["run_id"].isin(rows["run_id"]) & samples["timed"].astype(bool)]
+    counts = own[own["phase"] == WHOLE].groupby(["run_id", *by]).size()
+    return int(counts.min()) if len(counts) else 0
+
+
 def settings(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame, kind: str) -> pd.DataFrame:
     """Settings of runs of a kind (``measured``): with mode, precision and optimizer of their runs,
     ``predicted_mib`` (by today's formulas), ``peak_mib`` (missing without a GPU) and ``time_ms``."""
@@ -52,7 +61,8 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
     """Block sizes of one level at the longest context of the largest size, apart from the run ``other``; None
     without a GPU's peaks. ``best``: which setting needs least in which cases. ``cases``, a mode and precision
     each: ``least`` and ``quickest`` setting with checkpoints (``same``: the first is as quick, within
-    :data:`SAME_TIME`), whether a step without them fits, and what the next larger takes more."""
+    :data:`SAME_TIME`), whether a step without them fits, and what the next larger takes more; ``steps``, on
+    how many timed ones each rests at least."""
     rows = settings(checkpoints, runs[runs["run_id"] != other], samples, "checkpointing")
     if rows.empty or rows["peak_mib"].isna().all():
         return None
@@ -65,6 +75,7 @@ def at_longest(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFr
     ok = rows[(rows["status"] == "ok") & (rows["blocks"] > 0)]
     return {"run": shape_of(last), "label": size_label(str(last["size"])),
             "batch": int(last["batch_size"]), "cases": cases,
+            "steps": steps_each(samples, rows, ["blocks_per_checkpoint"]),
             "best": [{"least": least, "same": same,
                       "cases": [f"{MODE_WORDS[one['mode']]} ({one['precision']})" for one in cases
                                 if (one["least"], one["same"]) == (least, same)]}
@@ -186,7 +197,7 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
     by_name = {row["arrangement"]: row for row in named}
     every = by_name.get("every block")
     return {"run": shape_of(run), "label": size_label(str(run["size"])), "batch": int(run["batch_size"]),
-            "on_gpu": on_gpu,
+            "on_gpu": on_gpu, "steps": steps_each(samples, rows, ["blocks", "arrangement"]),
             "numbers": sorted(rows["blocks"].unique().tolist()), "most": most, "fewest": fewest,
             "as_many": most / fewest, "stream_mib": stream, "saved_mib": saved, "ratio": saved / stream,
             # sqrt(N) (saved + stream) is more than N stream + saved as long as sqrt(N) < saved / stream.
