@@ -354,6 +354,31 @@ def test_a_change_has_to_be_larger_than_two_processes_are_apart():
     assert said("attention-tf32", far).text != said("attention-tf32", same).text
 
 
+def test_clocks_are_told_where_they_were_read():
+    cells = gpu_cells()
+    assert facts_time.how_long(cells)["clocks"] is None and facts_compile.tf32(cells)["clocked"] == 0
+    clocks = cells.assign(sm_clock_mhz=1980.0)
+    read = clocks["precision"] != "bf16"
+    clocks.loc[~read, "sm_clock_mhz"] = np.nan
+    found = facts_time.how_long(clocks)["clocks"]
+    causal = clocks["causal"]
+    assert (found["cells"], found["of"], found["held"]) == ((read & causal).sum(), causal.sum(), 0)
+    slow = read & (clocks["sequence"] == 16384) & (clocks["precision"] == "tf32")
+    held = clocks.assign(sm_clock_mhz=clocks["sm_clock_mhz"].mask(slow, 1650.0))
+    [of_tf32] = facts_time.how_long(held)["clocks"]["by_precision"]
+    assert (of_tf32["precision"], of_tf32["from"]) == ("tf32", 16384)
+    assert of_tf32["cells"] == facts_time.how_long(held)["clocks"]["held"] == (slow & causal).sum()
+    one, other = facts_compile.tf32(clocks), facts_compile.tf32(held)
+    assert one["clocked"] == one["differ"] == other["clocked"] > 0
+    assert (one["unlike"], other["unlike"]) == (0, 2)  # forward and backward of one sequence
+    assert len({said(key, table).text for key in ("attention-time", "attention-tf32")
+                for table in (cells, clocks, held)}) == 6
+    marks = printed.changes(other).set_index("sequence").filter(like="against")
+    assert marks.loc["16,384"].str.endswith("≠").all() and not marks.drop("16,384").stack().str.contains("≠").any()
+    assert "SM MHz" in printed.at_one_point(facts_time.how_long(held))
+    assert "SM MHz" not in printed.at_one_point(facts_time.how_long(cells))
+
+
 def test_a_cpu_is_asked_neither_for_tf32_nor_for_its_end():
     cells = gpu_cells(device="cpu")
     predicted = pd.DataFrame({"implementation": ["eager"], "causal": True, "sequence": 1024,

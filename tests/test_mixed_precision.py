@@ -160,12 +160,12 @@ def test_what_is_said_of_a_norms_sum_follows_the_data(tables, reductions):
 def test_every_cell_is_measured_in_its_own_type_or_marked(config, monkeypatch):
     seen = {}
 
-    def measure(step, keep_up_s):
+    def measure(step):
         seen[step.config.precision, step.config.mode] = (step.autocast(), step.scaler.is_enabled(),
                                                          torch.get_float32_matmul_precision())
         if (step.config.precision, step.config.mode) == ("bf16", "step"):
             raise torch.OutOfMemoryError("while running step 0: no memory")
-        return real(step, keep_up_s)
+        return real(step)
     real = mixed_precision.measure_watched
     monkeypatch.setattr(mixed_precision, "measure_watched", measure)
     samples, cells = mixed_precision.measure_all(config)
@@ -340,18 +340,45 @@ def test_a_slower_process_of_the_same_configuration_is_told(tables):
     others = tables["mixed_precision.other_times"]
     times = tables["mixed_precision.times"]
     assert not {*others["run_id"]} & {*times["run_id"]}
-    [own] = facts(tables, "mixed-speed")["others"]
-    fast = times.query("size == @own['size'] and context_length == @own['context'] and phase == 'step'"
-                       " and mode == 'step'").set_index("precision")["median_ms"]
-    assert all(one["ms"] > fast[one["precision"]] for one in own["ms"]) and own["ms"][0]["precision"] == "fp32"
-    fp32_ms = own["ms"][0]["ms"]
-    assert own["slower"] == [one["precision"] for one in own["ms"] if one["ms"] > 1.02 * fp32_ms] != []
-    assert facts(tables, "mixed-slower")["others"] == [own]
-    quick = others.assign(median_ms=others["median_ms"].where(others["precision"] == "fp32", 1.0))
-    assert not facts(tables, "mixed-slower", other_times=quick)["others"]
+    told = facts(tables, "mixed-speed")["others"]
+    assert len(told) == others["run_id"].nunique()
+    for own in told:
+        fast = times.query("size == @own['size'] and context_length == @own['context'] and phase == 'step'"
+                           " and mode == 'step'").set_index("precision")["median_ms"]
+        assert own["ms"][0]["precision"] == "fp32"
+        assert sum(one["ms"] for one in own["ms"]) > 0.99 * fast.sum()
+        slower = [one["precision"] for one in own["ms"] if one["ms"] > 1.02 * own["ms"][0]["ms"]]
+        assert own["slower"] == slower
+    bf16 = (others["precision"] == "bf16") & (others["size"] == told[0]["size"])
+    for factor, slow in ((1e3, True), (1e-3, False)):
+        changed = others.assign(median_ms=others["median_ms"].mask(bf16, others["median_ms"] * factor))
+        furthest = facts(tables, "mixed-speed", other_times=changed)["furthest"]
+        assert (furthest["size"], furthest["precision"]) == (told[0]["size"], "bf16")
+        assert bool(furthest["there"] < furthest["here"]) is slow
+        assert bool(facts(tables, "mixed-slower", other_times=changed)["others"]) is slow
     alone = said(tables, "mixed-speed", other_times=others.iloc[:0])
-    assert len(alone.runs) == len(said(tables, "mixed-speed").runs) - 1
+    assert len(alone.runs) == len(said(tables, "mixed-speed").runs) - len(told)
     assert alone.text != said(tables, "mixed-speed").text
+    assert facts(tables, "mixed-speed", other_times=others.iloc[:0])["furthest"] is None
+
+
+def test_energy_is_compared_within_a_process(tables):
+    times, others = tables["mixed_precision.times"], tables["mixed_precision.other_times"]
+    found = facts(tables, "mixed-speed")["energy"]
+    rows = found["table"].set_index(["size", "precision"])
+    assert (rows.xs("fp32", level="precision")["less"] == 1).all() and (rows["joules"] > 0).all()
+    # power and time of the same steps, by other means than the counter's joules
+    assert (rows["watts"] * rows["step_ms"] / 1e3 / rows["joules"] - 1).abs().max() < 0.25
+    assert found["several"] and found["first"]["size"] != found["last"]["size"]
+    fp32 = others["precision"] == "fp32"
+    halved = others.assign(step_energy_j=others["step_energy_j"].where(fp32, others["step_energy_j"] / 2))
+    size = str(others.loc[others["step_energy_j"].notna(), "size"].iloc[0])
+    less = facts(tables, "mixed-speed", other_times=halved)["energy"]["table"].set_index(["size", "precision"])["less"]
+    assert less[size, "bf16"] == pytest.approx(2 * rows["less"][size, "bf16"])
+    without = [table.drop(columns="step_energy_j") for table in (times, others)]
+    assert facts(tables, "mixed-speed", times=without[0], other_times=without[1])["energy"] is None
+    assert printed.energy(facts(tables, "mixed-speed", times=without[0], other_times=without[1])) is None
+    assert next(iter(printed.energy(facts(tables, "mixed-speed")))) == "size"
 
 
 def test_times_at_unlike_clocks_are_told(tables):

@@ -83,7 +83,7 @@ def test_other_records_take_other_words(mixed):
     slow = speedups.assign(speedup=speedups["speedup"] / 10, change="slower")
     said = [tell(PART, given(mixed, speedups=table))[0].text for table in (speedups, quick, slow)]
     assert ["it is slower for" in text for text in said] == [True, False, True]
-    assert "faster" not in said[2] and "makes no full step faster" in map_title(whole_steps(slow), "bf16")
+    assert "faster" not in said[2].split("one process")[0] and "makes no full step faster" in map_title(whole_steps(slow), "bf16")
     assert "also slower" not in map_title(whole_steps(quick), "bf16")
     cell = changed(speedups, lambda t: t["size"].astype(str) == "small", size="small")
     labels = {text.get_text() for axis in draw_map(cell, "here").axes for text in axis.texts}
@@ -136,8 +136,8 @@ def test_both_processes_of_one_step_are_told(mixed):
     slower = mixed["other_times"].query("mode == 'step' and phase == 'step' and context_length == 512")
     ms = slower[slower["size"].astype(str) == "small"].set_index("precision")["median_ms"]
     [other] = told["first"]["others"]
-    assert other["slower"] and other["times"] == pytest.approx(ms["bf16"] / ms["fp32"])
-    assert told["last"]["others"] == []
+    times = ms["bf16"] / ms["fp32"]
+    assert other["slower"] == (times > 1) and other["times"] == pytest.approx(max(times, 1 / times))
     alone = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6)
     assert alone["first"]["others"] == [] and alone["first"]["main"] == told["first"]["main"]
     texts = [next(one for one in tell(PART, given(mixed, other_times=others)) if one.key == "precision-speed").text

@@ -126,11 +126,11 @@ def _or_none(values: np.ndarray, of: Callable) -> float | None:
     return float(of(known)) if len(known) else None
 
 
-def measure_watched(step: Step, keep_up_s: float = KEEP_UP_S) -> tuple[pd.DataFrame, dict[str, Any]]:
+def measure_watched(step: Step) -> tuple[pd.DataFrame, dict[str, Any]]:
     """:func:`stepscope.step.timing.measure`, and the device's state meanwhile; {} on a CPU.
 
     ``timed_...``: over the timed steps, counters only, and ``timed_sm_clock_median_mhz`` and ``_least_mhz``
-    of their samples. ``kept_up_...``: over the same step kept up for ``keep_up_s`` (0: not), polled;
+    of their samples. ``kept_up_...``: over the same step kept up for :data:`KEEP_UP_S`, polled;
     ``kept_up_steps``, how many; ``kept_up_step_ms``, their time, beside which the timed ones' tells what
     polling disturbs; ``step_energy_j``, their energy each, by the counter.
 
@@ -146,10 +146,8 @@ def measure_watched(step: Step, keep_up_s: float = KEEP_UP_S) -> tuple[pd.DataFr
     state = {f"timed_{name}": value for name, value in timed.readings.items()}
     state |= {"timed_sm_clock_median_mhz": _or_none(clocks, np.median),
               "timed_sm_clock_least_mhz": _or_none(clocks, np.min)}
-    if not keep_up_s:
-        return samples, state
     with DeviceWatch(device, poll=True) as kept_up:
-        steps = keep_up(step, keep_up_s)
+        steps = keep_up(step, KEEP_UP_S)
     readings = kept_up.readings
     state |= {f"kept_up_{name}": value for name, value in readings.items()} | {"kept_up_steps": steps}
     step_s = readings["watched_s"] / steps

@@ -56,10 +56,11 @@ def speeds(
 
     ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
     precision (``all``) and with what slower processes of the same step say of the main one (``others``);
-    ``slower`` the sizes and contexts that are slower in the main precision; ``flat`` the sizes whose step
-    takes as long at the shortest context as at the reference one, in as far as processes tell, so that the
-    GPU's work does not set its time (None: there are none); ``trend`` why the speedup changes with the size,
-    ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts`` what casts cost and
+    ``energy`` what the main one saves of it (:func:`_energy`); ``slower`` the sizes and contexts that are
+    slower in the main precision; ``flat`` the sizes whose step takes as long at the shortest context as at
+    the reference one, in as far as processes tell, so that the GPU's work does not set its time (None: there
+    are none); ``trend`` why the speedup changes with the size, ``rest`` how many times as long all but
+    products takes; ``casts`` and ``no_casts`` what casts cost and
     what is won without them.
     """
     steps = whole_steps(speedups)
@@ -67,12 +68,12 @@ def speeds(
         return None
     main, (_, context) = main_precision(steps), reference(steps)
     here, own = pick(steps, context_length=context), pick(steps, precision=main)
-    told = facts_speed.speed(speedups, times, operations, operations_low)
+    more_times = pd.DataFrame() if other_times is None else other_times
+    told = facts_speed.speed(speedups, times, operations, operations_low, more_times)
     slower = own[own["change"] == "slower"]
     on_gpu = "cuda" in set(times["device"])
     cost = facts_operations.casts(pd.DataFrame(), casts)
-    others = [] if other_times is None else facts_speed.other_steps(other_times)
-    others = [one for one in others if one["context"] == context]
+    others = [one for one in told["others"] if one["context"] == context]
     return {
         "on_gpu": on_gpu,
         "precision": main,
@@ -85,6 +86,7 @@ def speeds(
             for at, rows in slower.groupby("context_length")
         ],
         "slowdown": 1 / slower["speedup"],
+        "energy": _energy(told["energy"], main),
         "flat": _flat(
             pick(times, status="ok", mode="step", phase=WHOLE, precision=main), context, spread, captured
         )
@@ -100,6 +102,13 @@ def speeds(
         "marked": bool(steps["unlike_clocks"].any()),
         "runs": runs_of(steps),
     }
+
+
+def _energy(energy: dict | None, main: str) -> dict | None:
+    """How many times ``less`` than fp32's the energy of the largest ``size``'s step in the main precision is,
+    of those measured, if it is less."""
+    less = {} if energy is None else {one["precision"]: one["less"] for one in energy["last"]["by_precision"]}
+    return {"size": energy["last"]["size"], "less": less[main]} if energy and less.get(main, 0) > 1 else None
 
 
 def _of_size(here: pd.DataFrame, size: str, main: str, others: list[dict]) -> dict:

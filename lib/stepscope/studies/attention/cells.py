@@ -1,6 +1,8 @@
-"""Which cells a sentence or a picture is about."""
+"""Which cells a sentence or a picture is about, and at which clocks they ran."""
 import pandas as pd
 
+from stepscope.say.selections import precisions
+from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.studies.attention.config import ATTENTIONS
 
 POINT = ["precision", "d_model", "sequence"]
@@ -22,6 +24,21 @@ def head(cells: pd.DataFrame) -> int:
     """The head dimension that sentences speak of."""
     found = sorted(cells["d_model"].unique())
     return int(HEAD if HEAD in found else found[0])
+
+
+def clocks(rows: pd.DataFrame) -> dict | None:
+    """SM clocks after the timed passes of these cells: read of how many ``cells`` of them ``of``; ``held``,
+    of how many the median was below the highest, ``full_mhz``, by more than :data:`UNLIKE_CLOCKS`, by
+    precision with the medians' ends and the shortest sequence; None where no clock was read."""
+    known = rows[rows["sm_clock_mhz"].notna()] if "sm_clock_mhz" in rows else rows.iloc[:0]
+    if known.empty:
+        return None
+    full_mhz = known["sm_clock_mhz"].max()
+    held = known[known["sm_clock_mhz"] < (1 - UNLIKE_CLOCKS) * full_mhz]
+    return {"cells": len(known), "of": len(rows), "full_mhz": full_mhz, "held": len(held),
+            "by_precision": [{"precision": p, "cells": len(own), "mhz": own["sm_clock_mhz"],
+                              "from": int(own["sequence"].min())}
+                             for p in precisions(held) for own in [held[held["precision"] == p]]]}
 
 
 def implementations(cells: pd.DataFrame) -> list[str]:

@@ -4,6 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, launching_as_long, timed
 from stepscope.studies.attention.facts import without_tf32
 from stepscope.studies.attention.names import NAMES
@@ -87,7 +88,8 @@ def tf32(cells: pd.DataFrame) -> dict | None:
     sequence) ``differ``, are a lower bound ``at_least``, tell nothing since ``launching`` took as long as
     the pass, overlap ``within`` their intervals, or are no further apart than ``processes`` are (``apart``,
     by sequence: see :func:`control`; empty where there is none); the ``gain`` (fp32's time over TF32's)
-    by d and at its best and worst (``most``, ``least``)."""
+    by d and at its best and worst (``most``, ``least``); of how many that differ the clocks were read on
+    both sides (``clocked``) and were ``unlike``."""
     if is_cpu(cells):
         return {"on_cpu": True, "runs": runs_of(cells)}
     by = without_tf32(cells[cells["status"] == "ok"])
@@ -104,6 +106,7 @@ def tf32(cells: pd.DataFrame) -> dict | None:
             "apart": [{"sequence": at, "most": differ[at]} for at in sorted(set(real["sequence"]))
                       if at in differ.index],
             "at_least": int(real["at_least"].sum()),
+            "clocked": int(real["clocked"].sum()), "unlike": int(real["unlike"].sum()),
             "by_d": [{"d": d, "change": change, "gain": 1 / (1 + change)} for d, change in by_d.items()],
             "most": change_of(real.loc[real["change"].idxmin()]) if len(real) else None,
             "least": change_of(real.loc[real["change"].idxmax()]) if len(real) else None,
@@ -144,6 +147,8 @@ def tf32_change(cells: pd.DataFrame, apart: pd.Series) -> pd.DataFrame:
     with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
     both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
     long_fp32, long_tf32 = launching_as_long(both, "_fp32"), launching_as_long(both, "_tf32")
+    clocks_mhz = both.reindex(columns=["sm_clock_mhz_fp32", "sm_clock_mhz_tf32"]).astype(float)
+    both = both.assign(clocked=clocks_mhz.notna().all(axis=1), unlike=unlike_clocks(*clocks_mhz.T.to_numpy()))
     frames = []
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))
@@ -152,7 +157,7 @@ def tf32_change(cells: pd.DataFrame, apart: pd.Series) -> pd.DataFrame:
         overlap = (low <= before_high) & (before_low <= high)
         at_least = long_tf32 & ~long_fp32 & ~overlap & (median < before)
         launching = (long_fp32 | long_tf32) & ~at_least
-        frames.append(both[keys].assign(
+        frames.append(both[[*keys, "clocked", "unlike"]].assign(
             phase=phase, fp32_ms=before, tf32_ms=median, change=median / before - 1, at_least=at_least,
             low=low / before_high - 1, high=high / before_low - 1,
             none=np.where(launching, "launching", np.where(overlap, "noise", ""))))

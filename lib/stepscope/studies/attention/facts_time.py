@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.config import PRECISIONS
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside, precisions
-from stepscope.studies.attention.cells import POINT, head, is_cpu, launching_as_long, timed
+from stepscope.studies.attention.cells import POINT, clocks, head, is_cpu, launching_as_long, timed
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.names import NAMES
 
@@ -17,7 +17,8 @@ def how_long(cells: pd.DataFrame) -> dict | None:
     """Times and memory of causal passes, by precision at ``d`` and the longest ``sequence``, and over all.
 
     ``tops`` are the fastest at that point; ``fastest`` and ``slower`` are None where nothing stands beside
-    written-out attention or nothing is slower; ``fewer`` is of cells that were timed fewer times than asked.
+    written-out attention or nothing is slower; ``fewer`` is of cells that were timed fewer times than asked;
+    ``clocks``: see ``cells.clocks``.
     """
     rows = timed(cells)
     if rows.empty:
@@ -33,7 +34,8 @@ def how_long(cells: pd.DataFrame) -> dict | None:
             "tops": tops(best, d, sequence), "fastest": gains(best), "slower": slower(rows),
             "wide_share": WIDE,
             "most_passes": int(rows["timed_steps"].max()), "on_cpu": is_cpu(cells),
-            "fewer": fewer_passes(rows), "neighbours": beside(rows), "unsteady": unsteady(rows),
+            "fewer": fewer_passes(rows), "clocks": clocks(rows),
+            "neighbours": beside(rows), "unsteady": unsteady(rows),
             "written_out": by_precision(cells[(cells["implementation"] == "eager") & cells["causal"]]),
             "at": by_precision(at[at["status"] != "unsupported"]), "asked": asked(cells),
             "asked_in": precisions(rows)[0], "runs": runs_of(cells)}

@@ -134,7 +134,7 @@ def _measure(config: Config) -> dict[str, pd.DataFrame]:
                 rows.append(row)
             del inputs, expected
     samples = pd.concat(samples, ignore_index=True).astype({"cell": "int16"})
-    samples = samples.astype({column: "float32" for column in samples if column.endswith("_ms")})
+    samples = samples.astype({column: "float32" for column in samples if column.endswith(("_ms", "_mhz"))})
     tables = {"cells": summarized(pd.DataFrame(rows), samples), "samples.parquet": samples}
     if config.captured_passes:
         tables["kernels"] = captured_passes(implementations, rows, config)

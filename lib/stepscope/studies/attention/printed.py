@@ -45,7 +45,10 @@ def at_one_point(facts: dict) -> pd.DataFrame:
     """Precision and implementation down."""
     rows = facts["at"]
     names = rows["implementation"].map(NAMES)
-    return measured(rows, {"precision": rows["precision"], "implementation": names})
+    table = measured(rows, {"precision": rows["precision"], "implementation": names})
+    clocks = rows.get("sm_clock_mhz", pd.Series(dtype=float))
+    mhz = clocks.map(lambda value: number(value, 4))
+    return table.assign(**{"SM MHz": mhz}) if clocks.notna().any() else table
 
 
 def long(facts: dict) -> pd.DataFrame | None:
@@ -137,6 +140,7 @@ def changes(facts: dict) -> pd.DataFrame | None:
     for row in rows[told].itertuples():
         change = faster(1 / (1 + row.change))
         change = NO_CHANGE.get(row.none) or (f"at least {change}" if row.at_least else change)
+        change += "≠" * (row.unlike and not row.none)
         point = points.setdefault((row.d_model, row.sequence), {
             "d": row.d_model, "sequence": positions(row.sequence)})
         point |= {f"{row.phase}, TF32": number(row.tf32_ms), f"{row.phase}, against fp32": change}

@@ -220,18 +220,20 @@ def parts(facts: dict) -> pd.DataFrame | None:
 
 
 def left_out(facts: dict) -> pd.DataFrame:
+    """Shapes down, changes across: how many times slower without it."""
     rows = facts["rows"]
-    return pd.DataFrame(
-        {
-            "size": rows["size"].astype(str),
-            "context": contexts(rows, "context_length"),
-            "without": rows["name"],
-            "ms": column(rows, "median_ms"),
-            "is": [faster(speed) + " ‡" * (not sure) for speed, sure in zip(rows["speed"], rows["sure"])],
-            "SM MHz, with it": clocks(rows, rows["sm_clock_mhz"], rows["sm_clock_mhz_before"]),
-            "processes": rows["processes"].astype(str),
-        }
+    slower = [gain(speed).removesuffix(" slower") if speed < 1 else faster(speed) for speed in rows["speed"]]
+    cell = [
+        one + UNLIKE * bool(apart) + " ‡" * (not sure)
+        for one, apart, sure in zip(slower, rows["unlike"], rows["sure"])
+    ]
+    rows = rows.assign(cell=cell, size=rows["size"].astype(str), context=contexts(rows, "context_length"))
+    shape = ["size", "context"]
+    wide = rows.pivot(index=shape, columns="name", values="cell").reindex(
+        index=pd.MultiIndex.from_frame(rows[shape].drop_duplicates()), columns=rows["name"].unique()
     )
+    processes = rows.groupby(shape)["processes"].max().astype(str)
+    return wide.fillna("–").join(processes).reset_index()
 
 
 def filled(facts: dict) -> pd.DataFrame:

@@ -184,9 +184,10 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
 def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
     samples, rows = Samples(processes), []
     each = pd.concat([process_rows(process) for process in processes], ignore_index=True)
-    # The batch that fills is predicted anew in each process; the largest that fitted stands for the shape.
+    # The batch that fills is predicted anew in each process; that of most of them stands for the shape, of
+    # equally frequent ones the largest.
     filled = each[(each["rung"] == "fill") & (each["status"] == "ok")]
-    for place, run in filled.loc[filled["batch"] < filled["batch"].max(), "run"].items():
+    for place, run in filled.loc[filled["batch"] != filled["batch"].mode().max(), "run"].items():
         samples.times.pop(("fill", run), None)
         each = each.drop(index=place)
     lacking = set(each.loc[each["status"] == "unsupported", "rung"])

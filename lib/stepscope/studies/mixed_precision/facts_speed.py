@@ -20,7 +20,8 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
     ``operations`` are the profiles' in fp32, ``operations_low`` in the others. ``by_precision`` has the full
     step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`);
     ``unlike`` what was compared at unlike clocks; ``missing`` what was not measured; ``others``, full steps
-    that slower processes of the same configuration timed (``other_times``), which nothing else is of.
+    that slower processes of the same configuration timed (``other_times``), which nothing else is of but
+    ``energy`` (see :func:`_energy`), and what of these is ``furthest`` from the quicker ones'.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
@@ -33,9 +34,49 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
             "unchanged": changes.get("none", 0), "same": SAME,
             "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
-            "missing": _missing(times), "walls": walls, "others": other_steps(other_times),
+            "missing": _missing(times), "walls": walls, "others": (others := other_steps(other_times)),
+            "furthest": _furthest(steps, others),
+            "energy": _energy([times, other_times], context),
             "step_phases": within[~within["phase"].isin([WHOLE, "loss"])],
             "runs": sorted({*runs_of(speedups), *(runs_of(other_times) if len(other_times) else ())})}
+
+
+def _furthest(steps: pd.DataFrame, others: list[dict]) -> dict | None:
+    """Of speed-ups in slower processes the one furthest from the quicker one's (``there``, ``here``), with
+    all ``sizes`` and ``contexts`` that two timed; None where none did."""
+    here = steps.set_index([steps["size"].astype(str), "context_length", "precision"])["speedup"]
+    found = [{"size": one["size"], "context": one["context"], "precision": own["precision"],
+              "there": own["speedup"], "here": here[key], "times": max(here[key] / own["speedup"],
+                                                                       own["speedup"] / here[key])}
+             for one in others for own in one["speedups"]
+             if (key := (one["size"], one["context"], own["precision"])) in here]
+    if not found:
+        return None
+    return max(found, key=lambda one: one["times"]) | {
+        "sizes": list(dict.fromkeys(one["size"] for one in others)),
+        "contexts": sorted({one["context"] for one in others})}
+
+
+def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
+    """Energy of a full step at one context, of the processes that measured it: a row a size and precision in
+    ``table``, with ``joules``, ``watts``, ``step_ms`` (kept up) and how many times less than fp32's of the
+    same process (``less``); the ``first`` and the ``last`` size's; None where none was measured."""
+    rows = pd.concat([table for table in tables if "step_energy_j" in table] or [NONE])
+    if rows.empty:
+        return None
+    rows = pick(rows, mode="step", phase=WHOLE, status="ok", context_length=context)
+    rows = rows[rows["step_energy_j"].notna()]
+    base = pick(rows, precision=BASE).set_index("run_id")["step_energy_j"]
+    numbers = {"joules": "step_energy_j", "watts": "kept_up_power_w", "step_ms": "kept_up_step_ms"}
+    rows = rows.assign(**{name: rows[column].astype(float) for name, column in numbers.items()},
+                       less=rows["run_id"].map(base).astype(float) / rows["step_energy_j"])
+    rows = rows[rows["less"].notna()].drop_duplicates(["size", "precision"])  # the quicker process's first
+    if rows.empty:
+        return None
+    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less"]]
+    of_size = [{"size": str(size), "by_precision": own[own["precision"] != BASE].to_dict("records")}
+               for size, own in table.groupby("size", observed=True, sort=False)]
+    return {"table": table, "first": of_size[0], "last": of_size[-1], "several": len(of_size) > 1}
 
 
 def other_steps(times: pd.DataFrame) -> list[dict]:

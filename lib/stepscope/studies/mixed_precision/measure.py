@@ -14,6 +14,9 @@ from stepscope.step.training_step import Step, build_step
 from stepscope.studies.mixed_precision.comparison import BASE
 from stepscope.studies.mixed_precision.config import Config
 
+# Of the step kept up after its timed ones: power and energy need longer than those take.
+KEPT_UP = ["kept_up_power_w", "kept_up_sm_clock_median_mhz", "kept_up_step_ms", "step_energy_j"]
+
 
 def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Each precision in each mode: samples as ``timing.measure`` gives them, and how each cell ended.
@@ -21,9 +24,9 @@ def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     Returns:
         samples: with columns ``precision`` and ``mode`` before those of ``timing.SAMPLE_COLUMNS``.
         cells: precision, mode, status (ok, oom, skipped), cause, peak_allocated_mib (NaN on a CPU); and on a
-            GPU, over the timed steps, watched_s, throttled_power_cap_us and the driver's other counters (see
-            ``device_watch.DeviceWatch``). What does not fit, or what the device lacks, costs its cell; it is
-            never replaced by another precision.
+            GPU, over the timed steps, watched_s, throttled_power_cap_us and the driver's other counters, and
+            :data:`KEPT_UP` (see ``device_watch.measure_watched``). What does not fit, or what the device
+            lacks, costs its cell; it is never replaced by another precision.
 
     Raises:
         torch.OutOfMemoryError: no cell fits.
@@ -54,10 +57,12 @@ def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _cell(config: StepConfig) -> tuple[pd.DataFrame, dict]:
     require_device(config)
     _empty_cache(config.device)
-    samples, state = measure_watched(build_step(config), keep_up_s=0)
+    samples, state = measure_watched(build_step(config))
     if config.device == "cpu":
         return samples, {}
-    watched = {name.removeprefix("timed_"): value for name, value in state.items() if "sm_clock" not in name}
+    watched = {name.removeprefix("timed_"): value for name, value in state.items()
+               if name.startswith("timed_") and "sm_clock" not in name}
+    watched |= {name: state.get(name) for name in KEPT_UP}
     return samples, {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20} | watched
 
 

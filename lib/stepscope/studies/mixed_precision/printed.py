@@ -1,7 +1,7 @@
 """The mixed-precision study's tables as they are printed."""
 import pandas as pd
 
-from stepscope.config import PHASE_NAMES
+from stepscope.config import PHASE_NAMES, PRECISIONS
 from stepscope.say.formats import MODE_WORDS, gain, ms, number, percent, signed, span, tiny
 from stepscope.say.published import printed_by_report
 from stepscope.step.timing import WHOLE
@@ -82,6 +82,17 @@ def phases(facts: dict) -> pd.DataFrame:
     wide = rows.pivot(index=["size", "phase"], columns="precision", values="cell")
     wide = wide.reindex(columns=facts["precisions"]).fillna("–").agg(" / ".join, axis=1).unstack("phase")
     return wide[[phase for phase in PHASE_NAMES if phase in wide]].reset_index()
+
+
+def energy(facts: dict) -> pd.DataFrame | None:
+    """Sizes down, precisions across; None where no energy was measured."""
+    if facts["energy"] is None:
+        return None
+    rows = facts["energy"]["table"]
+    rows = rows.assign(cell=[f"{number(row.joules)} J ({number(row.watts)} W, {number(row.step_ms)} ms)"
+                             for row in rows.itertuples()])
+    wide = rows.pivot(index="size", columns="precision", values="cell")
+    return wide[[name for name in PRECISIONS if name in wide]].fillna("–").reset_index()
 
 
 def causes(facts: dict) -> pd.DataFrame | None:
