@@ -27,9 +27,9 @@ def head(cells: pd.DataFrame) -> int:
 
 
 def clocks(rows: pd.DataFrame) -> dict | None:
-    """SM clocks after the timed passes of these cells: read of how many ``cells`` of them ``of``; ``held``,
-    of how many the median was below the highest, ``full_mhz``, by more than :data:`UNLIKE_CLOCKS`, by
-    precision with the medians' ends and the shortest sequence; None where no clock was read."""
+    """SM clocks after the last timed pass of these cells: read of how many ``cells`` of them ``of``;
+    ``held``, how many were below the highest, ``full_mhz``, by more than :data:`UNLIKE_CLOCKS`, by precision
+    with the clocks and the shortest sequence; None where no clock was read."""
     known = rows[rows["sm_clock_mhz"].notna()] if "sm_clock_mhz" in rows else rows.iloc[:0]
     if known.empty:
         return None

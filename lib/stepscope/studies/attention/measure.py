@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from stepscope.runs.machine import sm_clock_mhz
 from stepscope.say.formats import ms
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.training_step import out_of_memory_names
@@ -21,7 +22,8 @@ from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
 def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],
                  config: Config) -> tuple[dict, pd.DataFrame]:
     """One implementation at one sequence: a row of what it is (status ``ok``, ``oom``, ``unsupported`` or
-    ``wrong``, and the reason), and the timed passes, none unless its status is ``ok``."""
+    ``wrong``, and the reason; SM clock after the last pass), and the timed passes, none unless its status is
+    ``ok``."""
     row: dict = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal,
                  "error": float("nan")}
     compiles, no_passes = Compiles(), pd.DataFrame(columns=PASS_COLUMNS)
@@ -38,6 +40,8 @@ def measure_cell(name: str, implementations: Implementations, inputs: Inputs, ex
             return row, no_passes
         row |= memory_pass(call, inputs, inputs.held_bytes(name), config.device)
         samples = timed_passes(call, inputs, config)
+        # Once: what a call of the driver between short passes does to the next one's launches is not known.
+        row["sm_clock_mhz"] = sm_clock_mhz()
     except torch.OutOfMemoryError as error:
         return row | {"status": "oom", "reason": reason(error, [])}, no_passes
     return row | {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}, samples
@@ -134,7 +138,7 @@ def _measure(config: Config) -> dict[str, pd.DataFrame]:
                 rows.append(row)
             del inputs, expected
     samples = pd.concat(samples, ignore_index=True).astype({"cell": "int16"})
-    samples = samples.astype({column: "float32" for column in samples if column.endswith(("_ms", "_mhz"))})
+    samples = samples.astype({column: "float32" for column in samples if column.endswith("_ms")})
     tables = {"cells": summarized(pd.DataFrame(rows), samples), "samples.parquet": samples}
     if config.captured_passes:
         tables["kernels"] = captured_passes(implementations, rows, config)

@@ -6,17 +6,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.runs.machine import sm_clock_mhz
 from stepscope.step.summary import flags, median_interval
 from stepscope.step.timing import PhaseClock
 from stepscope.studies.attention.config import Config
 from stepscope.studies.attention.implementations import Inputs
 
 LEAST_WARMUPS = 2
-PASS_COLUMNS = ["forward_ms", "backward_ms", "enqueue_ms", "sm_clock_mhz"]
+PASS_COLUMNS = ["forward_ms", "backward_ms", "enqueue_ms"]
 STATISTICS = ("median_ms", "ci_low_ms", "ci_high_ms", "mean_ms", "std_ms", "flags")
-SUMMARY = ["passes", "enqueue_ms", "sm_clock_mhz", "sm_clock_least_mhz",
-           *(f"{phase}_{part}" for phase in ("forward", "backward", "pass") for part in STATISTICS)]
+SUMMARY = ["passes", "enqueue_ms", *(f"{phase}_{part}" for phase in ("forward", "backward", "pass")
+                                     for part in STATISTICS)]
 
 
 def synchronize(device: str) -> None:
@@ -38,7 +37,7 @@ def first_pass(call: Callable[[], Tensor], inputs: Inputs, device: str) -> tuple
 
 def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> pd.DataFrame:
     """Warm-up, then the timed passes; columns forward_ms, backward_ms, enqueue_ms (the host's part of
-    both), sm_clock_mhz (read after the pass, outside the clocks; NaN on a CPU)."""
+    both)."""
     clock = PhaseClock(config.device, phases=2)
 
     def once() -> tuple[float, float, float, float]:
@@ -58,18 +57,14 @@ def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> 
         spent_ms, warmups = spent_ms + wall_ms, warmups + 1
     affordable = int(budget_ms / wall_ms) if wall_ms else config.timed_steps
     passes = min(config.timed_steps, max(config.least_passes, affordable))
-    timed = [(*once()[:3], sm_clock_mhz()) for _ in range(passes)]
-    return pd.DataFrame(timed, columns=PASS_COLUMNS).astype(float)
+    return pd.DataFrame([once()[:3] for _ in range(passes)], columns=PASS_COLUMNS)
 
 
 def summarized(cells: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Cells with ``passes``, the median and the least SM clock after them and, of forward, backward and both
-    (``pass``), what :data:`STATISTICS` names."""
+    """Cells with ``passes`` and, of forward, backward and both (``pass``), what :data:`STATISTICS` names."""
     rows: dict[int, dict] = {}
     for cell, group in samples.groupby("cell"):
-        row = {"passes": len(group), "enqueue_ms": group["enqueue_ms"].median(),
-               "sm_clock_mhz": group["sm_clock_mhz"].median(),
-               "sm_clock_least_mhz": group["sm_clock_mhz"].min()}
+        row = {"passes": len(group), "enqueue_ms": group["enqueue_ms"].median()}
         whole = group["forward_ms"] + group["backward_ms"]
         phases = {"forward": group["forward_ms"], "backward": group["backward_ms"], "pass": whole}
         for phase, times in phases.items():
