@@ -55,9 +55,9 @@ def test_every_section_and_picture_is_made_of_recorded_runs(tables):  # noqa: F8
 
 
 def test_changes_are_listed_with_the_time_they_cost(tables):  # noqa: F811
-    rungs = pd.DataFrame([{"rung": "sdpa", "peak_mib": 1000.0, "median_ms": 100.0},
-                          {"rung": "fused", "peak_mib": 800.0, "median_ms": 90.0},
-                          {"rung": "blocks", "peak_mib": 790.0, "median_ms": 80.0}]).assign(
+    rungs = pd.DataFrame([{"rung": "sdpa", "before": None, "peak_mib": 1000.0, "median_ms": 100.0},
+                          {"rung": "fused", "before": "sdpa", "peak_mib": 800.0, "median_ms": 90.0},
+                          {"rung": "blocks", "before": "fused", "peak_mib": 790.0, "median_ms": 80.0}]).assign(
         kind="rung", status="ok", size="2.7B", context_length=512, vocab_size=10_000)
     assert [row["change"] for row in memory.from_ladder(rungs)] == ["fused AdamW"]  # 1% less is not worth a row
     found = memory.less_memory(tables["runs"], pd.DataFrame(), pd.DataFrame(), rungs, pd.DataFrame(),

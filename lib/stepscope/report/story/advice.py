@@ -2,14 +2,21 @@
 import pandas as pd
 
 from stepscope.config import SIZES
-from stepscope.report.story.first import HELPS
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Question
 from stepscope.say.formats import number
 from stepscope.say.selections import pick
 from stepscope.step.summary import UNLIKE_CLOCKS
 from stepscope.step.timing import WHOLE
-from stepscope.studies.ladder.facts import beside_the_rung_before, by_shape, climbed_on_gpu, left_out, runs_in
+from stepscope.studies.ladder.facts import (
+    HELPS,
+    beside_the_rung_before,
+    by_shape,
+    climbed_on_gpu,
+    left_out,
+    runs_in,
+    surely_more,
+)
 from stepscope.studies.memory.facts_options import checkpointing
 
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
@@ -100,7 +107,7 @@ def _left_out(shapes: list[dict]) -> dict:
 def _shape(row: dict, ratio: str) -> dict:
     """A shape with a ratio of times within a process, and whether that is surely above 1."""
     return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
-            "unlike": bool(row["unlike"]), "surely": bool(row[ratio] > 1 + HELPS and row[f"{ratio}_low"] > 1)}
+            "unlike": bool(row["unlike"]), "surely": bool(surely_more(row, ratio))}
 
 
 def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:

@@ -19,6 +19,7 @@ from stepscope.studies.attention.cells import head, implementations, launching_a
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.figures import STYLES
 from stepscope.studies.attention.names import NAMES
+from stepscope.studies.ladder.facts import surely_more
 from stepscope.studies.nsys.facts_regions import forward_of, softmax_against_matmul
 from stepscope.traces.families import MATMUL
 from stepscope.traces.waits import GPU, NEITHER, UNDECIDED, beside_captures
@@ -138,7 +139,7 @@ def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
     if rungs.empty:
         return None
     rows = pick(rungs, rung="sdpa", context_length=context, vocab_size=rungs["vocab_size"].min())
-    gains = rows.loc[(rows["status"] == "ok") & (rows["gain_low"] > 1), "gain"].dropna()
+    gains = rows.loc[(rows["status"] == "ok") & surely_more(rows), "gain"]
     return gains if len(gains) else None
 
 

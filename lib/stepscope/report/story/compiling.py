@@ -291,7 +291,7 @@ def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
         "context": int(row["context_length"]),
         "compile_s": row["compile_s"],
         "gain": row["gain"],
-        "helps": bool(row["gain_low"] > 1) and row["gain"] > 1 + ladder_facts.HELPS,
+        "helps": bool(ladder_facts.surely_more(row)),
     }
 
 

@@ -13,11 +13,11 @@ from stepscope.step.flops import parameter_count
 from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
+from stepscope.studies.ladder.facts import HELPS
 from stepscope.studies.ladder.figures import hero
 from stepscope.studies.ladder.names import name_of
 
 FEW = 8  # rows of a table of the main text
-HELPS = 0.02  # a gain under this share is none
 NEARLY = 0.95  # of a gain, as a power of it
 VARIED = ("precision", "attention", "compile", "optimizer", "batch_size", "vocab_size")
 
@@ -35,10 +35,10 @@ def story(rungs: pd.DataFrame, curves: pd.DataFrame) -> dict | None:
         return None
     rows = found["rows"]
     steps = ladder_facts.climbed(rows)
-    gained = steps[(steps["gain"] > 1 + HELPS) & (steps["gain_low"] > 1)]
+    gained = steps[ladder_facts.surely_more(steps)]
     best = [{"name": name_of(row["rung"]), "gain": row["gain"]}
             for row in _nearly_all(gained).to_dict("records")]
-    other = rungs[(rungs["kind"] == "rung") & rungs["gain"].notna() & (rungs["gain_low"] > 1)]
+    other = rungs[(rungs["kind"] == "rung") & ladder_facts.surely_more(rungs)]
     other = other[(other["size"].astype(str) != found["size"]) & (other["context_length"] == found["context"])
                   & (other["vocab_size"] == found["vocabulary"])]
     elsewhere = None
@@ -75,7 +75,7 @@ def _beside(rows: pd.DataFrame) -> dict | None:
     """How many times faster a shape's fastest rung is than Hugging Face's step; None where it is not surely
     faster."""
     best = ladder_facts.best_of(rows)
-    if not (best["over_hugging_face"] > 1 + HELPS and best["over_hugging_face_low"] > 1):
+    if not ladder_facts.surely_more(best, "over_hugging_face"):
         return None
     return {"over": best["over_hugging_face"]}
 

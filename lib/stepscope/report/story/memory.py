@@ -285,12 +285,12 @@ def from_ladder(rungs: pd.DataFrame) -> list[dict]:
     own = ladder_of(rungs) if len(rungs) else None
     if own is None or not climbed_on_gpu(own):
         return []
-    own = own[(own["kind"] == "rung") & (own["status"] == "ok")].reset_index(drop=True)
+    rows = {row["rung"]: row for row in own[own["status"] == "ok"].to_dict("records")}
     found = []
-    for at, row in own.iterrows():
-        if at and row["rung"] in LADDER:
-            change, code = LADDER[row["rung"]]
-            before = own.iloc[at - 1]
+    for rung, (change, code) in LADDER.items():
+        row = rows.get(rung)
+        before = rows.get(row["before"]) if row else None
+        if row and before:
             found.append({"change": change, "code": code, "before_mib": before["peak_mib"],
                           "after_mib": row["peak_mib"], "before_ms": before["median_ms"],
                           "after_ms": row["median_ms"],

@@ -186,7 +186,7 @@ def _no_casts(rungs: pd.DataFrame) -> dict | None:
     """The ladder's rung on which the optimizer keeps copies in bf16, where it surely is faster."""
     own = ladder_facts.reference(rungs) if len(rungs) else None
     row = None if own is None else ladder_facts.of_rung(own, "no_casts")
-    if row is None or not row["gain_low"] > 1:
+    if row is None or not ladder_facts.surely_more(row):
         return None
     return ladder_facts.shape_of(row) | {
         "gain": row["gain"],

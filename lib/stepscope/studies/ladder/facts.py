@@ -31,6 +31,12 @@ PART_NAMES = {
 }
 
 
+def surely_more(rows, ratio: str = "gain"):
+    """Whether a ratio of times (of a row, or a column of rows) is above 1 by over :data:`HELPS`, with no 1
+    in its 95% interval."""
+    return (rows[ratio] > 1 + HELPS) & (rows[f"{ratio}_low"] > 1)
+
+
 def with_vocabulary(sizes: pd.Series, vocabularies: pd.Series) -> list[str]:
     """Sizes, with the vocabulary of those that have another than most."""
     usual = vocabularies.mode().iloc[0]
@@ -122,7 +128,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
     beside, other = of_rung(own, "hugging_face"), of_rung(own, OTHER_ARITHMETIC)
     graph = of_rung(own, "graph")
     gains = climbed(own)[climbed(own)["rung"] != OTHER_ARITHMETIC]
-    idle = gains[(gains["gain"] < 1 + HELPS) | (gains["gain_low"] <= 1)]
+    idle = gains[gains["gain"].notna() & ~surely_more(gains)]
     tried = own[(own["kind"] == "rung") & ~own["status"].isin(["ok", "skipped"])]
     # GPUs say so nearly always of products at full rate: their power is what bounds them.
     held = own["throttled_share"] if "throttled_share" in own else pd.Series(dtype=float)
@@ -216,7 +222,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
     rows = rows[rows["gain"].notna()] if len(rows) else rows
     if rows.empty:
         return None
-    helps = (rows["gain_low"] > 1) & (rows["gain"] > 1 + HELPS)
+    helps = surely_more(rows)
     costs = (rows["gain_high"] < 1) & (rows["gain"] < 1 - HELPS)
     called = with_vocabulary(rows["size"], rows["vocab_size"])
     rows = rows.assign(helps=helps, costs=costs, sure=helps | costs, called=called)

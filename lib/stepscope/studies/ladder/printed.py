@@ -14,7 +14,7 @@ from stepscope.say.formats import (
     tiny,
 )
 from stepscope.studies.ladder.config import RUNGS
-from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder, with_vocabulary
+from stepscope.studies.ladder.facts import OTHER_ARITHMETIC, ladder, surely_more, with_vocabulary
 from stepscope.studies.ladder.names import AGAINST, name_of, snippet
 
 WHY = {
@@ -270,7 +270,7 @@ def reading(rungs: pd.DataFrame) -> str:
         f" {best} ms, is {of_floor}."
     ]
     rows = found["rows"]
-    gained = rows[(rows["kind"] == "rung") & (rows["gain_low"] > 1)]
+    gained = rows[(rows["kind"] == "rung") & surely_more(rows)]
     if found["gains"] and len(gained):
         most = gained.loc[gained["gain"].idxmax()]
         said.append(f"Most gained by {name_of(most['rung'])}: {faster(most['gain'])} than the rung before.")
