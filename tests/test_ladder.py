@@ -677,8 +677,22 @@ def test_what_a_process_says_beside_itself_is_compared_within_it():
     sure = found["rows"].set_index("rung")["sure"]
     assert sure.all() and found["processes"] == 2
     near = rungs.assign(over_finished_low=0.5, over_finished_high=2.0)
-    assert not facts.left_out(near)["rows"]["sure"].any() and facts.left_out(near)["shapes"][0]["saving"] == []
+    assert not facts.left_out(near)["rows"]["sure"].any() and facts.left_out(near)["saving"] == []
+    quicker = rungs.assign(over_finished=0.8, over_finished_low=0.75, over_finished_high=0.85)
+    [one, *_] = facts.left_out(quicker)["saving"]
+    assert one["speed"] == pytest.approx(1.25) and "Faster without it" in said("ladder-left-out", made_up() | {"rungs": quicker}).text
     assert facts.filled(rungs)["gains"].tolist() == pytest.approx([32 / 4 / (40 / (100 * 0.8**11))], rel=1e-3)
+
+
+def test_the_batch_of_most_processes_stands_for_the_shape():
+    """Of equally many the larger one: two batches are never one number."""
+    def filled(*batches):
+        made = [process(number=number) for number in range(len(batches))]
+        for one, batch in zip(made, batches):
+            one.tables["rungs"].loc[one.tables["rungs"]["rung"] == "fill", "batch"] = batch
+        row = over_processes(made).set_index("rung").loc["fill"]
+        return row["batch"], row["processes"]
+    assert filled(32, 32, 36) == (32, 2) and filled(32, 36) == (36, 1) and filled(32) == (32, 1)
 
 
 def test_fp8_is_compared_at_the_same_shape():
@@ -705,6 +719,10 @@ def test_goals_that_are_missed_are_said():
     assert of_beside >= {("small", "over_hugging_face"), ("2.7B", "over_hugging_face"), ("large", "slower")}
     assert not {one["goal"] for one in reached["missed"]} & {"over_hugging_face", "slower"}
     assert (missed["faster"], reached["faster"]) == (0, 3)
+    won = {(one["size"], one["goal"]): one for one in reached["reached"]}
+    assert {("small", "over_hugging_face"), ("2.7B", "over_hugging_face")} <= won.keys()
+    assert all(one["got"] >= one["asked"] for one in won.values())
+    assert not {one["goal"] for one in missed["reached"]} & {"over_hugging_face"}
     assert "Missed" in said("ladder-goals", asked[1]).text
     best = 100 * 0.8**11
     [one] = [one for one in missed["missed"] if (one["size"], one["goal"]) == ("2.7B", "over_hugging_face")]

@@ -192,6 +192,10 @@ def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
     held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY, EMPTY)
     assert held["launching"] and held["from"] == []
     assert attention.printed_winners(held).iloc[:, 1:].map(lambda cell: cell == "–" or cell.endswith("†")).all(axis=None)
+    noisy = attention.which_kernel(cells.assign(enqueue_ms=0.0, pass_flags="noisy"), EMPTY, EMPTY)
+    assert noisy["unsteady"] and not calm["unsteady"]
+    marked = attention.printed_winners(noisy).iloc[:, 1:]
+    assert marked.map(lambda cell: cell == "–" or cell.endswith("‡")).all(axis=None)
 
 
 def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():

@@ -23,7 +23,7 @@ def told(times, captured, low, **others):
 def variants():
     """One run's steps in three variants, on a GPU, and what was captured of them."""
     shape = {"size": "small", "context_length": 512, "precision": "bf16", "attention": "sdpa", "device": "cuda",
-             "status": "ok", "optimizer": "foreach", "study": "compile", "run_id": "a"}
+             "status": "ok", "optimizer": "foreach", "study": "compile", "run_id": "a", "flags": ""}
     rows = [shape | {"variant": variant, "mode": mode, "phase": phase, "median_ms": ms}
             for variant, step in (("eager", 40.0), ("model", 20.0), ("cuda_graphs", 8.0))
             for mode, phase, ms in (("step", "step", step), ("forward_backward", "forward", step / 4),
@@ -90,6 +90,8 @@ def test_a_flat_forward_is_told_over_processes_and_a_slow_capture_of_one():
 def test_remedies_are_ratios_within_one_run():
     times, kernels = variants()
     found = facts.helps(times, kernels, pd.DataFrame())
+    noisy = facts.helps(times.assign(flags="noisy"), kernels, pd.DataFrame())
+    assert noisy["unsteady"] and not found["unsteady"]
     assert found["after"]["faster"] == 5 and found["over_compiled"] == 2.5
     assert found["table"]["kernels"].to_list() == [20] * 3
     assert found["table"]["busy"].to_list() == pytest.approx([0.2, 0.4, 1.0])

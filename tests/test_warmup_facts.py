@@ -97,6 +97,8 @@ def test_slow_steps_are_counted_from_the_first_to_the_first_that_is_not():
     assert two["most"] == 2 and not two["one_was_enough"] and two["more_than_one"] == 1
     assert later["most"] == 1 and later["third_furthest"] == pytest.approx(2.0)
     assert two["slow_counts"] == [{"steps": 2, "processes": 1}]
+    restless = facts.enough(process([50.0, 10.3] + [10.0, 10.0, 10.0, 10.0, 10.5] * 2), NONE)
+    assert (two["scattered"], restless["scattered"]) == (0, 1) and restless["slow_counts"] == two["slow_counts"]
     texts = {answered("warmup", "enough", samples=process([*times] + [10.0] * 10), **{"benchmark.samples": NONE}).text
              for times in ([10.0], [50.0], [50.0, 10.3])}
     assert len(texts) == 3

@@ -244,7 +244,8 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
             "table": best, "from": changes_of(best[(best["precision"] == narrow) & ~best["launching"]]),
-            "launching": bool(best["launching"].any()), "tf32": of_tf32(at),
+            "launching": bool(best["launching"].any()),
+            "unsteady": bool((best["unsteady"] & ~best["launching"]).any()), "tf32": of_tf32(at),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
             "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
@@ -301,7 +302,7 @@ def ranked(rows: pd.DataFrame) -> list[dict]:
 def winners(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest of each precision and sequence, of forward alone and of forward + backward: what, ms and
     times faster than written out (nan where that was not timed); ``launching``: launching the fastest or the
-    written-out one took as long as the pass."""
+    written-out one took as long as the pass; ``unsteady``: the fastest's passes are not one steady state."""
     found = []
     for (precision, sequence), of in rows.groupby(["precision", "sequence"]):
         row: dict = {"precision": precision, "sequence": int(sequence)}
@@ -311,6 +312,8 @@ def winners(rows: pd.DataFrame) -> pd.DataFrame:
                     f"{phase}_faster": ms.get("eager", np.nan) / ms.min()}
         as_long = launching_as_long(of).to_numpy() & of["implementation"].isin(["eager", row["pass_what"]])
         row["launching"] = bool(as_long.any())
+        flags = of.set_index("implementation")["pass_flags"].get(row["pass_what"])
+        row["unsteady"] = isinstance(flags, str) and flags != ""
         found.append(row)
     return pd.DataFrame(found).sort_values(["precision", "sequence"], ignore_index=True)
 
@@ -346,15 +349,14 @@ def printed_winners(found: dict) -> pd.DataFrame:
     columns = {}
     for precision, phase, words in phases:
         of = best[best["precision"] == precision].set_index("sequence")
+        parts = of[[*(f"{phase}_{part}" for part in PARTS), "launching", "unsteady"]]
         columns[f"{precision}, {words}"] = pd.Series(
-            [_winner(*one) for one in of[[*(f"{phase}_{part}" for part in PARTS), "launching"]].itertuples(
-                index=False)],
-            index=of.index)
+            [_winner(*one) for one in parts.itertuples(index=False)], index=of.index)
     return pd.DataFrame(columns).fillna("–").rename_axis("sequence").reset_index().tail(8)
 
 
-def _winner(what: str, ms: float, faster: float, launching: bool) -> str:
-    mark = " †" if launching else ""
+def _winner(what: str, ms: float, faster: float, launching: bool, unsteady: bool) -> str:
+    mark = " †" if launching else " ‡" if unsteady else ""
     gain = "" if np.isnan(faster) or what == "eager" else f" ({number(faster, 2)}x)"
     return f"{NAMES[what].removeprefix('SDPA ')} {number(ms)} ms{gain}{mark}"
 

@@ -14,6 +14,7 @@ from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, ink_on, use_style
 from stepscope.step.accounting import instants, on_gpu, peak
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.ladder.facts import climbed_on_gpu
 from stepscope.studies.ladder.facts import reference as ladder_of
 from stepscope.studies.memory import facts, facts_accounting, facts_options
@@ -236,7 +237,8 @@ def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataF
     measured = best["measured"] if best else None
     table = best["table"][best["table"]["blocks"] > 0].dropna(subset="time_ms") if best else pd.DataFrame()
     fastest = int(table.loc[table["time_ms"].idxmin(), "blocks"]) if len(table) else None
-    return {"rows": rows, "free": [row["change"] for row in rows if row["after_ms"] < row["before_ms"]],
+    return {"rows": rows, "unlike": any(row.get("unlike", False) for row in rows),
+            "free": [row["change"] for row in rows if row["after_ms"] < row["before_ms"]],
             "block": block, "best": measured, "best_run": best["run"] if best else None,
             "against": measured["against_none"] if measured else None,
             "least_also_fastest": bool(measured and measured["blocks"] == fastest),
@@ -294,6 +296,8 @@ def from_ladder(rungs: pd.DataFrame) -> list[dict]:
             found.append({"change": change, "code": code, "before_mib": before["peak_mib"],
                           "after_mib": row["peak_mib"], "before_ms": before["median_ms"],
                           "after_ms": row["median_ms"],
+                          "unlike": bool(unlike_clocks(row.get("sm_clock_mhz", np.nan),
+                                                       row.get("sm_clock_mhz_before", np.nan))),
                           "where": f"{row['size']}, {row['context_length']:,}, bf16, full step, ladder"})
     return [one for one in found if one["after_mib"] < one["before_mib"] * (1 - WORTH_SAYING)]
 
@@ -323,7 +327,8 @@ def from_runs(runs: pd.DataFrame) -> list[dict]:
 def printed_less(found: dict) -> pd.DataFrame:
     """A row a change."""
     def times(row: dict) -> str:
-        return "–" if np.isnan(row["before_ms"]) else f"{row['after_ms'] / row['before_ms'] - 1:+.0%}"
+        change = row["after_ms"] / row["before_ms"] - 1
+        return "–" if np.isnan(change) else f"{change:+.0%}" + "≠" * row.get("unlike", False)
     return pd.DataFrame({
         "change": [row["change"] for row in found["rows"]],
         "peak (GiB)": [f"{number(row['before_mib'] / 1024)} to {number(row['after_mib'] / 1024)}"

@@ -23,6 +23,7 @@ from stepscope.studies.mixed_precision import (
     facts_slower,
     facts_speed,
 )
+from stepscope.studies.mixed_precision.comparison import SAME
 
 MAIN = "bf16"  # what is spoken of first where it was measured
 MAPPED = ("tf32", "bf16", "fp16")
@@ -281,7 +282,7 @@ def draw_map(speedups: pd.DataFrame, where: str) -> Figure | None:
 
 def _label(speedup: float, change: str) -> str:
     if change == "none":
-        return "same"
+        return "same" if abs(speedup - 1) <= SAME else "not\nsure"
     if change == "slower":
         return f"{number(1 / speedup, 2)}x\nslower"
     return f"{number(speedup, 3 if speedup < 1.1 else 2)}x"

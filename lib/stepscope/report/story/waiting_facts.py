@@ -105,11 +105,13 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     plain = rows[(rows["mode"] == "forward_backward") & (rows["phase"] != WHOLE)]
     plain = plain.groupby("variant")["median_ms"].sum()
     table = pd.DataFrame({"ms": steps, "faster": steps["eager"] / steps})
+    flags = pick(rows, mode="step", phase=WHOLE).set_index("variant")["flags"].fillna("")
+    table["unsteady"] = flags.reindex(table.index).ne("")
     if len(kernels):
         found = pick(kernels, run_id=own["run_id"], attention=own["attention"], mode="forward_backward")
         found = found.groupby("variant")[["count", "total_ms"]].sum()
         table = table.assign(kernels=found["count"], busy=found["total_ms"] / plain)
-    table = table.reindex(columns=["ms", "faster", "kernels", "busy"])
+    table = table.reindex(columns=["ms", "faster", "unsteady", "kernels", "busy"])
     return table.reindex([name for name in ALL_VARIANTS if name in table.index]).assign(
         **{name: own[name] for name in (*SHAPE, "attention", "study", "run_id")})
 
@@ -140,7 +142,7 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
             "size": str(own["size"]), "context": own["context_length"],
             "precision": own["precision"], "fused_attention": own["attention"] == "sdpa",
             "before": table.loc["eager"].to_dict(), "after": table.loc["cuda_graphs"].to_dict(),
-            "busy_known": bool(table["busy"].notna().all()),
+            "unsteady": bool(table["unsteady"].any()), "busy_known": bool(table["busy"].notna().all()),
             "over_compiled": table["ms"].get("model", float("nan")) / table["ms"]["cuda_graphs"],
             "graph_known": "model" in table.index,
             "helped": [one for one in gained if one["helps"]],

@@ -38,6 +38,7 @@ def device_state(times: pd.DataFrame) -> dict | None:
     clocks = steps[["sm_clock_least_mhz", "kept_up_sm_clock_median_mhz"]]  # after a step, and within it
     slow = clocks.min(axis=1) < (1 - UNLIKE_CLOCKS) * full_mhz
     held = slow | (shares > 0).any(axis=1)
+    unlike_share = (steps["kept_up_step_ms"] / steps["median_ms"] - 1).abs()
     polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])
     return {"full_mhz": full_mhz, "total": len(steps), "held_runs": int(held.sum()),
             "slow_runs": int(slow.sum()), "held": steps[held],
@@ -46,8 +47,8 @@ def device_state(times: pd.DataFrame) -> dict | None:
                         for reason, share in shares.items() if (share > 0).any()],
             "counted": bool(shares.notna().any(axis=None)),
             "power_w": steps["kept_up_power_w"].dropna() if steps["kept_up_power_w"].notna().any() else None,
-            "unlike_timed": int(((steps["kept_up_step_ms"] / steps["median_ms"] - 1).abs() > LIKE).sum()),
-            "like": LIKE, "kept_up": int(steps["kept_up_step_ms"].notna().sum()),
+            "unlike_timed": int((unlike_share > LIKE).sum()), "unlike_most": unlike_share.max(), "like": LIKE,
+            "kept_up": int(steps["kept_up_step_ms"].notna().sum()),
             "energy_check": None if polled.empty else energy_check(polled),
             "table": steps.assign(held_ms=steps[list(counters.values())].max(axis=1) / 1e3)[
                 held | (steps["mode"] == "step") & steps["kept_up_power_w"].notna()],

@@ -3,6 +3,7 @@ between them, eager and compiled."""
 import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
+from stepscope.say.selections import precisions
 from stepscope.studies.compile.pairs import MAIN, beside, ordered, several_runs, shape, with_host
 from stepscope.traces.families import MATMUL
 
@@ -51,6 +52,7 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     columns = ["run_id", "size", "context_length", "precision", "host"]
     runs = with_host(times).drop_duplicates("run_id")[columns]
     return {"pairs": both, "shape": shape(both), "several": several_runs(both),
+            "precisions": precisions(both),
             "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],
             "rest_ratio": rest, "fused": bool((rest > 1).all()),

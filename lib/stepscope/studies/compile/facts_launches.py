@@ -56,7 +56,7 @@ def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     runs = with_host(times).drop_duplicates("run_id")[columns]
     table = share.reset_index().merge(runs, on="run_id")
     return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()), "nearly": NEARLY,
-            "higher": int((change > NEARLY).sum()), "table": ordered(table),
+            "higher": int((change > NEARLY).sum()), "table": ordered(table), "precisions": precisions(table),
             "shares": pairs["eager"], "shares_after": pairs["block"]}
 
 
@@ -68,6 +68,7 @@ def graphed(times: pd.DataFrame) -> dict | None:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
+            "precisions": precisions(pairs),
             "sizes": list(dict.fromkeys(pairs["size"].astype(str) + pairs["host"].map(
                 lambda host: f" (host: {host})" if host else ""))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}

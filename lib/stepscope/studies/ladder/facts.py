@@ -37,6 +37,11 @@ def surely_more(rows, ratio: str = "gain"):
     return (rows[ratio] > 1 + HELPS) & (rows[f"{ratio}_low"] > 1)
 
 
+def surely_less(rows, ratio: str = "gain"):
+    """Likewise below 1."""
+    return (rows[ratio] < 1 - HELPS) & (rows[f"{ratio}_high"] < 1)
+
+
 def with_vocabulary(sizes: pd.Series, vocabularies: pd.Series) -> list[str]:
     """Sizes, with the vocabulary of those that have another than most."""
     usual = vocabularies.mode().iloc[0]
@@ -154,7 +159,8 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
         "graph": graph,
-        "graph_sure": bool(graph and (graph["gain_low"] > 1 or graph["gain_high"] < 1)),
+        "graph_unlike": bool(graph and with_unlike(pd.DataFrame([graph]))["unlike"].iloc[0]),
+        "graph_sure": bool(graph and (surely_more(graph) | surely_less(graph))),
         "idle": idle["rung"].map(name_of).tolist(),
         "gains": surely_faster(first, best),
         "missing": [
@@ -223,7 +229,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
     if rows.empty:
         return None
     helps = surely_more(rows)
-    costs = (rows["gain_high"] < 1) & (rows["gain"] < 1 - HELPS)
+    costs = surely_less(rows)
     called = with_vocabulary(rows["size"], rows["vocab_size"])
     rows = rows.assign(helps=helps, costs=costs, sure=helps | costs, called=called)
     of_rung = rows.groupby("rung", sort=False)
@@ -440,6 +446,8 @@ def trained(curves: pd.DataFrame) -> dict:
     rows, band = off_fp32(windows), fp32_band(windows)
     rungs = by_rung(rows)
     width = band["max"] - band["min"]
+    fp32 = windows[windows["rung"] == "fp32"]
+    own = fp32[fp32["seed"] == fp32["seed"].min()].sort_values("window")
     outside = rungs[rungs["of_range"] >= 1].sort_values("of_range", ascending=False)
     same = rungs.drop(index=OTHER_ARITHMETIC, errors="ignore")
     return {
@@ -458,8 +466,8 @@ def trained(curves: pd.DataFrame) -> dict:
         "smoothed": SMOOTHED,
         "seeds": curves.loc[curves["rung"] == "fp32", "seed"].nunique(),
         "width": width.median(),
-        "start": windows["loss"].max(),
-        "end": windows["loss"].min(),
+        "start": own["loss"].iloc[0],
+        "end": own["loss"].iloc[-1],
         "training_size": str(curves["size"].iloc[0]),
         "training_context": int(curves["context_length"].iloc[0]),
         "always_edge": bool(rows["edge"].all()),
@@ -467,9 +475,10 @@ def trained(curves: pd.DataFrame) -> dict:
 
 
 def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The best rung of every shape beside Hugging Face's step and the floor; goals that are missed, with what
-    is left there; and what steps consist of on the GPU, of the reference and where a goal is missed."""
-    rows, missed, tables = [], [], []
+    """The best rung of every shape beside Hugging Face's step and the floor; goals that are ``reached``, and
+    that are missed, with what is left there; and what steps consist of on the GPU, of the reference and where
+    a goal is missed."""
+    rows, reached, missed, tables = [], [], [], []
     spoken_of = reference(rungs)
     for own in by_shape(rungs):
         beside = of_rung(own, "hugging_face")
@@ -499,6 +508,12 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
             for one in missed_here(row, filled)
         ]
         missed += found
+        asked = aims(row).items()
+        reached += [
+            {"size": row["size"], "context": row["context"], "goal": goal, "asked": least, "got": row[goal]}
+            for goal, least in asked
+            if row[goal] >= least
+        ]
         if found or (spoken_of is not None and shape_of(spoken_of.iloc[0]) == shape_of(own.iloc[0])):
             tables.append(at)
     if not rows:
@@ -511,6 +526,7 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "ratios": table["over_hugging_face"],
         "faster": int((table["over_low"] > 1).sum()),
         "shapes": len(table),
+        "reached": reached,
         "missed": missed,
         "parts": pd.concat(tables or [pd.DataFrame()], ignore_index=True),
         "least": table.loc[table["over_hugging_face"].idxmin()].to_dict(),
@@ -519,11 +535,16 @@ def goals(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     }
 
 
+def aims(row: dict) -> dict[str, float]:
+    """The goals set for a shape, and what they ask."""
+    if row["context"] != 512 or row["vocabulary"] != 10_000:
+        return {}
+    return {goal: sizes[row["size"]] for goal, sizes in GOALS.items() if row["size"] in sizes}
+
+
 def missed_here(row: dict, filled: dict | None) -> list[dict]:
     """Goals that one shape misses: goal, asked, got, and ``over_ms``, by how much its step takes too long."""
-    asked = {goal: sizes[row["size"]] for goal, sizes in GOALS.items() if row["size"] in sizes}
-    asked = asked if row["context"] == 512 and row["vocabulary"] == 10_000 else {}
-    found = []
+    asked, found = aims(row), []
     for goal, least in ({"slower": 1.0} | asked).items():
         got = row["over_hugging_face" if goal == "slower" else goal]
         if got < least and not (goal == "slower" and "over_hugging_face" in asked):
@@ -626,20 +647,12 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
     if rows.empty:
         return None
     over = rows["over_finished"]
-    sure = (rows["over_finished_low"] > 1) | (rows["over_finished_high"] < 1)
-    sure &= (over - 1).abs() > HELPS
+    sure = surely_more(rows, "over_finished") | surely_less(rows, "over_finished")
     rows = with_unlike(rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure))
-    shapes = [
-        {
-            **shape_of(own.iloc[0]),
-            "most": own.loc[own["cost"].idxmax()].to_dict(),
-            "saving": own.loc[own["sure"] & (own["cost"] < 0)].to_dict("records"),
-        }
-        for _, own in rows.groupby(SHAPE, observed=True, sort=False)
-    ]
+    saving = rows[rows["sure"] & (rows["cost"] < 0)].to_dict("records")
     return {
         "rows": rows,
-        "shapes": shapes,
+        "saving": [shape_of(row) | {"name": row["name"], "speed": row["speed"]} for row in saving],
         "unlike": unlike(rows),
         "graph": graph_left_out(rungs),
         "processes": int(rows["processes"].max()),
@@ -655,10 +668,10 @@ def finished(own: pd.DataFrame) -> pd.Series:
 
 
 def graph_left_out(rungs: pd.DataFrame) -> dict | None:
-    """Where leaving the CUDA graph out of the finished step costs more than adding it had gained, by over
-    :data:`HELPS`: the shape where it is ``most``, and the ``others``, each with both ratios, and ms of the
-    finished step, of the graph's rung, of the one before it and of the finished step without the graph (of
-    these the fastest and the slowest process).
+    """Where leaving the CUDA graph out of the finished step surely costs more than adding it had gained:
+    their intervals are apart. The shape where it is ``most``, and the ``others``, each with both ratios, and
+    ms of the finished step, of the graph's rung, of the one before it and of the finished step without the
+    graph (of these the fastest and the slowest process).
 
     ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do.
     None where there is no such shape."""
@@ -668,7 +681,7 @@ def graph_left_out(rungs: pd.DataFrame) -> dict | None:
         if not graph or not without or math.isnan(graph["gain"]):
             continue
         before = of_rung(own, graph["before"])
-        if without["over_finished"] > (1 + HELPS) * graph["gain"] and before:
+        if without["over_finished_low"] > graph["gain_high"] and before:
             rows.append(
                 shape_of(without)
                 | {

@@ -16,6 +16,8 @@ from stepscope.studies.ladder.facts import (
     climbed,
     off_fp32,
     smoothed,
+    surely_less,
+    surely_more,
     timed,
     trained,
 )
@@ -138,19 +140,22 @@ def gains(rungs: pd.DataFrame, where: str) -> Figure | None:
     table = table.reindex([rung for rung in RUNGS if rung in table.index])
     figure, axis = plt.subplots(figsize=(WIDTH_IN, 2.0 + 0.44 * len(table)))
     drawn = axis.imshow(np.log2(table.to_numpy(dtype=float)), cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
+    unsure = rows[~(surely_more(rows) | surely_less(rows))].set_index(["rung", *SHAPE]).index
     for (y, x), value in np.ndenumerate(table.to_numpy(dtype=float)):
-        if np.isfinite(value):
-            slower = f"{1 / value:.2f}x\nslower" if f"{value:.2f}" < "1.00" else ""
-            axis.text(
-                x,
-                y,
-                slower or f"{value:.2f}",
-                ha="center",
-                va="center",
-                fontsize=CELLS - 4 if slower else CELLS,
-                linespacing=0.95,
-                color=ink_on(drawn.cmap(drawn.norm(np.log2(value)))),
-            )
+        if not np.isfinite(value):
+            axis.text(x, y, "–", ha="center", va="center", fontsize=CELLS)
+            continue
+        slower = f"{1 / value:.2f}x\nslower" if f"{value:.2f}" < "1.00" else ""
+        axis.text(
+            x,
+            y,
+            (slower or f"{value:.2f}") + ("‡" if (table.index[y], *shapes[x]) in unsure else ""),
+            ha="center",
+            va="center",
+            fontsize=CELLS - 4 if slower else CELLS,
+            linespacing=0.95,
+            color=ink_on(drawn.cmap(drawn.norm(np.log2(value)))),
+        )
     axis.set_yticks(range(len(table)), [name_of(rung) for rung in table.index], fontsize=CELLS)
     _shape_heads(axis, shapes, usual)
     axis.grid(visible=False)

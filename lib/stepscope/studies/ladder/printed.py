@@ -249,7 +249,7 @@ def filled(facts: dict) -> pd.DataFrame:
             "of measured rate": column(rows, "of_measured", share),
             "of data sheet": column(rows, "of_sheet_bf16", share),
             "SM MHz": column(rows, "sm_clock_mhz", mhz),
-            "at the small batch": column(rows, "small_mhz", mhz),
+            "SM MHz, small batch": column(rows, "small_mhz", mhz),
             "processes": rows["processes"].astype(str),
         }
     )

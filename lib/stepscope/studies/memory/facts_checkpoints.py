@@ -136,6 +136,7 @@ def reach(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) 
             "billions": parameters / 1e9, "weights_gib": last["parameters_bytes"] / GIB,
             "gpu_gib": gpu_mib * MIB / GIB, "bytes_each": 16,
             "states_gib": 16 * parameters / GIB, "ways": ways,
+            "steps": steps_each(samples, rows, ["blocks_per_checkpoint"]),
             "step": next((one for one in ways if one["mode"] == "step"), None),
             "as_predicted": bool(expected.all()), "surprises": rows[~expected].to_dict("records"),
             "off_share": (measured["predicted_mib"] / measured["peak_mib"] - 1).abs().max()
@@ -210,4 +211,5 @@ def nested(stacks: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame) -> d
             "root_worse": every is not None and "square root" in by_name
             and bool(by_name["square root"][by] > every[by]),
             "out_of_memory": rows.loc[rows["status"] == "oom", ["blocks", "arrangement"]].to_dict("records"),
+            "freed": bool(on_gpu and pd.concat([at_most, at_fewest])["beyond_mib"].isna().any()),
             "table": rows, "runs": runs_of(rows)}

@@ -5,7 +5,7 @@ from stepscope.config import StepConfig
 from stepscope.say.formats import runs_of
 from stepscope.step.accounting import MIB, peak, require_formulas, value
 from stepscope.studies.memory.facts import GIB, config_of, shape_of
-from stepscope.studies.memory.facts_checkpoints import at_longest, settings
+from stepscope.studies.memory.facts_checkpoints import at_longest, settings, steps_each
 
 QUICKER = 0.02  # of a step: a smaller difference of times is not told
 UNMOVED = 0.01  # a share of reserved memory that counts as no change
@@ -50,6 +50,7 @@ def checkpointing(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Dat
             "measured": measured_optimum(table, fitted, optimum) if compared else None,
             "more_quicker": more_quicker(fitted) if compared else None,
             "why": why(config), "table": table,
+            "steps": steps_each(samples, table, ["blocks_per_checkpoint"]),
             "longest": (longest := at_longest(checkpoints, runs, samples, table["run_id"].iloc[0])),
             "runs": sorted({*runs_of(table), *(longest["runs"] if longest else [])})}
 

@@ -135,7 +135,8 @@ def _reduction(table: pd.DataFrame) -> dict:
                       "torch_rounds_once": ways["torch"].max() <= torch.finfo(DTYPES[dtype]).eps / 2})
     infinite = squares[(squares["way"] == "pairwise") & np.isinf(squares["worst"].astype(float))]
     fused = rows[(rows["way"] == "fused") & rows["dtype"].isin(LOW)]["rounded"].min()
-    return {"types": types, "width": SHOWN_WIDTH, "fused": fused, "fused_rounds_once": fused >= AS_ROUNDED,
+    return {"types": types, "low": list(LOW), "width": SHOWN_WIDTH, "fused": fused,
+            "fused_rounds_once": fused >= AS_ROUNDED,
             "torch_rounds_once": all(own["torch_rounds_once"] for own in types),
             "grows": all(own["grows"] for own in types),
             "off_bf16": types[LOW.index("bf16")]["at_width"],

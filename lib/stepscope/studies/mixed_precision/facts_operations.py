@@ -49,7 +49,7 @@ def _census(census: pd.DataFrame) -> dict:
     softmax = pick(named, operation="_log_softmax")
     shown = brain[(brain["kind"] != "cast") & brain["phase"].isin(["forward", "loss"])]
     return {"size": size, "context": context,
-            "kinds": _by_kind(brain),
+            "kinds": _by_kind(brain[brain["phase"].isin(["forward", "loss"])]),
             "lossy": [autocast for autocast, rows in softmax.groupby("autocast", sort=False)
                       if (rows["kind"] == "low").all()],
             "softmax_in_fp32": bool((brain.loc[brain["operation"] == "exp", "kind"] == "fp32").all()),

@@ -60,8 +60,10 @@ def _furthest(steps: pd.DataFrame, others: list[dict]) -> dict | None:
 def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     """Energy of a full step at one context, of the processes that measured it: a row a size and precision in
     ``table``, with ``joules``, ``watts``, ``step_ms`` (kept up) and how many times less than fp32's of the
-    same process (``less``); the ``first`` and the ``last`` size's; None where none was measured."""
-    rows = pd.concat([table for table in tables if "step_energy_j" in table] or [NONE])
+    same process (``less``); the ``first`` and the ``last`` size's; the sizes whose process is the ``slower``
+    of two; None where none was measured."""
+    rows = pd.concat([table.assign(slower=bool(place)) for place, table in enumerate(tables)
+                      if "step_energy_j" in table] or [NONE])
     if rows.empty:
         return None
     rows = pick(rows, mode="step", phase=WHOLE, status="ok", context_length=context)
@@ -76,7 +78,9 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less"]]
     of_size = [{"size": str(size), "by_precision": own[own["precision"] != BASE].to_dict("records")}
                for size, own in table.groupby("size", observed=True, sort=False)]
-    return {"table": table, "first": of_size[0], "last": of_size[-1], "several": len(of_size) > 1}
+    slower = list(dict.fromkeys(rows.loc[rows["slower"], "size"].astype(str)))
+    return {"table": table, "slower": slower, "first": of_size[0], "last": of_size[-1],
+            "several": len(of_size) > 1}
 
 
 def other_steps(times: pd.DataFrame) -> list[dict]:

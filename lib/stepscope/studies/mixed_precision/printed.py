@@ -3,6 +3,7 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES, PRECISIONS
 from stepscope.say.formats import MODE_WORDS, gain, ms, number, percent, signed, span, tiny
+from stepscope.say.formats import precision as written
 from stepscope.say.published import printed_by_report
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.comparison import LOW
@@ -92,7 +93,8 @@ def energy(facts: dict) -> pd.DataFrame | None:
     rows = rows.assign(cell=[f"{number(row.joules)} J ({number(row.watts)} W, {number(row.step_ms)} ms)"
                              for row in rows.itertuples()])
     wide = rows.pivot(index="size", columns="precision", values="cell")
-    return wide[[name for name in PRECISIONS if name in wide]].fillna("–").reset_index()
+    wide = wide[[name for name in PRECISIONS if name in wide]]
+    return wide.fillna("–").rename(columns=written).reset_index()
 
 
 def causes(facts: dict) -> pd.DataFrame | None:

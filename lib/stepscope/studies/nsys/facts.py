@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, runs_of
-from stepscope.say.selections import matrix, pick, reference
+from stepscope.say.selections import beside, matrix, pick, reference
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
@@ -72,6 +72,7 @@ def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFram
     keys = [*PROFILE, "mode", "phase"]
     plain = walls[walls["capture"] == "plain"].groupby(["run_id", "mode", "phase"])["time_ms"].median()
     rows = rows.merge(plain.rename("plain_ms").reset_index(), on=["run_id", "mode", "phase"], how="left")
+    rows["elsewhere"] = rows["plain_ms"].isna()
     if len(benchmark := benchmark_times(times)):
         timed = benchmark[[*keys, "median_ms"]].drop_duplicates(keys)
         rows = rows.merge(timed, on=keys, how="left")
@@ -101,7 +102,8 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame) -> dict | None:
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
-            "by_clock": forward, "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
+            "neighbours": beside(forward), "by_clock": forward,
+            "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
             "runs": runs_of(forward)}
 
 
@@ -174,6 +176,7 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
+            "elsewhere": bool(rows["elsewhere"].any()),
             "differ": rows["spread"].max() if rows["spread"].notna().any() else None,
             "on_gpu": "cuda" in set(rows["device"]), "by_phase": rows, "runs": runs_of(rows)}
 

@@ -151,7 +151,9 @@ def claims(facts: dict) -> pd.DataFrame | None:
         said = CLAIM_FORMATS.get("first_share" if a_share else claim.measure, number)
         if row["place"] != "within":
             rows.append({
-                "report": row["report"], "question": f"({claim.question})", "as printed": claim.as_printed,
+                "report": row["report"], "question": f"({claim.question})",
+                "of": f"{claim.size}, {claim.context_length:,}" if claim.size else "all",
+                "as printed": claim.as_printed,
                 "theirs": said(row["theirs"]), "here": to(said(row["low"]), said(row["high"])),
                 "why": (words.block(claim.reason, row["why"]) if claim.reason else "") or "not known"})
     return pd.DataFrame(rows) if rows else None

@@ -118,17 +118,21 @@ def error_range(errors: pd.Series) -> dict:
 
 def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
     """How many of a process's first steps are slow, over all processes: ``slow_counts``, the numbers of
-    processes by it; the ``slowest`` to settle; what the SM clock read."""
+    processes by it; the ``slowest`` to settle; of those with more than one slow step how many are
+    ``scattered``: in the last half of their steps some are as slow again; what the SM clock read."""
     steps = whole_steps(samples, benchmarks)
     if steps.empty:
         return None
     slow = slow_at_first(steps)
     counts = slow["slow"].value_counts().sort_index()
+    late = steps.groupby(RUN)["beyond"].agg(lambda of: (of.iloc[len(of) // 2:] > SETTLED).any())
+    several = slow.loc[slow["slow"] > 1, RUN]
     clocks = steps.dropna(subset=["sm_clock_mhz"])
     return {"settled": SETTLED, "processes": len(slow), "several": len(slow) > 1,
             "slow_counts": [{"steps": int(steps), "processes": int(n)} for steps, n in counts.items()],
             "most": int(counts.index.max()), "none_slow": bool(counts.index.max() == 0),
-            "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": int((slow["slow"] > 1).sum()),
+            "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": len(several),
+            "scattered": int(late[pd.MultiIndex.from_frame(several)].sum()),
             "slowest": slow.loc[slow["slow"].idxmax()].to_dict(),
             "second_furthest": slow["second"].max(), "third_furthest": slow["third"].max(),
             "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
