@@ -71,7 +71,11 @@ def test_who_waits_is_decided_by_the_plain_time_beside_the_capture(times, captur
     deep = facts.launch_bound(slow, captured.assign(deepest=1022.0))
     assert deep["full"] == 120 and deep["most"] is None and deep["shapes"] == []
     nothing = facts.launch_bound(times, captured[:0])
-    assert nothing["decided"] == 0 and nothing["undecided"] == 120
+    assert nothing["decided"] == 0 and nothing["undecided"] == 120 and nothing["unsure"] == deep["unsure"] == 0
+    sharp = times.assign(ci_low_ms=times["median_ms"], ci_high_ms=times["median_ms"])
+    wide = times.assign(ci_low_ms=0.0, ci_high_ms=1e6)
+    assert facts.launch_bound(sharp, captured)["unsure"] == 0
+    assert facts.launch_bound(wide, captured)["unsure"] == found["waiting"] + found["neither"]
     assert not facts.launch_bound(times.assign(device="cpu"), captured)["arises"]
     texts = {answered("benchmark", "launch-bound", times=own, **{"nsys.phases": capture}).text
              for own, capture in ((times, captured), (slow, captured), (times, captured[:0]),

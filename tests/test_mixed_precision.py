@@ -375,6 +375,10 @@ def test_energy_is_compared_within_a_process(tables):
     size = str(others.loc[others["step_energy_j"].notna(), "size"].iloc[0])
     less = facts(tables, "mixed-speed", other_times=halved)["energy"]["table"].set_index(["size", "precision"])["less"]
     assert less[size, "bf16"] == pytest.approx(2 * rows["less"][size, "bf16"])
+    tenfold = others.assign(step_energy_j=others["step_energy_j"].where(fp32, others["step_energy_j"] * 10))
+    more = facts(tables, "mixed-speed", other_times=tenfold)["energy"]["table"].set_index(["size", "precision"])
+    assert more["more"][size, "bf16"] and more["times"][size, "bf16"] == pytest.approx(10 / rows["less"][size, "bf16"])
+    assert "more energy" in said(tables, "mixed-speed", other_times=tenfold).text
     without = [table.drop(columns="step_energy_j") for table in (times, others)]
     assert facts(tables, "mixed-speed", times=without[0], other_times=without[1])["energy"] is None
     assert printed.energy(facts(tables, "mixed-speed", times=without[0], other_times=without[1])) is None

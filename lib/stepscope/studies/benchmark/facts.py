@@ -77,7 +77,8 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     neither does.
 
     ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
-    are their sizes and contexts; ``undecided`` phases have no capture of the same work, and without
+    are their sizes and contexts; of ``unsure`` ones the line that decides whether the GPU waits is within the
+    median's interval; ``undecided`` phases have no capture of the same work, and without
     ``decided`` ones nothing is said.
     """
     times = matrix(times)
@@ -92,10 +93,13 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
         return None
     counts, waits = rows["waits"].value_counts(), rows[rows["waits"] == GPU]
     shapes = list(dict.fromkeys((row["size"], row["context_length"]) for _, row in waits.iterrows()))
+    line_ms = (1 + WAITED) * rows["back_to_back_ms"]
+    unsure = (rows["ci_low_ms"] < line_ms) & (line_ms < rows["ci_high_ms"])
+    unsure &= rows["waits"].isin([GPU, NEITHER])
     return facts | {
         "rows": rows, "phases": len(rows), "decided": len(rows) - int(counts.get(UNDECIDED, 0)),
         "waiting": len(waits), "full": int(counts.get(HOST, 0)), "neither": int(counts.get(NEITHER, 0)),
-        "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED,
+        "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED, "unsure": int(unsure.sum()),
         "most": waits.loc[waits["waited_share"].idxmax()].to_dict() if len(waits) else None,
         "shapes": [{"size": size, "context": context} for size, context in shapes],
         "runs": runs_of(rows)}

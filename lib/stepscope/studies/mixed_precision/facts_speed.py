@@ -60,8 +60,8 @@ def _furthest(steps: pd.DataFrame, others: list[dict]) -> dict | None:
 def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     """Energy of a full step at one context, of the processes that measured it: a row a size and precision in
     ``table``, with ``joules``, ``watts``, ``step_ms`` (kept up) and how many times less than fp32's of the
-    same process (``less``); the ``first`` and the ``last`` size's; the sizes whose process is the ``slower``
-    of two; None where none was measured."""
+    same process (``less``; below 1 it is ``times`` ``more``); the ``first`` and the ``last`` size's; the
+    sizes whose process is the ``slower`` of two; None where none was measured."""
     rows = pd.concat([table.assign(slower=bool(place)) for place, table in enumerate(tables)
                       if "step_energy_j" in table] or [NONE])
     if rows.empty:
@@ -75,7 +75,9 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     rows = rows[rows["less"].notna()].drop_duplicates(["size", "precision"])  # the quicker process's first
     if rows.empty:
         return None
-    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less"]]
+    more = rows["less"] < 1
+    rows = rows.assign(more=more, times=rows["less"].where(~more, 1 / rows["less"]))
+    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less", "times", "more"]]
     of_size = [{"size": str(size), "by_precision": own[own["precision"] != BASE].to_dict("records")}
                for size, own in table.groupby("size", observed=True, sort=False)]
     slower = list(dict.fromkeys(rows.loc[rows["slower"], "size"].astype(str)))
