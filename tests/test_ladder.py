@@ -676,6 +676,8 @@ def test_what_a_process_says_beside_itself_is_compared_within_it():
     found = facts.left_out(rungs)
     sure = found["rows"].set_index("rung")["sure"]
     assert sure.all() and found["processes"] == 2
+    wide = pd.concat([rungs, rungs.assign(vocab_size=50_257)], ignore_index=True)
+    assert len(printed.left_out(facts.left_out(wide))) == 2 * len(printed.left_out(found)) == 2
     near = rungs.assign(over_finished_low=0.5, over_finished_high=2.0)
     assert not facts.left_out(near)["rows"]["sure"].any() and facts.left_out(near)["saving"] == []
     quicker = rungs.assign(over_finished=0.8, over_finished_low=0.75, over_finished_high=0.85)

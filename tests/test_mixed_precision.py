@@ -381,6 +381,8 @@ def test_energy_is_compared_within_a_process(tables):
     assert "more energy" in said(tables, "mixed-speed", other_times=tenfold).text
     without = [table.drop(columns="step_energy_j") for table in (times, others)]
     assert facts(tables, "mixed-speed", times=without[0], other_times=without[1])["energy"] is None
+    only = [table[table["precision"] == "fp32"] for table in (times, others)]
+    assert facts(tables, "mixed-speed", times=only[0], other_times=only[1])["energy"] is None
     assert printed.energy(facts(tables, "mixed-speed", times=without[0], other_times=without[1])) is None
     assert next(iter(printed.energy(facts(tables, "mixed-speed")))) == "size"
 

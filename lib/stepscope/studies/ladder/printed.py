@@ -227,7 +227,8 @@ def left_out(facts: dict) -> pd.DataFrame:
         one + UNLIKE * bool(apart) + " ‡" * (not sure)
         for one, apart, sure in zip(slower, rows["unlike"], rows["sure"])
     ]
-    rows = rows.assign(cell=cell, size=rows["size"].astype(str), context=contexts(rows, "context_length"))
+    called = with_vocabulary(rows["size"], rows["vocab_size"])
+    rows = rows.assign(cell=cell, size=called, context=contexts(rows, "context_length"))
     shape = ["size", "context"]
     wide = rows.pivot(index=shape, columns="name", values="cell").reindex(
         index=pd.MultiIndex.from_frame(rows[shape].drop_duplicates()), columns=rows["name"].unique()

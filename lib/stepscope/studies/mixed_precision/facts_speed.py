@@ -78,8 +78,11 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     more = rows["less"] < 1
     rows = rows.assign(more=more, times=rows["less"].where(~more, 1 / rows["less"]))
     table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less", "times", "more"]]
-    of_size = [{"size": str(size), "by_precision": own[own["precision"] != BASE].to_dict("records")}
-               for size, own in table.groupby("size", observed=True, sort=False)]
+    low = table[table["precision"] != BASE]
+    if low.empty:
+        return None
+    of_size = [{"size": str(size), "by_precision": own.to_dict("records")}
+               for size, own in low.groupby("size", observed=True, sort=False)]
     slower = list(dict.fromkeys(rows.loc[rows["slower"], "size"].astype(str)))
     return {"table": table, "slower": slower, "first": of_size[0], "last": of_size[-1],
             "several": len(of_size) > 1}
