@@ -292,7 +292,7 @@ def _rung(rungs: pd.DataFrame, name: str) -> dict | None:
         "compile_s": row["compile_s"],
         "gain": row["gain"],
         "helps": bool(ladder_facts.surely_more(row)),
-        "unlike": bool(ladder_facts.with_unlike(pd.DataFrame([row]))["unlike"].iloc[0]),
+        "unlike": ladder_facts.is_unlike(row),
     }
 
 

@@ -14,8 +14,7 @@ from stepscope.say.formats import NEARLY, number, runs_of
 from stepscope.say.selections import pick
 from stepscope.say.style import WIDTH_IN, ink_on, use_style
 from stepscope.step.accounting import instants, on_gpu, peak
-from stepscope.step.summary import unlike_clocks
-from stepscope.studies.ladder.facts import climbed_on_gpu
+from stepscope.studies.ladder.facts import climbed_on_gpu, is_unlike
 from stepscope.studies.ladder.facts import reference as ladder_of
 from stepscope.studies.memory import facts, facts_accounting, facts_options
 from stepscope.studies.memory.facts import GIB, config_of, matrix, reference
@@ -296,8 +295,7 @@ def from_ladder(rungs: pd.DataFrame) -> list[dict]:
             found.append({"change": change, "code": code, "before_mib": before["peak_mib"],
                           "after_mib": row["peak_mib"], "before_ms": before["median_ms"],
                           "after_ms": row["median_ms"],
-                          "unlike": bool(unlike_clocks(row.get("sm_clock_mhz", np.nan),
-                                                       row.get("sm_clock_mhz_before", np.nan))),
+                          "unlike": is_unlike(row),
                           "where": f"{row['size']}, {row['context_length']:,}, bf16, full step, ladder"})
     return [one for one in found if one["after_mib"] < one["before_mib"] * (1 - WORTH_SAYING)]
 

@@ -191,7 +191,7 @@ def _no_casts(rungs: pd.DataFrame) -> dict | None:
         return None
     return ladder_facts.shape_of(row) | {
         "gain": row["gain"],
-        "unlike": bool(ladder_facts.with_unlike(pd.DataFrame([row]))["unlike"].iloc[0]),
+        "unlike": ladder_facts.is_unlike(row),
         "after_ms": row["median_ms"],
         "before_ms": row["median_ms"] * row["gain"],
     }

@@ -123,6 +123,11 @@ def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**clocks, unlike=unlike_clocks(*clocks.values()))
 
 
+def is_unlike(row: dict) -> bool:
+    """The same of one row."""
+    return bool(with_unlike(pd.DataFrame([row]))["unlike"].iloc[0])
+
+
 def ladder(rungs: pd.DataFrame) -> dict | None:
     """One shape from its first rung to its best, the floor, and what is beside it; ``all``, every shape."""
     own = reference(rungs)
@@ -159,7 +164,7 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
         "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
         "graph": graph,
-        "graph_unlike": bool(graph and with_unlike(pd.DataFrame([graph]))["unlike"].iloc[0]),
+        "graph_unlike": bool(graph and is_unlike(graph)),
         "graph_sure": bool(graph and (surely_more(graph) | surely_less(graph))),
         "idle": idle["rung"].map(name_of).tolist(),
         "gains": surely_faster(first, best),
