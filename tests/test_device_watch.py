@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from stepscope.runs import machine
 from stepscope.runs.device_watch import DeviceWatch, Poll, differences, from_polls, measure_watched
+from stepscope.step import sm_clock
 from stepscope.step.timing import WHOLE, keep_up, measure
 from stepscope.step.training_step import build_step
 
@@ -110,8 +110,8 @@ def test_a_step_is_kept_up_at_least_once_and_as_long_as_asked(tiny):
 
 def test_a_clock_is_read_only_where_the_process_uses_the_gpu(monkeypatch):
     """A CPU's run on a machine with a GPU: that one's clock is none of its steps'."""
-    monkeypatch.setattr(machine, "nvml_device", lambda: "a GPU beside")
-    monkeypatch.setattr(machine.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
+    monkeypatch.setattr(sm_clock, "nvml_device", lambda: "a GPU beside")
+    monkeypatch.setattr(sm_clock.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
     for uses, clock_mhz in ((False, None), (True, 345.0)):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses=uses: uses)
-        assert machine.sm_clock_mhz() == clock_mhz
+        assert sm_clock.sm_clock_mhz() == clock_mhz

@@ -105,7 +105,7 @@ def test_reports_that_cannot_be_used_are_left_out_and_named(tmp_path):
     fake.write_text(FAKE.format(export=EXPORT, folder=EXPORT.parent))
     fake.chmod(0o755)
     report.touch()
-    rows = [["captured", i, i, "step", 1.0, 0.5] for i in range(STEPS)]
+    rows = [["captured", i, i, "step", 1.0, 0.5, None] for i in range(STEPS)]
     outcome = {"status": "captured", "walls": rows}
     item = nsys.Capture(report, {"forward": outcome}, ["forward"] * STEPS, {})
     export = profiles._exports(item, fake)["forward"]

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pynvml
 
-from stepscope.runs.machine import nvml_device, sm_clock_mhz
+from stepscope.step.sm_clock import nvml_device, sm_clock_mhz
 from stepscope.step.timing import WHOLE, keep_up, measure
 from stepscope.step.training_step import Step
 

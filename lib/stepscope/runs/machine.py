@@ -1,5 +1,4 @@
 """What a measurement was taken on: the machine, the software, and the state of the GPU around it."""
-import functools
 import hashlib
 import os
 import platform
@@ -10,6 +9,7 @@ from pathlib import Path
 import pynvml
 
 import stepscope
+from stepscope.step.sm_clock import nvml_device
 
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
 
@@ -54,26 +54,6 @@ def _driver() -> str | None:
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
-    return None
-
-
-@functools.cache
-def nvml_device():
-    """NVML's handle of torch's first device, found by its UUID since CUDA_VISIBLE_DEVICES may renumber."""
-    import torch
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-
-
-def sm_clock_mhz() -> float | None:
-    """The GPU's SM clock now, None where NVML does not say.
-
-    Also None in a process that uses no GPU: there may be one, whose clock is none of its steps'."""
-    import torch
-    if not torch.cuda.is_initialized():
-        return None
-    with suppress(pynvml.NVMLError):
-        return float(pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
     return None
 
 

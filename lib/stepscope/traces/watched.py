@@ -25,6 +25,7 @@ import torch
 from stepscope.config import StepConfig
 from stepscope.files import write_text_durably
 from stepscope.step.annotate import annotated, nvtx_range, use_profiler_ranges
+from stepscope.step.sm_clock import sm_clock_mhz
 from stepscope.step.timing import PhaseClock
 from stepscope.step.training_step import Step, build_step, out_of_memory_names
 from stepscope.traces.nsys_program import OUTCOME, PID, REQUESTS, TRACE
@@ -71,8 +72,8 @@ class Steps:
         self.step = replace(step, config=config) if step else build_step(config)
         self.clock = PhaseClock(config.device)
         # kind, place among all steps, number within its kind, phase (``step``: the whole), GPU ms of a phase
-        # and host ms of the whole, ms to enqueue it
-        self.walls: list[tuple[str, int, int, str, float, float]] = []
+        # and host ms of the whole, ms to enqueue it, SM clock after the step
+        self.walls: list[tuple[str, int, int, str, float, float, float | None]] = []
         self.made: Counter[str] = Counter()
         self.opened = 0  # ranges of a step
         self.cause: str | None = None  # of having run out of memory
@@ -97,8 +98,8 @@ class Steps:
                     self.opened += 1
                     self.step(phase)
                     rows = self.clock.stop()
-        number = self.made[kind]
-        self.walls += [(kind, self.made.total(), number, *row) for row in rows]
+        number, clock_mhz = self.made[kind], sm_clock_mhz()
+        self.walls += [(kind, self.made.total(), number, *row, clock_mhz) for row in rows]
         self.made[kind] += 1
         return rows[-1][1]
 

@@ -6,9 +6,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.runs.machine import sm_clock_mhz
 from stepscope.say.formats import ms
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
+from stepscope.step.sm_clock import sm_clock_mhz
 from stepscope.step.training_step import out_of_memory_names
 from stepscope.studies.attention.checking import QUANTITIES, errors, reference
 from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE, Config

@@ -9,10 +9,10 @@ import pandas as pd
 import torch
 
 from stepscope.runs.device_watch import DeviceWatch
-from stepscope.runs.machine import sm_clock_mhz
 from stepscope.say.formats import MODE_WORDS, capital, faster, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
+from stepscope.step.sm_clock import sm_clock_mhz
 from stepscope.step.timing import SAMPLE_COLUMNS, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.compile.config import Config

@@ -38,7 +38,7 @@ from stepscope.traces.nsys_reports import load_reports
 from stepscope.traces.torch_profiler import convert
 from stepscope.traces.turns import own_mark
 
-WALLS = ["capture", "place", "step", "phase", "time_ms", "enqueue_ms"]
+WALLS = ["capture", "place", "step", "phase", "time_ms", "enqueue_ms", "sm_clock_mhz"]
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
 # used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}

@@ -7,10 +7,10 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from stepscope.runs.machine import sm_clock_mhz
 from stepscope.say.formats import MODE_WORDS, number
 from stepscope.say.style import WIDTH_IN, use_style
 from stepscope.step.compiling import release
+from stepscope.step.sm_clock import sm_clock_mhz
 from stepscope.step.timing import SAMPLE_COLUMNS, WHOLE, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.processes.config import Config, shape_of
