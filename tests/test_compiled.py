@@ -523,7 +523,10 @@ def test_cuda_graphs_are_beside_the_same_graph_without_them():
     assert all(gain["all_faster"] for gain in found["gains"]) and found["skips"] == 0
     assert by_mode(found["eager"])["step"]["ways"][0]["lowest"]["speedup"] == pytest.approx(200 / 55)
     skipped = changed(quick, "variant == 'cuda_graphs' and mode == 'forward'", cudagraph_skips=1)
-    assert launches(skipped)["graphed"]["skips"] == 4
+    assert launches(skipped)["graphed"]["skips"] == 4 and found["elsewhere"] == []
+    other = scaled(times, 0.1, "variant == 'model'").assign(run_id=lambda rows: rows["run_id"] + "-elsewhere")
+    told = launches(pd.concat([quick, other[other["variant"] == "model"]]))["graphed"]["elsewhere"]
+    assert [one["ms"] / one["graphs_ms"] for one in told] == pytest.approx([110 * 0.1 / 55] * len(told)) and told
     assert launches(gpu_times())["graphed"] is None
     assert len(texts("compile-launches", times, quick, skipped, gpu_times())) == 4
     for key in set(QUESTIONS) - {"compile-launches", "compile-cost", "compile-why"}:

@@ -483,7 +483,7 @@ def made_up(sizes=("small", "2.7B"), **given):
         ]
     )
     rungs = over_processes([process(size, **given) for size in sizes]) if given else usual_rungs(sizes).copy()
-    return {"rungs": rungs, "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
+    return {"rungs": rungs, "climbs": pd.DataFrame(), "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
             "checks": checked().assign(run_id="a")}
 
 
@@ -610,10 +610,10 @@ def test_what_leaving_the_graph_out_costs_beside_what_it_gained(without):
     assert most["without_ends"] == pytest.approx((without / 1.2, without), rel=1e-3)
     assert most["before_name"] == name_of("blocks") and most["before_ends"] == pytest.approx((50, 60), rel=1e-3)
     tables = made_up()
-    assert "CUDA graph out can cost" in said("ladder-left-out", {**tables, "rungs": rungs}).text
+    assert "CUDA graph out" in said("ladder-left-out", {**tables, "rungs": rungs}).text
     cheap = over_processes([process(ms=climbing(blocks=600.0, cuda_graphs=30.0, without_cuda_graphs=without))])
     assert facts.left_out(cheap)["graph"] is None, "it had gained more than leaving it out costs"
-    assert "CUDA graph out can cost" not in said("ladder-left-out", {**tables, "rungs": cheap}).text
+    assert "CUDA graph out" not in said("ladder-left-out", {**tables, "rungs": cheap}).text
 
 
 def test_every_shape_and_what_is_beside_the_ladder_is_in_one_table():
@@ -628,16 +628,37 @@ def test_every_shape_and_what_is_beside_the_ladder_is_in_one_table():
     assert facts.ladder(usual_rungs(("small", "2.7B")))["bf16_weights"] is None
 
 
-def test_whether_the_chunked_loss_saves_memory_is_told_where_the_vocabulary_is_largest():
-    tables = made_up()
-    rungs = tables["rungs"].copy()
-    rungs.loc[rungs["rung"] == "chunked", "peak_mib"] = 2000.0
+def test_what_forward_keeps_with_the_chunked_loss_is_told_where_the_vocabulary_is_largest():
+    rungs = made_up()["rungs"].assign(saved_bytes=900 * 2**20)
+    rungs.loc[rungs["rung"] == "chunked", "saved_bytes"] = 800 * 2**20
     wide = rungs[rungs["size"] == "small"].assign(vocab_size=50_257)
-    wide.loc[wide["rung"] == "chunked", "peak_mib"] = 2100.0
+    wide.loc[wide["rung"] == "chunked", "saved_bytes"] = 700 * 2**20
     one, both = (facts.sizes(table)["chunked"] for table in (rungs, pd.concat([rungs, wide])))
-    assert one["less"] and (both["less"], both["mib"], both["before_mib"]) == (False, 2100.0, 2048.0)
-    assert both["vocabulary"] == 50_257
-    assert facts.sizes(rungs.drop(columns="peak_mib"))["chunked"] is None
+    assert [(told["vocabulary"], told["mib"], told["before_mib"]) for told in (one, both)] == [
+        (10_000, 800.0, 900.0), (50_257, 700.0, 900.0)]
+    assert facts.sizes(rungs.drop(columns="saved_bytes"))["chunked"] is None
+
+
+def test_how_processes_climbed_is_counted():
+    runs = pd.DataFrame({"run_id": list("abcd"), "size": "small", "context_length": 512, "vocab_size": 10_000,
+                         "beside": [0, 2, 0, 1], "climbed": [True, True, True, False], "turns": [1, 2, 1, 1],
+                         "ram_gib": [100.0, 100.0, 200.0, 100.0]})
+    found = facts.how_climbed(runs)
+    assert (found["climbed"], found["turns"], found["all_turns"], found["no_turns"]) == (3, 1, False, False)
+    assert found["hosts"] and (found["neighbours"]["beside"], found["neighbours"]["runs"]) == (2, 4)
+    one = facts.how_climbed(runs.assign(ram_gib=100.0, turns=2, beside=0))
+    assert not one["hosts"] and one["all_turns"] and one["neighbours"] is None
+    assert facts.how_climbed(runs.assign(climbed=False)) is None and facts.how_climbed(pd.DataFrame()) is None
+    texts = {said("ladder", {**made_up(), "climbs": table}).text for table in (pd.DataFrame(), runs)}
+    assert len(texts) == 2
+
+
+def test_a_profiled_step_is_told_beside_the_time_of_its_own_process():
+    rungs, kernels = (made_up(("2.7B",))[name] for name in ("rungs", "kernels"))
+    elsewhere = facts.parts(rungs, kernels).iloc[0]
+    own = facts.parts(rungs, kernels.assign(step_ms=kernels["time_ms"].sum() + 7)).iloc[0]
+    assert own["median_ms"] == 87 and own["idle"] == pytest.approx(7) and not own["at_once"]
+    assert elsewhere["median_ms"] == rungs.set_index("rung").loc["chunked", "median_ms"] != own["median_ms"]
 
 
 def test_a_rungs_time_is_of_processes_that_climbed_from_the_first():
@@ -854,14 +875,14 @@ def test_three_processes_of_a_real_ladder_are_one_row_a_rung(config):
     assert rows.loc["sdpa", "gain"] == pytest.approx(expected)
     assert rows.loc["sdpa", "gain_low"] <= rows.loc["sdpa", "gain"] <= rows.loc["sdpa", "gain_high"]
     assert facts.ladder(rungs)["processes"] == 3
-    assert "3 processes" in said("ladder", {"rungs": rungs}).text
+    assert "3 processes" in said("ladder", {"rungs": rungs, "climbs": pd.DataFrame()}).text
 
 
 @pytest.mark.parametrize("key", [question.key for question in chapter.CHAPTER.questions])
 def test_every_question_is_answered_from_a_gpus_data_and_from_none(key):
     full = said(key, made_up())
     assert full.text and full.tables and full.runs
-    nothing = dict.fromkeys(("rungs", "curves", "kernels", "backends", "checks"), pd.DataFrame())
+    nothing = dict.fromkeys(("rungs", "climbs", "curves", "kernels", "backends", "checks"), pd.DataFrame())
     assert "Not answered" in said(key, nothing).text
     left = ["rung", "kind", "batch", "size", "context_length", "vocab_size", "runs", "processes", "reason"]
     too_large = made_up()["rungs"][left].assign(status="oom")
@@ -905,9 +926,13 @@ def test_the_floor_at_a_clock_is_that_of_products_kept_up(config):
     at = {mhz: floor.floor_at_clock_ms(config(), ceilings, mhz) - plain["moving_ms"] for mhz in (1500, 750)}
     assert at[1500] == pytest.approx(plain["products_ms"] * 2 / 1.5) and at[750] == pytest.approx(2 * at[1500])
     assert math.isnan(floor.floor_at_clock_ms(config(), ceilings.head(2), 1500)), "older runs did not measure it"
-    told = over_processes([process(kept_up=500.0)]).set_index("rung").loc["wide"]
+    rungs = over_processes([process(kept_up=500.0)])
+    told = rungs.set_index("rung").loc["wide"]
     assert told["clock_floor_ms"] > told["floor_ms"] and told["kept_up_of_sheet"] == pytest.approx(500 / 989.5)
-    assert facts.clock(told)["kept_up_mhz"] == 1600
+    assert facts.clock(told, rungs)["kept_up_mhz"] == 1600 and not facts.clock(told, rungs)["below"]
+    fast = over_processes([process(kept_up=900.0), process(number=1)])
+    found = facts.clock(fast.set_index("rung").loc["wide"], fast)
+    assert found["below"] and found["processes"] == 1, "of two processes one measured what products keep up"
 
 
 def test_it_climbs_with_a_shape_of_ones_own_from_the_command_line(command, tmp_path):  # noqa: F811

@@ -64,6 +64,17 @@ def clocked(tables, **replaced):
     return facts.forward_total(given["clocks"], given["walls"])
 
 
+def test_clocks_of_plain_and_captured_steps_are_compared_where_they_were_read(tables, times):
+    assert facts.clocks_beside_captured(tables["walls"].drop(columns="sm_clock_mhz", errors="ignore")) is None
+    walls = tables["walls"].assign(sm_clock_mhz=1980.0)
+    alike, [own, *_] = facts.clocks_beside_captured(walls), walls["run_id"].unique()
+    assert alike["read"] > 3 and alike["unlike"] == 0
+    late = (walls["run_id"] == own) & (walls["capture"] == "captured")
+    lower = walls.assign(sm_clock_mhz=walls["sm_clock_mhz"].where(~late, 1800.0))
+    assert facts.clocks_beside_captured(lower) == alike | {"unlike": walls.loc[late, "mode"].nunique()}
+    assert phased(tables, times, walls=lower)["clocks"]["unlike"]
+
+
 def phased(tables, times, **replaced):
     given = tables | replaced
     return facts.every_phase(given["phases"], given["operations"], given["walls"], times)

@@ -15,7 +15,7 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
 TABLES = ("nsys.operations", "nsys.operations_fused", "nsys.phases", "benchmark.ceilings", "benchmark.times",
-          "compile.times", "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
+          "compile.times", "compile.kernels", "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
           "attention.ends", "attention.predicted", "attention.accounting")
 
 
@@ -88,6 +88,20 @@ def test_where_a_capture_tells_who_waits_the_end_of_launching_decides_nothing():
     assert one_side["launching"].to_dict() == {"small": True, "large": False}
 
 
+def test_what_the_same_process_captured_tells_who_waits():
+    captured = pd.DataFrame({"gap_us": [1.0, 2.0, 3.0]})
+    passes = pd.concat([steps(mode="forward_backward", phase=phase, median_ms=50.0) for phase in ("forward", "backward")])
+    times = pd.concat([steps(), passes])
+    kernels = steps(mode="forward_backward").assign(count=1000, total_ms=97.0)  # 99 ms with their gaps
+    assert attention.waits_by_own_kernels(times, kernels, captured) == set()
+    short = kernels["size"].eq("large") & kernels["attention"].eq("sdpa")
+    kernels = kernels.assign(total_ms=kernels["total_ms"].where(~short, 93.0))
+    assert attention.waits_by_own_kernels(times, kernels, captured) == {"large"}
+    marked = attention.fused_gains(times, EMPTY, kernels).set_index("size")["waits"]
+    assert not marked.any(), "no gap is known without a capture"
+    assert attention.waits_by_own_kernels(times, EMPTY, captured) == set()
+
+
 def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
     ahead = attention.fused_gains(steps(median_ms=1000.0, trailing_ms=40.0), EMPTY)
     assert not ahead["launching"].any()
@@ -133,9 +147,9 @@ def test_the_fastest_kernel_follows_the_data():
     found = attention.which_kernel(cells, EMPTY, EMPTY)
     assert (found["precision"], found["top"]["implementation"]) == ("bf16", "cudnn")
     assert found["top"]["faster"] == pytest.approx(40)
-    assert found["order"].startswith("SDPBackend.CUDNN_ATTENTION, ")
-    assert [one["implementation"] for one in found["from"]][-1] == "cudnn"
-    assert found["from"][-1]["sequence"] == 4096
+    assert found["order"].startswith("SDPBackend.CUDNN_ATTENTION, ") and found["order_to"] is None
+    wider = pd.concat([cells, cells[cells["implementation"] == "eager"].assign(d_model=4096)])
+    assert attention.which_kernel(wider, EMPTY, EMPTY)["order_to"] == cells["d_model"].max()
     assert "cuDNN" in attention.draw_time(cells, EMPTY, "here").get_suptitle()
     slow = cells.copy()
     slow.loc[slow["implementation"] != "eager", times] *= 1e3
@@ -188,9 +202,9 @@ def test_an_end_is_said_where_it_was_looked_for():
 def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
     cells = gpu_cells()
     calm = attention.which_kernel(cells.assign(enqueue_ms=0.0), EMPTY, EMPTY)
-    assert not calm["launching"] and calm["from"]
+    assert not calm["launching"]
     held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY, EMPTY)
-    assert held["launching"] and held["from"] == []
+    assert held["launching"]
     assert attention.printed_winners(held).iloc[:, 1:].map(lambda cell: cell == "–" or cell.endswith("†")).all(axis=None)
     noisy = attention.which_kernel(cells.assign(enqueue_ms=0.0, pass_flags="noisy"), EMPTY, EMPTY)
     assert noisy["unsteady"] and not calm["unsteady"]

@@ -80,7 +80,7 @@ def test_other_records_take_other_words(times):
 
 
 def test_blocks_pay_after_their_seconds_over_what_a_step_saves(times):
-    found = cost(times, NOTHING, NOTHING)
+    found = cost(times, NOTHING)
     row = found["table"].set_index(found["table"]["size"].astype(str)).loc["2.7B"]
     own = {"size": "2.7B", "precision": "bf16", "attention": "sdpa", "mode": "step"}
     saved_s = (median_ms(times, variant="eager", **own) - median_ms(times, variant="block", **own)) / 1e3
@@ -91,12 +91,12 @@ def test_blocks_pay_after_their_seconds_over_what_a_step_saves(times):
     assert row["block_s"] == pytest.approx(((passes["first_ms"] - passes["median_ms"]) / 1e3).max())  # the cold one
     assert found["table_of"] == {"precision": "bf16", "attention": "SDPA", "context": 512}
     assert len(cost_table(found)) == len(found["table"]) <= 8
-    never = cost(scaled(times, 4, "variant == 'block'"), NOTHING, NOTHING)
+    never = cost(scaled(times, 4, "variant == 'block'"), NOTHING)
     assert never["table"]["earned"].isna().all() and "blocks pay after, steps" not in cost_table(never)
 
 
 def test_the_whole_forward_is_told_where_it_was_run_and_by_the_ladder(times):
-    found = cost(times, NOTHING, RUNGS)
+    found = cost(times, RUNGS)
     both = settled(beside(times, "block", "model")).query("mode == 'step'")
     better, rows = found["better"], found["table"].set_index(found["table"]["size"].astype(str))
     assert 0 < better["many"] < better["steps"] == len(both) and better["most"]["times"] == both["speedup"].max()
@@ -107,7 +107,7 @@ def test_the_whole_forward_is_told_where_it_was_run_and_by_the_ladder(times):
     helping = RUNGS.assign(gain=1.2, gain_low=1.1)
     assert "gains nothing" not in told(times, **{"ladder.rungs": helping})[1].more
     alone = times[times["variant"].isin(["eager", "block"])]
-    found = cost(alone, NOTHING, NOTHING)
+    found = cost(alone, NOTHING)
     assert found["better"] is None and "One graph" not in told(alone)[1].more
 
 
@@ -117,10 +117,10 @@ def test_cuda_graphs_are_told_where_they_were_run(times):
                   & (times["precision"] == "bf16")].assign(variant="cuda_graphs", cudagraph_skips=0.0)
     model[INTERVAL] /= 2
     both = pd.concat([times, model], ignore_index=True)
-    found = cost(both, NOTHING, NOTHING)["graphed"]
-    assert found["size"] == "medium" and found["speedups"].tolist() == pytest.approx([2.0, 2.0])
-    assert found["busy"] is None
-    assert "reduce-overhead" in told(both)[1].more and "reduce-overhead" not in told(times)[1].more
+    assert cost(both, NOTHING)["graphs"] and not cost(times, NOTHING)["graphs"]
+    assert "CUDA graphs" in told(both)[1].more and "CUDA graphs" not in told(times)[1].more
+    model[INTERVAL] *= 4
+    assert not cost(pd.concat([times, model], ignore_index=True), NOTHING)["graphs"]
 
 
 def test_the_picture_has_a_dot_for_each_pair_and_none_without(times):
@@ -134,6 +134,6 @@ def test_the_picture_has_a_dot_for_each_pair_and_none_without(times):
 def test_without_records_nothing_is_said(times):
     assert told(NOTHING) == []
     assert gain(times[times["variant"] == "eager"], NOTHING, NOTHING) is None
-    assert cost(times[times["variant"] == "eager"], NOTHING, NOTHING) is None
+    assert cost(times[times["variant"] == "eager"], NOTHING) is None
     one = times[times["run_id"] == times["run_id"].iloc[0]]
     assert all("nan" not in a.text + a.more for a in told(one))

@@ -8,7 +8,7 @@ from stepscope.step.accounting import on_gpu, peak
 from stepscope.studies.memory.facts import GIB, reference
 from test_memory_answers import TABLES, tables  # noqa: F401 (a fixture)
 
-OTHERS = ("ladder.rungs", "compile.times", "nsys.phases")
+OTHERS = ("ladder.rungs", "compile.times", "compile.kernels", "nsys.phases")
 
 
 def named(tables, **columns):  # noqa: F811

@@ -58,7 +58,7 @@ def test_ratios_are_of_the_medians_and_flat_steps_are_those_that_a_short_context
     flat = [size for size in ("small", "medium", "large", "xl", "2.7B")
             if step_ms(mixed, precision="bf16", size=size, context_length=128)
             > 0.95 * step_ms(mixed, precision="bf16", size=size, context_length=512)]
-    assert flat and found["flat"]["sizes"] == flat and found["flat"]["tokens"] == 4 > found["flat"]["high"]
+    assert flat and found["flat"]["sizes"] == flat and found["flat"]["high"] < 4
     assert not found["flat"]["captured"]
     captured = pd.DataFrame({"mode": ["step"], "context_length": [128], "precision": ["bf16"]})
     told = speeds(mixed["speedups"], mixed["times"], NOTHING, NOTHING, captured, NOTHING, NOTHING, spread)

@@ -53,6 +53,20 @@ def test_the_share_of_a_step_is_what_its_phases_take_beyond_their_operations():
             assert shapes[size, context, "fp32"] == pytest.approx(waited.sum() / plain[own.index].sum())
 
 
+def test_what_waits_only_in_a_slower_process_is_named_beside():
+    times, captured, low = given()
+    found = facts.where(times, captured, low)
+    assert not found["quicker"] and found["also"] == []
+    calm = sorted({"small", "medium", "large", "xl", "2.7B"} - {
+        one["size"] for one in found["shapes"] if one["precision"] == "bf16" and one["context"] == 512})
+    phases = [column for column in low if column == "median_ms"]
+    slower = low[low["context_length"] == 512].assign(**{name: low[name] * 3 for name in phases})
+    twice = facts.where(times, captured, low, slower)
+    assert twice["quicker"] and sorted(twice["also"]) == calm != []
+    assert twice["shapes"] == found["shapes"]
+    assert facts.where(times, captured, low, low)["also"] == []
+
+
 def test_what_waits_most_adds_up_with_the_map():
     most = facts.where(*given())["most"]
     assert most["operations_ms"] + most["gaps_ms"] + most["waited_ms"] == pytest.approx(most["plain_ms"])

@@ -38,9 +38,15 @@ def sizes(data: Data) -> pd.DataFrame:
         rows.append({"size": size_label(str(size)), "layers": first["num_layers"],
                      "d_model": first["d_model"], "d_ff": first["d_ff"], "heads": first["num_heads"],
                      "vocabulary": f"{first['vocab_size']:,}", "parameters": _parameters(parameters),
-                     "contexts": listing(map(str, sorted(group["context_length"].unique()))),
+                     "contexts": listing(map(str, _contexts(group))),
                      "batch": listing(map(str, sorted(group["batch_size"].unique())))})
     return pd.DataFrame(rows)
+
+
+def _contexts(runs: pd.DataFrame) -> list[int]:
+    """All contexts of some runs, some of which were each of several."""
+    several = runs["contexts"].dropna() if "contexts" in runs else ()
+    return sorted({int(one) for one in (*runs["context_length"], *(one for own in several for one in own))})
 
 
 def _parameters(n: int) -> str:
@@ -67,7 +73,8 @@ def machine(data: Data) -> dict[str, str]:
     for record in records:
         if record.machine:
             cores.setdefault(str(record.machine.get("cpu")), set()).add(record.machine.get("cpu_cores") or 0)
-    rows["processor"] = distinct(f"{cpu}, {listing(sorted(own))} cores" for cpu, own in cores.items())
+    rows["processor, cores open to a run"] = distinct(f"{cpu}, {listing(sorted(own))}"
+                                                      for cpu, own in cores.items())
     rows["Python, torch"] = distinct(f"{r.software.get('python')}, {r.software.get('torch')}" for r in records
                                      if r.software)
     rows["measured"] = _dates(records)
@@ -117,8 +124,9 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     full = clocks["sm_clock_mhz"].max()
     held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
     least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
-    return {"SM clock after timed steps": f"{full:,.0f} MHz; lower by over {UNLIKE_CLOCKS:.1%} in {held} of"
-                                          f" {len(clocks)} timed cells (the ladder's not among them){least}"}
+    return {"SM clock after timed steps": f"{full:,.0f} MHz; a reading lower by over {UNLIKE_CLOCKS:.1%} in"
+                                          f" {held} of {len(clocks)} timed cells (not the ladder's)"
+                                          f"{least}"}
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:

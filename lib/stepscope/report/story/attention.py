@@ -22,7 +22,7 @@ from stepscope.studies.attention.names import NAMES
 from stepscope.studies.ladder.facts import surely_more
 from stepscope.studies.nsys.facts_regions import forward_of, softmax_against_matmul
 from stepscope.traces.families import MATMUL
-from stepscope.traces.waits import GPU, NEITHER, UNDECIDED, beside_captures
+from stepscope.traces.waits import GPU, NEITHER, UNDECIDED, WAITED, beside_captures
 
 # How softmax's operations and the products are called in the picture, in the order in which they run; of
 # softmax those that write the whole square again are darker.
@@ -41,12 +41,14 @@ AHEAD_MS = 5.0     # and the host no further ahead: one that is has launches of 
 PARTS = ("what", "ms", "faster")  # of a winner
 MUCH_FASTER = 1.1  # from here on a kernel is called faster, and not about as fast
 FONT = 14
+NONE = pd.DataFrame()
 
 
 # -- softmax beside the products -----------------------------------------------------------------------------
 
 def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFrame, compiled: pd.DataFrame,
-            fused: pd.DataFrame, rungs: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
+            fused: pd.DataFrame, rungs: pd.DataFrame, captured: pd.DataFrame,
+            kernels: pd.DataFrame = NONE) -> dict | None:
     """Softmax beside attention's two products in forward alone (GPU captures only): ``nsys-e``'s facts, and
 
     ``writing_share``: of softmax's time, what the operations take that write the whole square again;
@@ -70,7 +72,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     if rates is not None:
         shares = pick(rates, size=size, context_length=context).set_index("operation")["share"]
         writing = shares.reindex(list(WRITES_SQUARE)).sum()
-    gains = fused_gains(compiled, captured)
+    gains = fused_gains(compiled, captured, kernels)
     steady = gains[~(gains["waits"] | gains["launching"])] if len(gains) else gains
     return found | {
         "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
@@ -91,12 +93,13 @@ def total_ms(operations: pd.DataFrame) -> float:
     return float((operations["total_ns"] / operations["steps"]).sum() / 1e6)
 
 
-def fused_gains(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
+                kernels: pd.DataFrame = NONE) -> pd.DataFrame:
     """Full steps, not compiled, with attention written out (``_eager``) and by SDPA, AdamW as torch runs it
     by default, at the context that most were measured at: size, context_length, precision, median_ms,
     peak_allocated_mib, ``gain`` (times as fast), ``saved_mib``; ``waits``: by a capture of the same work the
-    GPU waits for launches in some phase of one of both; ``launching``: captures do not tell of both, and the
-    host was still launching at the end of one."""
+    GPU waits for launches in some phase of one of both, or by the same process's own in forward + backward;
+    ``launching``: captures do not tell of both, and the host was still launching at the end of one."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
     if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
@@ -113,12 +116,27 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
                          for attention in ("eager", "sdpa")}, both.index)
     near = [both[f"trailing_ms{of}"] < (TO_THE_END * both[f"median_ms{of}"]).clip(upper=AHEAD_MS)
             for of in ("", "_eager")]
-    both["waits"] = told.eq(GPU).any(axis=1)
+    own = waits_by_own_kernels(times, kernels, captured)
+    both["waits"] = told.eq(GPU).any(axis=1) | both["run_id"].isin(own)
     both["launching"] = pd.concat(near, axis=1).any(axis=1) & told.eq(UNDECIDED).any(axis=1) & ~both["waits"]
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
     # Of several runs of one kind the quickest: the others may wait for launches longer.
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
+
+
+def waits_by_own_kernels(times: pd.DataFrame, kernels: pd.DataFrame, captured: pd.DataFrame) -> set[str]:
+    """Runs of whose eager forward + backward, written out or by SDPA, the timed steps take :data:`WAITED`
+    longer than the kernels that the same process captured, with the median gap of all captures for each."""
+    if kernels.empty or captured.empty:
+        return set()
+    keys, eager = ["run_id", "attention"], {"mode": "forward_backward", "variant": "eager"}
+    plain = pick(times, optimizer="foreach", device="cuda", **eager)
+    plain_ms = plain[plain["phase"] != WHOLE].groupby(keys)["median_ms"].sum()
+    own = pick(kernels, **eager).groupby(keys)[["count", "total_ms"]].sum()
+    back_to_back_ms = own["total_ms"] + own["count"] * captured["gap_us"].median() / 1e3
+    waits = (plain_ms > (1 + WAITED) * back_to_back_ms.reindex(plain_ms.index)).groupby("run_id").any()
+    return set(waits.index[waits])
 
 
 def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict[str, str]]:
@@ -219,9 +237,9 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
     ``told``: at the longest sequence, in ``precision`` (bf16 where it was measured), the drawn ones' ``ms``
     and times ``faster`` than written out, the fastest (``top``) first; ``wide``: fp32's fastest; ``table``:
-    the fastest at each sequence, forward alone and with backward; ``from``: see :func:`changes_of`;
-    ``order``: SDPA's kernels as ``told`` ranks them, as code; ``at_model``: see :func:`at_the_model`;
-    ``newer``: see :func:`newer_than_sdpa`.
+    the fastest at each sequence, forward alone and with backward; ``order``: SDPA's kernels as ``told`` ranks
+    them, as code, and up to which head dimension the first of them ran (``order_to``; None where at all);
+    ``at_model``: see :func:`at_the_model`; ``newer``: see :func:`newer_than_sdpa`.
     """
     rows = timed(cells)
     rows = rows[rows["device"] == "cuda"] if len(rows) else rows
@@ -239,13 +257,14 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
     refused = cells[(cells["status"] == "unsupported") & (cells["precision"] == "fp32") & cells["causal"]]
     return {"names": NAMES, "d": head(rows), "batch": int(rows["batch_size"].iloc[0]),
             "sequence": int(rows["sequence"].max()), "precision": narrow,
-            "told": [cell for cell in told["cells"] if cell["implementation"] in DRAWN],
+            "told": [cell for cell in told["cells"] if cell["implementation"] in (*DRAWN, "flex")],
             "top": told["cells"][0], "wide": wide["cells"][0] if wide else None,
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
-            "table": best, "from": changes_of(best[(best["precision"] == narrow) & ~best["launching"]]),
+            "table": best,
             "launching": bool(best["launching"].any()),
             "unsteady": bool((best["unsteady"] & ~best["launching"]).any()), "tf32": of_tf32(at),
+            "order_to": _runs_to(cells, narrow, told["cells"]),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
             "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
@@ -318,15 +337,12 @@ def winners(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).sort_values(["precision", "sequence"], ignore_index=True)
 
 
-def changes_of(best: pd.DataFrame) -> list[dict]:
-    """From which sequence ``to`` which one implementation is the fastest of a pass, and which is the
-    ``last``."""
-    found: list[dict] = []
-    for row in best.sort_values("sequence").itertuples():
-        if not found or found[-1]["implementation"] != row.pass_what:
-            found.append({"implementation": row.pass_what, "sequence": row.sequence, "to": row.sequence})
-        found[-1]["to"] = row.sequence
-    return [one | {"last": one is found[-1]} for one in found]
+def _runs_to(cells: pd.DataFrame, precision: str, ranking: list[dict]) -> int | None:
+    """Up to which head dimension SDPA's fastest kernel ran; None where it ran at all of them."""
+    own = cells[cells["precision"] == precision]
+    first = next((cell["implementation"] for cell in ranking if cell["implementation"] in BACKENDS), None)
+    ran = timed(own, implementation=first)
+    return None if ran.empty or ran["d_model"].max() == own["d_model"].max() else int(ran["d_model"].max())
 
 
 def of_tf32(at: list[dict]) -> list[dict] | None:
@@ -491,7 +507,8 @@ PART = Part(
     "Attention",
     questions=(
         Question("softmax", softmax, CAPTURES,
-                 ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs", "nsys.phases"),
+                 ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs", "nsys.phases",
+                  "compile.kernels"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
         Question("which-kernel", which_kernel, CELLS, ("ladder.backends", "attention.generations"),
                  printed={"winners": printed_winners}, pictures=("attention_time",)),

@@ -252,8 +252,9 @@ def draw_gain(times: pd.DataFrame, where: str) -> Figure | None:
 # -- what it costs, and how much of the model at once --------------------------------------------------------
 
 
-def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
-    """Seconds of compiling blocks, and what one graph of the whole forward and CUDA graphs gain.
+def cost(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+    """Seconds of compiling blocks, and what one graph of the whole forward gains; ``graphs``: CUDA graphs
+    make every full step that was run with them faster.
 
     ``blocks_s`` where something was compiled before, ``first_s`` where not; ``table`` has a row a size of the
     lowest precision: the full step's ms by variant, the seconds that blocks compile in where they are the
@@ -265,13 +266,13 @@ def cost(times: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dic
         return None
     seconds = {rows["first"]: rows["training_s"] for rows in told["blocks"]}
     table = _costs(times, told["seconds"])
-    rungs = {name: _rung(rungs, name) for name in ("blocks", "graph", "cuda_graphs")}
+    rungs = {name: _rung(rungs, name) for name in ("blocks", "graph")}
     return {
         "blocks_s": seconds.get(False),
         "first_s": seconds.get(True),
         "one_for_all": told["two_graphs"],
         "better": _better(times),
-        "graphed": _graphed(times, kernels),
+        "graphs": _graphs_help(times),
         "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
         "rungs": rungs | {"longer": rungs["graph"]["compile_s"] / rungs["blocks"]["compile_s"],
                           "context": rungs["graph"]["context"]}
@@ -320,34 +321,10 @@ def _better(times: pd.DataFrame) -> dict | None:
     }
 
 
-def _graphed(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The full step with CUDA graphs against the same graph without, where they gain most, of processes whose
-    other times are spoken of, if there is one; the GPU's busy share of forward + backward in both (None where
-    not captured)."""
+def _graphs_help(times: pd.DataFrame) -> bool:
     both = beside(times, "model", "cuda_graphs")
     steps = pick(both, mode="step") if len(both) else both
-    if len(steps):
-        spoken = steps["run_id"].isin(settled(beside(times))["run_id"])
-        steps = steps[spoken] if spoken.any() else steps
-    if steps.empty:
-        return None
-    most = steps.loc[steps["speedup"].idxmax()]
-    busy = facts_launches.busy(times, kernels)
-    share = {}
-    if busy and {"model", "cuda_graphs"} <= set(busy["table"]):
-        own = pick(busy["table"], run_id=most["run_id"], attention=most["attention"])
-        share = own.iloc[0][["model", "cuda_graphs"]].to_dict() if len(own) else {}
-    return {
-        "size": most["size"],
-        "precision": most["precision"],
-        "attention": ATTENTION_WORDS[most["attention"]],
-        "speedups": steps["speedup"],
-        "ms": most["median_ms"],
-        "ms_after": most["median_ms_after"],
-        "faster": bool((steps["sure"] & (steps["speedup"] > 1)).all()),
-        "busy": share.get("model"),
-        "busy_after": share.get("cuda_graphs"),
-    }
+    return len(steps) > 0 and bool((steps["sure"] & (steps["speedup"] > 1)).all())
 
 
 def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
@@ -372,7 +349,8 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
                 "size": row["size"],
                 "eager_ms": row["median_ms"],
                 "block_ms": row["median_ms_after"],
-                "model": model.iloc[0][["speedup", "sure", "run_id"]].to_dict()
+                "unsteady": bool(row["flagged"]),
+                "model": model.iloc[0][["speedup", "sure", "run_id", "flagged"]].to_dict()
                 | {"here": model["run_id"].iloc[0] == row["run_id"]}
                 if len(model)
                 else None,
@@ -407,13 +385,16 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
         values = rows[column].astype(float)
         if values.notna().any():
             cells[words] = [
-                number(value, 2 if column in ("earned", "block_s") else 3) for value in values
+                number(value, 2 if column in ("earned", "block_s") else 3)
+                + " †" * bool(column == "block_ms" and unsteady)
+                for value, unsteady in zip(values, rows["unsteady"])
             ]
     if rows["model"].notna().any():
         cells["one graph, against blocks"] = [
             "–"
             if one is None
             else (faster(one["speedup"]) if one["sure"] else "no sure change")
+            + " †" * bool(one["flagged"])
             + (" §" if not one["here"] else "")
             for one in rows["model"]
         ]
@@ -432,7 +413,7 @@ PART = Part(
             "compiling-cost",
             cost,
             (TIMES,),
-            (KERNELS, "ladder.rungs"),
+            ("ladder.rungs",),
             printed={"costs": cost_table},
         ),
     ),

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stepscope.config import PHASE_NAMES, SIZES, StepConfig
-from stepscope.report.story.attention import fused_gains
+from stepscope.report.story.attention import NONE, fused_gains
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import NEARLY, number, runs_of
@@ -222,12 +222,13 @@ def side(at: int, of: int) -> str:
 # -- how to lower it -----------------------------------------------------------------------------------------
 
 def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataFrame, rungs: pd.DataFrame,
-                saved: pd.DataFrame, compiled: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
+                saved: pd.DataFrame, compiled: pd.DataFrame, captured: pd.DataFrame,
+                kernels: pd.DataFrame = NONE) -> dict | None:
     """What lowers the peak, ``rows`` of change, code, before_mib, after_mib, before_ms, after_ms and where:
     SDPA as the compile study measured it, rungs of the ladder beside the rung before, bf16 autocast,
     expandable segments and checkpoints of the memory study; ``free``: those that also make a step faster.
     ``block``: what one block saves; ``best``: the checkpoints' setting."""
-    rows = [*fused(compiled, captured), *from_ladder(rungs), *from_runs(runs),
+    rows = [*fused(compiled, captured, kernels), *from_ladder(rungs), *from_runs(runs),
             *checkpointed(checkpoints, runs, samples)]
     if not rows:
         return None
@@ -245,9 +246,9 @@ def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataF
                             *(best["runs"] if best else [])})}
 
 
-def fused(compiled: pd.DataFrame, captured: pd.DataFrame) -> list[dict]:
+def fused(compiled: pd.DataFrame, captured: pd.DataFrame, kernels: pd.DataFrame) -> list[dict]:
     """SDPA in bf16, of the largest size whose peak it lowers."""
-    gains = fused_gains(compiled, captured)
+    gains = fused_gains(compiled, captured, kernels)
     if gains.empty:
         return []
     gains = gains[(gains["saved_mib"] > WORTH_SAYING * gains["peak_allocated_mib_eager"])
@@ -278,7 +279,7 @@ def checkpointed(checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.Data
 
 
 LADDER = {"fused": ("fused AdamW", "`AdamW(..., fused=True)`"),
-          "blocks": ("compiled blocks", "`block.compile()`")}
+          "blocks": ("compiled blocks", "`block.compile()`, head and loss, too")}
 
 
 def from_ladder(rungs: pd.DataFrame) -> list[dict]:
@@ -347,7 +348,10 @@ def fits(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFrame,
         return None
     idle = facts_options.fragmentation(runs)
     checked = found["checked"]
-    return found | {"all_exact": checked["exact"] == checked["peaks"], "off": abs(checked["furthest_share"]),
+    return found | {"all_exact": checked["exact"] == checked["peaks"],
+                    "categories": sorted({one["precision"] for one in (found["by_category"] or {}).get(
+                        "corrected", ()) if one["category"] == "activations"}),
+                    "off": abs(checked["furthest_share"]),
                     "most": idle["most"] if idle else None, "idle": idle["most"]["idle_share"]
                     if idle and idle["most"] else None, "nearly": NEARLY,
                     "changes": [one for one in idle["changes"] if one["less"] and not one["as_much"]]
@@ -375,7 +379,7 @@ PART = Part(
         Question("peak", what_peaks, (RUNS, LEVELS), pictures=("memory_peak", "memory_timeline")),
         Question("less-memory", less_memory, (RUNS,),
                  ("memory.checkpoints", "memory.samples", "ladder.rungs", SAVED, "compile.times",
-                  "nsys.phases"),
+                  "nsys.phases", "compile.kernels"),
                  printed={"less": printed_less}),
         Question("fits", fits, (RUNS,), (LEVELS, "memory.predicted", "memory.foretold"),
                  printed={"fits": printed_fits}),

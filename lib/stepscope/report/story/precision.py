@@ -167,7 +167,6 @@ def _flat(
             "sizes": list(flat["size"].astype(str)),
             "shortest": shortest,
             "context": context,
-            "tokens": context / shortest,
         }
         if len(flat)
         else None

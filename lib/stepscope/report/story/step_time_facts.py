@@ -207,7 +207,7 @@ def finished(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     products = {family["family"]: family["ms"] for family in left["families"]}.get(MATMUL)
     if products is None or step.empty or step["status"].iloc[0] != "ok":
         return None
-    ms = step["median_ms"].iloc[0]
+    ms = left["median_ms"]
     return {"ms": ms, "products_ms": products, "share": products / ms, "size": str(own["size"].iloc[0]),
             "name": left["name"], "in_turn": not left["at_once"]}
 

@@ -44,8 +44,8 @@ def repeats(
     times: pd.DataFrame,
 ) -> Facts | None:
     """``slow``: of :func:`enough`, with how many of its processes had ``settled`` after one step, ``most``
-    slow steps; ``once``, where it is clear, what first full steps take longer (``beyond_ms``), and what of it
-    is for what a process does once (``ms``); ``apart``: the cells of
+    slow steps; ``once``, where it is clear, what first full steps take longer (``beyond_ms``, medians of so
+    many ``processes``), and what of it is for what a process does once (``ms``); ``apart``: the cells of
     :func:`step_spreads` in which processes differ ``least`` and ``widest``, whether one's interval shows
     less than processes differ in all of them (``hidden``), whether by the profiles the GPU waits for
     launches in the widest of them and not in the least (``waiting``); ``neighbours``: which of the runs
@@ -67,7 +67,8 @@ def repeats(
             "all_settled": slow["more_than_one"] == 0,
             "one": slow["processes"] == 1,
         },
-        "once": {"ms": first["once"]["ms"], "beyond_ms": first["beyond_ms"], "contexts": first["contexts"]}
+        "once": {name: first[name] for name in ("beyond_ms", "processes", "contexts", "all_ms")}
+        | {"ms": first["once"]["ms"]}
         if first and first["once"] and first["once"]["clear"]
         else None,
         "apart": None

@@ -74,7 +74,8 @@ TIMES, CAPTURED, LOW = "benchmark.times", "nsys.phases", "mixed_precision.times"
 PART = Part(
     "When the GPU waits for launches",
     questions=(
-        Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW,), pictures=("waiting_map",)),
+        Question("waiting-where", facts.where, (TIMES, CAPTURED), (LOW, "mixed_precision.other_times"),
+                 pictures=("waiting_map",)),
         Question("waiting-seen", facts.seen, (CAPTURED, TIMES),
                  (LOW, "waits.phases", "nsys.clocks", "nsys.walls", "processes.samples")),
         Question("waiting-helps", facts.helps, ("compile.times",), ("compile.kernels", "ladder.rungs"),

@@ -17,6 +17,7 @@ SHAPE = ["size", "context_length", "precision"]
 UNLIKE = 1.2   # times as long: then the same step differs between runs
 NEARLY_AS_MANY = 0.1  # of the operations of a step
 LITTLE = 1.05  # times faster: below it a change does not help
+NONE = pd.DataFrame()
 
 
 def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
@@ -38,11 +39,13 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
     return by_size(rows) if len(rows) else rows
 
 
-def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dict | None:
+def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
+          others: pd.DataFrame = NONE) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    and whether of each size and precision a shorter context launches nearly as many operations
-    (``as_many``)."""
+    whether what counts is the ``quicker`` of processes in bf16, and the sizes whose step waits in the
+    ``others`` ``also``; and whether of each size and precision a shorter context launches nearly as many
+    operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -54,12 +57,16 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame) -> dic
     phases = rows[rows["waits"] == GPU]
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
+    slower = decided(NONE, others, captured)
+    slower = slower[slower["precision"] == "bf16"] if len(slower) else slower
+    waited = slower.groupby(SHAPE, observed=True)["waited_ms"].sum() if len(slower) else shares[:0]
+    also = [shape[0] for shape in waited.index[waited > 0] if shape in calm]
     launched = rows.groupby(SHAPE, observed=True)["operations"].sum().groupby(["size", "precision"])
     as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
         launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
             "several": len(shares) > 1, "as_many": as_many,
-            "waited": WAITED,
+            "waited": WAITED, "quicker": len(slower) > 0, "also": also,
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}

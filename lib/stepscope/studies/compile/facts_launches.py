@@ -20,6 +20,8 @@ from stepscope.studies.compile.pairs import (
     with_host,
 )
 
+MUCH = 1.2  # times as long: a host that launches slower
+
 
 def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
     """What part of forward + backward the GPU is ``busy`` (None where no kernels were captured; ``on_gpu``
@@ -68,10 +70,26 @@ def graphed(times: pd.DataFrame) -> dict | None:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
+            "elsewhere": _quicker_elsewhere(times, pairs),
             "precisions": precisions(pairs),
             "sizes": list(dict.fromkeys(pairs["size"].astype(str) + pairs["host"].map(
                 lambda host: f" (host: {host})" if host else ""))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
+
+
+def _quicker_elsewhere(times: pd.DataFrame, pairs: pd.DataFrame) -> list[dict]:
+    """Full steps as one graph that another run timed :data:`MUCH` quicker: size, whether attention is
+    ``written_out``, that run's ``ms``, and ``graphs_ms``, what the step takes with CUDA graphs in the run
+    that has them."""
+    keys = ["size", "context_length", "precision", "attention"]
+    known = {"phase": WHOLE, "mode": "step", "variant": "model", "optimizer": MAIN, "status": "ok"}
+    rows = pick(times, **known)[[*keys, "run_id", "median_ms"]].astype({"size": str})
+    own = pick(pairs, mode="step")[[*keys, "run_id", "median_ms", "median_ms_after"]].astype({"size": str})
+    both = own.merge(rows, on=keys, suffixes=("", "_elsewhere"))
+    both = both[(both["run_id_elsewhere"] != both["run_id"])
+                & (both["median_ms"] > MUCH * both["median_ms_elsewhere"])]
+    return [{"size": row.size_, "written_out": row.attention == "eager", "ms": row.median_ms_elsewhere,
+             "graphs_ms": row.median_ms_after} for row in both.rename(columns={"size": "size_"}).itertuples()]
 
 
 def adamw(optimizer: pd.DataFrame) -> list[dict]:

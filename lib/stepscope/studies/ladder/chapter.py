@@ -9,19 +9,21 @@ from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.ladder import facts, figures, printed
-from stepscope.studies.ladder.tables import load_processes, over_processes, with_runs
+from stepscope.studies.ladder.tables import climbs, load_processes, over_processes, with_runs, with_step_ms
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``rungs`` (a row a shape and rung, over processes), ``kernels`` of finished steps, loss ``curves``,
-    attention's ``backends``, ``checks`` of the optimizer."""
+    """``rungs`` (a row a shape and rung, over processes), ``climbs`` (a row a process), ``kernels`` of
+    finished steps, loss ``curves``, attention's ``backends``, ``checks`` of the optimizer."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
     names = ("kernels", "curves", "backends", "checks")
     kept = {name: with_runs(load_table(store, records, name), records) for name in names}
-    return {"rungs": over_processes(load_processes(store, records))} | kept
+    kept["kernels"] = with_step_ms(kept["kernels"], load_table(store, records, "samples"))
+    return {"rungs": over_processes(load_processes(store, records)), "climbs": climbs(store, records)} | kept
 
 
-RUNGS, KERNELS, CURVES, CHECKS = (f"ladder.{name}" for name in ("rungs", "kernels", "curves", "checks"))
+RUNGS, CLIMBS, KERNELS, CURVES, CHECKS = (
+    f"ladder.{name}" for name in ("rungs", "climbs", "kernels", "curves", "checks"))
 
 CHAPTER = Chapter(
     Path(__file__).parent,
@@ -32,6 +34,7 @@ CHAPTER = Chapter(
             "ladder",
             facts.ladder,
             (RUNGS,),
+            (CLIMBS,),
             printed={"rungs": printed.rungs, "all": printed.everything},
         ),
         Question(

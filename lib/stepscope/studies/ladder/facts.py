@@ -4,7 +4,8 @@ import math
 
 import pandas as pd
 
-from stepscope.step.summary import unlike_clocks
+from stepscope.say.selections import beside as runs_beside
+from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.names import AGAINST, KERNEL_NAMES, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
@@ -128,8 +129,9 @@ def is_unlike(row: dict) -> bool:
     return bool(with_unlike(pd.DataFrame([row]))["unlike"].iloc[0])
 
 
-def ladder(rungs: pd.DataFrame) -> dict | None:
-    """One shape from its first rung to its best, the floor, and what is beside it; ``all``, every shape."""
+def ladder(rungs: pd.DataFrame, climbs: pd.DataFrame | None = None) -> dict | None:
+    """One shape from its first rung to its best, the floor, and what is beside it; ``all``, every shape;
+    ``climbs``: see :func:`how_climbed`."""
     own = reference(rungs)
     if own is None or climbed(own).empty:
         return None
@@ -157,12 +159,16 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "floor_share": best["floor_share"],
         "products_ms": best["products_ms"],
         "moving_ms": best["moving_ms"],
-        "clock": clock(best),
+        "clock": clock(best, rungs),
         "tokens_per_s": best["tokens_per_s"],
         "batch": int(best["batch"]),
         "beside": beside
         and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
-        "other": other and other | {"over_best": best["median_ms"] / other["median_ms"]},
+        "other": other and other | {
+            "over_best": best["median_ms"] / other["median_ms"],
+            "sure": bool(surely_more(other) | surely_less(other)),
+        },
+        "climbs": how_climbed(climbs),
         "graph": graph,
         "graph_unlike": bool(graph and is_unlike(graph)),
         "graph_sure": bool(graph and (surely_more(graph) | surely_less(graph))),
@@ -181,6 +187,24 @@ def ladder(rungs: pd.DataFrame) -> dict | None:
         "apart": bool(rungs["apart"].any()),
         "kernels": attention_kernels(rungs),
         "runs": runs_in(rungs),
+    }
+
+
+def how_climbed(climbs: pd.DataFrame | None) -> dict | None:
+    """How the processes were run: of those that ``climbed`` from the first rung how many took ``turns``
+    (``all_turns``, ``no_turns``), whether those of one shape are of several ``hosts`` (told apart by memory),
+    and how many of all had others beside them (``neighbours``)."""
+    if climbs is None or climbs.empty or not climbs["climbed"].any():
+        return None
+    own = climbs[climbs["climbed"]]
+    turns = int((own["turns"] > 1).sum())
+    return {
+        "climbed": len(own),
+        "turns": turns,
+        "all_turns": turns == len(own),
+        "no_turns": not turns,
+        "hosts": bool((own.groupby(SHAPE, observed=True)["ram_gib"].nunique() > 1).any()),
+        "neighbours": runs_beside(climbs),
     }
 
 
@@ -206,9 +230,10 @@ def surely_faster(first: pd.Series, best: pd.Series) -> bool:
     return bool(low > 1 if first["rung"] == "fp32" else best["ci_high_ms"] < first["ci_low_ms"])
 
 
-def clock(row: pd.Series) -> dict | None:
+def clock(row: pd.Series, rungs: pd.DataFrame) -> dict | None:
     """What power lets through: the floor at the clocks of a rung's step, and what products keep up, medians
-    over the processes that measured it; None where none did."""
+    over the ``processes`` that measured it; ``below``: of some of all rungs this floor is the lower one. None
+    where none measured it."""
     if math.isnan(row.get("clock_floor_ms", math.nan)):
         return None
     return {
@@ -219,6 +244,8 @@ def clock(row: pd.Series) -> dict | None:
         "kept_up_tflops": row["kept_up_tflops"],
         "kept_up_of_sheet": row["kept_up_of_sheet"],
         "on_sheet": bool(pd.notna(row["kept_up_of_sheet"])),
+        "processes": int(row["kept_up_processes"]),
+        "below": bool((rungs["clock_floor_ms"] < rungs["floor_ms"]).any()),
     }
 
 
@@ -246,7 +273,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
         "useful": [name_of(rung) for rung in everywhere.index[everywhere]],
         "some": [name_of(rung) for rung in anywhere.index[anywhere & ~everywhere]],
         "unlike": unlike(rows),
-        "chunked": chunked_peak(rows),
+        "chunked": chunked_memory(rows),
         "graph": compile_seconds(rungs),
         "useless": [name_of(rung) for rung in anywhere.index[~anywhere]],
         "costly": [
@@ -258,13 +285,16 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 
 
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape, branches too, with the peak of the one that each is a change on (``_before``),
-    and whether both steps' clocks are ``unlike``."""
+    """The rungs of one shape, branches too, with the peak and what forward keeps (``peak_mib``,
+    ``saved_mib``), also of the one that each is a change on (``_before``), and whether both steps' clocks are
+    ``unlike``."""
     rows = timed(own)
     if rows.empty:
         return rows
-    peaks = own.drop_duplicates("rung").set_index("rung").get("peak_mib", pd.Series(dtype=float))
-    return with_unlike(rows.assign(peak_mib_before=rows["before"].map(peaks).astype(float)))
+    known = own.drop_duplicates("rung").set_index("rung").reindex(columns=["peak_mib", "saved_bytes"])
+    known = known.astype(float).assign(saved_mib=lambda table: table.pop("saved_bytes") / 2**20)
+    return with_unlike(rows.assign(saved_mib=rows["rung"].map(known["saved_mib"]), **{
+        f"{name}_before": rows["before"].map(values) for name, values in known.items()}))
 
 
 def compile_seconds(rungs: pd.DataFrame) -> dict | None:
@@ -289,20 +319,16 @@ def unlike(rows: pd.DataFrame) -> dict:
     }
 
 
-def chunked_peak(rows: pd.DataFrame) -> dict | None:
-    """Peaks before and with the chunked loss where the vocabulary is largest; None where none was kept."""
-    if "peak_mib" not in rows:
+def chunked_memory(rows: pd.DataFrame) -> dict | None:
+    """MiB that forward keeps for backward before and with the chunked loss, where the vocabulary is largest;
+    None where that was not measured. (Peaks do not tell: they hold what the process keeps of other rungs.)"""
+    if "saved_mib" not in rows:
         return None
-    rows = rows[(rows["rung"] == "chunked") & rows["peak_mib"].notna() & rows["peak_mib_before"].notna()]
+    rows = rows[(rows["rung"] == "chunked") & rows["saved_mib"].notna() & rows["saved_mib_before"].notna()]
     if rows.empty:
         return None
     one = rows.loc[rows["vocab_size"].idxmax()]
-    return shape_of(one) | {
-        "before_mib": one["peak_mib_before"],
-        "mib": one["peak_mib"],
-        "less": bool(one["peak_mib"] < one["peak_mib_before"]),
-        "gain": one["gain"],
-    }
+    return shape_of(one) | {"before_mib": one["saved_mib_before"], "mib": one["saved_mib"]}
 
 
 def advice(rungs: pd.DataFrame) -> dict | None:
@@ -411,6 +437,7 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | N
     facts["low"] = low.max(numeric_only=True).to_dict() if len(low) else None
     facts["other"] = next(iter(off[off["rung"] == OTHER_ARITHMETIC].to_dict("records")), None)
     if facts["other"]:
+        facts["other"]["gradients_off"] = known.loc[known["rung"] == OTHER_ARITHMETIC, "gradient_off"]
         wide = known.pivot(index=SHAPE, columns="rung", values="gradient_off").reindex(
             columns=[OTHER_ARITHMETIC, "overlap"]
         )
@@ -418,7 +445,11 @@ def training(rungs: pd.DataFrame, curves: pd.DataFrame, checks: pd.DataFrame | N
         facts["other"]["coarser"] = coarser if len(coarser) else None
     if curves.empty or curves.loc[curves["rung"] == "fp32", "seed"].nunique() < 2:
         return facts
-    return facts | trained(curves)
+    found = trained(curves)
+    products = known[known["rung"] == OTHER_ARITHMETIC].astype({"size": str})
+    least = products.loc[products["gradient_off"].idxmin(), "size"] if len(products) else None
+    several = products["size"].nunique() > 1
+    return facts | found | {"least_off": bool(several and least == found["training_size"])}
 
 
 def optimizer(checks: pd.DataFrame | None) -> dict | None:
@@ -560,8 +591,9 @@ def missed_here(row: dict, filled: dict | None) -> list[dict]:
 
 def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """What the profiled steps of one shape consist of, a row a rung: shape, rung, batch, median_ms (not
-    profiled), by part of :data:`PARTS` its kernels' time in ms and, as ``<part>_least``, the floor's,
-    ``idle`` (no kernel; 0 where some run at once), and ``at_once``, whether they surely do."""
+    profiled, of the same processes), by part of :data:`PARTS` its kernels' time in ms and, as
+    ``<part>_least``, the floor's, ``idle`` (no kernel; 0 where some run at once), and
+    ``at_once``, whether they surely do."""
     shape = own.iloc[0]
     mine = kernels
     if len(kernels):
@@ -574,17 +606,23 @@ def parts(own: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
         times = (
             profiled.assign(part=part).groupby(["run_id", "part"])["time_ms"].sum().unstack(fill_value=0.0)
         )
-        times = times.median().reindex([*PARTS], fill_value=0.0)
+        times = times.reindex(columns=[*PARTS], fill_value=0.0)
+        # The step's time is that of the processes that were profiled; others take other times.
+        steps = profiled.groupby("run_id")["step_ms"].first() if "step_ms" in profiled else None
+        median_ms = row["median_ms"] if steps is None else steps.median()
+        whole = times.sum(axis=1)
+        idle = (median_ms if steps is None else steps) - whole
+        times = times.median()
         rows.append(
             shape_of(shape)
-            | {"rung": rung, "name": name_of(rung), "batch": int(row["batch"]), "median_ms": row["median_ms"]}
+            | {"rung": rung, "name": name_of(rung), "batch": int(row["batch"]), "median_ms": median_ms}
             | times.to_dict()
             | {
                 "products_least": row["products_ms"],
                 "optimizer_least": row["moving_ms"],
                 "other_least": 0.0,
-                "idle": max(0.0, row["median_ms"] - times.sum()),
-                "at_once": bool(times.sum() > 1.05 * row["median_ms"]),
+                "idle": max(0.0, idle.median()),
+                "at_once": bool(whole.median() > 1.05 * median_ms),
                 "kept_up_of_sheet": row.get("kept_up_of_sheet", math.nan),
                 "sm_clock_mhz": row.get("sm_clock_mhz", math.nan),
                 "kept_up_mhz": row.get("kept_up_mhz", math.nan),
@@ -638,6 +676,7 @@ def left(own: pd.DataFrame | None, kernels: pd.DataFrame) -> dict | None:
         "name": step["name"],
         "families": [{"family": str(family), "ms": ms} for family, ms in families.items()],
         "whole_ms": families.sum(),
+        "median_ms": step["median_ms"],
         "at_once": step["at_once"],
     }
 
@@ -729,7 +768,8 @@ def filled(rungs: pd.DataFrame) -> dict | None:
                     "over_small": fill["batch"] / best["batch"] / fill["over_finished"],
                     "small_batch": int(best["batch"]),
                     "small_mhz": best.get("sm_clock_mhz", math.nan),
-                    "lower_clock": fill.get("sm_clock_mhz", math.nan) < best.get("sm_clock_mhz", math.nan),
+                    "lower_clock": fill.get("sm_clock_mhz", math.nan)
+                    < (1 - UNLIKE_CLOCKS) * best.get("sm_clock_mhz", math.nan),
                 }
             )
     if not rows:
@@ -740,7 +780,8 @@ def filled(rungs: pd.DataFrame) -> dict | None:
         "best": table.loc[table["of_sheet_bf16"].fillna(table["of_measured"]).idxmax()].to_dict(),
         "sheet_known": bool(table["of_sheet_bf16"].notna().all()),
         "gains": table["over_small"],
-        "lower_clock": bool(table["lower_clock"].all()),
+        "lower_clock": int(table["lower_clock"].sum()),
+        "shapes": len(table),
         "too_large": [
             shape_of(row) | {"processes": int(row["out_of_memory"])}
             for row in rungs[(rungs["rung"] == "fill") & (rungs["out_of_memory"] > 0)].to_dict("records")

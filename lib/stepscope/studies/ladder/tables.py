@@ -213,6 +213,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
         row["compile_s"] = done.loc[done["first"], "compile_s"].max() if len(done) else math.nan
+        row["kept_up_processes"] = int(done.get("kept_up_tflops", pd.Series(dtype=float)).notna().sum())
         if len(done):
             row["throttle"] = together(done["throttle"])
             previous = before(name, climbed) if name in climbed else None
@@ -256,6 +257,29 @@ def load_processes(store: Store, records: list[Record]) -> list[Process]:
         )
         for record in records
     ]
+
+
+def climbs(store: Store, records: list[Record]) -> pd.DataFrame:
+    """A row a process: its run, shape, ``beside`` (how many others were on its machine), ``ram_gib``, which
+    tells hosts apart, whether it ``climbed`` from the first rung, and in how many ``turns`` its rungs were
+    timed."""
+    if not records:
+        return pd.DataFrame()
+    samples = load_table(store, records, "samples")
+    runs = runs_frame(records)[["run_id", "beside", *SHAPE]]
+    hosts = {record.run_id: record.machine.get("ram_gib") for record in records}
+    first = set(samples.loc[samples["rung"] == RUNGS[0], "run_id"])
+    turns = samples.groupby("run_id")["turn"].nunique()
+    return runs.assign(ram_gib=runs["run_id"].map(hosts), climbed=runs["run_id"].isin(first),
+                       turns=runs["run_id"].map(turns))
+
+
+def with_step_ms(kernels: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """Kernels of profiled steps, with the median of the same process's timed ones."""
+    if kernels.empty:
+        return kernels
+    medians = samples.groupby(["run_id", "rung"])["time_ms"].median().rename("step_ms").reset_index()
+    return kernels.merge(medians, on=["run_id", "rung"], how="left")
 
 
 def with_runs(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:

@@ -84,7 +84,8 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
 
     ``types`` has for each type whether it ``loses_nothing``. ``off`` is
     the output's median relative error by type where all types give one; ``overflows_from`` the least scale at
-    which fp16's squares, and so their mean, overflow (None where there is none).
+    which fp16's squares, and so their mean, overflow, ``vanishes_to`` the largest at which they become zero
+    (None where there is none).
     """
     rows = pick(table, device=table["device"].iloc[-1])
     lost = rows[(rows["nonfinite"] > LOST) | (rows["zero"] > LOST)]
@@ -93,13 +94,14 @@ def norms(table: pd.DataFrame, reductions: pd.DataFrame) -> dict:
     wide = output.pivot_table(index=["norm", "scale"], columns="dtype", values="relative_error").dropna()
     off = wide[wide["fp16"] < NORM_OFF].median()
     squares = pick(rows, dtype="fp16", quantity="squares")
-    over = squares[squares["nonfinite"] > LOST]
+    over, gone = squares[squares["nonfinite"] > LOST], squares[squares["zero"] > LOST]
     inner = rows[rows["quantity"] != "input"]
     shown = inner[inner["dtype"].isin(LOW)]
     return {"scale_low": rows["scale"].min(), "scale_high": rows["scale"].max(), "lost_share": LOST,
             "types": types, "off": [{"type": name, "error": off[name]} for name in DTYPES],
             "off_bf16": off["bf16"],
             "overflows_from": over["scale"].min() if len(over) else None,
+            "vanishes_to": gone["scale"].max() if len(gone) else None,
             "only_fp16_loses": bool(len(over)) and types[LOW.index("bf16")]["loses_nothing"],
             "cells": shown.assign(overflows=shown["nonfinite"] > LOST, vanishes=shown["zero"] > LOST),
             "quantities": {norm: list(group["quantity"].unique())

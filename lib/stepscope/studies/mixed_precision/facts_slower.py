@@ -41,6 +41,8 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame
             "most": 1 / worse["speedup"].min(),
             "optimizer_kernels": _same_kernels(operations, operations_low),
             "scaler_extra": _scaler(rows) if on_gpu else None,
+            "scaler_others": None if other_times.empty
+            else _scaler(pick(other_times, mode="step", status="ok")),
             "more_operations": _more_operations(operations, operations_low),
             "on_gpu": on_gpu, "table": _by_cause(worse), "runs": sorted(
                 {run for table in (rows if worse.empty else worse, operations_low, other_times) if len(table)

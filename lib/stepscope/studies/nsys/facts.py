@@ -5,6 +5,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, runs_of
 from stepscope.say.selections import beside, matrix, pick, reference
+from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
@@ -163,7 +164,8 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
     that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
     queue in ``full``. ``differ`` is the most by which the captured steps' operations differ (None of one
-    step). ``by_phase`` has a row a profile and phase; ``backward`` is backward_over_forward's.
+    step). ``clocks``: see :func:`clocks_beside_captured`. ``by_phase`` has a row a profile and phase;
+    ``backward`` is backward_over_forward's.
     """
     steps = pick(matrix(phases), mode="step")
     if steps.empty:
@@ -176,9 +178,22 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
-            "elsewhere": bool(rows["elsewhere"].any()),
+            "elsewhere": bool(rows["elsewhere"].any()), "clocks": clocks_beside_captured(walls),
             "differ": rows["spread"].max() if rows["spread"].notna().any() else None,
             "on_gpu": "cuda" in set(rows["device"]), "by_phase": rows, "runs": runs_of(rows)}
+
+
+def clocks_beside_captured(walls: pd.DataFrame) -> dict | None:
+    """Of how many profiles of a mode the SM clock was ``read`` after plain and after captured steps, and in
+    how many the medians are ``unlike``; None where in none."""
+    if "sm_clock_mhz" not in walls:
+        return None
+    rows = walls[walls["capture"].isin(["plain", "captured"]) & (walls["phase"] == WHOLE)]
+    medians = rows.groupby(["run_id", "mode", "capture"])["sm_clock_mhz"].median().unstack()
+    both = medians.reindex(columns=["plain", "captured"]).astype(float).dropna()
+    if both.empty:
+        return None
+    return {"read": len(both), "unlike": int(unlike_clocks(both["plain"], both["captured"]).sum())}
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:

@@ -20,7 +20,7 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
     if rows.empty:
         return None
     facts = {"arises": "cuda" in set(rows["device"]), "runs": runs_of(rows.assign(study="waits")),
-             "rows": rows}
+             "rows": rows, "surely": SURELY - 1}
     if not facts["arises"]:
         return facts
     right = (rows["waits"] == GPU) == rows["must_wait"]

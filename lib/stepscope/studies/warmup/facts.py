@@ -49,7 +49,8 @@ def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None
 
     To leave out the first w steps of a process is to have w warm-up steps: all are run and clocked alike.
     ``by_warmups`` has for each number the range of the mean's and of the median's error over processes;
-    ``table``, the same by mode and context.
+    ``table``, the same by mode and context; ``fewest``, of how few steps a mean is; ``mostly_own``: after the
+    most warm-ups over half of each process's steps are those that steady is the median of.
     """
     steps = whole_steps(samples, benchmarks)
     if steps.empty:
@@ -60,17 +61,21 @@ def what_changes(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None
     by_warmups = [{"warmups": number, "mean": error_range(rows["mean_error"]),
                    "median": error_range(rows["median_error"]), "processes": len(rows)}
                   for number, rows in cells.groupby("warmups")]
+    last = cells[cells["warmups"] == cells["warmups"].max()]
     return {"by_warmups": by_warmups, "cold": by_warmups[0], "settled": SETTLED, "steps": MEAN_OF,
+            "fewest": int(cells["n"].min()), "mostly_own": bool((last["own"] > 1 / 2).all()),
             "table": by_mode_and_context(steps, cells), "runs": runs_of(steps)}
 
 
 def errors(steps: pd.DataFrame, warmups: int) -> pd.DataFrame:
-    """A row a process: ``mean_error`` and ``median_error``, relative to steady, of the steps after so many
-    warm-ups. Processes with fewer than half of :data:`MEAN_OF` steps left are left out."""
-    left = steps[(steps["step"] >= warmups) & (steps["step"] < warmups + MEAN_OF)]
+    """A row a process: ``mean_error`` and ``median_error``, relative to steady, of the ``n`` steps after so
+    many warm-ups, and the share of them that steady is the median of (``own``). Processes
+    with fewer than half of :data:`MEAN_OF` steps left are left out."""
+    own = steps["step"] >= steps.groupby(RUN)["step"].transform("max") / 2
+    left = steps.assign(own=own)[(steps["step"] >= warmups) & (steps["step"] < warmups + MEAN_OF)]
     found = left.groupby([*SHAPE, "mode", *RUN], observed=True).agg(
         mean=("time_ms", "mean"), median=("time_ms", "median"), steady=("steady_ms", "first"),
-        n=("time_ms", "size")).reset_index()
+        n=("time_ms", "size"), own=("own", "mean")).reset_index()
     found = found[found["n"] >= MEAN_OF / 2]
     return found.assign(warmups=warmups, mean_error=found["mean"] / found["steady"] - 1,
                         median_error=found["median"] / found["steady"] - 1)
@@ -143,10 +148,11 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
 def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
                benchmarks: pd.DataFrame) -> dict | None:
     """What a fresh process pays before its first step and in it: ``by_part``, over sizes; ``within`` has what
-    undoing it afterwards shows; and ``by_phase``, by how much each phase of a first step is longer than a
-    steady one, over contexts.
+    undoing it afterwards shows; ``by_phase``, by how much each phase of a first step is longer than a
+    steady one, over contexts; and ``all_ms``, by how much the first full step of each process is.
 
-    ``once`` compares with processes in which a one-layer model had run, None where there are none.
+    ``processes``: how many of each size ``beyond_ms`` is the median of. ``once`` compares with
+    processes in which a one-layer model had run, None where there are none.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
     if BEYOND not in set(plain["part"]):
@@ -160,11 +166,14 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
     steps = first_steps(samples, benchmarks)
     return {"beyond_ms": by_part[BEYOND],
+            "processes": sorted(set(plain[plain["part"] == BEYOND].groupby(SHAPE, observed=True)["run_id"]
+                                    .nunique())),
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
             "within": [{"part": part, "ms": by_part[part]} for part in within],
             "once": once, "by_part": by_part.drop(columns="not told apart"),
             "purposes": purposes_of(calls) if len(calls) else None,
             "by_phase": extra_by_phase(steps) if len(steps) else None,
+            "all_ms": pick(steps, step=0, phase=WHOLE, mode="step")["extra_ms"] if len(steps) else None,
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
 
