@@ -12,7 +12,7 @@ from stepscope.runs.record import Record
 from stepscope.runs.tables import by_size, runs_frame
 from stepscope.say.formats import listing, number
 from stepscope.step.flops import parameter_count
-from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
 from stepscope.step.timing import WHOLE
 
 STATUS_WORDS: dict[Literal["ok", "oom", "failed"], str] = {
@@ -122,7 +122,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     if clocks.empty:
         return {}
     full = clocks["sm_clock_mhz"].max()
-    held = int((clocks["sm_clock_least_mhz"] < (1 - UNLIKE_CLOCKS) * full).sum())
+    held = int(unlike_clocks(clocks["sm_clock_least_mhz"], full).sum())
     least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; a reading lower by over {UNLIKE_CLOCKS:.1%} in"
                                           f" {held} of {len(clocks)} timed cells (not the ladder's)"

@@ -8,7 +8,7 @@ from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Facts
 from stepscope.say.formats import number, runs_of
 from stepscope.say.selections import beside, pick
-from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.compile.facts import whole_model
 from stepscope.studies.nsys.facts import forward_total, waiting_phases
@@ -274,7 +274,7 @@ def _held(rungs: pd.DataFrame, times: pd.DataFrame) -> Facts | None:
         return None
     rows = rungs[rungs["sm_clock_mhz"].notna()]
     full = max(rows["sm_clock_mhz"].max(), times["sm_clock_mhz"].max() if len(times) else 0)
-    held = rows[rows["sm_clock_mhz"] < (1 - UNLIKE_CLOCKS) * full]
+    held = rows[unlike_clocks(rows["sm_clock_mhz"], full)]
     if held.empty:
         return None
     lowest = held.loc[held["sm_clock_mhz"].idxmin()]

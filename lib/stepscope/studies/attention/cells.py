@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.say.selections import precisions
-from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.attention.config import ATTENTIONS
 
 POINT = ["precision", "d_model", "sequence"]
@@ -28,13 +28,13 @@ def head(cells: pd.DataFrame) -> int:
 
 def clocks(rows: pd.DataFrame) -> dict | None:
     """SM clocks after the last timed pass of these cells: read of how many ``cells`` of them ``of``;
-    ``held``, how many were below the highest, ``full_mhz``, by more than :data:`UNLIKE_CLOCKS`, by precision
+    ``held``, how many were unlike (``unlike_clocks``) the highest, ``full_mhz``, by precision
     with the clocks and the shortest sequence; None where no clock was read."""
     known = rows[rows["sm_clock_mhz"].notna()] if "sm_clock_mhz" in rows else rows.iloc[:0]
     if known.empty:
         return None
     full_mhz = known["sm_clock_mhz"].max()
-    held = known[known["sm_clock_mhz"] < (1 - UNLIKE_CLOCKS) * full_mhz]
+    held = known[unlike_clocks(known["sm_clock_mhz"], full_mhz)]
     return {"cells": len(known), "of": len(rows), "full_mhz": full_mhz, "held": len(held),
             "by_precision": [{"precision": p, "cells": len(own), "mhz": own["sm_clock_mhz"],
                               "from": int(own["sequence"].min())}

@@ -5,7 +5,7 @@ from stepscope.runs.device_watch import THROTTLES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
-from stepscope.step.summary import UNLIKE_CLOCKS
+from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 
 # What records of before do not have.
@@ -18,7 +18,7 @@ def device_state(times: pd.DataFrame) -> dict | None:
     """SM clock after each timed step, driver's throttle counters, power and energy of every eager fp32 run;
     None where no clock was read.
 
-    ``held`` are the runs whose clock was below the highest of all by more than :data:`UNLIKE_CLOCKS` after
+    ``held`` are the runs whose clock was below the highest of all, and unlike it (``unlike_clocks``), after
     some timed step, or in the median while the step was kept up, or during whose timed steps a counter grew;
     ``reasons``, those counters, each with its runs and the largest share of the timed steps.
     ``energy_check``: by how much the energy by polled power differs from that by NVML's counter, as a share
@@ -36,7 +36,7 @@ def device_state(times: pd.DataFrame) -> dict | None:
     shares = pd.DataFrame({reason: steps[column] / 1e6 / steps["timed_watched_s"]
                            for reason, column in counters.items()})
     clocks = steps[["sm_clock_least_mhz", "kept_up_sm_clock_median_mhz"]]  # after a step, and within it
-    slow = clocks.min(axis=1) < (1 - UNLIKE_CLOCKS) * full_mhz
+    slow = unlike_clocks(clocks.min(axis=1), full_mhz)
     held = slow | (shares > 0).any(axis=1)
     unlike_share = (steps["kept_up_step_ms"] / steps["median_ms"] - 1).abs()
     polled = steps.dropna(subset=["kept_up_energy_j", "kept_up_energy_polled_j"])

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from stepscope.say.selections import beside as runs_beside
-from stepscope.step.summary import UNLIKE_CLOCKS, unlike_clocks
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.names import AGAINST, KERNEL_NAMES, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
@@ -761,15 +761,15 @@ def filled(rungs: pd.DataFrame) -> dict | None:
         fill = of_rung(own, "fill")
         if fill and len(climbed(own)):
             best = best_of(own)
+            fill_mhz, best_mhz = (row.get("sm_clock_mhz", math.nan) for row in (fill, best))
             rows.append(
                 fill
                 | shape_of(fill)
                 | {
                     "over_small": fill["batch"] / best["batch"] / fill["over_finished"],
                     "small_batch": int(best["batch"]),
-                    "small_mhz": best.get("sm_clock_mhz", math.nan),
-                    "lower_clock": fill.get("sm_clock_mhz", math.nan)
-                    < (1 - UNLIKE_CLOCKS) * best.get("sm_clock_mhz", math.nan),
+                    "small_mhz": best_mhz,
+                    "lower_clock": fill_mhz < best_mhz and bool(unlike_clocks(fill_mhz, best_mhz)),
                 }
             )
     if not rows:
