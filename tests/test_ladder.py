@@ -483,8 +483,17 @@ def made_up(sizes=("small", "2.7B"), **given):
         ]
     )
     rungs = over_processes([process(size, **given) for size in sizes]) if given else usual_rungs(sizes).copy()
-    return {"rungs": rungs, "climbs": pd.DataFrame(), "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
+    steps = steps_of([process(size, **given) for size in sizes])
+    return {"rungs": rungs, "steps": steps, "climbs": pd.DataFrame(), "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
             "checks": checked().assign(run_id="a")}
+
+
+def steps_of(processes):
+    """The table ``steps`` of some processes."""
+    medians = [one.tables["samples"].groupby("rung", sort=False)["time_ms"].median().rename("step_ms").reset_index().assign(
+        run_id=one.run, size=one.config.shape, context_length=one.config.context_length, vocab_size=one.config.vocab_size)
+        for one in processes]
+    return pd.concat(medians, ignore_index=True)
 
 
 @functools.cache
@@ -561,7 +570,7 @@ def test_what_helps_nowhere_and_what_costs_is_told():
     costly = {one["rung"]: one["at"] for one in facts.sizes(other)["costly"]}
     assert {"called": "small, vocabulary 50,257", "context_length": 512} in costly["sdpa"]
     assert list(printed.gains(facts.sizes(other)))[1:] == ["small", "small, vocabulary 50,257", "2.7B"]
-    kinds = facts.advice(tables["rungs"])["kinds"]
+    kinds = facts.advice(tables["rungs"], tables["steps"])["kinds"]
     assert (
         kinds["products"]["most"]["gain"] == pytest.approx(2, rel=1e-3)
         and kinds["memory"]["most"]["gain"] < 1
@@ -585,7 +594,7 @@ def test_rungs_at_unlike_clocks_are_marked_and_counted():
     assert not marked.loc[name_of("tf32")].str.contains("≠").any()
     assert "unlike" not in said("ladder-sizes", tables).text and "1,700 MHz" in said(
         "ladder-sizes", {**tables, "rungs": slow}).text
-    bounds = printed.bounds(facts.advice(slow))
+    bounds = printed.bounds(facts.advice(slow, tables["steps"]))
     assert bounds["optimizer"].str.contains("≠").all() and not bounds["launches"].str.contains("≠").any()
     fast = made_up(clocks={"overlap": 1600.0})["rungs"]
     goals = facts.goals(fast, tables["kernels"])
@@ -677,6 +686,23 @@ def test_a_rungs_time_is_of_processes_that_climbed_from_the_first():
     assert only.loc["blocks", "processes"] == 1 and only.loc["blocks", "median_ms"] > 0
 
 
+def test_what_rungs_gain_together_is_taken_within_a_process():
+    """Medians of each rung over processes would tell of none that there was."""
+    quick = climbing(fp32=100.0, tf32=50.0, bf16=40.0, wide=10.0, chunked=9.0)
+    slow = climbing(fp32=100.0, tf32=99.0, bf16=20.0, wide=10.0, chunked=9.0)
+    processes = [process(number=0, ms=quick), process(number=1, ms=slow), process(number=2, ms=slow)]
+    rungs, steps = over_processes(processes), steps_of(processes)
+    found = facts.advice(rungs, steps)
+    def gain(ms):
+        before = {"tf32": "fp32", "bf16": "tf32", "wide": "no_casts"}
+        return np.prod([ms[other] / ms[rung] for rung, other in before.items()])
+    own = found["shapes"]["products"].iloc[0]
+    assert own == pytest.approx(gain(slow)) and found["processes"] == [3]
+    low, high = (ends["products"].iloc[0] for ends in found["ends"])
+    assert (low, high) == (pytest.approx(min(gain(slow), gain(quick))), pytest.approx(max(gain(slow), gain(quick))))
+    assert facts.advice(rungs, steps[steps["rung"] == "fp32"]) is None
+
+
 def test_the_one_graph_stands_beside_the_ladder():
     """It is compared as rungs are, and neither climbed nor part of what several gain together."""
     tables = made_up()
@@ -687,8 +713,8 @@ def test_the_one_graph_stands_beside_the_ladder():
     assert "graph" not in facts.climbed(tables["rungs"])["rung"].tolist()
     assert found["graph"]["own"].tolist() == found["graph"]["blocks"].tolist() == [1, 1]
     without = tables["rungs"][tables["rungs"]["rung"] != "graph"]
-    assert facts.sizes(without)["graph"] is None and facts.advice(without)["shapes"].equals(
-        facts.advice(tables["rungs"])["shapes"])
+    assert facts.sizes(without)["graph"] is None and facts.advice(
+        without, tables["steps"])["shapes"].equals(facts.advice(tables["rungs"], tables["steps"])["shapes"])
 
 
 def test_what_a_process_says_beside_itself_is_compared_within_it():
@@ -882,7 +908,7 @@ def test_three_processes_of_a_real_ladder_are_one_row_a_rung(config):
 def test_every_question_is_answered_from_a_gpus_data_and_from_none(key):
     full = said(key, made_up())
     assert full.text and full.tables and full.runs
-    nothing = dict.fromkeys(("rungs", "climbs", "curves", "kernels", "backends", "checks"), pd.DataFrame())
+    nothing = dict.fromkeys(("rungs", "climbs", "steps", "curves", "kernels", "backends", "checks"), pd.DataFrame())
     assert "Not answered" in said(key, nothing).text
     left = ["rung", "kind", "batch", "size", "context_length", "vocab_size", "runs", "processes", "reason"]
     too_large = made_up()["rungs"][left].assign(status="oom")

@@ -88,18 +88,20 @@ def test_where_a_capture_tells_who_waits_the_end_of_launching_decides_nothing():
     assert one_side["launching"].to_dict() == {"small": True, "large": False}
 
 
-def test_what_the_same_process_captured_tells_who_waits():
+def test_what_the_study_captured_tells_who_waits():
     captured = pd.DataFrame({"gap_us": [1.0, 2.0, 3.0]})
     passes = pd.concat([steps(mode="forward_backward", phase=phase, median_ms=50.0) for phase in ("forward", "backward")])
     times = pd.concat([steps(), passes])
     kernels = steps(mode="forward_backward").assign(count=1000, total_ms=97.0)  # 99 ms with their gaps
-    assert attention.waits_by_own_kernels(times, kernels, captured) == set()
+    assert attention.waits_by_kernels(times, kernels, captured) == set()
     short = kernels["size"].eq("large") & kernels["attention"].eq("sdpa")
     kernels = kernels.assign(total_ms=kernels["total_ms"].where(~short, 93.0))
-    assert attention.waits_by_own_kernels(times, kernels, captured) == {"large"}
+    assert attention.waits_by_kernels(times, kernels, captured) == {"large"}
+    again = pd.concat([times, times[times["size"] == "large"].assign(run_id="another")])
+    assert attention.waits_by_kernels(again, kernels, captured) == {"large", "another"}, "of the same work"
     marked = attention.fused_gains(times, EMPTY, kernels).set_index("size")["waits"]
     assert not marked.any(), "no gap is known without a capture"
-    assert attention.waits_by_own_kernels(times, EMPTY, captured) == set()
+    assert attention.waits_by_kernels(times, EMPTY, captured) == set()
 
 
 def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
@@ -213,8 +215,8 @@ def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
 
 
 def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():
-    rungs = pd.DataFrame({"rung": ["sdpa", "sdpa", "sdpa", "bf16"], "context_length": [512, 512, 1024, 512],
+    rungs = pd.DataFrame({"size": ["small", "large", "small", "small"], "rung": ["sdpa", "sdpa", "sdpa", "bf16"], "context_length": [512, 512, 1024, 512],
                           "vocab_size": 10_000, "status": "ok", "gain": [1.2, 1.3, 2.0, 3.0],
                           "gain_low": [1.1, 0.9, 1.9, 2.9]})
     found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs, EMPTY)
-    assert list(found["ladder"]) == [1.2]
+    assert found["ladder"].to_dict() == {"small": 1.2}

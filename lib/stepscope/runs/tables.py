@@ -37,8 +37,8 @@ def _row(record: Record) -> dict:
     return fields | record.results | {
         "run_id": record.run_id, "study": record.study, "status": record.status, "cause": record.cause,
         "started_at": record.started_at, "duration_s": record.duration_s, "measuring_s": record.measuring_s,
-        "device_name": record.machine.get("device_name"), "cpu_cores": record.machine.get("cpu_cores"),
-        "beside": beside}
+        "beside": beside,
+        **{name: record.machine.get(name) for name in ("device_name", "cpu_cores", "ram_gib")}}
 
 
 def read_table(root: Path, name: str) -> pd.DataFrame:

@@ -37,8 +37,9 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     """A change a key: of the shapes where it surely helped, those where least and most (None where none did;
     ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes differ
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
-    of the eager steps in the study of precisions, at the contexts ``beside``), and under
-    ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
+    of the eager steps in the study of precisions, at the contexts ``beside``; ``bf16_slower``: where bf16's
+    take longer than TF32's), and under ``without`` what the finished step takes longer where it is left out;
+    ``over``, the least that helps;
     ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``one_shape``
     where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
     ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
@@ -60,7 +61,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
-            "beside": _beside(alone, gained), "over": HELPS,
+            "beside": _beside(alone, gained), "bf16_slower": _slower_than_tf32(speedups), "over": HELPS,
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
@@ -118,6 +119,19 @@ def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:
     rows = rows[(rows["change"] != "faster") | (rows["speedup"] < 1 + HELPS)]
     return [{"size": str(row["size"]), "context": int(row["context_length"])}
             for row in rows.to_dict("records")]
+
+
+def _slower_than_tf32(speedups: pd.DataFrame) -> list[dict]:
+    """Contexts with the sizes whose eager full step takes longer in bf16 than in TF32, by medians of one
+    process."""
+    if speedups.empty:
+        return []
+    rows = pick(speedups, mode="step", phase=WHOLE)
+    wide = rows.pivot_table(index=["context_length", "size"], columns="precision", values="median_ms",
+                            observed=True, sort=False).reindex(columns=["tf32", "bf16"]).dropna()
+    slower = wide[wide["bf16"] > wide["tf32"]].reset_index()
+    return [{"context": int(context), "sizes": [*own["size"].astype(str)]}
+            for context, own in slower.groupby("context_length")]
 
 
 def _beside(alone: dict[str, list[dict]], gained: pd.DataFrame) -> list[str]:

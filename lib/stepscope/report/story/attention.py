@@ -13,6 +13,7 @@ from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.formats import precision as words_of
 from stepscope.say.selections import pick, precisions
 from stepscope.say.style import WIDTH_IN, as_text, ink_on, use_style
+from stepscope.step.summary import unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.attention import facts, facts_ends, facts_generations
 from stepscope.studies.attention.cells import head, implementations, launching_as_long, timed
@@ -42,6 +43,7 @@ PARTS = ("what", "ms", "faster")  # of a winner
 MUCH_FASTER = 1.1  # from here on a kernel is called faster, and not about as fast
 FONT = 14
 NONE = pd.DataFrame()
+SHAPE = ["size", "context_length"]
 
 
 # -- softmax beside the products -----------------------------------------------------------------------------
@@ -98,8 +100,9 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     """Full steps, not compiled, with attention written out (``_eager``) and by SDPA, AdamW as torch runs it
     by default, at the context that most were measured at: size, context_length, precision, median_ms,
     peak_allocated_mib, ``gain`` (times as fast), ``saved_mib``; ``waits``: by a capture of the same work the
-    GPU waits for launches in some phase of one of both, or by the same process's own in forward + backward;
-    ``launching``: captures do not tell of both, and the host was still launching at the end of one."""
+    GPU waits for launches in some phase of one of both, or by this study's in forward + backward;
+    ``launching``: captures do not tell of both, and the host was still launching at the end of one;
+    ``several``: other runs timed the same."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
                "peak_allocated_mib"]
     if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
@@ -116,27 +119,32 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
                          for attention in ("eager", "sdpa")}, both.index)
     near = [both[f"trailing_ms{of}"] < (TO_THE_END * both[f"median_ms{of}"]).clip(upper=AHEAD_MS)
             for of in ("", "_eager")]
-    own = waits_by_own_kernels(times, kernels, captured)
-    both["waits"] = told.eq(GPU).any(axis=1) | both["run_id"].isin(own)
+    waiting = waits_by_kernels(times, kernels, captured)
+    both["waits"] = told.eq(GPU).any(axis=1) | both["run_id"].isin(waiting)
     both["launching"] = pd.concat(near, axis=1).any(axis=1) & told.eq(UNDECIDED).any(axis=1) & ~both["waits"]
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
     # Of several runs of one kind the quickest: the others may wait for launches longer.
+    both["several"] = both.groupby(["size", "precision"], observed=True)["run_id"].transform("nunique") > 1
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
 
 
-def waits_by_own_kernels(times: pd.DataFrame, kernels: pd.DataFrame, captured: pd.DataFrame) -> set[str]:
+def waits_by_kernels(times: pd.DataFrame, kernels: pd.DataFrame, captured: pd.DataFrame) -> set[str]:
     """Runs of whose eager forward + backward, written out or by SDPA, the timed steps take :data:`WAITED`
-    longer than the kernels that the same process captured, with the median gap of all captures for each."""
+    longer than the kernels that this study captured of the same work (the median over processes), with the
+    median gap of all captures for each."""
     if kernels.empty or captured.empty:
         return set()
-    keys, eager = ["run_id", "attention"], {"mode": "forward_backward", "variant": "eager"}
+    work, eager = [*SHAPE, "precision", "attention"], {"mode": "forward_backward", "variant": "eager"}
     plain = pick(times, optimizer="foreach", device="cuda", **eager)
-    plain_ms = plain[plain["phase"] != WHOLE].groupby(keys)["median_ms"].sum()
-    own = pick(kernels, **eager).groupby(keys)[["count", "total_ms"]].sum()
-    back_to_back_ms = own["total_ms"] + own["count"] * captured["gap_us"].median() / 1e3
-    waits = (plain_ms > (1 + WAITED) * back_to_back_ms.reindex(plain_ms.index)).groupby("run_id").any()
-    return set(waits.index[waits])
+    plain = plain[plain["phase"] != WHOLE].groupby(["run_id", *work], observed=True)["median_ms"].sum()
+    runs = times[["run_id", *SHAPE, "precision"]].drop_duplicates("run_id")
+    own = pick(kernels, **eager)[["run_id", "attention", "count", "total_ms"]].merge(runs, on="run_id")
+    own = own.groupby(["run_id", *work], observed=True)[["count", "total_ms"]].sum()
+    back_to_back = (own["total_ms"] + own["count"] * captured["gap_us"].median() / 1e3).groupby(
+        work, observed=True).median()
+    both = plain.reset_index().merge(back_to_back.rename("needed_ms").reset_index(), on=work)
+    return set(both.loc[both["median_ms"] > (1 + WAITED) * both["needed_ms"], "run_id"])
 
 
 def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict[str, str]]:
@@ -153,11 +161,11 @@ def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict
 
 
 def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
-    """How many times faster SDPA makes the ladder's step at a context, a number a size where that is sure."""
+    """How many times faster SDPA makes the ladder's step at a context, by size where that is sure."""
     if rungs.empty:
         return None
     rows = pick(rungs, rung="sdpa", context_length=context, vocab_size=rungs["vocab_size"].min())
-    gains = rows.loc[(rows["status"] == "ok") & surely_more(rows), "gain"]
+    gains = rows[(rows["status"] == "ok") & surely_more(rows)].astype({"size": str}).set_index("size")["gain"]
     return gains if len(gains) else None
 
 
@@ -315,7 +323,8 @@ def ranked(rows: pd.DataFrame) -> list[dict]:
     eager = rows.loc[rows["implementation"] == "eager", "pass_median_ms"]
     base = eager.iloc[0] if len(eager) else np.nan
     return [{"implementation": row.implementation, "ms": row.pass_median_ms,
-             "faster": base / row.pass_median_ms} for row in rows.itertuples()]
+             "faster": base / row.pass_median_ms, "mhz": getattr(row, "sm_clock_mhz", np.nan)}
+            for row in rows.itertuples()]
 
 
 def winners(rows: pd.DataFrame) -> pd.DataFrame:
@@ -347,13 +356,14 @@ def _runs_to(cells: pd.DataFrame, precision: str, ranking: list[dict]) -> int | 
 
 def of_tf32(at: list[dict]) -> list[dict] | None:
     """How many times faster TF32 makes each implementation at the longest sequence; None where one of the
-    precisions is missing. ``helps``: by more than a tenth."""
-    by = {one["precision"]: {cell["implementation"]: cell["ms"] for cell in one["cells"]} for one in at}
+    precisions is missing. ``helps``: by more than a tenth; ``unlike``: at SM clocks that differ."""
+    by = {one["precision"]: {cell["implementation"]: cell for cell in one["cells"]} for one in at}
     if not {"fp32", "tf32"} <= set(by):
         return None
-    both = [{"implementation": name, "fp32_ms": ms, "ms": by["tf32"][name], "faster": ms / by["tf32"][name],
-             "helps": ms / by["tf32"][name] > MUCH_FASTER}
-            for name, ms in by["fp32"].items() if name in by["tf32"]]
+    pairs = [(name, cell, by["tf32"][name]) for name, cell in by["fp32"].items() if name in by["tf32"]]
+    both = [{"implementation": name, "faster": fp32["ms"] / tf32["ms"],
+             "helps": fp32["ms"] / tf32["ms"] > MUCH_FASTER,
+             "unlike": bool(unlike_clocks(fp32["mhz"], tf32["mhz"]))} for name, fp32, tf32 in pairs]
     return [one for one in both if one["implementation"] in ("eager", "compiled", "efficient")]
 
 

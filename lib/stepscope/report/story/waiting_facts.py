@@ -16,6 +16,7 @@ from stepscope.traces.waits import GPU, UNDECIDED, WAITED
 SHAPE = ["size", "context_length", "precision"]
 UNLIKE = 1.2   # times as long: then the same step differs between runs
 NEARLY_AS_MANY = 0.1  # of the operations of a step
+TAIL = 0.05    # of phases on either side: extremes
 LITTLE = 1.05  # times faster: below it a change does not help
 NONE = pd.DataFrame()
 
@@ -81,8 +82,9 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
 
 def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame,
          clocks: pd.DataFrame, walls: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
-    """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations; whether a
-    capture lengthens steps (``slowed``); a size that hardly takes longer with a doubled context, over several
+    """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations (its ends
+    over nine of ten phases); whether a capture lengthens steps (``slowed``); a size that hardly takes longer
+    with a doubled context, over several
     processes (``flat``); and whether the verdict was right where its answer was known (``tested``)."""
     rows = decided(times, low, captured)
     if rows.empty:
@@ -90,7 +92,8 @@ def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: p
     tested = waits.verdicts(arms) if len(arms) else None
     cost = cost_of_profiling(clocks_beside(clocks, walls)) if len(clocks) and len(walls) else None
     flat = [one for one in doubled(samples) if one["flat"]] if len(samples) else []
-    return {"gap_us": captured["gap_us"].dropna().median(), "waited": WAITED, "flat": flat[:1],
+    return {"gap_us": captured["gap_us"].dropna().quantile([TAIL, 1 - TAIL]), "waited": WAITED,
+            "flat": flat[:1],
             "slowed": bool(cost and cost["together"] and cost["together"]["slower"]),
             "tested": tested if tested and tested["arises"] and tested["settled"] else None,
             "runs": runs_of(rows)}

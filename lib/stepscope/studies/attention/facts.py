@@ -7,6 +7,7 @@ import pandas as pd
 from stepscope.config import PRECISIONS
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import precisions
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.attention.cells import POINT, head, implementations, timed
 from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE
 from stepscope.studies.attention.names import NAMES
@@ -105,11 +106,16 @@ def against_ceiling(cells: pd.DataFrame) -> dict | None:
 
 
 def highest_and_lowest(at: pd.DataFrame, precision: str) -> dict:
-    """The implementations with the highest and, of several, the lowest share of their ceiling."""
+    """The implementations with the highest and, of several, the lowest share of their ceiling; those whose
+    intervals overlap the highest one's (``as_high``)."""
     rows = at[at["precision"] == precision].sort_values("utilisation", ascending=False)
+    first = rows.iloc[0]
+    near = rows[(rows["pass_ci_low_ms"] <= first["pass_ci_high_ms"])
+                & (rows["pass_ci_high_ms"] >= first["pass_ci_low_ms"])]
     top, last = ({"implementation": row.implementation, "share": row.utilisation, "tflops": row.pass_tflops}
                  for row in (rows.iloc[0], rows.iloc[-1]))
-    return {"precision": precision, "top": top, "last": last if len(rows) > 1 else None}
+    return {"precision": precision, "top": top, "last": last if len(rows) > 1 else None,
+            "as_high": [*near["implementation"].iloc[1:]]}
 
 
 def highest(rows: pd.DataFrame, of: str = "utilisation") -> list[dict]:
@@ -132,4 +138,14 @@ def the_mask(cells: pd.DataFrame) -> dict | None:
               for name in implementations(longest)}
     return {"names": NAMES, "sequence": longest["sequence"].max(),
             "gains": [{"implementation": name, "gain": 1 / ratio} for name, ratio in ratios.items()],
-            "skip": [name for name, ratio in ratios.items() if ratio.max() < SKIPPED], "runs": runs_of(cells)}
+            "skip": [name for name, ratio in ratios.items() if ratio.max() < SKIPPED],
+            "clocks": _clocks_of(longest), "runs": runs_of(cells)}
+
+
+def _clocks_of(pairs: pd.DataFrame) -> dict | None:
+    """Of so many ``pairs``, masked and not, for how many the SM clock was ``read`` on both sides, and how
+    many
+    were ``unlike``; None where none was."""
+    mhz = pairs.reindex(columns=["sm_clock_mhz", "sm_clock_mhz_plain"]).astype(float).dropna()
+    return {"pairs": len(pairs), "read": len(mhz),
+            "unlike": int(unlike_clocks(*mhz.T.to_numpy()).sum())} if len(mhz) else None

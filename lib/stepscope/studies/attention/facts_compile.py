@@ -33,12 +33,14 @@ def compile_cost(cells: pd.DataFrame) -> dict | None:
 
 
 def compilations(name: str, rows: pd.DataFrame, starting: pd.Index) -> dict:
-    """One implementation's compilations: ``again`` (recompilations) a run; the ``first_s`` of a process and
+    """One implementation's compilations: ``again`` (recompilations) and ``times`` (all) a run; the
+    ``first_s`` of a process and
     the others' seconds, ``masked`` and ``plain``. None where there is none of a kind."""
     cold = rows[rows["graphs"] > 0]
     first, later = cold[cold.index.isin(starting)], cold[~cold.index.isin(starting)]
     again = (rows.groupby("run_id")["graphs"].sum().astype(int) - 1).clip(lower=0)
     return {"implementation": name, "written_out": name == "compiled", "again": low_high(again),
+            "times": low_high(again + 1),
             "once": (again == 1).all(),
             "first_s": first["first_s"] if len(first) else None,
             "masked": seconds(later.loc[later["causal"].astype(bool), "first_s"]),
@@ -98,7 +100,7 @@ def tf32(cells: pd.DataFrame) -> dict | None:
     if changes.empty:
         return None
     real = changes[changes["none"] == ""]
-    by_d = real.groupby("d_model")["change"].median()
+    by_d = real[~real["at_least"]].groupby("d_model")["change"].median()
     return {"on_cpu": False, "pairs": len(changes), "differ": len(real),
             "launching": int((changes["none"] == "launching").sum()),
             "within": int((changes["none"] == "noise").sum()),

@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
+from stepscope.say.selections import beside
 from stepscope.studies.attention.cells import POINT, launching_as_long, timed
 from stepscope.studies.attention.names import NAMES
 from stepscope.traces.attention_kernels import implementation
@@ -14,7 +15,8 @@ def generations(cells: pd.DataFrame) -> dict | None:
     """Runs that measured FlashAttention-4 too. ``table``: a row for each point, masked or not, with
     ``<implementation>_ms`` of forward + backward, ``<implementation>_forward`` of the ceiling, and
     ``<implementation>_launching`` (it took as long as the pass); ``gains``: times faster than
-    FlashAttention-2 at the longest sequence, of each that ran; ``best``: the highest share of forward
+    FlashAttention-2 at the longest sequence, of each that ran, and (``told``) at the shorter points that
+    tell; ``best``: the highest share of forward
     without the mask, since FLOPs are counted of the whole square; ``launching``: at how many of the
     ``shorter`` points it took as long as the pass for any of them; ``refused``: torch's or
     the package's reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what each was
@@ -35,12 +37,17 @@ def generations(cells: pd.DataFrame) -> dict | None:
     launching = table.loc[~at_end, [f"{name}_launching" for name in ran]].eq(True).any(axis=1)
     gains = [{"implementation": name, "ratio": ratio} for name in ran if name != "flash" and "flash" in ran
              and len(ratio := (longest["flash_ms"] / longest[f"{name}_ms"]).dropna())]
+    told = table[~at_end][~launching]
+    shorter = [{"implementation": one["implementation"], "ratio": ratio} for one in gains
+               if len(ratio := (told["flash_ms"] / told[f"{one['implementation']}_ms"]).dropna())]
     best = rows[~rows["causal"].astype(bool)].groupby("implementation")["forward_utilisation"].max()
     refused = cells[(cells["implementation"] == "fa4") & (cells["status"] != "ok")]
     return {"names": NAMES, "table": table, "ran": ran, "gains": gains, "sequence": table["sequence"].max(),
             "refused": None if "fa4" in ran else refused["reason"].iloc[0] if len(refused) else "",
             "best": [{"implementation": name, "share": best[name]} for name in ran if name in best],
-            "newer": "fa4" in ran, "launching": int(launching.sum()), "shorter": len(launching),
+            "told": shorter, "clocked": bool(rows.get("sm_clock_mhz", pd.Series(dtype=float)).notna().any()),
+            "neighbours": beside(rows), "newer": "fa4" in ran, "launching": int(launching.sum()),
+            "shorter": len(launching),
             "kernels": kernels_of(rows), "runs": runs_of(cells)}
 
 

@@ -39,7 +39,8 @@ def saved_for_backward(cells: pd.DataFrame) -> dict | None:
 
 def scaling(rows: pd.DataFrame) -> pd.DataFrame:
     """By implementation the exponent of the saved bytes in the sequence: one slope, by least squares,
-    in logarithms over all d and precisions, each with an intercept of its own, over sequences of at least
+    in logarithms over all d and precisions, each with an intercept of its own (and of each its own slope,
+    ``least`` and ``most``), over sequences of at least
     :data:`LONG` where there are three."""
     fits = []
     for name in implementations(rows):
@@ -51,7 +52,9 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
         groups = [points["precision"], points["d_model"]]
         x, y = (values - values.groupby(groups).transform("mean")
                 for values in (np.log(points["sequence"].astype(float)), np.log(points["saved_bytes"])))
+        each = (x * y).groupby(groups).sum() / (x * x).groupby(groups).sum()
         fits.append({"implementation": name, "exponent": float((x * y).sum() / (x * x).sum()),
+                     "least": each.min(), "most": each.max(),
                      "from": int(points["sequence"].min()), "to": int(points["sequence"].max())})
     return pd.DataFrame(fits)
 

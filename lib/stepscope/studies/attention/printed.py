@@ -5,7 +5,7 @@ import textwrap
 import pandas as pd
 
 from stepscope.config import PRECISIONS
-from stepscope.say.formats import count, faster, gain, number, percent, positions, with_interval
+from stepscope.say.formats import count, faster, gain, number, percent, positions, span, with_interval
 from stepscope.studies.attention.config import ATTENTIONS
 from stepscope.studies.attention.facts import SMALL_SHARE
 from stepscope.studies.attention.facts_ends import CARDS_GIB
@@ -151,7 +151,9 @@ def saved(facts: dict) -> pd.DataFrame:
     """Implementations down: the exponent, and by precision what is saved at one point, in brackets in squares
     where that is not few."""
     fits, rows = facts["fits"], facts["saved"]
-    table = pd.DataFrame({"exponent": fits["exponent"].map(number)})
+    ends = [span((least, most)) for least, most in zip(fits["least"], fits["most"])]
+    table = pd.DataFrame({"exponent": [number(one) + (f" ({own})" if " to " in own else "")
+                                       for one, own in zip(fits["exponent"], ends)]}, index=fits.index)
     for precision, of in rows.groupby("precision", sort=False):
         of = of.set_index("implementation")
         table[f"{precision}, MiB"] = of["mib"].map(number) + of["squares"].map(

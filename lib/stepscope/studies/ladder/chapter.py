@@ -9,21 +9,26 @@ from stepscope.runs.store import Store
 from stepscope.runs.tables import load_table
 from stepscope.say.chapter import Chapter, Picture, Question
 from stepscope.studies.ladder import facts, figures, printed
-from stepscope.studies.ladder.tables import climbs, load_processes, over_processes, with_runs, with_step_ms
+from stepscope.studies.ladder.tables import climbs, load_processes, over_processes, step_medians, with_runs
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """``rungs`` (a row a shape and rung, over processes), ``climbs`` (a row a process), ``kernels`` of
-    finished steps, loss ``curves``, attention's ``backends``, ``checks`` of the optimizer."""
+    """``rungs`` (a row a shape and rung, over processes), ``climbs`` (a row a process), ``steps``
+    (a row a process and rung), ``kernels`` of finished steps with their process's ``step_ms``, loss
+    ``curves``, attention's ``backends``, ``checks`` of the optimizer."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
     names = ("kernels", "curves", "backends", "checks")
     kept = {name: with_runs(load_table(store, records, name), records) for name in names}
-    kept["kernels"] = with_step_ms(kept["kernels"], load_table(store, records, "samples"))
-    return {"rungs": over_processes(load_processes(store, records)), "climbs": climbs(store, records)} | kept
+    steps = step_medians(store, records)
+    if len(kept["kernels"]):
+        own = steps[["run_id", "rung", "step_ms"]]
+        kept["kernels"] = kept["kernels"].merge(own, on=["run_id", "rung"], how="left")
+    return {"rungs": over_processes(load_processes(store, records)), "steps": steps,
+            "climbs": climbs(store, records)} | kept
 
 
-RUNGS, CLIMBS, KERNELS, CURVES, CHECKS = (
-    f"ladder.{name}" for name in ("rungs", "climbs", "kernels", "curves", "checks"))
+RUNGS, CLIMBS, STEPS, KERNELS, CURVES, CHECKS = (
+    f"ladder.{name}" for name in ("rungs", "climbs", "steps", "kernels", "curves", "checks"))
 
 CHAPTER = Chapter(
     Path(__file__).parent,
@@ -40,7 +45,7 @@ CHAPTER = Chapter(
         Question(
             "ladder-advice",
             facts.advice,
-            (RUNGS,),
+            (RUNGS, STEPS),
             printed={"bounds": printed.bounds, "snippets": printed.snippets},
         ),
         Question(

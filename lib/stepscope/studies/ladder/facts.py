@@ -331,21 +331,40 @@ def chunked_memory(rows: pd.DataFrame) -> dict | None:
     return shape_of(one) | {"before_mib": one["saved_mib_before"], "mib": one["saved_mib"]}
 
 
-def advice(rungs: pd.DataFrame) -> dict | None:
-    """By what a step is bound: the gain of all rungs that are good against it, where it is most and where it
-    is least."""
+def together(own: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """What a shape's rungs against each kind of :data:`AGAINST` gain together within each process that
+    climbed all of them: processes down, kinds across."""
+    rows = climbed(own)
+    rows = rows[rows["gain"].notna()].set_index("rung")
+    shape = [str(own["size"].iloc[0]), *own[SHAPE[1:]].iloc[0]]
+    mine = steps[(steps[SHAPE].astype({"size": str}) == shape).all(axis=1)]
+    ms = mine.pivot(index="run_id", columns="rung", values="step_ms")
+    found = {}
+    for kind, against in AGAINST.items():
+        rungs = [rung for rung in against if rung in rows.index and rung in ms]
+        if rungs:
+            ratios = [ms[rows.loc[rung, "before"]] / ms[rung] for rung in rungs]
+            found[kind] = pd.concat(ratios, axis=1).prod(axis=1, skipna=False)
+    return pd.DataFrame(found).dropna()
+
+
+def advice(rungs: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
+    """By what a step is bound: what all rungs that are good against it gain together, where it is most and
+    where it is least; by shape the median over processes (``gain``, with ``low`` and ``high``, their ends),
+    and what they gain most against, with whether all processes ``agree``."""
     found = []
     for own in (own for own in by_shape(rungs) if len(climbed(own))):
-        gains = climbed(own).set_index("rung")["gain"]
-        for kind, against in AGAINST.items():
-            gained = [gains[rung] for rung in against if rung in gains and not math.isnan(gains[rung])]
-            if gained:
-                pairs = beside_the_rung_before(own)
-                pairs = pairs[pairs["rung"].isin(against) & pairs["gain"].notna()]
-                found.append(
-                    shape_of(own.iloc[0])
-                    | {"kind": kind, "gain": math.prod(gained), "unlike": bool(pairs["unlike"].any())}
-                )
+        within = together(own, steps)
+        pairs = beside_the_rung_before(own)
+        agree = bool(len(within)) and within.idxmax(axis=1).nunique() == 1
+        for kind in within if len(within) else ():
+            clocks = pairs[pairs["rung"].isin(AGAINST[kind]) & pairs["gain"].notna()]
+            values = within[kind]
+            found.append(
+                shape_of(own.iloc[0])
+                | {"kind": kind, "gain": values.median(), "low": values.min(), "high": values.max()}
+                | {"unlike": bool(clocks["unlike"].any()), "agree": agree, "processes": len(values)}
+            )
     if not found:
         return None
     table = pd.DataFrame(found)
@@ -362,11 +381,17 @@ def advice(rungs: pd.DataFrame) -> dict | None:
     first = table.loc[table.groupby(of_shape, sort=False)["gain"].idxmax()]
     wide = table.pivot(index=of_shape, columns="kind", values="gain")
     wide = wide.reindex(index=pd.MultiIndex.from_frame(first[of_shape]), columns=[*AGAINST])
-    marks = table.pivot(index=of_shape, columns="kind", values="unlike")
+    marks, low, high = (
+        table.pivot(index=of_shape, columns="kind", values=name).reindex(index=wide.index, columns=[*AGAINST])
+        for name in ("unlike", "low", "high")
+    )
     return {
-        "marks": marks.reindex(index=wide.index, columns=[*AGAINST]),
+        "marks": marks,
+        "ends": (low, high),
         "unlike": int(table["unlike"].sum()),
-        "shapes": wide.assign(first=first["kind"].to_numpy()),
+        "agree": bool(first["agree"].all()),
+        "processes": sorted(set(table["processes"])),
+        "shapes": wide.assign(first=first["kind"].to_numpy(), agree=first["agree"].to_numpy()),
         "kinds": kinds,
         "first": first.to_dict("records"),
         "rungs": [*dict.fromkeys(rungs.loc[rungs["status"] == "ok", "rung"])],
@@ -761,7 +786,8 @@ def filled(rungs: pd.DataFrame) -> dict | None:
         fill = of_rung(own, "fill")
         if fill and len(climbed(own)):
             best = best_of(own)
-            fill_mhz, best_mhz = (row.get("sm_clock_mhz", math.nan) for row in (fill, best))
+            # At the usual batch, in the processes that filled the memory, too.
+            fill_mhz, best_mhz = fill.get("sm_clock_mhz", math.nan), fill.get("sm_clock_mhz_before", math.nan)
             rows.append(
                 fill
                 | shape_of(fill)

@@ -128,12 +128,16 @@ def bounds(facts: dict) -> pd.DataFrame:
     """A row a shape: the gain of all rungs that are good against each of what a step may wait for."""
     rows = facts["shapes"].reset_index()
     shape = {"size": with_vocabulary(rows["size"], rows["vocabulary"]), "context": contexts(rows)}
-    marks = facts["marks"].eq(True).reset_index(drop=True)
+    marks, low, high = (one.reset_index(drop=True) for one in (facts["marks"].eq(True), *facts["ends"]))
     cells = {
-        kind: [cell + UNLIKE * unlike for cell, unlike in zip(column(rows, kind, gain), marks[kind])]
+        kind: [
+            cell + UNLIKE * unlike + ("" if cell == "–" else f" [{number(least)}, {number(most)}]")
+            for cell, unlike, least, most in zip(column(rows, kind, gain), marks[kind], low[kind], high[kind])
+        ]
         for kind in AGAINST
     }
-    return pd.DataFrame(shape | cells | {"gains most against": rows["first"]})
+    first = [name + " ‡" * (not agree) for name, agree in zip(rows["first"], rows["agree"])]
+    return pd.DataFrame(shape | cells | {"gains most against": first})
 
 
 def snippets(facts: dict) -> pd.DataFrame:

@@ -266,20 +266,20 @@ def climbs(store: Store, records: list[Record]) -> pd.DataFrame:
     if not records:
         return pd.DataFrame()
     samples = load_table(store, records, "samples")
-    runs = runs_frame(records)[["run_id", "beside", *SHAPE]]
-    hosts = {record.run_id: record.machine.get("ram_gib") for record in records}
+    runs = runs_frame(records)[["run_id", "beside", "ram_gib", *SHAPE]]
     first = set(samples.loc[samples["rung"] == RUNGS[0], "run_id"])
     turns = samples.groupby("run_id")["turn"].nunique()
-    return runs.assign(ram_gib=runs["run_id"].map(hosts), climbed=runs["run_id"].isin(first),
+    return runs.assign(climbed=runs["run_id"].isin(first),
                        turns=runs["run_id"].map(turns))
 
 
-def with_step_ms(kernels: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Kernels of profiled steps, with the median of the same process's timed ones."""
-    if kernels.empty:
-        return kernels
-    medians = samples.groupby(["run_id", "rung"])["time_ms"].median().rename("step_ms").reset_index()
-    return kernels.merge(medians, on=["run_id", "rung"], how="left")
+def step_medians(store: Store, records: list[Record]) -> pd.DataFrame:
+    """A row a process and rung: ``step_ms``, the median of its timed steps; with the shape of its run."""
+    if not records:
+        return pd.DataFrame()
+    samples = load_table(store, records, "samples")
+    medians = samples.groupby(["run_id", "rung"], sort=False)["time_ms"].median().rename("step_ms")
+    return with_runs(medians.reset_index(), records)
 
 
 def with_runs(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:

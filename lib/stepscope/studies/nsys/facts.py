@@ -66,19 +66,24 @@ def waiting_phases(phases: pd.DataFrame, walls: pd.DataFrame, times: pd.DataFram
     ``waits.who_waits``).
 
     ``plain_ms`` is the GPU time of the phase in the plain steps of the same process, or, where it ran none,
-    in the benchmark's run of the same configuration; NaN where there is neither. On a CPU, whose host does
+    in the benchmark's run of the same configuration; NaN where there is neither. ``both_sides``: of the plain
+    steps some take longer than the line, and some do not. On a CPU, whose host does
     the work itself and is slowed by the profiler, nothing is said.
     """
     rows = matrix(phases).astype({"size": str})
     keys = [*PROFILE, "mode", "phase"]
-    plain = walls[walls["capture"] == "plain"].groupby(["run_id", "mode", "phase"])["time_ms"].median()
-    rows = rows.merge(plain.rename("plain_ms").reset_index(), on=["run_id", "mode", "phase"], how="left")
+    plain = walls[walls["capture"] == "plain"].groupby(["run_id", "mode", "phase"])["time_ms"]
+    ends = pd.DataFrame({"plain_ms": plain.median(), "plain_least_ms": plain.min(),
+                         "plain_most_ms": plain.max()})
+    rows = rows.merge(ends.reset_index(), on=["run_id", "mode", "phase"], how="left")
     rows["elsewhere"] = rows["plain_ms"].isna()
     if len(benchmark := benchmark_times(times)):
         timed = benchmark[[*keys, "median_ms"]].drop_duplicates(keys)
         rows = rows.merge(timed, on=keys, how="left")
         rows = rows.assign(plain_ms=rows["plain_ms"].fillna(rows.pop("median_ms")))
     rows = who_waits(rows.assign(plain_ms=rows["plain_ms"].where(rows["device"] != "cpu")))
+    line_ms = (1 + WAITED) * rows["back_to_back_ms"]
+    rows["both_sides"] = (rows["plain_least_ms"] <= line_ms) & (rows["plain_most_ms"] > line_ms)
     return by_size(rows)
 
 
@@ -163,7 +168,8 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
 
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
     that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
-    queue in ``full``. ``differ`` is the most by which the captured steps' operations differ (None of one
+    queue in ``full``; in ``both_sides`` of the others plain steps lie on both sides of the line. ``differ``
+    is the most by which the captured steps' operations differ (None of one
     step). ``clocks``: see :func:`clocks_beside_captured`. ``by_phase`` has a row a profile and phase;
     ``backward`` is backward_over_forward's.
     """
@@ -177,6 +183,7 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
     return {"busy": [{"phase": phase, "share": shares} for phase, shares in busy],
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
+            "both_sides": int((rows["both_sides"] & (rows["waits"] != HOST)).sum()),
             "backward": backward_over_forward(operations) if len(operations) else None,
             "elsewhere": bool(rows["elsewhere"].any()), "clocks": clocks_beside_captured(walls),
             "differ": rows["spread"].max() if rows["spread"].notna().any() else None,

@@ -19,6 +19,7 @@ LINEAR_A_LAYER = 7  # q, k, v, output, gate, up, down: the most launches of one 
 # What is read of operations: each selection of their rows copies every column.
 OF_OPERATIONS = ["size", "context_length", "mode", "precision", "phase", "region", "family", "name", "count",
                  "total_ns", "steps", *SHAPE]
+NEAR = 2  # times: further off, a reason does not account for what is printed
 FORWARD, PRODUCTS, ELEMENTWISE = Of(), Of(family=MATMUL), Of(kernel="elementwise_kernel")
 
 
@@ -199,13 +200,15 @@ def as_written(claim: Claim, profiles: list[Profile]) -> dict:
 
 def host_ranges(claim: Claim, profiles: list[Profile]) -> dict:
     """The same ratio by the host's ranges, which end when the launches are made: the least and the most over
-    the profiles; None without ranges."""
+    the profiles, None without ranges; whether they are ``near`` the claim, up to a factor of :data:`NEAR`."""
     found, whole = [], (claim.to or FORWARD).regions
     for ranges in (forward_of(one.regions) for one in profiles if len(one.regions)):
         part_ns, whole_ns = (ranges.loc[ranges["region"].isin(regions), "host_ns"].sum()
                              for regions in (claim.of.regions, whole))
         found.append(part_ns / whole_ns)
-    return {"low": min(found, default=None), "high": max(found, default=None)}
+    low, high = min(found, default=None), max(found, default=None)
+    near = low is not None and high is not None and low / NEAR < claim.theirs < high * NEAR
+    return {"low": low, "high": high, "near": near}
 
 
 REASONS = {reason.__name__: reason for reason in (layers, longer_than_its_pass, all_passes, diluted,
