@@ -648,6 +648,16 @@ def test_what_forward_keeps_with_the_chunked_loss_is_told_where_the_vocabulary_i
     assert facts.sizes(rungs.drop(columns="saved_bytes"))["chunked"] is None
 
 
+def test_the_clock_beside_the_filled_batch_is_of_the_same_process():
+    held = process(number=1, ms=climbing(), clocks={"fill": 1500.0, "overlap": 1700.0})
+    [row] = facts.filled(over_processes([held]))["rows"].to_dict("records")
+    assert (row["sm_clock_mhz"], row["small_mhz"], row["lower_clock"]) == (1500.0, 1700.0, True)
+    near = process(ms=climbing(), clocks={"fill": 1695.0, "overlap": 1700.0})
+    assert facts.filled(over_processes([near]))["lower_clock"] == 0
+    one_apart = over_processes([process(number=2, ms=climbing(overlap=1.0)), held])
+    assert facts.filled(one_apart)["rows"]["small_mhz"].tolist() == [1800.0], "of the processes that have both"
+
+
 def test_how_processes_climbed_is_counted():
     runs = pd.DataFrame({"run_id": list("abcd"), "size": "small", "context_length": 512, "vocab_size": 10_000,
                          "beside": [0, 2, 0, 1], "climbed": [True, True, True, False], "turns": [1, 2, 1, 1],

@@ -125,8 +125,8 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     held = int(unlike_clocks(clocks["sm_clock_least_mhz"], full).sum())
     least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; a reading lower by over {UNLIKE_CLOCKS:.1%} in"
-                                          f" {held} of {len(clocks)} timed cells (not the ladder's)"
-                                          f"{least}"}
+                                          f" {held} of {len(clocks)} timed cells{least}"
+                                          " (those of ladder and attention: there)"}
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:

@@ -168,7 +168,8 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     more than one change is between them; ``before`` names the former), ``times_as_fast`` (fp32's over this
     one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
     each with its interval (``_low``, ``_high``); ``sm_clock_mhz_before``, the clock of the rung before (of
-    the finished step, where a change is left out) in the processes that measured both; compile_s of first
+    the finished step, where a change is left out or the batch fills the memory) in the processes that
+    measured both; compile_s of first
     processes; peak_mib and disagreement with fp32, the largest; ``fastest_ms`` and ``slowest_ms``, of the
     processes' medians; wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's
     columns and ``floor_share`` (floor over time), medians.
@@ -227,7 +228,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
                 "over_finished": (name, finished),
             }.items():
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), samples.ratio(above, below)))
-            other = finished if row["kind"] == "left_out" else previous
+            other = finished if row["kind"] == "left_out" or name == "fill" else previous
             both = runs.intersection(samples.runs(name, other)) if other else set()
             clocks = each.loc[(each["rung"] == other) & each["run"].isin(both), "sm_clock_mhz"]
             row["sm_clock_mhz_before"] = clocks.median()
