@@ -91,6 +91,15 @@ def unlike_clocks(first_mhz, second_mhz):
     return abs(first_mhz - second_mhz) > UNLIKE_CLOCKS * larger
 
 
+def pairs_of_clocks(first_mhz: pd.Series, second_mhz: pd.Series) -> dict[str, int] | None:
+    """Of pairs of SM clocks (MHz, NaN where not read), how many were ``read`` on both sides and how many of
+    these are ``unlike`` (:func:`unlike_clocks`); None where none was."""
+    both = pd.DataFrame({"first": first_mhz, "second": second_mhz}, dtype=float).dropna()
+    if both.empty:
+        return None
+    return {"read": len(both), "unlike": int(unlike_clocks(both["first"], both["second"]).sum())}
+
+
 def spread_of_processes(times: Sequence[np.ndarray]) -> dict[str, float | int]:
     """How far medians of one cell are apart within a process and between processes.
 

@@ -39,10 +39,9 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
     of the eager steps in the study of precisions, at the contexts ``beside``; ``bf16_slower``: where bf16's
     take longer than TF32's), and under ``without`` what the finished step takes longer where it is left out;
-    ``over``, the least that helps;
-    ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``one_shape``
-    where all is of one; ``fewest`` and ``most`` processes that a ratio is the median of; under
-    ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    ``over``, the least that helps; ``unlike`` on a shape: both its steps' clocks are known and further apart
+    than ``clocks``; ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the
+    median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     pairs = [beside_the_rung_before(own) for own in by_shape(rows)]
     gained = pd.concat(pairs, ignore_index=True) if pairs else rows

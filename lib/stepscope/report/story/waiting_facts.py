@@ -84,8 +84,8 @@ def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: p
          clocks: pd.DataFrame, walls: pd.DataFrame, samples: pd.DataFrame) -> dict | None:
     """What one compares to see it: ``gap_us`` that the GPU leaves between two launched operations (its ends
     over nine of ten phases); whether a capture lengthens steps (``slowed``); a size that hardly takes longer
-    with a doubled context, over several
-    processes (``flat``); and whether the verdict was right where its answer was known (``tested``)."""
+    with a doubled context, over several processes (``flat``); and whether the verdict was right where its
+    answer was known (``tested``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None

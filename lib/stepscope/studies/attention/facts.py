@@ -7,7 +7,7 @@ import pandas as pd
 from stepscope.config import PRECISIONS
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import precisions
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import pairs_of_clocks
 from stepscope.studies.attention.cells import POINT, head, implementations, timed
 from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE
 from stepscope.studies.attention.names import NAMES
@@ -127,7 +127,7 @@ def highest(rows: pd.DataFrame, of: str = "utilisation") -> list[dict]:
 
 def the_mask(cells: pd.DataFrame) -> dict | None:
     """``gains``: time without the mask over time with it, at the longest sequence, over d and precisions; and
-    who must ``skip`` half of the square."""
+    who must ``skip`` half of the square; of how many ``pairs`` the SM ``clocks`` were read, and unlike."""
     masked, plain = timed(cells), timed(cells, causal=False)
     both = masked.merge(plain, on=["implementation", *POINT], suffixes=("", "_plain"))
     if both.empty:
@@ -136,16 +136,9 @@ def the_mask(cells: pd.DataFrame) -> dict | None:
     longest = both[both["sequence"] == both["sequence"].max()]
     ratios = {name: longest.loc[longest["implementation"] == name, "ratio"]
               for name in implementations(longest)}
+    mhz = longest.reindex(columns=["sm_clock_mhz", "sm_clock_mhz_plain"])
     return {"names": NAMES, "sequence": longest["sequence"].max(),
             "gains": [{"implementation": name, "gain": 1 / ratio} for name, ratio in ratios.items()],
             "skip": [name for name, ratio in ratios.items() if ratio.max() < SKIPPED],
-            "clocks": _clocks_of(longest), "runs": runs_of(cells)}
-
-
-def _clocks_of(pairs: pd.DataFrame) -> dict | None:
-    """Of so many ``pairs``, masked and not, for how many the SM clock was ``read`` on both sides, and how
-    many
-    were ``unlike``; None where none was."""
-    mhz = pairs.reindex(columns=["sm_clock_mhz", "sm_clock_mhz_plain"]).astype(float).dropna()
-    return {"pairs": len(pairs), "read": len(mhz),
-            "unlike": int(unlike_clocks(*mhz.T.to_numpy()).sum())} if len(mhz) else None
+            "pairs": len(longest), "clocks": pairs_of_clocks(mhz["sm_clock_mhz"], mhz["sm_clock_mhz_plain"]),
+            "runs": runs_of(cells)}

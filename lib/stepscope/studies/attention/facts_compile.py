@@ -34,8 +34,8 @@ def compile_cost(cells: pd.DataFrame) -> dict | None:
 
 def compilations(name: str, rows: pd.DataFrame, starting: pd.Index) -> dict:
     """One implementation's compilations: ``again`` (recompilations) and ``times`` (all) a run; the
-    ``first_s`` of a process and
-    the others' seconds, ``masked`` and ``plain``. None where there is none of a kind."""
+    ``first_s`` of a process and the others' seconds, ``masked`` and ``plain``. None where there is none of a
+    kind."""
     cold = rows[rows["graphs"] > 0]
     first, later = cold[cold.index.isin(starting)], cold[~cold.index.isin(starting)]
     again = (rows.groupby("run_id")["graphs"].sum().astype(int) - 1).clip(lower=0)

@@ -16,10 +16,10 @@ def generations(cells: pd.DataFrame) -> dict | None:
     ``<implementation>_ms`` of forward + backward, ``<implementation>_forward`` of the ceiling, and
     ``<implementation>_launching`` (it took as long as the pass); ``gains``: times faster than
     FlashAttention-2 at the longest sequence, of each that ran, and (``told``) at the shorter points that
-    tell; ``best``: the highest share of forward
-    without the mask, since FLOPs are counted of the whole square; ``launching``: at how many of the
-    ``shorter`` points it took as long as the pass for any of them; ``refused``: torch's or
-    the package's reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what each was
+    tell; ``best``: the highest share of forward without the mask, since FLOPs are counted of the whole
+    square; ``launching``: at how many of the ``shorter`` points it took as long as the pass for any of them;
+    ``clocked``: the SM clock was read; ``neighbours``: of these runs; ``refused``: torch's or the package's
+    reason where FlashAttention-4 did not run anywhere, else None; ``kernels``: what each was
     captured to be, by its own name."""
     rows = pd.concat([timed(cells, causal=causal) for causal in (True, False)])
     rows = rows[rows["implementation"].isin(FUSED)]

@@ -40,8 +40,7 @@ def saved_for_backward(cells: pd.DataFrame) -> dict | None:
 def scaling(rows: pd.DataFrame) -> pd.DataFrame:
     """By implementation the exponent of the saved bytes in the sequence: one slope, by least squares,
     in logarithms over all d and precisions, each with an intercept of its own (and of each its own slope,
-    ``least`` and ``most``), over sequences of at least
-    :data:`LONG` where there are three."""
+    ``least`` and ``most``), over sequences of at least :data:`LONG` where there are three."""
     fits = []
     for name in implementations(rows):
         points = rows[(rows["implementation"] == name) & (rows["saved_bytes"] > 0)]

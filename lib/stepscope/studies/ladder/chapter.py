@@ -19,12 +19,13 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
     names = ("kernels", "curves", "backends", "checks")
     kept = {name: with_runs(load_table(store, records, name), records) for name in names}
-    steps = step_medians(store, records)
+    samples = load_table(store, records, "samples")
+    steps = step_medians(samples, records)
     if len(kept["kernels"]):
         own = steps[["run_id", "rung", "step_ms"]]
         kept["kernels"] = kept["kernels"].merge(own, on=["run_id", "rung"], how="left")
-    return {"rungs": over_processes(load_processes(store, records)), "steps": steps,
-            "climbs": climbs(store, records)} | kept
+    return {"rungs": over_processes(load_processes(store, records, samples)), "steps": steps,
+            "climbs": climbs(samples, records)} | kept
 
 
 RUNGS, CLIMBS, STEPS, KERNELS, CURVES, CHECKS = (

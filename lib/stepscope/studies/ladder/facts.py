@@ -285,16 +285,15 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 
 
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
-    """The rungs of one shape, branches too, with the peak and what forward keeps (``peak_mib``,
-    ``saved_mib``), also of the one that each is a change on (``_before``), and whether both steps' clocks are
-    ``unlike``."""
+    """The rungs of one shape, branches too, with what forward keeps for backward (``saved_mib``), also of the
+    one that each is a change on (``saved_mib_before``), and whether both steps' clocks are ``unlike``."""
     rows = timed(own)
     if rows.empty:
         return rows
-    known = own.drop_duplicates("rung").set_index("rung").reindex(columns=["peak_mib", "saved_bytes"])
-    known = known.astype(float).assign(saved_mib=lambda table: table.pop("saved_bytes") / 2**20)
-    return with_unlike(rows.assign(saved_mib=rows["rung"].map(known["saved_mib"]), **{
-        f"{name}_before": rows["before"].map(values) for name, values in known.items()}))
+    by_rung = own.drop_duplicates("rung").set_index("rung")
+    saved_mib = by_rung.get("saved_bytes", pd.Series(dtype=float)).astype(float) / 2**20
+    return with_unlike(rows.assign(saved_mib=rows["rung"].map(saved_mib),
+                                   saved_mib_before=rows["before"].map(saved_mib)))
 
 
 def compile_seconds(rungs: pd.DataFrame) -> dict | None:
@@ -322,8 +321,6 @@ def unlike(rows: pd.DataFrame) -> dict:
 def chunked_memory(rows: pd.DataFrame) -> dict | None:
     """MiB that forward keeps for backward before and with the chunked loss, where the vocabulary is largest;
     None where that was not measured. (Peaks do not tell: they hold what the process keeps of other rungs.)"""
-    if "saved_mib" not in rows:
-        return None
     rows = rows[(rows["rung"] == "chunked") & rows["saved_mib"].notna() & rows["saved_mib_before"].notna()]
     if rows.empty:
         return None

@@ -17,7 +17,7 @@ from stepscope.studies.ladder.floor import KEPT_UP, floor_at_clock_ms, floor_ms,
 from stepscope.studies.ladder.names import snippet
 from stepscope.studies.ladder.rungs import BRANCHES, before, products_of
 
-PER_RUN = ("rungs", "samples", "bursts", "ceilings")
+PER_RUN = ("rungs", "bursts", "ceilings")  # and samples
 SHAPE = ["size", "context_length", "vocab_size"]
 DRAWS = 2000
 WORST = ("peak_mib", "loss_off", "gradient_off", "gradient_worst")
@@ -244,8 +244,8 @@ def _one_change(previous: str, own: str, lacking: set[str]) -> bool:
     return set(between) <= lacking | BRANCHES
 
 
-def load_processes(store: Store, records: list[Record]) -> list[Process]:
-    stacked = {name: load_table(store, records, name) for name in PER_RUN}
+def load_processes(store: Store, records: list[Record], samples: pd.DataFrame) -> list[Process]:
+    stacked = {name: load_table(store, records, name) for name in PER_RUN} | {"samples": samples}
     return [
         Process(
             Config(**record.config),
@@ -260,25 +260,22 @@ def load_processes(store: Store, records: list[Record]) -> list[Process]:
     ]
 
 
-def climbs(store: Store, records: list[Record]) -> pd.DataFrame:
+def climbs(samples: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """A row a process: its run, shape, ``beside`` (how many others were on its machine), ``ram_gib``, which
     tells hosts apart, whether it ``climbed`` from the first rung, and in how many ``turns`` its rungs were
     timed."""
-    if not records:
-        return pd.DataFrame()
-    samples = load_table(store, records, "samples")
+    if samples.empty:
+        return samples
     runs = runs_frame(records)[["run_id", "beside", "ram_gib", *SHAPE]]
     first = set(samples.loc[samples["rung"] == RUNGS[0], "run_id"])
     turns = samples.groupby("run_id")["turn"].nunique()
-    return runs.assign(climbed=runs["run_id"].isin(first),
-                       turns=runs["run_id"].map(turns))
+    return runs.assign(climbed=runs["run_id"].isin(first), turns=runs["run_id"].map(turns))
 
 
-def step_medians(store: Store, records: list[Record]) -> pd.DataFrame:
+def step_medians(samples: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """A row a process and rung: ``step_ms``, the median of its timed steps; with the shape of its run."""
-    if not records:
-        return pd.DataFrame()
-    samples = load_table(store, records, "samples")
+    if samples.empty:
+        return samples
     medians = samples.groupby(["run_id", "rung"], sort=False)["time_ms"].median().rename("step_ms")
     return with_runs(medians.reset_index(), records)
 

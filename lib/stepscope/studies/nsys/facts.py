@@ -5,7 +5,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import MODE_WORDS, NEARLY, runs_of
 from stepscope.say.selections import beside, matrix, pick, reference
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import pairs_of_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
@@ -197,10 +197,8 @@ def clocks_beside_captured(walls: pd.DataFrame) -> dict | None:
         return None
     rows = walls[walls["capture"].isin(["plain", "captured"]) & (walls["phase"] == WHOLE)]
     medians = rows.groupby(["run_id", "mode", "capture"])["sm_clock_mhz"].median().unstack()
-    both = medians.reindex(columns=["plain", "captured"]).astype(float).dropna()
-    if both.empty:
-        return None
-    return {"read": len(both), "unlike": int(unlike_clocks(both["plain"], both["captured"]).sum())}
+    medians = medians.reindex(columns=["plain", "captured"])
+    return pairs_of_clocks(medians["plain"], medians["captured"])
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:

@@ -16,9 +16,9 @@ BEYOND = "first step beyond steady"  # the part of a first step's time that a st
 
 
 def first_steps(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Every step and phase of fp32 processes in which nothing ran before, with ``steady_ms`` (median of the
-    last half of the process's steps), ``extra_ms`` and ``beyond``, what it took more than that, in ms and as
-    a share."""
+    """Every step and phase of fp32 processes in which nothing ran before, with ``late`` (of the last half of
+    the process's steps), ``steady_ms`` (the median of these), ``extra_ms`` and ``beyond``, what it took more
+    than that, in ms and as a share."""
     known = [table for table in tables if len(table)]
     if not known:
         return pd.DataFrame()
@@ -29,9 +29,9 @@ def first_steps(*tables: pd.DataFrame) -> pd.DataFrame:
     steps = matrix(steps)
     if steps.empty:
         return steps
-    last_half = steps[steps["step"] >= steps.groupby(RUN)["step"].transform("max") / 2]
-    steady = last_half.groupby([*RUN, "phase"])["time_ms"].median().rename("steady_ms").reset_index()
-    steps = steps.merge(steady, on=[*RUN, "phase"])
+    steps = steps.assign(late=steps["step"] >= steps.groupby(RUN)["step"].transform("max") / 2)
+    steady = steps[steps["late"]].groupby([*RUN, "phase"])["time_ms"].median().rename("steady_ms")
+    steps = steps.merge(steady.reset_index(), on=[*RUN, "phase"])
     steps = steps.assign(extra_ms=steps["time_ms"] - steps["steady_ms"],
                          beyond=steps["time_ms"] / steps["steady_ms"] - 1)
     return steps.sort_values(["size", "context_length", "mode", *RUN, "step"], kind="stable",
@@ -71,11 +71,10 @@ def errors(steps: pd.DataFrame, warmups: int) -> pd.DataFrame:
     """A row a process: ``mean_error`` and ``median_error``, relative to steady, of the ``n`` steps after so
     many warm-ups, and the share of them that steady is the median of (``own``). Processes
     with fewer than half of :data:`MEAN_OF` steps left are left out."""
-    own = steps["step"] >= steps.groupby(RUN)["step"].transform("max") / 2
-    left = steps.assign(own=own)[(steps["step"] >= warmups) & (steps["step"] < warmups + MEAN_OF)]
+    left = steps[(steps["step"] >= warmups) & (steps["step"] < warmups + MEAN_OF)]
     found = left.groupby([*SHAPE, "mode", *RUN], observed=True).agg(
         mean=("time_ms", "mean"), median=("time_ms", "median"), steady=("steady_ms", "first"),
-        n=("time_ms", "size"), own=("own", "mean")).reset_index()
+        n=("time_ms", "size"), own=("late", "mean")).reset_index()
     found = found[found["n"] >= MEAN_OF / 2]
     return found.assign(warmups=warmups, mean_error=found["mean"] / found["steady"] - 1,
                         median_error=found["median"] / found["steady"] - 1)
@@ -130,7 +129,7 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
         return None
     slow = slow_at_first(steps)
     counts = slow["slow"].value_counts().sort_index()
-    late = steps.groupby(RUN)["beyond"].agg(lambda of: (of.iloc[len(of) // 2:] > SETTLED).any())
+    late = (steps["late"] & (steps["beyond"] > SETTLED)).groupby([steps[name] for name in RUN]).any()
     several = slow.loc[slow["slow"] > 1, RUN]
     clocks = steps.dropna(subset=["sm_clock_mhz"])
     return {"settled": SETTLED, "processes": len(slow), "several": len(slow) > 1,
