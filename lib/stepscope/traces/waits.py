@@ -19,6 +19,7 @@ ENOUGH = 20              # gaps that make a mean
 # What has to be the same for a capture to be of the same work.
 CONFIGURATION = ["size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
                  "optimizer", "mode", "phase"]
+TOLD = ["operations_ms", "operations", "gap_us", "deepest"]  # what a capture tells who_waits
 QUEUE = ["deepest", "queued_gaps", "queued_gap_ns"]  # what phase_clocks has of a phase for this
 
 
@@ -130,18 +131,18 @@ def beside_captures(plain: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame
     """Who waits in phases that were timed without a profiler, where captures of the same work tell.
 
     Args:
-        plain: a row a phase: CONFIGURATION and plain_ms.
+        plain: a row a phase: CONFIGURATION and plain_ms; and TOLD, where the same process captured it.
         captured: CONFIGURATION and captured_phases' columns, of any runs; where several are of the same work,
             the last one counts.
 
     Returns:
-        plain, in its order and with its index, with who_waits' columns; UNDECIDED where no capture is of the
-        same work.
+        plain, in its order and with its index, with TOLD and who_waits' columns; UNDECIDED where no capture
+        is of the same work.
     """
-    told = ["operations_ms", "operations", "gap_us", "deepest"]
-    if captured.empty:
-        return who_waits(plain.assign(**dict.fromkeys(told, np.nan)))
-    captured = captured.astype({"size": str}).drop_duplicates(CONFIGURATION, keep="last")
-    captured = captured[[*CONFIGURATION, *told]]
-    rows = plain[CONFIGURATION].astype({"size": str}).merge(captured, on=CONFIGURATION, how="left")
-    return who_waits(plain.assign(**{column: rows[column].to_numpy() for column in told}))
+    own = plain.reindex(columns=TOLD).astype(float)
+    if len(captured):
+        captured = captured.astype({"size": str}).drop_duplicates(CONFIGURATION, keep="last")
+        rows = plain[CONFIGURATION].astype({"size": str}).merge(captured[[*CONFIGURATION, *TOLD]],
+                                                                on=CONFIGURATION, how="left")
+        own = own.where(own["operations_ms"].notna(), rows[TOLD].set_axis(plain.index))
+    return who_waits(plain.assign(**{column: own[column] for column in TOLD}))

@@ -8,10 +8,11 @@ from stepscope.step.rates import with_rates
 from stepscope.step.summary import ratio_interval, summarize, unlike_clocks
 from stepscope.step.timing import WHOLE
 from stepscope.studies.mixed_precision.config import Config
-from stepscope.traces.waits import beside_captures
+from stepscope.traces.waits import beside_captures, captured_phases, who_waits
 
 BASE = "fp32"
 LOW = ("fp16", "bf16")  # the precisions that autocast casts for
+NONE = pd.DataFrame()
 SAME = 0.02             # a change in time no larger is called none, whatever its interval
 
 
@@ -50,9 +51,27 @@ def speedups(samples: pd.DataFrame) -> pd.DataFrame:
                                        "unlike_clocks"])
 
 
+def cells_captured(clocks: pd.DataFrame) -> pd.DataFrame:
+    """What the steps captured of each cell say: run_id, precision and ``waits.captured_phases``' columns.
+
+    ``clocks`` are of :func:`stepscope.studies.mixed_precision.measure.capture_all`, with run_id."""
+    parts = [captured_phases(rows, NONE).assign(precision=precision)
+             for precision, rows in (clocks.groupby("precision", sort=False) if len(clocks) else ())]
+    return pd.concat(parts, ignore_index=True) if parts else NONE
+
+
+def run_waits(times: pd.DataFrame, clocks: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """One run's phases with who waits for whom (``waits.who_waits``; on a CPU it is not decided)."""
+    captured = cells_captured(clocks.assign(run_id=config.run_id))
+    if captured.empty:
+        return captured
+    plain_ms = times["median_ms"] if config.device == "cuda" else float("nan")
+    return who_waits(times.assign(plain_ms=plain_ms).merge(captured, on=["precision", "mode", "phase"]))
+
+
 def with_waits(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
-    """``times`` (of :func:`run_times`, all runs) with who waits for whom, by captures of the same
-    configuration (``nsys.phases``; see ``waits.beside_captures``).
+    """``times`` (of :func:`run_times`, all runs) with who waits for whom, by steps captured in the same
+    process, else of the same configuration (``nsys.phases``; see ``waits.beside_captures``).
 
     A whole pass or step has ``waited_ms`` as well, the sum of its phases' (NaN where one was not decided);
     ``waited_share`` is that of the phase's GPU time, or of the sum of the phases'.

@@ -1,7 +1,7 @@
 """What a run of the mixed-precision study has."""
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from stepscope.config import StepConfig
 
@@ -13,6 +13,7 @@ class Config(StepConfig):
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
     experiments: bool = False  # the small experiments on number formats, too
+    captured_steps: int = Field(0, ge=0, le=100)  # of each cell, when all are timed; they tell who waits
 
     @model_validator(mode="before")
     @classmethod

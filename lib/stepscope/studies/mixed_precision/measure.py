@@ -13,6 +13,7 @@ from stepscope.runs.device_watch import measure_watched
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.mixed_precision.comparison import BASE
 from stepscope.studies.mixed_precision.config import Config
+from stepscope.traces.in_process import step_clocks
 
 # Of the step kept up after its timed ones: power and energy need longer than those take.
 KEPT_UP = ["kept_up_power_w", "kept_up_sm_clock_median_mhz", "kept_up_step_ms", "step_energy_j"]
@@ -52,6 +53,25 @@ def measure_all(config: Config) -> tuple[pd.DataFrame, pd.DataFrame]:
     columns = ["precision", "mode"]
     stacked = pd.concat(samples, ignore_index=True)
     return stacked[columns + [c for c in stacked if c not in columns]], pd.DataFrame(cells)
+
+
+def capture_all(config: Config, cells: pd.DataFrame) -> pd.DataFrame:
+    """Capture some steps of every cell that ended ok: precision, mode and ``in_process.step_clocks``; empty
+    where the configuration asks for none.
+
+    To be called when all is timed: CUPTI stays in a process that it once watched, and makes its launches
+    slower.
+    """
+    clocks = []
+    for cell in cells[cells["status"] == "ok"].to_dict("records") if config.captured_steps else ():
+        key = {name: cell[name] for name in ("precision", "mode")}
+        _empty_cache(config.device)
+        step = build_step(config.step(**key))
+        step.clear_gradients()
+        step()  # the first makes the optimizer's state and loads kernels
+        clocks.append(step_clocks(step, config.captured_steps).assign(**key))
+        print(f"{cell['precision']}, {cell['mode']}: captured", flush=True)
+    return pd.concat(clocks, ignore_index=True) if clocks else pd.DataFrame()
 
 
 def _cell(config: StepConfig) -> tuple[pd.DataFrame, dict]:

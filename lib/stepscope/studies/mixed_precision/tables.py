@@ -1,4 +1,6 @@
 """The mixed-precision study's tables over all of its records."""
+from collections.abc import Iterable
+
 import pandas as pd
 
 from stepscope.config import configure
@@ -7,8 +9,9 @@ from stepscope.runs.store import Store
 from stepscope.runs.tables import by_size, load_table, runs_frame
 from stepscope.step.flops import parameter_count
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import run_times, speedups
+from stepscope.studies.mixed_precision.comparison import cells_captured, run_times, speedups
 from stepscope.studies.mixed_precision.config import Config
+from stepscope.traces.waits import TOLD
 
 # Of a run, beside each row of its tables.
 RUN = ["size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer",
@@ -16,6 +19,7 @@ RUN = ["size", "context_length", "batch_size", "vocab_size", "attention", "compi
 TABLES = ("cells", "health", "ceilings", "sums", "running", "steps", "norms", "reductions", "toy", "census")
 
 OF_TIMES = ("cells", "ceilings")
+PHASE = ["run_id", "precision", "mode", "phase"]
 
 
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
@@ -23,11 +27,12 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     not measured has one row, phase ``step``) and ``speedups`` are computed from the samples. Of a
     configuration that several processes timed they have the quickest; ``other_times`` has the others'."""
     done = [record for record in records if record.study == "mixed_precision" and record.status == "ok"]
-    # Of runs that differ in a field that there is no longer, the latest; but times of the quickest, since a
-    # busy host only ever adds to them.
+    # Of runs that differ in what was captured, or in a field that there is no longer, the latest; but times
+    # of the quickest, since a busy host only ever adds to them.
     alike: dict[str, list[Record]] = {}
     for record in sorted(done, key=lambda record: record.started_at):
-        alike.setdefault(configure(**record.config).run_id, []).append(record)
+        same = configure(**record.config).model_copy(update={"captured_steps": 0})
+        alike.setdefault(same.run_id, []).append(record)
     latest = [records[-1] for records in alike.values()]
     timed = [_quickest(store, records) for records in alike.values()]
     tables = {name: load_table(store, timed if name in OF_TIMES else latest, name) for name in TABLES}
@@ -35,10 +40,11 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     tables |= {"times": pd.DataFrame(), "speedups": pd.DataFrame(), "other_times": pd.DataFrame()}
     if not done:
         return tables
-    tables |= _compared(store, timed, tables["ceilings"], tables["cells"])
+    captured = _captured(store, alike.values())
+    tables |= _compared(store, timed, tables["ceilings"], tables["cells"], captured)
     if others:
         ceilings, cells = (load_table(store, others, name) for name in OF_TIMES[::-1])
-        tables["other_times"] = _compared(store, others, ceilings, cells)["times"]
+        tables["other_times"] = _compared(store, others, ceilings, cells, captured)["times"]
     runs = runs_frame(done)
     for name, table in tables.items():
         if len(table):
@@ -58,9 +64,23 @@ def _quickest(store: Store, records: list[Record]) -> Record:
     return next(record for record in records if record.run_id == steps.idxmin())
 
 
-def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame,
-              cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """``times`` and ``speedups`` of every run."""
+def _captured(store: Store, alike: Iterable[list[Record]]) -> pd.DataFrame:
+    """What captured steps tell of every run's cells: its own, else those of the latest run of the same work;
+    run_id, precision, mode, phase and ``waits.TOLD``."""
+    parts = []
+    for records in alike:
+        captured = cells_captured(load_table(store, records, "clocks"))
+        if len(captured):
+            latest = captured[captured["run_id"] == captured["run_id"].iloc[-1]]
+            for record in records:
+                own = captured[captured["run_id"] == record.run_id]
+                parts.append((own if len(own) else latest).assign(run_id=record.run_id))
+    return pd.concat(parts, ignore_index=True)[[*PHASE, *TOLD]] if parts else pd.DataFrame(columns=PHASE)
+
+
+def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame, cells: pd.DataFrame,
+              captured: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """``times``, with what captures tell, and ``speedups`` of every run."""
     samples, weights, times, ratios = load_table(store, done, "samples"), {}, [], []
     for record in done:
         rows, its_ceilings = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
@@ -71,5 +91,6 @@ def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame,
         ratios.append(speedups(rows).assign(run_id=record.run_id, study="mixed_precision"))
     cells = cells.assign(parameters=cells["run_id"].map(weights))
     cells = cells.merge(pd.concat(times), on=["run_id", "precision", "mode"], how="left")
+    cells = cells.merge(captured, on=PHASE, how="left")
     return {"times": cells.assign(phase=cells["phase"].fillna(WHOLE)),
             "speedups": pd.concat(ratios, ignore_index=True)}

@@ -1,8 +1,6 @@
 """A known delay of the host, a known load of the GPU, and what a step does under each."""
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from time import perf_counter_ns
 
 import pandas as pd
@@ -12,12 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.step.timing import CudaEvents, measure
 from stepscope.step.training_step import Step, build_step
 from stepscope.studies.waits.config import Config
-from stepscope.traces.conservation import check_conservation, phase_clocks
-from stepscope.traces.export import OUTSIDE, activity_totals, load_trace
-from stepscope.traces.profiled import profiled
-from stepscope.traces.torch_profiler import convert
+from stepscope.traces.in_process import step_clocks
 
-CAPTURED_STEPS = 2
 CALIBRATION_CYCLES = 20_000_000  # about 10 ms
 
 
@@ -97,7 +91,7 @@ def measure_arms(config: Config) -> dict[str, pd.DataFrame]:
     found: dict[str, list[pd.DataFrame]] = {"samples": [], "arms": [], "clocks": []}
     # All of them timed before any is captured: a profiler leaves hooks in the driver behind.
     for name, done, work in (("samples", "timed", measure), ("arms", "its calls counted", added),
-                             ("clocks", "captured", captured)):
+                             ("clocks", "captured", step_clocks)):
         for arm in arms.itertuples():
             slowed = nullcontext() if pd.isna(arm.host_delay_us) else SlowHost(arm.host_delay_us)
             loaded = BusyGPU(step.model, arm.gpu_load_us, per_us) if arm.gpu_load_us else nullcontext()
@@ -124,23 +118,3 @@ def added(step: Step) -> pd.DataFrame:
         step.clear_gradients()
         step(phase)
     return pd.DataFrame(rows, columns=["phase", "calls", "loads"])
-
-
-def captured(step: Step) -> pd.DataFrame:
-    """Some steps under torch.profiler; each phase's clocks."""
-    synchronize = torch.cuda.synchronize if step.config.device == "cuda" else lambda: None
-    with tempfile.TemporaryDirectory(prefix="stepscope-waits-") as folder:
-        trace, export = Path(folder, "trace.json"), Path(folder, "trace.sqlite")
-        with profiled() as profiler:
-            for _ in range(CAPTURED_STEPS):
-                step.clear_gradients()
-                synchronize()
-                with torch.profiler.record_function("step"):
-                    step(torch.profiler.record_function)
-                    synchronize()
-        profiler.export_chrome_trace(str(trace))
-        convert(trace, export)
-        operations, ranges = load_trace(export)
-        check_conservation(operations, activity_totals(export))
-    clocks = phase_clocks(operations, ranges, ("step", "phase"))
-    return clocks[clocks["phase"] != OUTSIDE].astype({"phase": str})
