@@ -356,8 +356,8 @@ def test_a_change_has_to_be_larger_than_two_processes_are_apart():
 
 def test_runs_that_launched_from_one_core_are_counted_beside_others():
     cells = gpu_cells(cpu_cores=16)
-    assert facts_time.how_long(gpu_cells())["one_core"] is None and facts_time.how_long(cells)["one_core"] is None
-    assert facts_time.how_long(cells.assign(cpu_cores=1))["one_core"] is None, "all are alike"
+    assert facts_time.how_long(gpu_cells())["one_core"] == 0 == facts_time.how_long(cells)["one_core"]
+    assert facts_time.how_long(cells.assign(cpu_cores=1))["one_core"] == cells["run_id"].nunique()
     one = cells.assign(cpu_cores=cells["cpu_cores"].where(cells["precision"] != "bf16", 1))
     assert facts_time.how_long(one)["one_core"] == 1
     assert said("attention-time", one).text != said("attention-time", cells).text

@@ -249,10 +249,12 @@ def test_operations_by_the_types_they_touch():
 
 
 def test_the_notebook_runs_and_every_question_has_its_answer(store, write_sweep):
-    fields = TINY | {"experiments": True}
+    fields = TINY | {"experiments": True, "captured_steps": 1}
     end = run_sweep([write_sweep({"study": "mixed_precision", "fixed": fields})], store)
     assert not end.failed and end.counts["ok"] == 1
     data = load_data(store)
+    phases = data.tables["mixed_precision.times"].query("phase != 'step' and status == 'ok'")
+    assert (phases["operations"] > 0).all(), "each cell's steps were captured"
     for key, question in QUESTIONS.items():
         made = answer(CHAPTER, question, data.tables)
         assert key == "mixed-left" or made.runs or not made.tables  # that one needs a profile
@@ -355,7 +357,9 @@ def test_a_slower_process_of_the_same_configuration_is_told(tables):
         furthest = facts(tables, "mixed-speed", other_times=changed)["furthest"]
         assert (furthest["size"], furthest["precision"]) == (told[0]["size"], "bf16")
         assert bool(furthest["there"] < furthest["here"]) is slow
-        assert bool(facts(tables, "mixed-slower", other_times=changed)["others"]) is slow
+        also = [one for one in facts(tables, "mixed-slower", other_times=changed)["others"]
+                if one["size"] == told[0]["size"] and "bf16" in one["slower"]]
+        assert bool(also) is slow
     alone = said(tables, "mixed-speed", other_times=others.iloc[:0])
     assert len(alone.runs) == len(said(tables, "mixed-speed").runs) - len(told)
     assert alone.text != said(tables, "mixed-speed").text
@@ -389,7 +393,9 @@ def test_energy_is_compared_within_a_process(tables):
 
 def test_times_at_unlike_clocks_are_told(tables):
     found, speedups = facts(tables, "mixed-speed")["unlike"], tables["mixed_precision.speedups"]
-    assert found["pairs"] == sum(own["cells"] for own in found["by_precision"]) and found["capped"] is None
+    assert found["pairs"] == sum(own["cells"] for own in found["by_precision"])
+    unasked = tables["mixed_precision.times"].drop(columns="throttled_power_cap_us")
+    assert facts(tables, "mixed-speed", times=unasked)["unlike"]["capped"] is None
     alike = facts(tables, "mixed-speed", speedups=speedups.assign(unlike_clocks=False))["unlike"]
     assert alike["pairs"] == 0 and alike["of"] == found["of"]
     times = tables["mixed_precision.times"]
@@ -422,8 +428,17 @@ def captures_of(times, **changed):
         "operations_ms": phases["median_ms"], "operations": 100.0, "gap_us": 0.0, "deepest": 10.0} | changed)
 
 
-def test_who_waits_is_told_by_captures_of_the_same_cell(tables):
+def test_steps_captured_of_the_same_cell_tell_who_waits_before_any_other_capture(tables):
     times = tables["mixed_precision.times"]
+    phases = (times["phase"] != "step") & (times["status"] == "ok")
+    assert times.loc[phases, waits.TOLD].notna().all(axis=None)
+    told, alone = (comparison.with_waits(times, captured).loc[phases, "waits"]
+                   for captured in (captures_of(times, operations_ms=0.0), pd.DataFrame()))
+    assert told.equals(alone) and {waits.GPU, waits.NEITHER} <= set(told)
+
+
+def test_who_waits_is_told_by_captures_of_the_same_cell(tables):
+    times = tables["mixed_precision.times"].drop(columns=waits.TOLD)
     never = comparison.with_waits(times, captures_of(times))
     assert (never["waited_ms"] == 0).all() and len(never) == len(times)
     assert set(never.loc[never["phase"] != "step", "waits"]) == {waits.NEITHER}
@@ -441,7 +456,8 @@ def test_who_waits_is_told_by_captures_of_the_same_cell(tables):
 
 
 def test_why_low_precision_is_slower_is_told_by_captures(tables):
-    times = tables["mixed_precision.times"]
+    times = tables["mixed_precision.times"].drop(columns=waits.TOLD)
+    tables = tables | {"mixed_precision.times": times}
     waiting, busy = (tables | {"nsys.phases": captures_of(times, **changed)}
                      for changed in ({"operations_ms": 0.0}, {}))
     found = facts(waiting, "mixed-slower")

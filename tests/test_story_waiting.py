@@ -8,6 +8,7 @@ from reference import changed, tables
 from stepscope.report.story import waiting_facts as facts
 from stepscope.report.story.part import tell
 from stepscope.report.story.waiting import PART, waiting_map
+from stepscope.traces.waits import TOLD
 
 
 def given():
@@ -56,15 +57,24 @@ def test_the_share_of_a_step_is_what_its_phases_take_beyond_their_operations():
 def test_what_waits_only_in_a_slower_process_is_named_beside():
     times, captured, low = given()
     found = facts.where(times, captured, low)
-    assert not found["quicker"] and found["also"] == []
-    calm = sorted({"small", "medium", "large", "xl", "2.7B"} - {
-        one["size"] for one in found["shapes"] if one["precision"] == "bf16" and one["context"] == 512})
+    assert not found["quicker"] and not found["also"]
+    calm = {"small", "medium", "large", "xl", "2.7B"} - {
+        one["size"] for one in found["shapes"] if one["precision"] == "bf16" and one["context"] == 512}
     phases = [column for column in low if column == "median_ms"]
     slower = low[low["context_length"] == 512].assign(**{name: low[name] * 3 for name in phases})
     twice = facts.where(times, captured, low, slower)
-    assert twice["quicker"] and sorted(twice["also"]) == calm != []
+    assert twice["quicker"] == 5 and twice["also"] == len(calm) > 0
     assert twice["shapes"] == found["shapes"]
-    assert facts.where(times, captured, low, low)["also"] == []
+    assert facts.where(times, captured, low, low)["also"] == 0
+
+
+def test_a_step_that_waits_in_low_precision_alone_is_one_of_a_process():
+    times, captured, low = given()
+    own = low[(low["size"] == "small") & (low["context_length"] == 128)]
+    assert facts.where(times, captured, own)["only_low"] == 0, "it waits in both"
+    for waits, alone in (("bf16", 1), ("fp32", 0)):
+        quick = own["median_ms"].where(own["precision"] == waits, own["operations_ms"])
+        assert facts.where(times, captured, own.assign(median_ms=quick))["only_low"] == alone
 
 
 def test_what_waits_most_adds_up_with_the_map():
@@ -78,13 +88,13 @@ def test_other_times_take_other_words():
     most = max(facts.where(*given())["shapes"], key=lambda one: (one["precision"] == "fp32") * one["share"])
     assert f"{most['share']:.0%} of the step (small at context 128)" in told(*given())["waiting-where"].text
     exact = captured.assign(operations_ms=captured["operations_ms"] * 10)
-    calm = told(times, exact, low)["waiting-where"]
+    calm = told(times, exact, low.drop(columns=TOLD))["waiting-where"]
     assert "in none of the " in calm.text and "operations, which need" not in calm.more
     late = changed(times, lambda rows: rows["size"].astype(str) == "large",
                    median_ms=lambda rows: rows["median_ms"] * 3)
     shallow = captured.assign(deepest=5.0)
     assert ("large", 512) in {(one["size"], one["context"]) for one in facts.where(late, shallow, low)["shapes"]}
-    assert "in no step" in waiting_map(times, exact, low, "here").get_suptitle()
+    assert "in no step" in waiting_map(times, exact, low.drop(columns=TOLD), "here").get_suptitle()
 
 
 def test_a_flat_forward_is_told_over_processes_and_a_slow_capture_of_one():
@@ -121,7 +131,7 @@ def test_nothing_is_said_without_captures_or_of_a_cpu():
     times, captured, low = given()
     assert tell(PART, defaultdict(pd.DataFrame)) == []
     assert facts.where(times.assign(device="cpu"), captured, low.assign(device="cpu")) is None
-    unlike = captured.assign(batch_size=1)
+    unlike, low = captured.assign(batch_size=1), low.drop(columns=TOLD)
     assert facts.where(times, unlike, low) is None and waiting_map(times, unlike, low, "here") is None
     steps, kernels = variants()
     assert facts.helps(steps[steps["variant"] != "cuda_graphs"], kernels, pd.DataFrame()) is None

@@ -21,6 +21,7 @@ from stepscope.traces.waits import (
     HOST,
     NEITHER,
     QUEUE,
+    TOLD,
     UNDECIDED,
     beside_captures,
     captured_phases,
@@ -144,7 +145,7 @@ def test_what_was_captured_of_other_work_tells_nothing(committed):
     for column, other in (("attention", "sdpa"), ("optimizer", "forloop"), ("precision", "tf32"),
                           ("batch_size", 5)):
         assert column in CONFIGURATION
-        plain = committed.drop(columns=["waits"])
+        plain = committed.drop(columns=["waits", *TOLD])
         assert (beside_captures(plain, captured.assign(**{column: other}))["waits"] == UNDECIDED).all()
 
 
@@ -180,10 +181,10 @@ def said(phases):
     return Words(Path(facts.__file__).parent / "words", "waits-follow.md").block("text", facts.verdicts(phases))
 
 
-def arm(delay, load, plain_ms, back_ms, deepest=10):
+def arm(delay, load, plain_ms, back_ms, deepest=10, enqueue_ms=9, operations=0):
     return {"run_id": "one", "size": "small", "context_length": 128, "device": "cuda", "phase": "forward",
             "host_delay_us": delay, "gpu_load_us": load, "plain_ms": plain_ms, "operations_ms": back_ms,
-            "operations": 0, "gap_us": 1.0, "deepest": deepest,
+            "operations": operations, "gap_us": 1.0, "deepest": deepest, "enqueue_ms": enqueue_ms,
             "added_host_ms": 0 if np.isnan(delay) else delay, "added_gpu_ms": load / 100}
 
 
@@ -201,3 +202,20 @@ def test_what_was_done_settles_some_verdicts_and_others_would_be_told():
     assert facts.verdicts(who_waits(pd.DataFrame(arms)))["busy"] == 0
     assert facts.verdicts(who_waits(pd.DataFrame(arms[:1])))["slopes"] is None
     assert said(who_waits(pd.DataFrame(arms)))
+
+
+def test_a_queue_has_to_fill_where_the_load_lets_the_gpu_reach_too_few_blocks():
+    def found(deepest, operations=2000, load=2000):  # ten blocks: of 2 ms each the GPU has half when all is enqueued
+        rows = [arm(np.nan, 0, 10, 6, operations=operations),
+                arm(np.nan, load, 20, 18, deepest, enqueue_ms=18, operations=operations)]
+        return facts.verdicts(who_waits(pd.DataFrame(rows)))
+
+    few = found(1022)
+    assert (few["must_fill"], few["settled"], few["cannot_wait"]) == (0, 1, 1)
+    full = found(1022, load=9000)
+    assert (full["must_fill"], full["full"], full["held"].tolist()) == (1, 1, [2.0])
+    assert found(300, load=9000)["full"] == 0, "as if the host had not waited"
+    assert found(1022, operations=1200, load=9000)["must_fill"] == 0, "not enough of them to fill it"
+    assert "queue has to fill" in printed.arms(full)["settled by that"].iloc[1]
+    rows = pd.DataFrame([arm(np.nan, 0, 10, 6, operations=2000)])
+    assert said(who_waits(rows))

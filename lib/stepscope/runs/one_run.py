@@ -91,7 +91,7 @@ def run_notebook(config: RunConfig, folder: Path, timeout_s: float | None = None
         with watch, (folder / SAID).open("w", encoding="utf-8") as said:
             papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / "notebook.ipynb",
                                        parameters, kernel_name="python3", cwd=folder, progress_bar=False,
-                                       stdout_file=said, km=kernel.manager)
+                                       stdout_file=said, km=kernel.manager, record_timing=False)
     except PapermillExecutionError as error:
         cause = watch.cause or f"{error.ename}: {error.evalue}"
         return ("oom" if error.ename == "OutOfMemoryError" else "failed"), _without_machine(cause)

@@ -44,9 +44,10 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
           others: pd.DataFrame = NONE) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    whether what counts is the ``quicker`` of processes in bf16, and the sizes whose step waits in the
-    ``others`` ``also``; and whether of each size and precision a shorter context launches nearly as many
-    operations (``as_many``)."""
+    of how many shapes in bf16 the ``quicker`` of two processes counts, and of how many of these the step
+    waits only in the other (``also``); in how many steps in bf16 it waits where it does not in the fp32 step
+    of the same process (``only_low``); and whether of each size and precision a shorter context launches
+    nearly as many operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -58,26 +59,33 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     phases = rows[rows["waits"] == GPU]
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
-    slower = decided(NONE, others, captured)
-    slower = slower[slower["precision"] == "bf16"] if len(slower) else slower
-    waited = slower.groupby(SHAPE, observed=True)["waited_ms"].sum() if len(slower) else shares[:0]
-    also = [shape[0] for shape in waited.index[waited > 0] if shape in calm]
+    slower = _waited(others, captured).get("bf16", shares[:0])
+    also = [shape for shape in slower.index[slower > 0] if (*shape, "bf16") in calm]
+    together = _waited(low, captured).reindex(columns=["fp32", "bf16"])
+    only_low = int(((together["fp32"] == 0) & (together["bf16"] > 0)).sum())
     launched = rows.groupby(SHAPE, observed=True)["operations"].sum().groupby(["size", "precision"])
     as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
         launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
             "several": len(shares) > 1, "as_many": as_many,
-            "waited": WAITED, "quicker": len(slower) > 0, "also": also,
+            "waited": WAITED, "quicker": len(slower), "also": len(also), "only_low": only_low,
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}
                            for precision in ("fp32", "bf16")
                            if (own := [one for one in shapes if one["precision"] == precision])],
-            "only_low": [{"size": size, "context": context} for size, context, precision in waiting.index
-                         if precision == "bf16" and (size, context, "fp32") in calm],
             "most": most and most | {"operations": round(most["operations"]),
                                      "gaps_ms": most["plain_ms"] - most["operations_ms"] - most["waited_ms"]},
             "runs": runs_of(rows)}
+
+
+def _waited(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
+    """Time (ms) in which the GPU waits in a full step of a process, a row a size and context and a column a
+    precision."""
+    rows = decided(NONE, times, captured)
+    if rows.empty:
+        return NONE
+    return rows.groupby(SHAPE, observed=True)["waited_ms"].sum().unstack("precision")
 
 
 def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame,

@@ -18,8 +18,7 @@ def how_long(cells: pd.DataFrame) -> dict | None:
 
     ``tops`` are the fastest at that point; ``fastest`` and ``slower`` are None where nothing stands beside
     written-out attention or nothing is slower; ``fewer`` is of cells that were timed fewer times than asked;
-    ``clocks``: see ``cells.clocks``; ``one_core``: see :func:`launching_from_one_core`; ``elsewhere``: see
-    :func:`elsewhere`.
+    ``clocks``: see ``cells.clocks``; ``one_core``: see :func:`launching_from_one_core`.
     """
     rows = timed(cells)
     if rows.empty:
@@ -36,27 +35,15 @@ def how_long(cells: pd.DataFrame) -> dict | None:
             "wide_share": WIDE,
             "most_passes": int(rows["timed_steps"].max()), "on_cpu": is_cpu(cells),
             "fewer": fewer_passes(rows), "clocks": clocks(rows), "one_core": launching_from_one_core(rows),
-            "elsewhere": elsewhere(rows),
             "neighbours": beside(rows), "unsteady": unsteady(rows),
             "written_out": by_precision(cells[(cells["implementation"] == "eager") & cells["causal"]]),
             "at": by_precision(at[at["status"] != "unsupported"]), "asked": asked(cells),
             "asked_in": precisions(rows)[0], "runs": runs_of(cells)}
 
 
-def launching_from_one_core(rows: pd.DataFrame) -> int | None:
-    """How many runs had one core to launch from, where the runs differ in that; else None."""
-    cores = rows.drop_duplicates("run_id")["cpu_cores"] if "cpu_cores" in rows else pd.Series(dtype=float)
-    return int((cores == 1).sum()) or None if cores.nunique() > 1 else None
-
-
-def elsewhere(rows: pd.DataFrame) -> list[dict]:
-    """Head dimension and precision of runs on another host, told by its memory, than most."""
-    if "ram_gib" not in rows:
-        return []
-    runs = rows.drop_duplicates("run_id").dropna(subset="ram_gib")
-    other = runs[runs["ram_gib"] != runs["ram_gib"].mode().max()] if len(runs) else runs
-    return [{"precision": precision, "d": [str(d) for d in sorted(own["d_model"])]}
-            for precision, own in other.groupby("precision")]
+def launching_from_one_core(rows: pd.DataFrame) -> int:
+    """How many runs had one core to launch from."""
+    return int((rows.drop_duplicates("run_id")["cpu_cores"] == 1).sum()) if "cpu_cores" in rows else 0
 
 
 def grid(rows: pd.DataFrame) -> list[dict]:

@@ -96,7 +96,7 @@ def by_optimizer(times: pd.DataFrame, spread: pd.DataFrame) -> pd.DataFrame:
 
     Added: ``low`` and ``high``, the ratio's 95% interval with the spread between processes in it
     (``processes.spread``: the widest of that kind of step, of either side), NaN where that was not measured;
-    ``sure`` is whether it leaves out 1.
+    ``sure`` is whether it leaves out 1. ``two_hosts``, whether their machines' memories differ.
     """
     main, fused = (pick(whole_steps(times, optimizer), variant="block", mode="step")
                    for optimizer in (MAIN, "fused"))
@@ -110,7 +110,8 @@ def by_optimizer(times: pd.DataFrame, spread: pd.DataFrame) -> pd.DataFrame:
     ends = [ratio_of_two_processes(before, after, share)[1:]
             for before, after, share in zip(*medians, shares, strict=True)]
     both = both.assign(**pd.DataFrame(ends, both.index, ["low", "high"]))
-    return both.assign(sure=(both["low"] > 1) | (both["high"] < 1))
+    return both.assign(sure=(both["low"] > 1) | (both["high"] < 1),
+                       two_hosts=both["ram_gib"] != both["ram_gib_after"] if "ram_gib" in both else False)
 
 
 def optimizer_phase(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:

@@ -191,14 +191,16 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
 
 
 def clocks_beside_captured(walls: pd.DataFrame) -> dict | None:
-    """Of how many profiles of a mode the SM clock was ``read`` after plain and after captured steps, and in
-    how many the medians are ``unlike``; None where in none."""
+    """Of how many profiles of a mode the SM clock was ``read`` after plain and after captured steps, in
+    ``runs`` of ``of_runs``, and in how many the medians are ``unlike``; None where in none."""
     if "sm_clock_mhz" not in walls:
         return None
     rows = walls[walls["capture"].isin(["plain", "captured"]) & (walls["phase"] == WHOLE)]
     medians = rows.groupby(["run_id", "mode", "capture"])["sm_clock_mhz"].median().unstack()
     medians = medians.reindex(columns=["plain", "captured"])
-    return pairs_of_clocks(medians["plain"], medians["captured"])
+    found = pairs_of_clocks(medians["plain"], medians["captured"])
+    runs = medians.dropna().index.unique("run_id")
+    return found and found | {"runs": len(runs), "of_runs": walls["run_id"].nunique()}
 
 
 def per_kernel(operations: pd.DataFrame, mode: str, phase: str | None = None) -> pd.DataFrame:

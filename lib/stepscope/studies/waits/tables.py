@@ -10,9 +10,10 @@ ARM = ["run_id", "arm", "phase"]
 
 
 def arm_phases(arms: pd.DataFrame, samples: pd.DataFrame, clocks: pd.DataFrame) -> pd.DataFrame:
-    """A row for each run, arm and phase: what was done, plain_ms (median GPU time without a profiler), what
-    the capture says, and who waits."""
-    plain = samples[samples["timed"]].groupby(ARM, sort=False)["time_ms"].median().rename("plain_ms")
+    """A row for each run, arm and phase: what was done, plain_ms and enqueue_ms (medians without a profiler,
+    of the GPU's time and of the host's until all is enqueued), what the capture says, and who waits."""
+    timed = samples[samples["timed"]].groupby(ARM, sort=False)[["time_ms", "enqueue_ms"]]
+    plain = timed.median().rename(columns={"time_ms": "plain_ms"})
     captured = captured_phases(clocks.assign(mode=clocks["arm"]), pd.DataFrame()).rename(
         columns={"mode": "arm"})
     return who_waits(arms.merge(plain, on=ARM).merge(captured, on=ARM, how="left"))
