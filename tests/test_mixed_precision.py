@@ -342,6 +342,9 @@ def test_a_slower_process_of_the_same_configuration_is_told(tables):
     others = tables["mixed_precision.other_times"]
     times = tables["mixed_precision.times"]
     assert not {*others["run_id"]} & {*times["run_id"]}
+    fast, slow = (table.groupby(["run_id", "size", "context_length"], observed=True)["median_ms"].sum()
+                  for table in (times, others))
+    assert all(ms >= fast.xs(key[1:], level=["size", "context_length"]).item() for key, ms in slow.items())
     told = facts(tables, "mixed-speed")["others"]
     assert len(told) == others["run_id"].nunique()
     for own in told:

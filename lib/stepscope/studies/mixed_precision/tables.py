@@ -55,11 +55,11 @@ def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
 
 
 def _quickest(store: Store, records: list[Record]) -> Record:
-    """Of runs of one configuration the one whose median steps add up to least."""
+    """Of runs of one configuration the one whose median timed steps add up to least."""
     if len(records) == 1:
         return records[0]
     samples = load_table(store, records, "samples")
-    steps = samples.groupby(["run_id", "precision", "mode", "phase"])["time_ms"].median()
+    steps = samples[samples["timed"]].groupby(["run_id", "precision", "mode", "phase"])["time_ms"].median()
     steps = steps.groupby("run_id").sum()
     return next(record for record in records if record.run_id == steps.idxmin())
 
