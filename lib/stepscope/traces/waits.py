@@ -19,7 +19,8 @@ ENOUGH = 20              # gaps that make a mean
 # What has to be the same for a capture to be of the same work.
 CONFIGURATION = ["size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
                  "optimizer", "mode", "phase"]
-TOLD = ["operations_ms", "operations", "gap_us", "deepest"]  # what a capture tells who_waits
+# What a capture tells: who waits, and in what share of its steps the queue was full.
+TOLD = ["operations_ms", "operations", "gap_us", "deepest", "full_share"]
 QUEUE = ["deepest", "queued_gaps", "queued_gap_ns"]  # what phase_clocks has of a phase for this
 
 
@@ -68,13 +69,14 @@ def captured_phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFram
         run_id, mode, phase; medians over the captured steps of operations_ms, operations and device_ms (first
         to last operation); deepest (launches pending at most, median over the steps); gap_us (mean gap
         between two operations that had both long been launched: of the phase, where it has ENOUGH of them,
-        else of the mode, else of the run, else NaN); spread (of the operations' time over the steps: largest
+        else of the mode, else of the run, else NaN); full_share (of the steps, those in which FULL_QUEUE
+        launches were pending; NaN where steps do not tell); spread (of the operations' time over the steps: largest
         less least, over the median; NaN for one step); captured_steps.
     """
     keys = ["run_id", "mode", "phase"]
     if clocks.empty:
         return pd.DataFrame(columns=[*keys, "operations_ms", "operations", "device_ms", "deepest", "gap_us",
-                                     "spread", "captured_steps"])
+                                     "full_share", "spread", "captured_steps"])
     rows = clocks[(clocks["phase"] != "outside") & (clocks["step"] >= 0)]
     rows = rows.reindex(columns=dict.fromkeys([*rows, *QUEUE])).astype(dict.fromkeys(QUEUE, float))
     steps = rows.groupby(keys, sort=False, observed=True)
@@ -82,6 +84,8 @@ def captured_phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFram
     table = pd.DataFrame({
         "operations_ms": time.median() / 1e6, "operations": steps["operations"].median(),
         "device_ms": steps["projected_ns"].median() / 1e6, "deepest": steps["deepest"].median(),
+        "full_share": (rows["deepest"] >= FULL_QUEUE).where(rows["deepest"].notna()).astype(float).groupby(
+            [rows[key] for key in keys], sort=False, observed=True).mean(),
         "queued_gaps": steps["queued_gaps"].sum(min_count=1),
         "queued_gap_ns": steps["queued_gap_ns"].sum(min_count=1),
         "spread": ((time.max() - time.min()) / time.median()).where(steps.size() > 1),
@@ -142,7 +146,7 @@ def beside_captures(plain: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame
     own = plain.reindex(columns=TOLD).astype(float)
     if len(captured):
         captured = captured.astype({"size": str}).drop_duplicates(CONFIGURATION, keep="last")
-        rows = plain[CONFIGURATION].astype({"size": str}).merge(captured[[*CONFIGURATION, *TOLD]],
-                                                                on=CONFIGURATION, how="left")
+        captured = captured.reindex(columns=[*CONFIGURATION, *TOLD])
+        rows = plain[CONFIGURATION].astype({"size": str}).merge(captured, on=CONFIGURATION, how="left")
         own = own.where(own["operations_ms"].notna(), rows[TOLD].set_axis(plain.index))
     return who_waits(plain.assign(**{column: own[column] for column in TOLD}))

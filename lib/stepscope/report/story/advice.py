@@ -19,6 +19,7 @@ from stepscope.studies.ladder.facts import (
 )
 from stepscope.studies.memory.facts_options import checkpointing
 
+NONE = pd.DataFrame()
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
 # without it; without compiling its CUDA graph goes too, without bf16 what spares casts.
 ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused": None,
@@ -33,15 +34,15 @@ def _any_unlike(change: dict) -> bool:
 
 
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
-           speedups: pd.DataFrame) -> dict | None:
+           speedups: pd.DataFrame, other_times: pd.DataFrame = NONE) -> dict | None:
     """A change a key: of the shapes where it surely helped, those where least and most (None where none did;
-    ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes differ
-    in context), the sizes where it did not surely help, each with its contexts (``idle``; a precision's also
-    of the eager steps in the study of precisions, at the contexts ``beside``; ``bf16_slower``: where bf16's
-    take longer than TF32's), and under ``without`` what the finished step takes longer where it is left out;
-    ``over``, the least that helps; ``unlike`` on a shape: both its steps' clocks are known and further apart
-    than ``clocks``; ``one_shape`` where all is of one; ``fewest`` and ``most`` processes that a ratio is the
-    median of; under ``checkpoints`` what checkpointing spares and costs, None where that was not measured."""
+    ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes
+    differ in context), the sizes where it did not surely help, each with its contexts (``idle``), and under
+    ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
+    ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``;
+    ``bf16_slower``: see :func:`_slower_than_tf32`; ``one_shape`` where all is of one; ``fewest`` and
+    ``most`` processes that a ratio is the median of; under ``checkpoints`` what checkpointing spares and
+    costs, None where that was not measured."""
     rows = rungs[(rungs["vocab_size"] == rungs["vocab_size"].min()) & (rungs["status"] == "ok")]
     pairs = [beside_the_rung_before(own) for own in by_shape(rows)]
     gained = pd.concat(pairs, ignore_index=True) if pairs else rows
@@ -51,16 +52,15 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     without = left_out(rows)
     lost = without["rows"] if without else rows.iloc[:0]
     contexts = gained["context_length"].nunique() > 1
-    alone = {precision: _idle_alone(speedups, precision) for precision in ("tf32", "bf16")}
-    found = {str(rung): _gain(own, alone.get(str(rung), []), contexts)
-             | _left_out(_without(lost, ADVISED[str(rung)]))
+    found = {str(rung): _gain(own, contexts) | _left_out(_without(lost, ADVISED[str(rung)]))
              for rung, own in gained.groupby("rung", sort=False)}
     spared: dict = checkpointing(checkpoints, runs, samples) or {} if len(checkpoints) and len(runs) else {}
     against = (spared.get("measured") or {}).get("against_none")
     return {"changes": {rung: found.get(rung) for rung in ADVISED},
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
-            "beside": _beside(alone, gained), "bf16_slower": _slower_than_tf32(speedups), "over": HELPS,
+            "bf16_slower": _slower_than_tf32(speedups, other_times), "over": HELPS,
+            "ladder_contexts": [str(one) for one in sorted(gained["context_length"].unique())],
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
@@ -71,11 +71,11 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
 
-def _gain(rows: pd.DataFrame, alone: list[dict], contexts: bool) -> dict:
-    """What one change gains on the ladder, over shapes; ``alone``: see :func:`_idle_alone`."""
+def _gain(rows: pd.DataFrame, contexts: bool) -> dict:
+    """What one change gains on the ladder, over shapes."""
     shapes = [_shape(row, "gain") for row in rows.sort_values("gain").to_dict("records")]
     helped = [shape for shape in shapes if shape["surely"]]
-    idle = [shape for shape in shapes if not shape["surely"]] + alone
+    idle = [shape for shape in shapes if not shape["surely"]]
     sizes = {shape["size"]: sorted({one["context"] for one in idle if one["size"] == shape["size"]})
              for shape in idle}
     order = [*sorted(sizes, key=lambda size: [*SIZES].index(size) if size in SIZES else len(SIZES))]
@@ -110,35 +110,25 @@ def _shape(row: dict, ratio: str) -> dict:
             "unlike": bool(row["unlike"]), "surely": bool(surely_more(row, ratio))}
 
 
-def _idle_alone(speedups: pd.DataFrame, precision: str) -> list[dict]:
-    """Shapes whose eager full step a precision does not surely make faster than fp32's."""
-    if speedups.empty:
-        return []
-    rows = pick(speedups, precision=precision, mode="step", phase=WHOLE)
-    rows = rows[(rows["change"] != "faster") | (rows["speedup"] < 1 + HELPS)]
-    return [{"size": str(row["size"]), "context": int(row["context_length"])}
-            for row in rows.to_dict("records")]
-
-
-def _slower_than_tf32(speedups: pd.DataFrame) -> list[dict]:
-    """Contexts with the sizes whose eager full step takes longer in bf16 than in TF32, by medians of one
-    process."""
-    if speedups.empty:
-        return []
-    rows = pick(speedups, mode="step", phase=WHOLE)
-    wide = rows.pivot_table(index=["context_length", "size"], columns="precision", values="median_ms",
-                            observed=True, sort=False).reindex(columns=["tf32", "bf16"]).dropna()
-    slower = wide[wide["bf16"] > wide["tf32"]].reset_index()
-    return [{"context": int(context), "sizes": [*own["size"].astype(str)]}
-            for context, own in slower.groupby("context_length")]
-
-
-def _beside(alone: dict[str, list[dict]], gained: pd.DataFrame) -> list[str]:
-    """Contexts of :func:`_idle_alone` that the ladder was not at."""
-    contexts = {shape["context"] for shapes in alone.values() for shape in shapes}
-    return [str(one) for one in sorted(contexts - set(gained["context_length"]))]
+def _slower_than_tf32(speedups: pd.DataFrame, others: pd.DataFrame) -> dict | None:
+    """Contexts with the sizes whose eager full step takes longer in bf16 than in TF32 in all its processes
+    (``always``), and at how many more shapes in some (``sometimes``); None where in none."""
+    rows = [pick(table, mode="step", phase=WHOLE) for table in (speedups, others) if len(table)]
+    if not rows:
+        return None
+    wide = pd.concat(rows).astype({"size": str}).pivot_table(
+        index=["context_length", "size", "run_id"], columns="precision", values="median_ms",
+        sort=False).reindex(columns=["tf32", "bf16"]).dropna()
+    slower = (wide["bf16"] > wide["tf32"]).groupby(["context_length", "size"], sort=False).agg(["all", "any"])
+    always = slower[slower["all"]].reset_index()
+    if not slower["any"].any():
+        return None
+    return {"always": [{"context": int(context), "sizes": sorted(own["size"], key=[*SIZES].index)}
+                       for context, own in always.groupby("context_length")],
+            "sometimes": int((slower["any"] & ~slower["all"]).sum())}
 
 
 PART = Part("What to do", questions=(
     Question("advice", advice, ("ladder.rungs",), (
-        "memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups")),))
+        "memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups",
+        "mixed_precision.other_times")),))

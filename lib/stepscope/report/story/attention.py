@@ -245,8 +245,9 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
 
     ``told``: at the longest sequence, in ``precision`` (bf16 where it was measured), the drawn ones' ``ms``
     and times ``faster`` than written out, the fastest (``top``) first; ``wide``: fp32's fastest; ``table``:
-    the fastest at each sequence, forward alone and with backward; ``order``: SDPA's kernels as ``told`` ranks
-    them, as code, and up to which head dimension the first of them ran (``order_to``; None where at all);
+    the fastest at each sequence, forward alone and with backward; ``order``: SDPA's kernels as ``told``
+    ranks them, as code, and up to which head dimension the first of them ran (``order_to``; None where at
+    all); ``top_unlike``, whether the fastest and the written-out one ran at SM clocks that differ;
     ``at_model``: see :func:`at_the_model`; ``newer``: see :func:`newer_than_sdpa`.
     """
     rows = timed(cells)
@@ -267,6 +268,7 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "sequence": int(rows["sequence"].max()), "precision": narrow,
             "told": [cell for cell in told["cells"] if cell["implementation"] in (*DRAWN, "flex")],
             "top": told["cells"][0], "wide": wide["cells"][0] if wide else None,
+            "top_unlike": _unlike(long[long["precision"] == narrow], told["cells"][0]["implementation"]),
             "fused_wins": told["cells"][0]["implementation"] not in QUADRATIC,
             "refused": implementations(refused) if wide else [],
             "table": best,
@@ -279,11 +281,18 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "skips": [] if masked is None else masked["skip"], "runs": runs_of(cells)}
 
 
+def _unlike(rows: pd.DataFrame, implementation: str) -> bool:
+    """Whether this implementation and the written-out one ran at SM clocks that differ."""
+    mhz = rows.set_index("implementation").reindex(columns=["sm_clock_mhz"])["sm_clock_mhz"].astype(float)
+    return {implementation, "eager"} <= set(mhz.index) and bool(
+        unlike_clocks(mhz[implementation], mhz["eager"]))
+
+
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
     """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of
     passes that take longer than launching them: both ``ms`` of forward and backward, and times ``faster``;
-    and so (below 1: slower) at the longest of the shorter sequences where it is ``behind``, if any; None
-    where it did not run at this head dimension."""
+    and so (below 1: slower) at the longest of the shorter sequences where it is ``behind``, if any;
+    ``clocked``, whether SM clocks were read. None where it did not run at this head dimension."""
     found = facts_generations.generations(generations) if len(generations) else None
     if found is None or "fa4" not in found["ran"]:
         return None
@@ -296,7 +305,7 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
         return None
     last, behind = faster.index[-1], faster[:-1][faster[:-1] < 1]
     return {"ms": ms["fa4"][last], "sequence": int(last), "against": others.loc[last].idxmin(),
-            "against_ms": others.loc[last].min(), "faster": faster[last],
+            "against_ms": others.loc[last].min(), "clocked": found["clocked"], "faster": faster[last],
             "behind": {"sequence": int(behind.index[-1]), "faster": behind.iloc[-1]} if len(behind) else None}
 
 

@@ -13,14 +13,12 @@ from stepscope.say.formats import NEARLY, faster, number, percent, runs_of, to
 from stepscope.say.formats import precision as written
 from stepscope.say.selections import pick, reference
 from stepscope.say.style import WIDTH_IN, use_style
-from stepscope.step.summary import borrowed_share, ratio_of_two_processes
 from stepscope.step.timing import WHOLE
 from stepscope.studies.ladder import facts as ladder_facts
 from stepscope.studies.mixed_precision import (
     facts_memory,
     facts_numerics,
     facts_operations,
-    facts_slower,
     facts_speed,
 )
 from stepscope.studies.mixed_precision.comparison import SAME
@@ -58,11 +56,9 @@ def speeds(
     ``first`` and ``last`` are the smallest and the largest size at the reference context, each with every
     precision (``all``) and with what slower processes of the same step say of the main one (``others``);
     ``energy`` what the main one saves of it (:func:`_energy`); ``slower`` the sizes and contexts that are
-    slower in the main precision; ``flat`` the sizes whose step takes as long at the shortest context as at
-    the reference one, in as far as processes tell, so that the GPU's work does not set its time (None: there
-    are none); ``trend`` why the speedup changes with the size, ``rest`` how many times as long all but
-    products takes; ``casts`` and ``no_casts`` what casts cost and
-    what is won without them.
+    slower in the main precision, by what ``slowdown`` in how many processes; ``trend`` why the speedup
+    changes with the size, ``rest`` how many times as long all but products takes; ``casts`` and ``no_casts``
+    what casts cost and what is won without them.
     """
     steps = whole_steps(speedups)
     if steps.empty:
@@ -86,17 +82,12 @@ def speeds(
             {"context": at, "sizes": list(rows["size"].astype(str))}
             for at, rows in slower.groupby("context_length")
         ],
-        "slowdown": 1 / slower["speedup"],
+        "slowdown": _slowdown(slower, told["others"], main),
         "energy": _energy(told["energy"], main),
-        "flat": _flat(
-            pick(times, status="ok", mode="step", phase=WHOLE, precision=main), context, spread, captured
-        )
-        if on_gpu
-        else None,
-        "more_operations": _more_operations(operations, operations_low, main),
+        "crowded": bool(told["crowded"] and told["crowded"]["beside"] == told["crowded"]["of"]),
         "trend": told["trend"],
         "rest": None if told["trend"] is None else 1 / told["trend"]["table"]["others"],
-        "parts": _parts(facts_operations.left(operations_low, operations, times, captured)),
+        "parts": _parts(facts_operations.left(operations_low, operations)),
         "rest_slower": told["trend"] is not None and bool((told["trend"]["table"]["others"] < 1).all()),
         "casts": cost and cost["cost"],
         "no_casts": _no_casts(rungs),
@@ -105,11 +96,22 @@ def speeds(
     }
 
 
+def _slowdown(slower: pd.DataFrame, others: list[dict], main: str) -> dict:
+    """Of steps that are slower than in fp32 how many ``times``, over all processes of the same step
+    (``processes``, the fewest), and whether several say so, all alike (``sure``)."""
+    shapes = set(zip(slower["size"].astype(str), slower["context_length"], strict=True))
+    again = [(one["size"], one["context"], 1 / own["speedup"]) for one in others for own in one["speedups"]
+             if own["precision"] == main and (one["size"], one["context"]) in shapes]
+    times = pd.Series([*(1 / slower["speedup"]), *(ratio for *_, ratio in again)], dtype=float)
+    fewest = min((1 + sum(shape == one[:2] for one in again) for shape in shapes), default=0)
+    return {"times": times, "processes": fewest, "sure": bool(fewest > 1 and (times > 1).all())}
+
+
 def _energy(energy: dict | None, main: str) -> dict | None:
     """How many times ``less`` than fp32's the energy of the largest ``size``'s step in the main precision is,
-    of those measured, if it is less."""
-    less = {} if energy is None else {one["precision"]: one["less"] for one in energy["last"]["by_precision"]}
-    return {"size": energy["last"]["size"], "less": less[main]} if energy and less.get(main, 0) > 1 else None
+    of those measured, if it is less in all of its processes (both ends)."""
+    less = {} if energy is None else {one["precision"]: one["over"] for one in energy["last"]["by_precision"]}
+    return {"size": energy["last"]["size"], "less": less[main]} if energy and min(less.get(main, [0])) > 1 else None
 
 
 def _of_size(here: pd.DataFrame, size: str, main: str, others: list[dict]) -> dict:
@@ -133,53 +135,6 @@ def _of_size(here: pd.DataFrame, size: str, main: str, others: list[dict]) -> di
 
 def _way(speedup: float) -> dict:
     return {"slower": speedup < 1, "times": 1 / speedup if speedup < 1 else speedup}
-
-
-def _flat(
-    own: pd.DataFrame, context: int, spread: pd.DataFrame, captured: pd.DataFrame
-) -> dict | None:
-    """Sizes whose step is hardly shorter (:data:`NEARLY`) at the shortest context than at the reference, two
-    processes, and which even the spread between processes lets be longer there by less than the tokens are
-    more; ``high``, by how much at most; ``captured``, whether such a
-    step was."""
-    shortest = own["context_length"].min()
-    if shortest == context:
-        return None
-    both = pick(own, context_length=shortest).merge(
-        pick(own, context_length=context), on="size", suffixes=("", "_reference")
-    )
-    interval = ["median_ms", "ci_low_ms", "ci_high_ms"]
-    sides = [both[[f"{name}_reference" for name in interval]], both[interval]]
-    shares = borrowed_share(both, spread, same_cells=False)
-    both["high"] = [
-        ratio_of_two_processes(longer, shorter, share)[2]
-        for longer, shorter, share in zip(
-            *(side.itertuples(index=False, name=None) for side in sides), shares, strict=True
-        )
-    ]
-    level = both["median_ms"] > (1 - NEARLY) * both["median_ms_reference"]
-    flat = both[level & (both["high"] < context / shortest)]
-    steps = pick(captured, mode="step", context_length=shortest) if len(captured) else captured
-    return (
-        {
-            "high": flat["high"].max(),
-            "captured": len(steps) > 0 and bool(steps["precision"].isin(own["precision"]).any()),
-            "sizes": list(flat["size"].astype(str)),
-            "shortest": shortest,
-            "context": context,
-        }
-        if len(flat)
-        else None
-    )
-
-
-def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame, main: str) -> pd.Series | None:
-    """How many times as many operations a full step launches as in fp32."""
-    if operations.empty or operations_low.empty:
-        return None
-    ratio = facts_slower.launches(pick(operations_low, precision=main)) / facts_slower.launches(operations)
-    ratio = ratio.dropna()
-    return ratio if len(ratio) and (ratio > 1).all() else None
 
 
 def _no_casts(rungs: pd.DataFrame) -> dict | None:

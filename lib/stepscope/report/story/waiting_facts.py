@@ -26,12 +26,12 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
     waits for whom and ``waited_share`` (see ``benchmark.facts.with_waits``); without the loss, and without
     those that no capture tells of."""
     tables = [pick(rows, mode="step", status="ok", device="cuda", attention="eager", optimizer="foreach")
-              for rows in (times, low) if len(rows)]
+              for rows in (low, times) if len(rows)]
     rows = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
     if rows.empty:
         return rows
     rows = rows[~rows["compile"].astype(bool) & rows["precision"].isin(["fp32", "bf16"])]
-    # The benchmark has been here first, so where both timed a configuration its times count.
+    # Where the study of precisions timed a configuration, both precisions are of one process of it.
     rows = rows.drop_duplicates([*SHAPE, "phase"]).astype({"size": str})
     if rows.empty:
         return rows
@@ -44,10 +44,11 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
           others: pd.DataFrame = NONE) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    of how many shapes in bf16 the ``quicker`` of two processes counts, and of how many of these the step
-    waits only in the other (``also``); in how many steps in bf16 it waits where it does not in the fp32 step
-    of the same process (``only_low``); and whether of each size and precision a shorter context launches
-    nearly as many operations (``as_many``)."""
+    of how many shapes the ``quicker`` of two processes counts, and how many of their steps wait only in the
+    other (``also``); how many times as many operations as in fp32 a step in bf16 launches (``more``), where
+    it waits in more steps; in how many steps in fp32 it waits in the benchmark's processes (``benchmark``,
+    ``benchmark_of``); and whether of each size and precision a shorter context launches nearly as many
+    operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -59,16 +60,20 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     phases = rows[rows["waits"] == GPU]
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
-    slower = _waited(others, captured).get("bf16", shares[:0])
-    also = [shape for shape in slower.index[slower > 0] if (*shape, "bf16") in calm]
-    together = _waited(low, captured).reindex(columns=["fp32", "bf16"])
-    only_low = int(((together["fp32"] == 0) & (together["bf16"] > 0)).sum())
+    slower, again = waited(NONE, others, captured), waited(times, NONE, captured)
+    also = [shape for shape in slower.index[slower > 0] if shape in calm]
+    count = waiting.groupby("precision").size()
+    counts = rows.groupby(SHAPE, observed=True)["operations"].sum().unstack("precision").dropna()
+    many = {"fp32", "bf16"} <= set(counts) and count.get("bf16", 0) > count.get("fp32", 0)
+    more = counts["bf16"] / counts["fp32"] if many else None
     launched = rows.groupby(SHAPE, observed=True)["operations"].sum().groupby(["size", "precision"])
     as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
         launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
             "several": len(shares) > 1, "as_many": as_many,
-            "waited": WAITED, "quicker": len(slower), "also": len(also), "only_low": only_low,
+            "waited": WAITED, "quicker": slower.index.droplevel("precision").nunique(), "also": len(also),
+            "more": more if more is not None and (more > 1).all() else None,
+            "benchmark": int((again > 0).sum()), "benchmark_of": len(again),
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}
@@ -79,13 +84,13 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
             "runs": runs_of(rows)}
 
 
-def _waited(times: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
-    """Time (ms) in which the GPU waits in a full step of a process, a row a size and context and a column a
-    precision."""
-    rows = decided(NONE, times, captured)
+def waited(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> pd.Series:
+    """Time (ms) in which the GPU waits in a full step, by size, context and precision (see
+    :func:`decided`)."""
+    rows = decided(times, low, captured)
     if rows.empty:
-        return NONE
-    return rows.groupby(SHAPE, observed=True)["waited_ms"].sum().unstack("precision")
+        return pd.Series(dtype=float, index=pd.MultiIndex.from_arrays([[]] * len(SHAPE), names=SHAPE))
+    return rows.groupby(SHAPE, observed=True)["waited_ms"].sum()
 
 
 def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame,
@@ -137,13 +142,12 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
     the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``, and
-    what a batch that fills the memory gains most (``filled``); and by how much the eager step of that shape
-    differs between runs (``hosts``)."""
+    and by how much the eager forward + backward of that shape differs between runs (``hosts``)."""
     table = remedies(compiled, kernels)
     if table.empty:
         return None
     own = table.iloc[0]
-    eager = pick(compiled, status="ok", mode="step", phase=WHOLE, variant="eager", optimizer="foreach",
+    eager = pick(compiled, status="ok", mode="forward_backward", phase=WHOLE, variant="eager",
                  **{name: own[name] for name in (*SHAPE, "attention")})["median_ms"]
     others = ladder.with_unlike(ladder.climbed(rungs)) if len(rungs) else rungs
     if len(others):  # the shapes that are alike but for their size
@@ -153,7 +157,6 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
                                      "unlike": bool(row["unlike"]),
                                      "helps": bool(row["gain"] > LITTLE)}
               for row in others.to_dict("records") if row["gain"] > 0]
-    filled = ladder.filled(rungs) if len(rungs) else None
     processes = sorted({int(row["processes"]) for row in others.to_dict("records") if row["gain"] > 0})
     return {"table": table, "processes": processes,
             "ladder_context": gained[0]["context"] if gained else None,
@@ -165,7 +168,6 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
             "graph_known": "model" in table.index,
             "helped": [one for one in gained if one["helps"]],
             "not_helped": [one for one in gained if not one["helps"]],
-            "filled": filled and filled["rows"].loc[filled["rows"]["over_small"].idxmax()].to_dict(),
             "hosts": {"low": eager.min(), "high": eager.max(), "runs": len(eager)}
             if len(eager) > 1 and eager.max() > UNLIKE * eager.min() else None,
             "runs": runs_of(table)}

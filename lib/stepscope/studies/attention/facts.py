@@ -127,7 +127,8 @@ def highest(rows: pd.DataFrame, of: str = "utilisation") -> list[dict]:
 
 def the_mask(cells: pd.DataFrame) -> dict | None:
     """``gains``: time without the mask over time with it, at the longest sequence, over d and precisions; and
-    who must ``skip`` half of the square; of how many ``pairs`` the SM ``clocks`` were read, and unlike."""
+    who must ``skip`` half of the square; of how many ``pairs`` the SM ``clocks`` were read, and
+    ``unlike``, also by implementation."""
     masked, plain = timed(cells), timed(cells, causal=False)
     both = masked.merge(plain, on=["implementation", *POINT], suffixes=("", "_plain"))
     if both.empty:
@@ -140,5 +141,9 @@ def the_mask(cells: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "sequence": longest["sequence"].max(),
             "gains": [{"implementation": name, "gain": 1 / ratio} for name, ratio in ratios.items()],
             "skip": [name for name, ratio in ratios.items() if ratio.max() < SKIPPED],
+            "unlike": [{"implementation": name, "unlike": own["unlike"], "of": own["read"]}
+                       for name, rows in mhz.groupby(longest["implementation"], sort=False)
+                       if (own := pairs_of_clocks(rows["sm_clock_mhz"], rows["sm_clock_mhz_plain"]))
+                       and own["unlike"]],
             "pairs": len(longest), "clocks": pairs_of_clocks(mhz["sm_clock_mhz"], mhz["sm_clock_mhz_plain"]),
             "runs": runs_of(cells)}

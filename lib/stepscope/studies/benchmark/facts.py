@@ -76,7 +76,7 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """In which phases the GPU waits for launches, in which the host waits on a full queue, and in which
     neither does.
 
-    ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
+    ``sometimes_full``: of how many phases the queue was full in some of the captured steps. ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
     are their sizes and contexts; of ``unsure`` ones the line that decides whether the GPU waits is within the
     median's interval; ``undecided`` phases have no capture of the same work, and without
     ``decided`` ones nothing is said.
@@ -100,6 +100,7 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
         "rows": rows, "phases": len(rows), "decided": len(rows) - int(counts.get(UNDECIDED, 0)),
         "waiting": len(waits), "full": int(counts.get(HOST, 0)), "neither": int(counts.get(NEITHER, 0)),
         "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED, "unsure": int(unsure.sum()),
+        "sometimes_full": int(rows["full_share"].between(0, 1, inclusive="neither").sum()),
         "most": waits.loc[waits["waited_share"].idxmax()].to_dict() if len(waits) else None,
         "shapes": [{"size": size, "context": context} for size, context in shapes],
         "runs": runs_of(rows)}

@@ -3,8 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
-from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import LOW, with_waits
+from stepscope.studies.mixed_precision.comparison import LOW
 from stepscope.traces.families import MATMUL
 
 CASTS = "copy and cast"  # a family, as MATMUL is
@@ -102,14 +101,13 @@ def parts(operations: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=list(PARTS), fill_value=0.0).reset_index()
 
 
-def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataFrame,
-         captured: pd.DataFrame) -> dict | None:
+def left(operations_low: pd.DataFrame, operations: pd.DataFrame) -> dict | None:
     """What of a full step in low precision faster matrix products would leave, by part and size.
 
-    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32, ``captured`` their
-    phases (``nsys.phases``). Of several contexts in low precision, the reference one. ``limit`` is
-    Amdahl's: how many times as fast the step's operations were if products cost nothing. ``rest`` are the
-    parts' shares, the most first; ``gains`` fp32's time over low precision's (None without fp32's profiles).
+    ``operations_low`` and ``operations`` are the profiles' in low precision and in fp32. Of several contexts
+    in low precision, the reference one. ``limit`` is Amdahl's: how many times as fast the step's operations
+    were if products cost nothing. ``rest`` are the parts' shares, the most first; ``gains`` fp32's time over
+    low precision's (None without fp32's profiles).
     """
     low = parts(operations_low)
     low = low[low["precision"].isin(LOW)] if len(low) else low
@@ -132,7 +130,6 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
             "products": [{"size": size, "share": share} for size, share in zip(low["size"], products)],
             "rest": [{"part": name, "shares": rest[name]} for name in order if rest[name].max() >= LITTLE],
             "gains": _gains(both) if len(both) else None,
-            "host": _waiting(times, captured, low["precision"].iloc[0], low["context_length"]),
             "table": low.assign(total=total, limit=limit),
             "runs": runs_of(compared[compared["size"].astype(str).isin(low["size"].astype(str))])}
 
@@ -140,18 +137,3 @@ def left(operations_low: pd.DataFrame, operations: pd.DataFrame, times: pd.DataF
 def _gains(both: pd.DataFrame) -> list[dict]:
     """fp32's time over low precision's by part."""
     return [{"part": name, "times": both[f"{name}_fp32"] / both[name]} for name in PARTS]
-
-
-def _waiting(times: pd.DataFrame, captured: pd.DataFrame, precision: str,
-             contexts: pd.Series) -> dict | None:
-    """Full steps of these contexts with the share of their time in which the GPU waits for launches, where it
-    is not 0; None where nothing tells."""
-    if times.empty or captured.empty:
-        return None
-    steps = pick(with_waits(times, captured), status="ok", phase=WHOLE, mode="step", precision=precision)
-    steps = steps[steps["context_length"].isin(contexts) & steps["waited_ms"].notna()]
-    if steps.empty:
-        return None
-    waiting = steps[steps["waited_ms"] > 0]
-    return {"waiting": [{"size": size, "share": share}
-                        for size, share in zip(waiting["size"], waiting["waited_share"])]}

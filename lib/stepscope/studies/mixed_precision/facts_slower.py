@@ -4,8 +4,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import SAME, with_waits
-from stepscope.studies.mixed_precision.facts_operations import parts
+from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
 from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
@@ -16,13 +15,13 @@ SCALER_TOO = "the gradient scaler, its work or its waiting, and what makes bf16'
 GPU, PROCESSOR = "the GPU's own work", "the processor's own work"
 
 
-def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
-           operations_low: pd.DataFrame, captured: pd.DataFrame, other_times: pd.DataFrame = NONE) -> dict:
+def slower(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame,
+           other_times: pd.DataFrame = NONE) -> dict:
     """Which phases, passes and steps take longer than in fp32, and why; without the loss, whose phase is a
     thousandth of a step.
 
-    ``operations`` are the profiles' in fp32 and ``operations_low`` in the others, ``captured`` the phases of
-    both (``nsys.phases``). ``cells`` are whole passes and steps, ``most`` the largest slowdown of all;
+    ``captured`` are profiles' phases (``nsys.phases``), for what no captured step of this study tells; of
+    ``told`` cells in which the GPU waits ``elsewhere`` are told by another process. ``cells`` are whole passes and steps, ``most`` the largest slowdown of all;
     ``table`` has a row for each cause and phase; ``others`` are processes that are not counted
     (``facts_speed.other_steps``) in which a full step is slower than in fp32.
     """
@@ -39,13 +38,16 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame
                       for (size, context), precisions in cells.items()],
             "others": [own for own in other_steps(other_times) if own["slower"]],
             "most": 1 / worse["speedup"].min(),
-            "optimizer_kernels": _same_kernels(operations, operations_low),
+            "optimizer_kernels": _optimizer_kernels(times),
+            "told": int((worse["cause"] == LAUNCHES).sum()),
+            "elsewhere": int(((worse["cause"] == LAUNCHES) & (worse["told_by"] != worse["run_id"])).sum())
+            if "told_by" in worse else 0,
             "scaler_extra": _scaler(rows) if on_gpu else None,
             "scaler_others": None if other_times.empty
             else _scaler(pick(other_times, mode="step", status="ok")),
-            "more_operations": _more_operations(operations, operations_low),
+            "more_operations": _more_operations(times),
             "on_gpu": on_gpu, "table": _by_cause(worse), "runs": sorted(
-                {run for table in (rows if worse.empty else worse, operations_low, other_times) if len(table)
+                {run for table in (rows if worse.empty else worse, other_times) if len(table)
                  for run in runs_of(table)})}
 
 
@@ -54,7 +56,9 @@ def with_cause(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFra
     if "cuda" not in set(times["device"]):
         return speedups.assign(cause=PROCESSOR)
     keys = ["run_id", "precision", "mode", "phase"]
-    told = with_waits(pick(times, status="ok"), captured)[[*keys, "waited_ms"]]
+    told = with_waits(pick(times, status="ok"), captured)
+    told["told_by"] = told.groupby(keys[:3])["told_by"].transform("first") if "told_by" in told else None
+    told = told[[*keys, "waited_ms", "told_by"]]
     slow = pick(speedups, precision="bf16", change="slower").set_index(["run_id", "mode", "phase"]).index
     rows = speedups.merge(told, on=keys)
     rows["bf16_too"] = pd.MultiIndex.from_frame(rows[["run_id", "mode", "phase"]]).isin(slow)
@@ -83,14 +87,16 @@ def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
         low=("ratio", "min"), high=("ratio", "max"), lost_ms=("lost", "max")).reset_index()
 
 
-def _same_kernels(operations: pd.DataFrame, operations_low: pd.DataFrame) -> pd.Series | None:
-    """The optimizer's kernels' time over fp32's in the profiles, None where that is not the same."""
-    low, base = parts(operations_low), parts(operations)
-    if low.empty or base.empty:
-        return None
-    both = low.merge(base, on=["size", "context_length"], suffixes=("", "_fp32"))
-    ratio = both["optimizer"] / both["optimizer_fp32"]
-    return None if ratio.empty or (ratio - 1).abs().max() > SAME else ratio
+def _optimizer_kernels(times: pd.DataFrame) -> list[dict]:
+    """The optimizer's operations' time over fp32's in the same captured process, by precision over runs."""
+    if "operations_ms" not in times:
+        return []
+    rows = pick(times, mode="step", phase="optimizer", status="ok")
+    wide = rows.pivot_table(index="run_id", columns="precision", values="operations_ms")
+    if BASE not in wide:
+        return []
+    return [{"precision": name, "times": ratio} for name in ("bf16", "fp16") if name in wide
+            and len(ratio := (wide[name] / wide[BASE]).dropna())]
 
 
 def _scaler(rows: pd.DataFrame) -> pd.Series | None:
@@ -101,18 +107,15 @@ def _scaler(rows: pd.DataFrame) -> pd.Series | None:
     return both["median_ms"] / both["median_ms_bf16"] - 1 if len(both) else None
 
 
-def _more_operations(operations: pd.DataFrame, operations_low: pd.DataFrame) -> dict | None:
-    """How many times as many operations as in fp32 one full step launches, over the sizes and contexts of
-    both."""
-    if operations.empty or operations_low.empty:
+def _more_operations(times: pd.DataFrame) -> dict | None:
+    """How many times as many operations as in fp32 one full step launches, by captures in one process each,
+    over sizes and contexts."""
+    if "operations" not in times:
         return None
-    precision = operations_low["precision"].iloc[0]
-    times = (launches(pick(operations_low, precision=precision)) / launches(operations)).dropna()
-    return {"precision": precision, "times": times} if len(times) else None
-
-
-def launches(operations: pd.DataFrame) -> pd.Series:
-    """Operations that one full step launches, by size and context."""
-    steps = pick(operations, mode="step")
-    counted = steps.assign(n=steps["count"] / steps["steps"])
-    return counted.groupby(["size", "context_length"], observed=True)["n"].sum()
+    steps = pick(times, mode="step", status="ok")
+    counts = steps.groupby(["run_id", "precision"])["operations"].sum(min_count=1).unstack()
+    precision = next((name for name in ("bf16", "fp16") if name in counts), None)
+    if precision is None or BASE not in counts:
+        return None
+    ratio = (counts[precision] / counts[BASE]).dropna()
+    return {"precision": precision, "times": ratio} if len(ratio) else None

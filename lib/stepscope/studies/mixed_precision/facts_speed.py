@@ -21,7 +21,8 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
     step of the smallest and largest size, ``trend`` why it changes with the size (:func:`_trend`);
     ``unlike`` what was compared at unlike clocks; ``missing`` what was not measured; ``others``, full steps
     that slower processes of the same configuration timed (``other_times``), which nothing else is of but
-    ``energy`` (see :func:`_energy`), and what of these is ``furthest`` from the quicker ones'.
+    ``energy`` (see :func:`_energy`), what of these is ``furthest`` from the quicker ones', and how they were
+    ``crowded``; ``alone_not``: see :func:`_beside_at`.
     """
     walls, (_, context) = speedups[speedups["phase"] == WHOLE], reference(speedups)
     steps = pick(walls, mode="step")
@@ -35,7 +36,8 @@ def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,
             "unlike": _unlike(walls, times),
             "trend": _trend(pick(steps, context_length=context), operations, operations_low),
             "missing": _missing(times), "walls": walls, "others": (others := other_steps(other_times)),
-            "furthest": _furthest(steps, others),
+            "furthest": _furthest(steps, others), "crowded": _crowded(times, other_times),
+            "alone_not": _beside_at(times),
             "energy": _energy([times, other_times], context),
             "step_phases": within[~within["phase"].isin([WHOLE, "loss"])],
             "runs": sorted({*runs_of(speedups), *(runs_of(other_times) if len(other_times) else ())})}
@@ -57,10 +59,33 @@ def _furthest(steps: pd.DataFrame, others: list[dict]) -> dict | None:
         "contexts": sorted({one["context"] for one in others})}
 
 
+def _crowded(times: pd.DataFrame, others: pd.DataFrame) -> dict | None:
+    """Of slower processes (``of``), how many had other runs beside them (``beside``) and how many were on
+    another host, told by its memory (``elsewhere``), than the quicker one, and how many of these had others
+    beside (``quicker_beside``); None without slower ones."""
+    if others.empty or "beside" not in times:
+        return None
+    shape = ["size", "context_length"]
+    runs = [table.drop_duplicates("run_id")[["run_id", *shape, "beside", "ram_gib"]].astype({"size": str})
+            for table in (others, times)]
+    both = runs[0].merge(runs[1], on=shape, suffixes=("", "_quicker"))
+    return {"of": len(both), "beside": int((both["beside"] > 0).sum()),
+            "elsewhere": int((both["ram_gib"] != both["ram_gib_quicker"]).sum()),
+            "quicker_beside": int((both["beside_quicker"] > 0).sum())}
+
+
+def _beside_at(times: pd.DataFrame) -> list[str]:
+    """Contexts at which every process that counts had other runs beside it, if not at all."""
+    if "beside" not in times:
+        return []
+    busy = (times["beside"] > 0).groupby(times["context_length"]).all()
+    return [str(context) for context in busy.index[busy]] if not busy.all() else []
+
+
 def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     """Energy of a full step at one context, of the processes that measured it: a row a size and precision in
     ``table``, with ``joules``, ``watts``, ``step_ms`` (kept up) and how many times less than fp32's of the
-    same process (``less``; below 1 it is ``times`` ``more``); the ``first`` and the ``last`` size's; the
+    same process (``less``; below 1 it is ``times`` ``more``; ``over`` all processes' ends of it); the ``first`` and the ``last`` size's; the
     sizes whose process is the ``slower`` of two; None where none was measured."""
     rows = pd.concat([table.assign(slower=bool(place)) for place, table in enumerate(tables)
                       if "step_energy_j" in table] or [NONE])
@@ -72,12 +97,15 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     numbers = {"joules": "step_energy_j", "watts": "kept_up_power_w", "step_ms": "kept_up_step_ms"}
     rows = rows.assign(**{name: rows[column].astype(float) for name, column in numbers.items()},
                        less=rows["run_id"].map(base).astype(float) / rows["step_energy_j"])
+    ends = rows.groupby(["size", "precision"], observed=True)["less"].agg(["min", "max"]).reset_index()
     rows = rows[rows["less"].notna()].drop_duplicates(["size", "precision"])  # the quicker process's first
     if rows.empty:
         return None
+    rows = rows.merge(ends, on=["size", "precision"])
+    rows["over"] = rows[["min", "max"]].to_numpy().tolist()
     more = rows["less"] < 1
     rows = rows.assign(more=more, times=rows["less"].where(~more, 1 / rows["less"]))
-    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less", "times", "more"]]
+    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less", "times", "more", "over"]]
     low = table[table["precision"] != BASE]
     if low.empty:
         return None
@@ -90,7 +118,7 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
 
 def other_steps(times: pd.DataFrame) -> list[dict]:
     """Full steps of slower processes of a configuration, a row a process: ``ms``, the medians by precision,
-    and their ``speedups``; ``slower``, the precisions whose is longer than fp32's."""
+    and their ``speedups``; ``slower``, the precisions whose is surely longer than fp32's."""
     if times.empty:
         return []
     steps = pick(times, phase=WHOLE, mode="step", status="ok")
@@ -101,8 +129,17 @@ def other_steps(times: pd.DataFrame) -> list[dict]:
                       "ms": [{"precision": name, "ms": ms[name]} for name in PRECISIONS if name in ms],
                       "speedups": [{"precision": name, "speedup": ms[BASE] / ms[name]} for name in PRECISIONS
                                    if name in ms and BASE in ms and name != BASE],
-                      "slower": list(ms.index[ms > (1 + SAME) * ms.get(BASE, float("inf"))])})
+                      "slower": _surely_slower(rows.set_index("precision"))})
     return found
+
+
+def _surely_slower(rows: pd.DataFrame) -> list[str]:
+    """Precisions whose median is longer than fp32's, by more than SAME and with intervals apart."""
+    if BASE not in rows.index:
+        return []
+    base = rows.loc[BASE]
+    slower = (rows["median_ms"] > (1 + SAME) * base["median_ms"]) & (rows["ci_low_ms"] > base["ci_high_ms"])
+    return list(rows.index[slower])
 
 
 def _cell(row: pd.Series) -> dict:

@@ -15,7 +15,7 @@ from stepscope.traces.waits import TOLD
 
 # Of a run, beside each row of its tables.
 RUN = ["size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer",
-       "timed_steps", "warmup_steps"]
+       "timed_steps", "warmup_steps", "beside", "ram_gib"]
 TABLES = ("cells", "health", "ceilings", "sums", "running", "steps", "norms", "reductions", "toy", "census")
 
 OF_TIMES = ("cells", "ceilings")
@@ -66,7 +66,7 @@ def _quickest(store: Store, records: list[Record]) -> Record:
 
 def _captured(store: Store, alike: Iterable[list[Record]]) -> pd.DataFrame:
     """What captured steps tell of every run's cells: its own, else those of the latest run of the same work;
-    run_id, precision, mode, phase and ``waits.TOLD``."""
+    run_id, precision, mode, phase, ``waits.TOLD`` and that run (``told_by``)."""
     parts = []
     for records in alike:
         captured = cells_captured(load_table(store, records, "clocks"))
@@ -74,8 +74,10 @@ def _captured(store: Store, alike: Iterable[list[Record]]) -> pd.DataFrame:
             latest = captured[captured["run_id"] == captured["run_id"].iloc[-1]]
             for record in records:
                 own = captured[captured["run_id"] == record.run_id]
-                parts.append((own if len(own) else latest).assign(run_id=record.run_id))
-    return pd.concat(parts, ignore_index=True)[[*PHASE, *TOLD]] if parts else pd.DataFrame(columns=PHASE)
+                parts.append((told := own if len(own) else latest).assign(run_id=record.run_id,
+                                                                          told_by=told["run_id"]))
+    columns = [*PHASE, *TOLD, "told_by"]
+    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=PHASE)
 
 
 def _compared(store: Store, done: list[Record], ceilings: pd.DataFrame, cells: pd.DataFrame,

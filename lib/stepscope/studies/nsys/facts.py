@@ -108,7 +108,8 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame) -> dict | None:
             "host_share": host_share, "measures_the_host": bool(host_share.min() < 1 - APART),
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
-            "neighbours": beside(forward), "by_clock": forward,
+            "neighbours": beside(forward), "by_clock": forward, "profiles": forward["run_id"].nunique(),
+            "turns": int(forward["took_turns"].eq(True).sum()) if "took_turns" in forward else 0,
             "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
             "runs": runs_of(forward)}
 
@@ -168,7 +169,9 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
 
     ``busy`` has by phase the share of the plain phase's GPU time in which operations run, over all profiles
     that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
-    queue in ``full``; in ``both_sides`` of the others plain steps lie on both sides of the line. ``differ``
+    queue in ``full``; in ``both_sides`` of the others plain steps lie on both sides of the line, in
+    ``sometimes_full`` the queue was full in some captured steps; ``waiting_clocked``, in how many runs in
+    which the GPU waits SM clocks were read. ``differ``
     is the most by which the captured steps' operations differ (None of one
     step). ``clocks``: see :func:`clocks_beside_captured`. ``by_phase`` has a row a profile and phase;
     ``backward`` is backward_over_forward's.
@@ -184,10 +187,18 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "both_sides": int((rows["both_sides"] & (rows["waits"] != HOST)).sum()),
+            "sometimes_full": int(rows["full_share"].between(0, 1, inclusive="neither").sum()),
+            "waiting_clocked": _waiting_clocked(rows, walls),
             "backward": backward_over_forward(operations) if len(operations) else None,
             "elsewhere": bool(rows["elsewhere"].any()), "clocks": clocks_beside_captured(walls),
             "differ": rows["spread"].max() if rows["spread"].notna().any() else None,
             "on_gpu": "cuda" in set(rows["device"]), "by_phase": rows, "runs": runs_of(rows)}
+
+
+def _waiting_clocked(rows: pd.DataFrame, walls: pd.DataFrame) -> int:
+    """Runs in which the GPU waits and SM clocks were read."""
+    read = walls.loc[walls["sm_clock_mhz"].notna(), "run_id"] if "sm_clock_mhz" in walls else []
+    return len({*rows.loc[rows["waits"] == GPU, "run_id"]} & {*read})
 
 
 def clocks_beside_captured(walls: pd.DataFrame) -> dict | None:

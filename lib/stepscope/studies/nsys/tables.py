@@ -16,7 +16,8 @@ from stepscope.traces.waits import captured_phases
 TABLES = {"operations": "operations.parquet", "clocks": "clocks", "regions": "regions",
           "timeline": "timeline.parquet", "walls": "walls", "statuses": "statuses"}
 OF_RUN = ["run_id", "size", "context_length", "batch_size", "d_model", "d_ff", "num_layers", "num_heads",
-          "vocab_size", "precision", "attention", "compile", "optimizer", "device", "tool"]
+          "vocab_size", "precision", "attention", "compile", "optimizer", "device", "tool",
+          "beside"]
 
 
 def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
@@ -31,7 +32,7 @@ def all_runs(store: Store, records: list[Record], table: str) -> pd.DataFrame:
     if table == TABLES["walls"]:
         rows = _walls(rows)
     runs = runs_frame(records)
-    known = {"attention_implementation"} & set(runs)  # not of records of before
+    known = {"attention_implementation", "took_turns"} & set(runs)  # not of records of before
     rows = rows.merge(runs[[*OF_RUN, *known]], on="run_id")
     clocks = load_table(store, records, TABLES["clocks"])
     if not clocks.empty:

@@ -2,7 +2,7 @@
 import pandas as pd
 
 from stepscope.say.formats import runs_of
-from stepscope.traces.waits import FULL_QUEUE, GPU, HOST
+from stepscope.traces.waits import FULL_QUEUE, GPU, HOST, WAITED
 
 SURELY = 1.1  # times what it has to exceed
 
@@ -16,7 +16,9 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
     say. And one whose added loads let the GPU come to so few blocks, while the host enqueues the phase as
     fast as it did without them, that more launches would be pending than the queue holds: the host has to
     wait, which ``full`` of ``must_fill`` verdicts say; ``held`` is how many times as long it took to enqueue.
-    ``slopes`` is, where the GPU had to wait in two arms, by how much the phase got longer for each ms of
+    ``over`` and ``under`` are the plain phase's times over its operations back to back where the GPU has to
+    wait and where it cannot; ``far``, whether these leave out all from half to twice the line. ``slopes`` is,
+    where the GPU had to wait in two arms, by how much the phase got longer for each ms of
     delay that was added.
     """
     rows = settled(phases[phases["phase"] != "loss"])
@@ -29,12 +31,15 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
     right = (rows["waits"] == GPU) == rows["must_wait"]
     must, cannot, fill = rows["must_wait"], rows["cannot_wait"], rows["must_fill"]
     held = (rows["enqueue_ms"] / rows["untouched_enqueue_ms"])[fill]
+    ratio = rows["plain_ms"] / rows["back_to_back_ms"]
+    far = bool(((ratio[must] > 1 + 2 * WAITED).all()) and (ratio[cannot] < 1 + WAITED / 2).all())
     slopes = pd.Series([slope for _, rows_of in rows[must].groupby(["run_id", "phase"], observed=True)
                         for slope in [slope_of(rows_of)] if slope is not None], dtype=float)
     return facts | {"must_wait": int(must.sum()), "waits": int((must & right).sum()),
                     "cannot_wait": int(cannot.sum()), "busy": int((cannot & right).sum()),
                     "must_fill": int(fill.sum()), "full": int((rows["waits"] == HOST)[fill].sum()),
-                    "held": held, "settled": int((must | cannot | fill).sum()),
+                    "held": held, "over": ratio[must], "under": ratio[cannot], "far": far, "line": WAITED,
+                    "settled": int((must | cannot | fill).sum()),
                     "slopes": slopes if len(slopes) else None}
 
 
