@@ -144,7 +144,8 @@ def _hosts(records: list[Record]) -> dict[str, str]:
     if beside := Counter(r.study for r in records if r.beside):
         turns = Counter(r.study for r in records if r.beside and r.results.get("took_turns"))
         parts = listing(f"{n} of {of_study[study]} in {study}"
-                        + (f" ({turns[study]} timed in turns, the others on their GPU idle)" if turns[study] else "")
+                        + (f" ({turns[study]} timed in turns, the others on their GPU idle)"
+                           if turns[study] else "")
                         for study, n in beside.items())
-        rows["runs with others beside them"] = f"{beside.total()} of {len(records)}: {parts}"
+        rows["runs with others beside them"] = f"at least {beside.total()} of {len(records)}: {parts}"
     return rows

@@ -65,13 +65,12 @@ def captured_phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFram
         timeline: the first captured step of every run and mode, an operation a row; where clocks lack the
             queue, it tells.
 
-    Returns:
-        run_id, mode, phase; medians over the captured steps of operations_ms, operations and device_ms (first
-        to last operation); deepest (launches pending at most, median over the steps); gap_us (mean gap
-        between two operations that had both long been launched: of the phase, where it has ENOUGH of them,
-        else of the mode, else of the run, else NaN); full_share (of the steps, those in which FULL_QUEUE
-        launches were pending; NaN where steps do not tell); spread (of the operations' time over the steps: largest
-        less least, over the median; NaN for one step); captured_steps.
+    Returns: run_id, mode, phase; medians over the captured steps of operations_ms, operations and device_ms
+    (first to last operation); deepest (launches pending at most, median over the steps); gap_us (mean gap
+    between two operations that had both long been launched: of the phase, where it has ENOUGH of them, else
+    of the mode, else of the run, else NaN); full_share (of the steps, those in which FULL_QUEUE launches
+    were pending; NaN where steps do not tell); spread (of the operations' time over the steps: largest less
+    least, over the median; NaN for one step); captured_steps.
     """
     keys = ["run_id", "mode", "phase"]
     if clocks.empty:

@@ -100,18 +100,21 @@ def _slowdown(slower: pd.DataFrame, others: list[dict], main: str) -> dict:
     """Of steps that are slower than in fp32 how many ``times``, over all processes of the same step
     (``processes``, the fewest), and whether several say so, all alike (``sure``)."""
     shapes = set(zip(slower["size"].astype(str), slower["context_length"], strict=True))
-    again = [(one["size"], one["context"], 1 / own["speedup"]) for one in others for own in one["speedups"]
-             if own["precision"] == main and (one["size"], one["context"]) in shapes]
-    times = pd.Series([*(1 / slower["speedup"]), *(ratio for *_, ratio in again)], dtype=float)
+    again = [(one["size"], one["context"], 1 / own["speedup"], main in one["slower"]) for one in others
+             if (one["size"], one["context"]) in shapes for own in one["speedups"]
+             if own["precision"] == main]
+    times = pd.Series([*(1 / slower["speedup"]), *(one[2] for one in again)], dtype=float)
     fewest = min((1 + sum(shape == one[:2] for one in again) for shape in shapes), default=0)
-    return {"times": times, "processes": fewest, "sure": bool(fewest > 1 and (times > 1).all())}
+    return {"times": times, "processes": fewest, "sure": fewest > 1 and all(one[3] for one in again)}
 
 
 def _energy(energy: dict | None, main: str) -> dict | None:
     """How many times ``less`` than fp32's the energy of the largest ``size``'s step in the main precision is,
     of those measured, if it is less in all of its processes (both ends)."""
-    less = {} if energy is None else {one["precision"]: one["over"] for one in energy["last"]["by_precision"]}
-    return {"size": energy["last"]["size"], "less": less[main]} if energy and min(less.get(main, [0])) > 1 else None
+    if energy is None:
+        return None
+    less = {one["precision"]: one["over"] for one in energy["last"]["by_precision"]}.get(main, [0.0])
+    return {"size": energy["last"]["size"], "less": less} if min(less) > 1 else None
 
 
 def _of_size(here: pd.DataFrame, size: str, main: str, others: list[dict]) -> dict:

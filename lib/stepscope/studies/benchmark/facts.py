@@ -76,10 +76,11 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
     """In which phases the GPU waits for launches, in which the host waits on a full queue, and in which
     neither does.
 
-    ``sometimes_full``: of how many phases the queue was full in some of the captured steps. ``gpu`` has the phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes``
-    are their sizes and contexts; of ``unsure`` ones the line that decides whether the GPU waits is within the
-    median's interval; ``undecided`` phases have no capture of the same work, and without
-    ``decided`` ones nothing is said.
+    ``sometimes_full``: of how many phases the queue was full in some of the captured steps. ``gpu`` has the
+    phases in which the GPU waits, each with the ``share`` of its time that is so; ``shapes`` are their sizes
+    and contexts; of ``unsure`` ones the line that decides whether the GPU waits is within the median's
+    interval; ``undecided`` phases have no capture of the same work, and without ``decided`` ones nothing is
+    said.
     """
     times = matrix(times)
     if times.empty:

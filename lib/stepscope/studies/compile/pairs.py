@@ -158,19 +158,22 @@ def marks(both: pd.DataFrame) -> dict:
     """What there is to explain beside a table of pairs: ``unchanged``, whether some did not surely change,
     ``kinds`` of unsteady samples, and how many pairs are at ``unlike`` clocks, of all; ``faster_lower``:
     whether of each of these the faster side had the lower one; ``capped``: of the slower clock's timed steps
-    the share in which the power cap held it back (None where not counted)."""
+    the share in which the power cap held it back, and ``other_capped`` the other's (None where not
+    counted)."""
     kinds = {flag.split(":")[0] for column in ("flags", "flags_after") for text in both[column]
              for flag in text.split("; ") if flag}
     unlike = both[both["unlike"]]
-    capped = pd.Series(dtype=float)
+    capped = other = pd.Series(dtype=float)
     if "power_capped_s" in both:
         shares = [unlike[f"power_capped_s{side}"] / unlike[f"watched_s{side}"] for side in ("", "_after")]
         slower = unlike["sm_clock_mhz_after"] < unlike["sm_clock_mhz"]
         # The driver's counter is read a little before and after the clock that it is divided by.
         capped = shares[1].where(slower, shares[0]).dropna().clip(upper=1)
+        other = shares[0].where(slower, shares[1]).dropna().clip(upper=1)
     lower = (unlike["sm_clock_mhz_after"] < unlike["sm_clock_mhz"]) == (unlike["speedup"] > 1)
     return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": len(unlike),
-            "faster_lower": bool(lower.all()), "pairs": len(both), "capped": capped if len(capped) else None}
+            "faster_lower": bool(lower.all()), "pairs": len(both), "capped": capped if len(capped) else None,
+            "other_capped": other if len(other) else None}
 
 
 def several_runs(both: pd.DataFrame) -> list[str]:

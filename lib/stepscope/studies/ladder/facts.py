@@ -297,16 +297,16 @@ def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
 
 
 def compile_seconds(rungs: pd.DataFrame) -> dict | None:
-    """Seconds of compiling the whole forward and its blocks, of each shape that has both; None without."""
-    rows = rungs[rungs["rung"].isin(["blocks", "graph"]) & (rungs["compile_s"] > 0)]
-    both = rows.pivot(index=SHAPE, columns="rung", values="compile_s") if len(rows) else rows
-    both = both.reindex(columns=["blocks", "graph"]).dropna()
-    return {"own": both["graph"], "blocks": both["blocks"]} if len(both) else None
+    """Seconds of compiling the whole forward and, in the same process, its blocks, of each shape that has
+    both; None without."""
+    rows = rungs[(rungs["rung"] == "graph") & (rungs["compile_s"] > 0)]
+    rows = rows.reindex(columns=["compile_s", "blocks_s"]).dropna()
+    return {"own": rows["compile_s"], "blocks": rows["blocks_s"]} if len(rows) else None
 
 
 def unlike(rows: pd.DataFrame) -> dict:
     """Of pairs, how many are at ``unlike`` clocks, in how many the later one's is ``lower``, and the lowest
-    clock of these."""
+    clock of these; ``range``, by how much processes differ at most in one rung's clock."""
     found = rows[rows["unlike"]]
     lower = found["sm_clock_mhz"] < found["sm_clock_mhz_before"]
     return {
@@ -315,6 +315,7 @@ def unlike(rows: pd.DataFrame) -> dict:
         "lower": int(lower.sum()),
         "all_lower": bool(lower.all()),
         "least_mhz": found["sm_clock_mhz"].min(),
+        "range": rows["clock_range_share"].max() if "clock_range_share" in rows else float("nan"),
     }
 
 

@@ -213,7 +213,7 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
         row["runs"] = "; ".join(own["run"])
         row |= done.drop(columns=["first"]).median(numeric_only=True).to_dict()
         row |= {column: done[column].max() for column in WORST if column in done}
-        row["compile_s"] = done.loc[done["first"], "compile_s"].max() if len(done) else math.nan
+        row |= _compiling(each, done) | {"clock_range_share": _range_share(done)}
         row["kept_up_processes"] = int(done.get("kept_up_tflops", pd.Series(dtype=float)).notna().sum())
         if len(done):
             row["throttle"] = together(done["throttle"])
@@ -236,6 +236,19 @@ def _of_shape(processes: Sequence[Process]) -> pd.DataFrame:
             row |= dict(zip(("fastest_ms", "slowest_ms"), samples.ends(name, done["run"])))
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _compiling(each: pd.DataFrame, done: pd.DataFrame) -> dict[str, float]:
+    """Seconds of the first compilation of a rung, and of blocks in the same process (``blocks_s``)."""
+    first = done[done["first"]] if len(done) else done
+    blocks = each[(each["rung"] == "blocks") & each["run"].isin(first["run"])]
+    return {"compile_s": first["compile_s"].max(), "blocks_s": blocks["compile_s"].max()}
+
+
+def _range_share(done: pd.DataFrame) -> float:
+    """By how much the least of several processes' SM clocks is below the highest; NaN of one."""
+    mhz = done["sm_clock_mhz"].dropna() if "sm_clock_mhz" in done else done
+    return 1 - mhz.min() / mhz.max() if len(mhz) > 1 else math.nan
 
 
 def _one_change(previous: str, own: str, lacking: set[str]) -> bool:

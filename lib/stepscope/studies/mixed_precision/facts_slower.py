@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
+from stepscope.studies.mixed_precision.comparison import BASE, with_waits
 from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
@@ -21,9 +21,10 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame,
     thousandth of a step.
 
     ``captured`` are profiles' phases (``nsys.phases``), for what no captured step of this study tells; of
-    ``told`` cells in which the GPU waits ``elsewhere`` are told by another process. ``cells`` are whole passes and steps, ``most`` the largest slowdown of all;
-    ``table`` has a row for each cause and phase; ``others`` are processes that are not counted
-    (``facts_speed.other_steps``) in which a full step is slower than in fp32.
+    ``told`` cells in which the GPU waits ``elsewhere`` are told by another process. ``cells`` are whole
+    passes and steps, ``most`` the largest slowdown of all; ``table`` has a row for each cause and phase;
+    ``others`` are processes that are not counted (``facts_speed.other_steps``) in which a full step is
+    slower than in fp32.
     """
     rows = with_cause(speedups[speedups["phase"] != "loss"], times, captured)
     worse = rows[rows["change"] == "slower"]

@@ -85,8 +85,9 @@ def _beside_at(times: pd.DataFrame) -> list[str]:
 def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     """Energy of a full step at one context, of the processes that measured it: a row a size and precision in
     ``table``, with ``joules``, ``watts``, ``step_ms`` (kept up) and how many times less than fp32's of the
-    same process (``less``; below 1 it is ``times`` ``more``; ``over`` all processes' ends of it); the ``first`` and the ``last`` size's; the
-    sizes whose process is the ``slower`` of two; None where none was measured."""
+    same process (``less``; below 1 it is ``times`` ``more``; ``over`` all processes' ends of it); the
+    ``first`` and the ``last`` size's; the sizes whose process is the ``slower`` of two; None where none was
+    measured."""
     rows = pd.concat([table.assign(slower=bool(place)) for place, table in enumerate(tables)
                       if "step_energy_j" in table] or [NONE])
     if rows.empty:
@@ -105,7 +106,7 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     rows["over"] = rows[["min", "max"]].to_numpy().tolist()
     more = rows["less"] < 1
     rows = rows.assign(more=more, times=rows["less"].where(~more, 1 / rows["less"]))
-    table = by_size(rows)[["size", "precision", "joules", "watts", "step_ms", "less", "times", "more", "over"]]
+    table = by_size(rows)[["size", "precision", *numbers, "less", "times", "more", "over"]]
     low = table[table["precision"] != BASE]
     if low.empty:
         return None

@@ -109,7 +109,8 @@ def forward_total(clocks: pd.DataFrame, walls: pd.DataFrame) -> dict | None:
             "host_does_the_work": bool((host_share - 1).abs().max() < AGREE),
             "slowdown": cost_of_profiling(table) if table["slowdown"].notna().any() else None,
             "neighbours": beside(forward), "by_clock": forward, "profiles": forward["run_id"].nunique(),
-            "turns": int(forward["took_turns"].eq(True).sum()) if "took_turns" in forward else 0,
+            "turns": clocks.loc[clocks["took_turns"].eq(True), "run_id"].nunique()
+            if "took_turns" in clocks else 0,
             "slowdowns": states(table, "ms"), "spreads": states(table, "spread"),
             "runs": runs_of(forward)}
 

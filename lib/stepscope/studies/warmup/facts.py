@@ -150,7 +150,8 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
     undoing it afterwards shows; ``by_phase``, by how much each phase of a first step is longer than a
     steady one, over contexts; and ``all_ms``, by how much the first full step of each process is.
 
-    ``processes``: how many of each size ``beyond_ms`` is the median of. ``once`` compares with
+    ``processes``: how many of each size ``beyond_ms`` is the median of; ``others_ms``: of full steps of the
+    same sizes and contexts in other studies' processes (None without). ``once`` compares with
     processes in which a one-layer model had run, None where there are none.
     """
     plain = costs[~costs["profile"].astype(bool) & ~costs["one_layer_first"].astype(bool)]
@@ -168,6 +169,7 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
             "processes": sorted(set(plain[plain["part"] == BEYOND].groupby(SHAPE, observed=True)["run_id"]
                                     .nunique())),
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
+            "others_ms": _in_other_studies(steps, plain),
             "within": [{"part": part, "ms": by_part[part]} for part in within],
             "once": once, "by_part": by_part.drop(columns="not told apart"),
             "purposes": purposes_of(calls) if len(calls) else None,
@@ -175,6 +177,17 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
             "all_ms": pick(steps, step=0, phase=WHOLE, mode="step")["extra_ms"] if len(steps) else None,
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
+
+
+def _in_other_studies(steps: pd.DataFrame, plain: pd.DataFrame) -> pd.Series | None:
+    """By how much (ms) the first full step is longer than a steady one in processes of other studies, of the
+    sizes and contexts of ``plain``; None without such."""
+    if steps.empty:
+        return None
+    rows = pick(steps, step=0, phase=WHOLE, mode="step")
+    rows = rows[(rows["study"] != "warmup") & rows["context_length"].isin(plain["context_length"])
+                & rows["size"].astype(str).isin(plain["size"].astype(str))]
+    return rows["extra_ms"] if len(rows) else None
 
 
 def extra_by_phase(steps: pd.DataFrame) -> pd.DataFrame:
