@@ -19,7 +19,8 @@ def times():
 
 
 def given(**replaced):
-    names = ("memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups", "ladder.curves")
+    names = ("memory.checkpoints", "memory.runs", "memory.samples", "mixed_precision.speedups",
+             "mixed_precision.other_times", "ladder.curves")
     empty = {name: pd.DataFrame() for name in names}
     return empty | {"ladder.rungs": pd.DataFrame(), "benchmark.times": pd.DataFrame()} | replaced
 
@@ -154,14 +155,19 @@ def test_advice_says_from_how_many_processes(rungs):
     assert not advice.advice(one, *[pd.DataFrame()] * 4)["alike"]
 
 
-def test_where_a_precision_alone_makes_no_step_faster_is_said(rungs):
-    speedups = tables("mixed_precision")["speedups"]
-    found = advice.advice(rungs, *[pd.DataFrame()] * 3, speedups)
-    steps = speedups[(speedups["mode"] == "step") & (speedups["phase"] == "step")
-                     & (speedups["precision"] == "bf16") & (speedups["speedup"] < 1 + first.HELPS)]
-    told = {(one["size"], context) for one in found["changes"]["bf16"]["idle"] for context in one["contexts"]}
-    assert {(str(row.size_), str(row.context_length))
-            for row in steps.rename(columns={"size": "size_"}).itertuples()} <= told
+def test_bf16_slower_than_tf32_is_said_where_every_process_says_so(rungs):
+    mixed = tables("mixed_precision")
+    found = advice.advice(rungs, *[pd.DataFrame()] * 3, mixed["speedups"], mixed["other_times"])["bf16_slower"]
+    steps = [table[(table["mode"] == "step") & (table["phase"] == "step")].astype({"size": str}).set_index(
+        ["size", "context_length", "run_id", "precision"])["median_ms"].unstack()
+        for table in (mixed["speedups"], mixed["other_times"])]
+    slower = pd.concat(steps)[["tf32", "bf16"]].dropna().diff(axis=1)["bf16"] > 0
+    by_shape = slower.groupby(["size", "context_length"])
+    always = by_shape.all()
+    assert {(size, one["context"]) for one in found["always"] for size in one["sizes"]} == {*always.index[always]}
+    assert found["sometimes"] == (by_shape.any() & ~always).sum()
+    alone = advice.advice(rungs, *[pd.DataFrame()] * 3, mixed["speedups"])["bf16_slower"]
+    assert alone["sometimes"] == 0 and advice.advice(rungs, *[pd.DataFrame()] * 4)["bf16_slower"] is None
 
 
 def test_a_sweep_of_ones_own_is_told_by_what_it_varied(times):
@@ -227,15 +233,3 @@ def test_where_nothing_was_varied_or_a_ladder_says_more_nothing_is_compared(time
     assert first.compared(times[times["optimizer"] == "foreach"], pd.DataFrame()) is None
     assert first.compared(times, rungs) is None
     assert tell(first.PART, given()) == [] and tell(advice.PART, given()) == []
-
-
-def test_a_precision_is_no_sure_gain_where_its_interval_does_not_tell(rungs):
-    speedups = tables("mixed_precision")["speedups"]
-    cell = ((speedups["size"].astype(str) == "xl") & (speedups["context_length"] == 128) & (speedups["mode"] == "step")
-            & (speedups["phase"] == "step") & (speedups["precision"] == "tf32"))
-    for change, told in (("none", True), ("faster", False)):
-        other = speedups.assign(change=speedups["change"].mask(cell, change), speedup=speedups["speedup"].mask(cell, 1.2))
-        found = advice.advice(rungs, *[pd.DataFrame()] * 3, other)
-        idle = {one["size"]: one["contexts"] for one in found["changes"]["tf32"]["idle"]}
-        assert ("128" in idle.get("xl", [])) is told
-        assert "128" in found["beside"] and not set(found["beside"]) & {"512", "1024"}

@@ -7,6 +7,7 @@ from stepscope.report.story.part import tell
 from stepscope.report.story.precision import (
     PART,
     _parts,
+    _slowdown,
     draw_map,
     map_title,
     memory,
@@ -26,11 +27,10 @@ def mixed():
     return tables("mixed_precision")
 
 
-def facts_of(mixed, speedups=None, nsys=None, rungs=NOTHING, spread=NOTHING):
+def facts_of(mixed, speedups=None, nsys=None, rungs=NOTHING):
     nsys = nsys or {}
-    captures = [nsys.get(name, NOTHING) for name in ("operations", "operations_low", "phases", "casts")]
-    return speeds(mixed["speedups"] if speedups is None else speedups, mixed["times"], *captures, rungs,
-                  spread)
+    captures = [nsys.get(name, NOTHING) for name in ("operations", "operations_low", "casts")]
+    return speeds(mixed["speedups"] if speedups is None else speedups, mixed["times"], *captures, rungs)
 
 
 def given(mixed, **replaced):
@@ -47,24 +47,26 @@ def step_ms(mixed, **cell):
     return float(rows["median_ms"].iloc[0])
 
 
-def test_ratios_are_of_the_medians_and_flat_steps_are_those_that_a_short_context_does_not_shorten(mixed):
-    spread = tables("processes")["spread"].assign(between_share=0.1)
-    found = facts_of(mixed, spread=spread)
-    own = {"size": "2.7B", "context_length": 512}
+def test_ratios_are_of_the_medians(mixed):
+    found, own = facts_of(mixed), {"size": "2.7B", "context_length": 512}
     for one in found["last"]["all"]:
         assert one["times"] == pytest.approx(step_ms(mixed, precision="fp32", **own)
                                              / step_ms(mixed, precision=one["precision"], **own))
     assert [one["precision"] for one in found["last"]["all"]] == ["bf16", "tf32", "fp16"]
-    flat = [size for size in ("small", "medium", "large", "xl", "2.7B")
-            if step_ms(mixed, precision="bf16", size=size, context_length=128)
-            > 0.95 * step_ms(mixed, precision="bf16", size=size, context_length=512)]
-    assert flat and found["flat"]["sizes"] == flat and found["flat"]["high"] < 4
-    assert not found["flat"]["captured"]
-    captured = pd.DataFrame({"mode": ["step"], "context_length": [128], "precision": ["bf16"]})
-    told = speeds(mixed["speedups"], mixed["times"], NOTHING, NOTHING, captured, NOTHING, NOTHING, spread)
-    assert told["flat"]["captured"]
-    # What two processes may differ by says nothing of the context.
-    assert facts_of(mixed)["flat"] is facts_of(mixed, spread=spread.assign(between_share=1.0))["flat"] is None
+
+
+def test_how_much_slower_is_over_all_processes_and_sure_where_all_say_so(mixed):
+    slower = mixed["speedups"].query("change == 'slower' and mode == 'step' and phase == 'step'")
+    slower = slower[slower["precision"] == "bf16"].head(1)
+    shape = {"size": str(slower["size"].iloc[0]), "context": slower["context_length"].iloc[0]}
+
+    def told(speedup, sure):
+        other = shape | {"speedups": [{"precision": "bf16", "speedup": speedup}], "slower": ["bf16"] if sure else []}
+        return _slowdown(slower, [other, other | {"size": "none"}], "bf16")
+
+    assert told(0.5, True)["times"].tolist() == pytest.approx([1 / slower["speedup"].iloc[0], 2])
+    assert told(0.5, True)["sure"] and told(0.5, True)["processes"] == 2
+    assert not told(0.97, False)["sure"] and not _slowdown(slower, [], "bf16")["sure"]
 
 
 def test_why_a_larger_model_gains_more_is_of_the_captures(mixed):
@@ -112,7 +114,7 @@ def test_numbers_are_those_of_the_gradients_and_training_needs_its_curves(mixed)
 
 def test_without_records_nothing_is_said(mixed):
     assert tell(PART, dict.fromkeys(given(mixed), NOTHING)) == []
-    assert speeds(mixed["speedups"].iloc[:0], mixed["times"], *[NOTHING] * 6) is None
+    assert speeds(mixed["speedups"].iloc[:0], mixed["times"], *[NOTHING] * 4) is None
     assert draw_map(mixed["speedups"].iloc[:0], "here") is None
     for size in ("small", "2.7B"):  # one size at one context has no trend and no map of several
         one = {name: table[(table["size"].astype(str) == size) & (table["context_length"] == 512)]
@@ -132,16 +134,16 @@ def test_casts_explain_the_rest_only_where_they_cost_more_than_it_saves():
 
 def test_both_processes_of_one_step_are_told(mixed):
     """The quickest is the headline; what a slower process says of the same step stands beside it."""
-    told = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6, mixed["other_times"])
+    told = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 4, mixed["other_times"])
     slower = mixed["other_times"].query("mode == 'step' and phase == 'step' and context_length == 512")
     ms = slower[slower["size"].astype(str) == "small"].set_index("precision")["median_ms"]
     [other] = told["first"]["others"]
     times = ms["bf16"] / ms["fp32"]
     assert other["slower"] == (times > 1) and other["times"] == pytest.approx(max(times, 1 / times))
     of_small = mixed["other_times"][mixed["other_times"]["size"].astype(str) == "small"]
-    told_of_small = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6, of_small)
+    told_of_small = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 4, of_small)
     assert told_of_small["last"]["others"] == [] and told_of_small["first"]["others"] == [other]
-    alone = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 6)
+    alone = speeds(mixed["speedups"], mixed["times"], *[NOTHING] * 4)
     assert alone["first"]["others"] == [] and alone["first"]["main"] == told["first"]["main"]
     texts = [next(one for one in tell(PART, given(mixed, other_times=others)) if one.key == "precision-speed").text
              for others in (mixed["other_times"], NOTHING)]

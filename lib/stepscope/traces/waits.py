@@ -91,6 +91,8 @@ def captured_phases(clocks: pd.DataFrame, timeline: pd.DataFrame) -> pd.DataFram
         "captured_steps": steps.size()})
     if table["deepest"].isna().any() and len(timeline):
         table = table.fillna(_of_timeline(timeline, keys))
+    one_step = (table["deepest"] >= FULL_QUEUE).where(table["deepest"].notna()).astype(float)
+    table["full_share"] = table["full_share"].fillna(one_step)
     sums = table[["queued_gap_ns", "queued_gaps"]]
     gap = pd.Series(np.nan, index=table.index)
     for level in (keys, keys[:2], keys[:1]):

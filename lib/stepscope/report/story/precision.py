@@ -45,10 +45,8 @@ def speeds(
     times: pd.DataFrame,
     operations: pd.DataFrame,
     operations_low: pd.DataFrame,
-    captured: pd.DataFrame,
     casts: pd.DataFrame,
     rungs: pd.DataFrame,
-    spread: pd.DataFrame,
     other_times: pd.DataFrame | None = None,
 ) -> dict | None:
     """How many times faster than fp32's a full step is, and why.
@@ -375,10 +373,8 @@ PART = Part(
             (
                 "nsys.operations",
                 "nsys.operations_low",
-                "nsys.phases",
                 "nsys.casts",
                 RUNGS,
-                "processes.spread",
                 "mixed_precision.other_times",
             ),
             printed={"trend": trend_table},

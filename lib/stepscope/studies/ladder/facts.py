@@ -309,13 +309,14 @@ def unlike(rows: pd.DataFrame) -> dict:
     clock of these; ``range``, by how much processes differ at most in one rung's clock."""
     found = rows[rows["unlike"]]
     lower = found["sm_clock_mhz"] < found["sm_clock_mhz_before"]
+    most = rows["clock_range_share"].max() if "clock_range_share" in rows else math.nan
     return {
         "pairs": len(rows),
         "unlike": len(found),
         "lower": int(lower.sum()),
         "all_lower": bool(lower.all()),
         "least_mhz": found["sm_clock_mhz"].min(),
-        "range": rows["clock_range_share"].max() if "clock_range_share" in rows else float("nan"),
+        "range": None if math.isnan(most) else most,
     }
 
 

@@ -113,8 +113,8 @@ def _energy(tables: list[pd.DataFrame], context: int) -> dict | None:
     of_size = [{"size": str(size), "by_precision": own.to_dict("records")}
                for size, own in low.groupby("size", observed=True, sort=False)]
     slower = list(dict.fromkeys(rows.loc[rows["slower"], "size"].astype(str)))
-    return {"table": table, "slower": slower, "first": of_size[0], "last": of_size[-1],
-            "several": len(of_size) > 1}
+    return {"table": table, "slower": slower, "first_slower": of_size[0]["size"] in slower,
+            "first": of_size[0], "last": of_size[-1], "several": len(of_size) > 1}
 
 
 def other_steps(times: pd.DataFrame) -> list[dict]:
