@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, with_waits
+from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
 from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
@@ -89,15 +89,17 @@ def _by_cause(worse: pd.DataFrame) -> pd.DataFrame:
 
 
 def _optimizer_kernels(times: pd.DataFrame) -> list[dict]:
-    """The optimizer's operations' time over fp32's in the same captured process, by precision over runs."""
+    """The optimizer's operations' time over fp32's in the same captured process, by precision over runs;
+    empty where bf16's is not fp32's (within SAME)."""
     if "operations_ms" not in times:
         return []
     rows = pick(times, mode="step", phase="optimizer", status="ok")
     wide = rows.pivot_table(index="run_id", columns="precision", values="operations_ms")
     if BASE not in wide:
         return []
-    return [{"precision": name, "times": ratio} for name in ("bf16", "fp16") if name in wide
-            and len(ratio := (wide[name] / wide[BASE]).dropna())]
+    found = [{"precision": name, "times": ratio} for name in ("bf16", "fp16") if name in wide
+             and len(ratio := (wide[name] / wide[BASE]).dropna())]
+    return found if found and (found[0]["times"] - 1).abs().max() <= SAME else []
 
 
 def _scaler(rows: pd.DataFrame) -> pd.Series | None:
