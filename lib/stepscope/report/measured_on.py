@@ -90,7 +90,7 @@ def machine(data: Data) -> dict[str, str]:
     if on_gpu:
         rows |= _clocks(data.tables)
         busy = sum(bool(r.gpu_before.get("other_processes")) for r in records)
-        rows["other processes on the GPU"] = f"in {busy} of {len(records)} runs"
+        rows["other processes on the GPU"] = f"seen at the start of {busy} of {len(records)} runs"
     return rows | _hosts(records)
 
 
@@ -116,8 +116,9 @@ def _dates(records: list[Record]) -> str:
 def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     """The SM clock that was read after each timed step, over every table of timed cells."""
     columns = ["sm_clock_mhz", "sm_clock_least_mhz"]
-    cells = [table.loc[table["phase"] == WHOLE, columns].dropna() for table in tables.values()
-             if {"phase", *columns} <= set(table)]
+    named = {name: rows for name, table in tables.items() if {"phase", *columns} <= set(table)
+             and len(rows := table.loc[table["phase"] == WHOLE, columns].dropna())}
+    cells, studies = [*named.values()], [*dict.fromkeys(name.split(".")[0] for name in named)]
     clocks = pd.concat(cells, ignore_index=True) if cells else pd.DataFrame()
     if clocks.empty:
         return {}
@@ -126,7 +127,7 @@ def _clocks(tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     least = f", the least single reading {clocks['sm_clock_least_mhz'].min():,.0f} MHz" if held else ""
     return {"SM clock after timed steps": f"{full:,.0f} MHz; a reading lower by over {UNLIKE_CLOCKS:.1%} in"
                                           f" {held} of {len(clocks)} timed cells{least}"
-                                          " (those of ladder and attention: there)"}
+                                          f" of {listing(studies)} (others: on their pages)"}
 
 
 def _hosts(records: list[Record]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from stepscope.studies.ladder.facts import (
     surely_more,
 )
 from stepscope.studies.memory.facts_options import checkpointing
+from stepscope.studies.mixed_precision.facts_speed import other_steps
 
 NONE = pd.DataFrame()
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
@@ -60,6 +61,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "one_shape": len(gained[["size", "context_length"]].drop_duplicates()) == 1
             and not any(len(change["idle"]) and change["most"] for change in found.values()),
             "bf16_slower": _slower_than_tf32(speedups, other_times), "over": HELPS,
+            "tf32_idle": _tf32_idle(speedups, other_times, set(gained["context_length"])),
             "ladder_contexts": [str(one) for one in sorted(gained["context_length"].unique())],
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
@@ -108,6 +110,20 @@ def _shape(row: dict, ratio: str) -> dict:
     """A shape with a ratio of times within a process, and whether that is surely above 1."""
     return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
             "unlike": bool(row["unlike"]), "surely": bool(surely_more(row, ratio))}
+
+
+def _tf32_idle(speedups: pd.DataFrame, others: pd.DataFrame, contexts: set[int]) -> list[dict]:
+    """Contexts that the ladder was not at (not in ``contexts``), with the sizes whose eager full step TF32
+    does not surely make faster than fp32's in each of its processes, by more than HELPS."""
+    if speedups.empty:
+        return []
+    rows = pick(speedups, precision="tf32", mode="step", phase=WHOLE)
+    idle = rows[(rows["change"] != "faster") | (rows["speedup"] < 1 + HELPS)]
+    shapes = {*zip(idle["context_length"], idle["size"].astype(str), strict=True)}
+    shapes |= {(one["context"], one["size"]) for one in other_steps(others) for own in one["speedups"]
+               if own["precision"] == "tf32" and own["speedup"] < 1 + HELPS}
+    return [{"context": context, "sizes": sizes} for context in sorted({at for at, _ in shapes} - contexts)
+            if (sizes := sorted((size for at, size in shapes if at == context), key=[*SIZES].index))]
 
 
 def _slower_than_tf32(speedups: pd.DataFrame, others: pd.DataFrame) -> dict | None:

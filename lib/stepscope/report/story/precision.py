@@ -95,13 +95,13 @@ def speeds(
 
 
 def _slowdown(slower: pd.DataFrame, others: list[dict], main: str) -> dict:
-    """Of steps that are slower than in fp32 how many ``times``, over all processes of the same step
-    (``processes``, the fewest), and whether several say so, all alike (``sure``)."""
+    """Of steps that are slower than in fp32 how many ``times``, over all processes that surely say so, of as
+    many as there are (``processes``, the fewest), and whether several say so, all alike (``sure``)."""
     shapes = set(zip(slower["size"].astype(str), slower["context_length"], strict=True))
     again = [(one["size"], one["context"], 1 / own["speedup"], main in one["slower"]) for one in others
              if (one["size"], one["context"]) in shapes for own in one["speedups"]
              if own["precision"] == main]
-    times = pd.Series([*(1 / slower["speedup"]), *(one[2] for one in again)], dtype=float)
+    times = pd.Series([*(1 / slower["speedup"]), *(one[2] for one in again if one[3])], dtype=float)
     fewest = min((1 + sum(shape == one[:2] for one in again) for shape in shapes), default=0)
     return {"times": times, "processes": fewest, "sure": fewest > 1 and all(one[3] for one in again)}
 

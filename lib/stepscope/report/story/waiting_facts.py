@@ -43,12 +43,12 @@ def decided(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> p
 def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
           others: pd.DataFrame = NONE) -> dict | None:
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
-    (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``;
-    of how many shapes the ``quicker`` of two processes counts, and how many of their steps wait only in the
-    other (``also``); how many times as many operations as in fp32 a step in bf16 launches (``more``), where
-    it waits in more steps; in how many steps in fp32 it waits in the benchmark's processes (``benchmark``,
-    ``benchmark_of``); and whether of each size and precision a shorter context launches nearly as many
-    operations (``as_many``)."""
+    (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``,
+    of steady samples if there are any; of how many shapes the ``quicker`` of two processes counts, and how
+    many of their steps wait only in the other (``also``, of ``slower_of``); how many times as many operations
+    as in fp32 a step in bf16 launches (``more``), where it waits in more steps; in how many steps in fp32 it
+    waits in the benchmark's processes (``benchmark``, ``benchmark_of``, ``benchmark_most`` of a step); and
+    whether of each size and precision a shorter context launches nearly as many operations (``as_many``)."""
     rows = decided(times, low, captured)
     if rows.empty:
         return None
@@ -58,9 +58,13 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     shapes = [{"size": size, "context": context, "precision": precision, "share": share}
               for (size, context, precision), share in waiting.items()]
     phases = rows[rows["waits"] == GPU]
+    steady = phases[phases["flags"].fillna("") == ""] if "flags" in phases else phases
+    phases = steady if len(steady) else phases
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
     slower, again = waited(NONE, others, captured), waited(times, NONE, captured)
+    step_ms = decided(times, NONE, captured)
+    step_ms = step_ms.groupby(SHAPE, observed=True)["plain_ms"].sum() if len(step_ms) else again
     also = [shape for shape in slower.index[slower > 0] if shape in calm]
     count = waiting.groupby("precision").size()
     counts = rows.groupby(SHAPE, observed=True)["operations"].sum().unstack("precision").dropna()
@@ -74,6 +78,8 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
             "waited": WAITED, "quicker": slower.index.droplevel("precision").nunique(), "also": len(also),
             "more": more if more is not None and (more > 1).all() else None,
             "benchmark": int((again > 0).sum()), "benchmark_of": len(again),
+            "benchmark_most": (again / step_ms).max() if (again > 0).any() else None,
+            "slower_of": len(slower),
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}

@@ -27,7 +27,8 @@ def head(cells: pd.DataFrame) -> int:
 
 
 def clocks(rows: pd.DataFrame) -> dict | None:
-    """SM clocks after the last timed pass of these cells: read of how many ``cells`` of them ``of``;
+    """SM clocks after the last timed pass of these cells: read of how many ``cells`` of them ``of``
+    (``all_read``: of all);
     ``held``, how many were unlike (``unlike_clocks``) the highest, ``full_mhz``, by precision
     with the clocks and the shortest sequence; None where no clock was read."""
     known = rows[rows["sm_clock_mhz"].notna()] if "sm_clock_mhz" in rows else rows.iloc[:0]
@@ -35,7 +36,8 @@ def clocks(rows: pd.DataFrame) -> dict | None:
         return None
     full_mhz = known["sm_clock_mhz"].max()
     held = known[unlike_clocks(known["sm_clock_mhz"], full_mhz)]
-    return {"cells": len(known), "of": len(rows), "full_mhz": full_mhz, "held": len(held),
+    return {"cells": len(known), "of": len(rows), "all_read": len(known) == len(rows),
+            "full_mhz": full_mhz, "held": len(held),
             "by_precision": [{"precision": p, "cells": len(own), "mhz": own["sm_clock_mhz"],
                               "from": int(own["sequence"].min())}
                              for p in precisions(held) for own in [held[held["precision"] == p]]]}

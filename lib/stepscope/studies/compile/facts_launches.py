@@ -69,11 +69,11 @@ def graphed(times: pd.DataFrame) -> dict | None:
     if pairs.empty:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
+    named = pairs["size"].astype(str) + pairs["host"].map(lambda host: f" (host: {host})" if host else "")
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
             "elsewhere": _quicker_elsewhere(times, pairs),
             "precisions": precisions(pairs),
-            "sizes": list(dict.fromkeys(pairs["size"].astype(str) + pairs["host"].map(
-                lambda host: f" (on the host of {host})" if host else ""))),
+            "sizes": list(dict.fromkeys(named.sort_values(key=lambda names: ~names.str.contains("host")))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
 
 
@@ -146,7 +146,7 @@ def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
 
 def cost(times: pd.DataFrame) -> dict | None:
     """Seconds of compiling, graphs and graph breaks; ``blocks`` by whether they came ``first`` in their
-    process; ``alone_slower``: see :func:`_alone_slower`; and the ``whole`` forward as one graph against
+    process; and the ``whole`` forward as one graph against
     blocks (None where it was not run)."""
     seconds = compile_seconds(times)
     if seconds.empty:
@@ -154,7 +154,7 @@ def cost(times: pd.DataFrame) -> dict | None:
     blocks = seconds[seconds["variant"] == "block"]
     by_first = [(first, rows) for first in (True, False) if len(rows := blocks[blocks["first"] == first])]
     whole = whole_forward(beside(times, "block", "model"), seconds)
-    return {"seconds": seconds, "neighbours": runs_beside(seconds), "alone_slower": _alone_slower(blocks),
+    return {"seconds": seconds, "neighbours": runs_beside(seconds),
             "cached": int(seconds["cached_graphs"].sum()), "breaks": int(seconds["graph_breaks"].sum()),
             "graphs": blocks["graphs"] if len(blocks) else None,
             "two_graphs": bool((blocks["graphs"] == 2).all()), "whole": whole,
@@ -162,13 +162,6 @@ def cost(times: pd.DataFrame) -> dict | None:
                         "attentions": [name for name in ATTENTIONS if name in set(rows["attention"])]}
                        for first, rows in by_first],
             "runs": runs_of(seconds)}
-
-
-def _alone_slower(blocks: pd.DataFrame) -> bool:
-    """Whether blocks that came first took longest in the runs that had no others beside them."""
-    first = blocks[blocks["first"]]
-    alone, others = (first.loc[mask, "training_s"] for mask in (first["beside"] == 0, first["beside"] > 0))
-    return bool(len(alone) and len(others) and alone.min() > others.max())
 
 
 def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:

@@ -37,7 +37,9 @@ def slower(speedups: pd.DataFrame, times: pd.DataFrame, captured: pd.DataFrame,
             "phases": len(worse) - len(whole), "phases_compared": len(rows) - compared,
             "cells": [{"size": size, "context": context, "precisions": precisions}
                       for (size, context), precisions in cells.items()],
-            "others": [own for own in other_steps(other_times) if own["slower"]],
+            "others": (others := [own for own in other_steps(other_times) if own["slower"]]),
+            "others_most": max((1 / one["speedup"] for own in others for one in own["speedups"]
+                                if one["precision"] in own["slower"]), default=None),
             "most": 1 / worse["speedup"].min(),
             "optimizer_kernels": _optimizer_kernels(times),
             "told": int((worse["cause"] == LAUNCHES).sum()),
