@@ -205,10 +205,11 @@ def test_a_sweep_and_then_a_scheduler_that_are_killed_leave_what_is_done_and_not
         cluster, program, store, fault_folder, sweep_of):
     sweep = sweep_of(0, HANGS, KILLS_SCHEDULER)
     first = program("sweep", sweep, "--runs", store.root, "--scheduler", cluster, "--exclusive", "all")
-    first.wait_for((fault_folder / "of_the_hanging").exists)
+    hanging = fault_folder / "of_the_hanging"
+    first.wait_for(lambda: hanging.exists() and hanging.read_text())  # it is there before its text is
     first.process.kill()
     # the worker, which lives, has ended what nobody waits for
-    assert ended(int((fault_folder / "of_the_hanging").read_text()))
+    assert ended(int(hanging.read_text()))
     before = content(store)
     assert list(before) == [config_of(0).run_id]
 
