@@ -168,6 +168,11 @@ def test_bf16_slower_than_tf32_is_said_where_every_process_says_so(rungs):
     assert found["sometimes"] == (by_shape.any() & ~always).sum()
     alone = advice.advice(rungs, *[pd.DataFrame()] * 3, mixed["speedups"])["bf16_slower"]
     assert alone["sometimes"] == 0 and advice.advice(rungs, *[pd.DataFrame()] * 4)["bf16_slower"] is None
+    own = {name: mixed[name].astype({"size": str}).replace({"size": {"large": "d8 f8"}})
+           for name in ("speedups", "other_times")}  # a shape of one's own has no name among the sizes
+    named = advice.advice(rungs, *[pd.DataFrame()] * 3, *own.values())
+    assert "d8 f8" in {size for one in named["bf16_slower"]["always"] for size in one["sizes"]}
+    assert named["tf32_idle"][0]["sizes"][-1] == "d8 f8"
 
 
 def test_a_sweep_of_ones_own_is_told_by_what_it_varied(times):

@@ -62,7 +62,7 @@ def test_what_waits_only_in_a_slower_process_is_named_beside():
     phases = [column for column in low if column == "median_ms"]
     slower = low[low["context_length"] == 512].assign(**{name: low[name] * 3 for name in phases})
     twice = facts.where(times, captured, low, slower)
-    waited = facts.waited(pd.DataFrame(), slower, captured)
+    waited = facts.waited(facts.decided(pd.DataFrame(), slower, captured))
     assert twice["quicker"] == 5 and twice["also"] == len({*waited.index[waited > 0]} - waiting) > 0
     assert twice["shapes"] == found["shapes"]
     assert facts.where(times, captured, low, low)["also"] == 0

@@ -132,6 +132,11 @@ def who_waits(phases: pd.DataFrame) -> pd.DataFrame:
                          waited_ms=more.where(verdict == GPU, 0.0).where(verdict != UNDECIDED))
 
 
+def sometimes_full(phases: pd.DataFrame) -> int:
+    """In how many phases the queue was full in some of the captured steps and not in all."""
+    return int(phases["full_share"].between(0, 1, inclusive="neither").sum())
+
+
 def beside_captures(plain: pd.DataFrame, captured: pd.DataFrame) -> pd.DataFrame:
     """Who waits in phases that were timed without a profiler, where captures of the same work tell.
 

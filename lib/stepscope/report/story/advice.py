@@ -1,4 +1,6 @@
 """What to do: from a symptom to a change, with the gain that was measured."""
+from collections.abc import Iterable
+
 import pandas as pd
 
 from stepscope.config import SIZES
@@ -18,9 +20,9 @@ from stepscope.studies.ladder.facts import (
     surely_more,
 )
 from stepscope.studies.memory.facts_options import checkpointing
+from stepscope.studies.mixed_precision.comparison import NONE
 from stepscope.studies.mixed_precision.facts_speed import other_steps
 
-NONE = pd.DataFrame()
 # The changes that advice is given on, in the order of its rows, each with the rung that is the finished step
 # without it; without compiling its CUDA graph goes too, without bf16 what spares casts.
 ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused": None,
@@ -80,13 +82,18 @@ def _gain(rows: pd.DataFrame, contexts: bool) -> dict:
     idle = [shape for shape in shapes if not shape["surely"]]
     sizes = {shape["size"]: sorted({one["context"] for one in idle if one["size"] == shape["size"]})
              for shape in idle}
-    order = [*sorted(sizes, key=lambda size: [*SIZES].index(size) if size in SIZES else len(SIZES))]
+    order = _in_order(sizes)
     return {"least": helped[0] if helped else None, "most": helped[-1] if helped else None,
             "single": len(helped) == 1,
             "alike": len(helped) > 1 and number(helped[0]["gain"]) == number(helped[-1]["gain"]),
             "contexts": contexts,
             "idle": [{"size": size, "contexts": [str(one) for one in sizes[size]]} for size in order],
             "one_context": len({one["context"] for one in (*shapes, *idle)}) == 1}
+
+
+def _in_order(sizes: Iterable[str]) -> list[str]:
+    """The smallest first, those that have no name of ours last."""
+    return sorted(sizes, key=lambda size: [*SIZES].index(size) if size in SIZES else len(SIZES))
 
 
 def _without(rows: pd.DataFrame, rung: str | None) -> list[dict]:
@@ -123,7 +130,7 @@ def _tf32_idle(speedups: pd.DataFrame, others: pd.DataFrame, contexts: set[int])
     shapes |= {(one["context"], one["size"]) for one in other_steps(others) for own in one["speedups"]
                if own["precision"] == "tf32" and own["speedup"] < 1 + HELPS}
     return [{"context": context, "sizes": sizes} for context in sorted({at for at, _ in shapes} - contexts)
-            if (sizes := sorted((size for at, size in shapes if at == context), key=[*SIZES].index))]
+            if (sizes := _in_order(size for at, size in shapes if at == context))]
 
 
 def _slower_than_tf32(speedups: pd.DataFrame, others: pd.DataFrame) -> dict | None:
@@ -139,7 +146,7 @@ def _slower_than_tf32(speedups: pd.DataFrame, others: pd.DataFrame) -> dict | No
     always = slower[slower["all"]].reset_index()
     if not slower["any"].any():
         return None
-    return {"always": [{"context": int(context), "sizes": sorted(own["size"], key=[*SIZES].index)}
+    return {"always": [{"context": int(context), "sizes": _in_order(own["size"])}
                        for context, own in always.groupby("context_length")],
             "sometimes": int((slower["any"] & ~slower["all"]).sum())}
 

@@ -52,8 +52,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     rows = decided(times, low, captured)
     if rows.empty:
         return None
-    sums = rows.groupby(SHAPE, observed=True)[["waited_ms", "plain_ms"]].sum()
-    shares = sums["waited_ms"] / sums["plain_ms"]
+    shares = waited(rows)
     waiting = shares[shares > 0]
     shapes = [{"size": size, "context": context, "precision": precision, "share": share}
               for (size, context, precision), share in waiting.items()]
@@ -62,23 +61,22 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     phases = steady if len(steady) else phases
     most = phases.loc[phases["waited_share"].idxmax()].to_dict() if len(phases) else None
     calm = set(shares[shares == 0].index)
-    slower, again = waited(NONE, others, captured), waited(times, NONE, captured)
-    step_ms = decided(times, NONE, captured)
-    step_ms = step_ms.groupby(SHAPE, observed=True)["plain_ms"].sum() if len(step_ms) else again
+    slower, benchmarked = (waited(decided(*tables, captured)) for tables in ((NONE, others), (times, NONE)))
     also = [shape for shape in slower.index[slower > 0] if shape in calm]
     count = waiting.groupby("precision").size()
-    counts = rows.groupby(SHAPE, observed=True)["operations"].sum().unstack("precision").dropna()
+    operations = rows.groupby(SHAPE, observed=True)["operations"].sum()
+    counts = operations.unstack("precision").dropna()
     many = {"fp32", "bf16"} <= set(counts) and count.get("bf16", 0) > count.get("fp32", 0)
     more = counts["bf16"] / counts["fp32"] if many else None
-    launched = rows.groupby(SHAPE, observed=True)["operations"].sum().groupby(["size", "precision"])
+    launched = operations.groupby(["size", "precision"])
     as_many = bool((launched.min() > (1 - NEARLY_AS_MANY) * launched.max()).all()) and (
         launched.size().max() > 1)
     return {"shapes": shapes, "steps": len(shares), "waiting": len(waiting), "never": waiting.empty,
             "several": len(shares) > 1, "as_many": as_many,
             "waited": WAITED, "quicker": slower.index.droplevel("precision").nunique(), "also": len(also),
             "more": more if more is not None and (more > 1).all() else None,
-            "benchmark": int((again > 0).sum()), "benchmark_of": len(again),
-            "benchmark_most": (again / step_ms).max() if (again > 0).any() else None,
+            "benchmark": int((benchmarked > 0).sum()), "benchmark_of": len(benchmarked),
+            "benchmark_most": benchmarked.max() if (benchmarked > 0).any() else None,
             "slower_of": len(slower),
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
@@ -90,13 +88,13 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
             "runs": runs_of(rows)}
 
 
-def waited(times: pd.DataFrame, low: pd.DataFrame, captured: pd.DataFrame) -> pd.Series:
-    """Time (ms) in which the GPU waits in a full step, by size, context and precision (see
-    :func:`decided`)."""
-    rows = decided(times, low, captured)
+def waited(rows: pd.DataFrame) -> pd.Series:
+    """The share of a full step in which the GPU waits, by size, context and precision, of rows as
+    :func:`decided` returns them."""
     if rows.empty:
         return pd.Series(dtype=float, index=pd.MultiIndex.from_arrays([[]] * len(SHAPE), names=SHAPE))
-    return rows.groupby(SHAPE, observed=True)["waited_ms"].sum()
+    sums = rows.groupby(SHAPE, observed=True)[["waited_ms", "plain_ms"]].sum()
+    return sums["waited_ms"] / sums["plain_ms"]
 
 
 def seen(captured: pd.DataFrame, times: pd.DataFrame, low: pd.DataFrame, arms: pd.DataFrame,
@@ -147,7 +145,7 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
-    the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``, and
+    the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``;
     and by how much the eager forward + backward of that shape differs between runs (``hosts``)."""
     table = remedies(compiled, kernels)
     if table.empty:

@@ -28,9 +28,8 @@ def head(cells: pd.DataFrame) -> int:
 
 def clocks(rows: pd.DataFrame) -> dict | None:
     """SM clocks after the last timed pass of these cells: read of how many ``cells`` of them ``of``
-    (``all_read``: of all);
-    ``held``, how many were unlike (``unlike_clocks``) the highest, ``full_mhz``, by precision
-    with the clocks and the shortest sequence; None where no clock was read."""
+    (``all_read``: of all); ``held``, how many were unlike (``unlike_clocks``) the highest, ``full_mhz``, by
+    precision with the clocks and the shortest sequence; None where no clock was read."""
     known = rows[rows["sm_clock_mhz"].notna()] if "sm_clock_mhz" in rows else rows.iloc[:0]
     if known.empty:
         return None

@@ -8,7 +8,7 @@ from stepscope.say.selections import matrix, pick, reference
 from stepscope.step.rates import data_sheet
 from stepscope.step.summary import borrowed_share, ratio_of_two_processes, unlike_clocks
 from stepscope.step.timing import WHOLE
-from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, WAITED, beside_captures
+from stepscope.traces.waits import GPU, HOST, NEITHER, UNDECIDED, WAITED, beside_captures, sometimes_full
 
 SHAPE = ["size", "context_length"]
 STEADY = 0.01  # a standard deviation under this share of the mean
@@ -101,7 +101,7 @@ def launch_bound(times: pd.DataFrame, captured: pd.DataFrame) -> dict | None:
         "rows": rows, "phases": len(rows), "decided": len(rows) - int(counts.get(UNDECIDED, 0)),
         "waiting": len(waits), "full": int(counts.get(HOST, 0)), "neither": int(counts.get(NEITHER, 0)),
         "undecided": int(counts.get(UNDECIDED, 0)), "waited": WAITED, "unsure": int(unsure.sum()),
-        "sometimes_full": int(rows["full_share"].between(0, 1, inclusive="neither").sum()),
+        "sometimes_full": sometimes_full(rows),
         "most": waits.loc[waits["waited_share"].idxmax()].to_dict() if len(waits) else None,
         "shapes": [{"size": size, "context": context} for size, context in shapes],
         "runs": runs_of(rows)}

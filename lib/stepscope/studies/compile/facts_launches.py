@@ -146,8 +146,7 @@ def compile_seconds(times: pd.DataFrame) -> pd.DataFrame:
 
 def cost(times: pd.DataFrame) -> dict | None:
     """Seconds of compiling, graphs and graph breaks; ``blocks`` by whether they came ``first`` in their
-    process; and the ``whole`` forward as one graph against
-    blocks (None where it was not run)."""
+    process; and the ``whole`` forward as one graph against blocks (None where it was not run)."""
     seconds = compile_seconds(times)
     if seconds.empty:
         return None

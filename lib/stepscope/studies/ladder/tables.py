@@ -169,8 +169,8 @@ def over_processes(processes: Sequence[Process]) -> pd.DataFrame:
     one), ``over_hugging_face`` (its over this one), ``over_finished`` (this one over the finished step),
     each with its interval (``_low``, ``_high``); ``sm_clock_mhz_before``, the clock of the rung before (of
     the finished step, where a change is left out or the batch fills the memory) in the processes that
-    measured both; compile_s of first
-    processes; peak_mib and disagreement with fp32, the largest; ``fastest_ms`` and ``slowest_ms``, of the
+    measured both; compile_s of first processes, and blocks_s of blocks in these; clock_range_share;
+    peak_mib and disagreement with fp32, the largest; ``fastest_ms`` and ``slowest_ms``, of the
     processes' medians; wall_ms, tokens_per_s, clock, power, joules_per_token, utilisations, the floor's
     columns and ``floor_share`` (floor over time), medians.
     """

@@ -4,8 +4,8 @@ import pandas as pd
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, SAME, with_waits
-from stepscope.studies.mixed_precision.facts_speed import NONE, other_steps
+from stepscope.studies.mixed_precision.comparison import BASE, NONE, SAME, with_waits
+from stepscope.studies.mixed_precision.facts_speed import other_steps
 
 MOSTLY = 0.5  # of what a phase takes longer: time in which the GPU waits
 # Why a phase or step is slower than in fp32, as tables and sentences call it.

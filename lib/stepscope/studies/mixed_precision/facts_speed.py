@@ -6,10 +6,8 @@ from stepscope.runs.tables import by_size
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import pick, reference
 from stepscope.step.timing import WHOLE
-from stepscope.studies.mixed_precision.comparison import BASE, SAME
+from stepscope.studies.mixed_precision.comparison import BASE, NONE, SAME
 from stepscope.studies.mixed_precision.facts_operations import PARTS, parts
-
-NONE = pd.DataFrame()
 
 
 def speed(speedups: pd.DataFrame, times: pd.DataFrame, operations: pd.DataFrame,

@@ -10,7 +10,7 @@ from stepscope.step.timing import WHOLE
 from stepscope.studies.nsys.measure import by_family, three_clocks
 from stepscope.traces.families import MATMUL, OTHER, rules
 from stepscope.traces.kernel_names import short_names
-from stepscope.traces.waits import GPU, HOST, NEITHER, WAITED, who_waits
+from stepscope.traces.waits import GPU, HOST, NEITHER, WAITED, sometimes_full, who_waits
 
 PROFILE = ["size", "context_length"]
 NONTRIVIAL = 0.02  # of the time of forward's operations
@@ -172,10 +172,9 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
     that have one (empty where none has). Of ``long`` phases the GPU waits in ``waiting``, the host on a full
     queue in ``full``; in ``both_sides`` of the others plain steps lie on both sides of the line, in
     ``sometimes_full`` the queue was full in some captured steps; ``waiting_clocked``, in how many runs in
-    which the GPU waits SM clocks were read. ``differ``
-    is the most by which the captured steps' operations differ (None of one
-    step). ``clocks``: see :func:`clocks_beside_captured`. ``by_phase`` has a row a profile and phase;
-    ``backward`` is backward_over_forward's.
+    which the GPU waits SM clocks were read. ``differ`` is the most by which the captured steps' operations
+    differ (None of one step). ``clocks``: see :func:`clocks_beside_captured`. ``by_phase`` has a row a
+    profile and phase; ``backward`` is backward_over_forward's.
     """
     steps = pick(matrix(phases), mode="step")
     if steps.empty:
@@ -188,7 +187,7 @@ def every_phase(phases: pd.DataFrame, operations: pd.DataFrame, walls: pd.DataFr
             "long": len(rows), "waiting": int((rows["waits"] == GPU).sum()), "waited": WAITED,
             "full": int((rows["waits"] == HOST).sum()), "neither": int((rows["waits"] == NEITHER).sum()),
             "both_sides": int((rows["both_sides"] & (rows["waits"] != HOST)).sum()),
-            "sometimes_full": int(rows["full_share"].between(0, 1, inclusive="neither").sum()),
+            "sometimes_full": sometimes_full(rows),
             "waiting_clocked": _waiting_clocked(rows, walls),
             "backward": backward_over_forward(operations) if len(operations) else None,
             "elsewhere": bool(rows["elsewhere"].any()), "clocks": clocks_beside_captured(walls),

@@ -18,8 +18,7 @@ def verdicts(phases: pd.DataFrame) -> dict | None:
     wait, which ``full`` of ``must_fill`` verdicts say; ``held`` is how many times as long it took to enqueue.
     ``over`` and ``under`` are the plain phase's times over its operations back to back where the GPU has to
     wait and where it cannot; ``far``, whether these leave out all from half to twice the line. ``slopes`` is,
-    where the GPU had to wait in two arms, by how much the phase got longer for each ms of
-    delay that was added.
+    where the GPU had to wait in two arms, by how much the phase got longer for each ms of delay added.
     """
     rows = settled(phases[phases["phase"] != "loss"])
     if rows.empty:

@@ -165,28 +165,26 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
               if part not in (BEYOND, "not told apart")]
     once = done_once(by_part[BEYOND], by_size(primed)) if len(primed) else None
     steps = first_steps(samples, benchmarks)
+    first = pick(steps, step=0, phase=WHOLE, mode="step") if len(steps) else None
     return {"beyond_ms": by_part[BEYOND],
             "processes": sorted(set(plain[plain["part"] == BEYOND].groupby(SHAPE, observed=True)["run_id"]
                                     .nunique())),
             "contexts": [str(context) for context in sorted(set(plain["context_length"]))],
-            "others_ms": _in_other_studies(steps, plain),
+            "others_ms": None if first is None else _in_other_studies(first, plain),
             "within": [{"part": part, "ms": by_part[part]} for part in within],
             "once": once, "by_part": by_part.drop(columns="not told apart"),
             "purposes": purposes_of(calls) if len(calls) else None,
             "by_phase": extra_by_phase(steps) if len(steps) else None,
-            "all_ms": pick(steps, step=0, phase=WHOLE, mode="step")["extra_ms"] if len(steps) else None,
+            "all_ms": None if first is None else first["extra_ms"],
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
 
 
-def _in_other_studies(steps: pd.DataFrame, plain: pd.DataFrame) -> pd.Series | None:
+def _in_other_studies(first: pd.DataFrame, plain: pd.DataFrame) -> pd.Series | None:
     """By how much (ms) the first full step is longer than a steady one in processes of other studies, of the
     sizes and contexts of ``plain``; None without such."""
-    if steps.empty:
-        return None
-    rows = pick(steps, step=0, phase=WHOLE, mode="step")
-    rows = rows[(rows["study"] != "warmup") & rows["context_length"].isin(plain["context_length"])
-                & rows["size"].astype(str).isin(plain["size"].astype(str))]
+    rows = first[(first["study"] != "warmup") & first["context_length"].isin(plain["context_length"])
+                 & first["size"].astype(str).isin(plain["size"].astype(str))]
     return rows["extra_ms"] if len(rows) else None
 
 
