@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from stepscope.say.chapter import answer
 from stepscope.studies.compile import facts, facts_kernels, facts_launches, figures, pairs, printed
 from stepscope.studies.compile import measure as compiled
 from stepscope.studies.compile.chapter import CHAPTER
-from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, hosts, variant_times
+from stepscope.studies.compile.tables import PART, all_kernels, all_times, at_a_glance, variant_times
 from stepscope.traces.attention_kernels import sdpa_taken
 from stepscope.traces.families import families
 
@@ -449,26 +448,20 @@ def test_two_processes_are_told_apart_by_the_spread_between_processes_alone():
     assert not facts_launches.fused_adamw(behind, spread_of(0.01))["between_known"]
 
 
-def test_runs_of_one_configuration_are_told_apart_by_their_hosts():
-    def record(run_id, ram_gib, **fields):
-        config = {"study": "compile", "size": "small", "context_length": 512, "precision": "bf16"} | fields
-        return SimpleNamespace(config=config, results={}, beside=[], run_id=run_id, study="compile", status="ok",
-                               cause=None, started_at="", duration_s=1.0, measuring_s=1.0,
-                               machine={"device_name": "a GPU", "ram_gib": ram_gib})
-    records = [record("a", 126.4), record("b", 251.8), record("c", 126.4, optimizer="fused"),
-               record("d", 126.4, precision="fp32"), record("e", 126.4, precision="fp32")]
-    found = hosts(records).set_index("run_id")["host"]
-    assert found[["a", "b", "c"]].tolist() == ["126 GiB", "252 GiB", ""]
-    assert found[["d", "e"]].tolist() == ["126 GiB, process 1", "126 GiB, process 2"]
-    times = gpu_times(sizes=["small"])
-    again = times.assign(run_id="again-" + times["run_id"], host="252 GiB")
-    both = pd.concat([times.assign(host="126 GiB"), again], ignore_index=True)
-    alone, apart = (facts.whole_model(table) for table in (times.assign(host=""), both))
-    assert "host" not in printed.times(alone) and alone["several"] == []
-    assert set(printed.times(apart)["host"]) == {"126 GiB", "252 GiB"}
-    assert all(name.startswith("small in") for name in apart["several"]) and apart["several"]
-    assert "more than one process" in answered("compile-model", both).text
-    assert "more than one process" not in answered("compile-model", times).text
+def test_energy_is_of_full_steps_kept_up():
+    of_steps = "mode == 'step' and phase == 'step'"
+    times = changed(gpu_times(), of_steps, kept_up_power_w=600.0, kept_up_sm_clock_median_mhz=1980.0)
+    times = times.assign(step_energy_j=(times["median_ms"] * 0.6).where(times.eval(of_steps)))
+    found = facts.whole_model(times)
+    assert len(found["energy"]["pairs"]) == 4 and found["energy"]["all_less"]
+    assert found["energy"]["less"].tolist() == pytest.approx([100 / 55] * 4)
+    table = printed.energy(found)
+    assert table["energy (J)"].iloc[0] == "60.0 → 33.0" and table["power (W)"].iloc[0] == "600 → 600"
+    more = scaled(times, 1.0, "mode == 'step'").assign(
+        step_energy_j=lambda rows: rows["step_energy_j"].where(rows["variant"] == "eager", 90.0))
+    assert not facts.whole_model(more)["energy"]["all_less"]
+    assert facts.whole_model(gpu_times())["energy"] is None and printed.energy(facts.whole_model(gpu_times())) is None
+    assert len(texts("compile-model", times, more, gpu_times())) == 2
 
 
 def test_the_busy_share_is_kernels_over_the_time_without_a_profiler():
@@ -523,10 +516,7 @@ def test_cuda_graphs_are_beside_the_same_graph_without_them():
     assert all(gain["all_faster"] for gain in found["gains"]) and found["skips"] == 0
     assert by_mode(found["eager"])["step"]["ways"][0]["lowest"]["speedup"] == pytest.approx(200 / 55)
     skipped = changed(quick, "variant == 'cuda_graphs' and mode == 'forward'", cudagraph_skips=1)
-    assert launches(skipped)["graphed"]["skips"] == 4 and found["elsewhere"] == []
-    other = scaled(times, 0.1, "variant == 'model'").assign(run_id=lambda rows: rows["run_id"] + "-elsewhere")
-    told = launches(pd.concat([quick, other[other["variant"] == "model"]]))["graphed"]["elsewhere"]
-    assert [one["ms"] / one["graphs_ms"] for one in told] == pytest.approx([110 * 0.1 / 55] * len(told)) and told
+    assert launches(skipped)["graphed"]["skips"] == 4
     assert launches(gpu_times())["graphed"] is None
     assert len(texts("compile-launches", times, quick, skipped, gpu_times())) == 4
     for key in set(QUESTIONS) - {"compile-launches", "compile-cost", "compile-why"}:
@@ -631,23 +621,6 @@ def test_sdpa_is_compared_by_variant_and_with_both_changes():
     assert len(found["losses"]) == 6 and {pair["slowdown"] for pair in found["losses"]} == {1.25}
     assert {pair["variant"] for pair in found["losses"]} == {"block"}
     assert len(texts("compile-sdpa", quick, slow)) == 2
-
-
-def test_a_loss_in_unsteady_samples_is_no_result_and_its_repetition_is_told():
-    query = (
-        "size == 'small' and attention == 'sdpa' and variant == 'block' and mode == 'forward'"
-        " and phase == 'step'"
-    )
-    unsteady = changed(scaled(gpu_times(), 1.25, query), query, flags="noisy: 9%")
-    found = facts.sdpa(unsteady)
-    (pair,) = found["unsteady"]
-    assert not found["losses"] and pair["again"] is None and pair["flagged"]
-    assert (pair["size"], pair["variant"], pair["mode"]) == ("small", "block", "forward")
-    fused = scaled(gpu_times(sizes=("small",), optimizer="fused"), 0.5, "attention == 'sdpa'")
-    both = pd.concat([unsteady, fused], ignore_index=True)
-    again = facts.sdpa(both)["unsteady"][0]["again"]
-    assert again["pairs"] == 1 and again["ways"][0]["lowest"]["speedup"] == pytest.approx(2)
-    assert len(texts("compile-sdpa", unsteady, both, gpu_times())) == 3
 
 
 def test_what_did_not_fit_is_named_and_the_rest_is_answered():

@@ -42,7 +42,7 @@ def steps(**columns):
                                         "trailing_ms"])
     return table.assign(**{"mode": "step", "phase": "step", "variant": "eager", "optimizer": "foreach",
                            "device": "cuda", "precision": "bf16", "context_length": 512,
-                           "run_id": table["size"]} | columns)
+                           "flags": "", "run_id": table["size"]} | columns)
 
 
 def told(key, **tables):
@@ -68,6 +68,17 @@ def test_what_a_step_gains_leaves_out_those_whose_host_launches_to_the_end():
     assert printed.loc["small", "x faster"].endswith("‡") and not printed.loc["large", "x faster"].endswith("‡")
     assert printed.loc["large", "peak falls (GiB)"] == "not" and found["no_less"]
     assert attention.printed_gains(attention.softmax(operations(), ceilings(), EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)) is None
+
+
+def test_what_a_step_gains_leaves_out_unsteady_samples():
+    table = steps(trailing_ms=30.0)
+    noisy = table.assign(flags=["noisy: 9%" if size == "small" else "" for size in table["size"]])
+    calm, found = (attention.softmax(operations(), ceilings(), EMPTY, own, EMPTY, EMPTY, EMPTY)
+                   for own in (table, noisy))
+    assert calm["gained"][0]["gains"].size == 2 and not calm["unsteady"]
+    assert found["gained"][0]["gains"].tolist() == [1.5] and found["unsteady"]
+    printed = attention.printed_gains(found).set_index("size")["x faster"]
+    assert printed["small"].endswith("§") and not printed["large"].endswith("§")
 
 
 def test_where_a_capture_tells_who_waits_the_end_of_launching_decides_nothing():
@@ -219,4 +230,4 @@ def test_what_the_ladder_gains_by_a_fused_kernel_stands_beside():
                           "vocab_size": 10_000, "status": "ok", "gain": [1.2, 1.3, 2.0, 3.0],
                           "gain_low": [1.1, 0.9, 1.9, 2.9]})
     found = attention.softmax(operations(), ceilings(), EMPTY, steps(), EMPTY, rungs, EMPTY)
-    assert found["ladder"].to_dict() == {"small": 1.2}
+    assert found["ladder"] == [{"size": "small", "gain": 1.2, "low": 1.1}]

@@ -130,9 +130,8 @@ def measure_watched(step: Step) -> tuple[pd.DataFrame, dict[str, Any]]:
     """:func:`stepscope.step.timing.measure`, and the device's state meanwhile; {} on a CPU.
 
     ``timed_...``: over the timed steps, counters only, and ``timed_sm_clock_median_mhz`` and ``_least_mhz``
-    of their samples. ``kept_up_...``: over the same step kept up for :data:`KEEP_UP_S`, polled;
-    ``kept_up_steps``, how many; ``kept_up_step_ms``, their time, beside which the timed ones' tells what
-    polling disturbs; ``step_energy_j``, their energy each, by the counter.
+    of their samples. Then what :func:`keep_up_watched` says, beside whose time the timed steps' tells what
+    polling disturbs.
 
     Raises:
         torch.OutOfMemoryError: names the step in which it happened.
@@ -146,14 +145,29 @@ def measure_watched(step: Step) -> tuple[pd.DataFrame, dict[str, Any]]:
     state = {f"timed_{name}": value for name, value in timed.readings.items()}
     state |= {"timed_sm_clock_median_mhz": _or_none(clocks, np.median),
               "timed_sm_clock_least_mhz": _or_none(clocks, np.min)}
+    return samples, state | keep_up_watched(step)
+
+
+def keep_up_watched(step: Step) -> dict[str, Any]:
+    """The device's state while the step is kept up for :data:`KEEP_UP_S`; {} on a CPU.
+
+    ``kept_up_...``: :class:`DeviceWatch`'s readings, polled; ``kept_up_steps``, how many;
+    ``kept_up_step_ms``, their time; ``step_energy_j``, their energy each, by the counter.
+
+    Raises:
+        torch.OutOfMemoryError: a step needs more memory than there is.
+    """
+    device = step.config.device
+    if device != "cuda":
+        return {}
     with DeviceWatch(device, poll=True) as kept_up:
         steps = keep_up(step, KEEP_UP_S)
     readings = kept_up.readings
-    state |= {f"kept_up_{name}": value for name, value in readings.items()} | {"kept_up_steps": steps}
     step_s = readings["watched_s"] / steps
     joules = readings["energy_j"]
-    step_energy_j = None if joules is None else joules / readings["energy_s"] * step_s
-    return samples, state | {"kept_up_step_ms": step_s * 1e3, "step_energy_j": step_energy_j}
+    return {f"kept_up_{name}": value for name, value in readings.items()} | {
+        "kept_up_steps": steps, "kept_up_step_ms": step_s * 1e3,
+        "step_energy_j": None if joules is None else joules / readings["energy_s"] * step_s}
 
 
 def nvml_counters() -> tuple[dict[str, float | None], dict[str, str]]:

@@ -57,7 +57,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     ``replaced_ms`` and ``replaced_share`` of forward's operations:
     what one fused kernel stands for; ``fused_ms``: that kernel in the same profile, None where it was not
     captured; ``gains``: a full step written out and fused, a row a size; ``ladder``: what it gains there in
-    bf16 at that context, a number a size (None where that was not climbed).
+    bf16 at that context (:func:`on_the_ladder`); ``unsteady``: some of ``gains`` are.
     """
     operations = operations[operations["device"] == "cuda"]
     if operations.empty or (found := softmax_against_matmul(operations, ceilings, times)) is None:
@@ -75,7 +75,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
         shares = pick(rates, size=size, context_length=context).set_index("operation")["share"]
         writing = shares.reindex(list(WRITES_SQUARE)).sum()
     gains = fused_gains(compiled, captured, kernels)
-    steady = gains[~(gains["waits"] | gains["launching"])] if len(gains) else gains
+    steady = gains[~(gains["waits"] | gains["launching"] | gains["unsteady"])] if len(gains) else gains
     return found | {
         "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
         "writing_share": writing,
@@ -84,6 +84,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
         "fused_ms": total_ms(kernel) if len(kernel) else None,
         "gains": gains if len(gains) else None, "waiting": len(gains) > 0 and bool(gains["waits"].any()),
         "launching": len(gains) > 0 and bool(gains["launching"].any()),
+        "unsteady": len(gains) > 0 and bool(gains["unsteady"].any()),
         "gains_context": None if gains.empty else gains["context_length"].iloc[0],
         "gained": None if steady.empty else by_type(steady),
         "ladder": None if gains.empty else on_the_ladder(rungs, gains["context_length"].iloc[0]),
@@ -102,9 +103,10 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     peak_allocated_mib, ``gain`` (times as fast), ``saved_mib``; ``waits``: by a capture of the same work the
     GPU waits for launches in some phase of one of both, or by this study's in forward + backward;
     ``launching``: captures do not tell of both, and the host was still launching at the end of one;
-    ``several``: other runs timed the same."""
+    ``unsteady``: samples of one are not one steady state. Of several runs of one shape the quickest: the
+    others may wait for launches longer."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
-               "peak_allocated_mib"]
+               "peak_allocated_mib", "flags"]
     if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
         return pd.DataFrame(columns=columns)
     rows = pick(times, phase="step", mode="step", variant="eager", optimizer="foreach", device="cuda")
@@ -123,8 +125,7 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     both["waits"] = told.eq(GPU).any(axis=1) | both["run_id"].isin(waiting)
     both["launching"] = pd.concat(near, axis=1).any(axis=1) & told.eq(UNDECIDED).any(axis=1) & ~both["waits"]
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
-    # Of several runs of one kind the quickest: the others may wait for launches longer.
-    both["several"] = both.groupby(["size", "precision"], observed=True)["run_id"].transform("nunique") > 1
+    both["unsteady"] = both[["flags", "flags_eager"]].ne("").any(axis=1)
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
 
@@ -160,13 +161,15 @@ def step_verdicts(times: pd.DataFrame, captured: pd.DataFrame) -> dict[str, dict
     return found
 
 
-def on_the_ladder(rungs: pd.DataFrame, context: int) -> pd.Series | None:
-    """How many times faster SDPA makes the ladder's step at a context, by size where that is sure."""
+def on_the_ladder(rungs: pd.DataFrame, context: int) -> list[dict] | None:
+    """How many times faster SDPA makes the ladder's step at a context, and how many at least (``low``), by
+    size, where that is sure."""
     if rungs.empty:
         return None
     rows = pick(rungs, rung="sdpa", context_length=context, vocab_size=rungs["vocab_size"].min())
-    gains = rows[(rows["status"] == "ok") & surely_more(rows)].astype({"size": str}).set_index("size")["gain"]
-    return gains if len(gains) else None
+    rows = rows[(rows["status"] == "ok") & surely_more(rows)]
+    return [{"size": str(row.size_), "gain": row.gain, "low": row.gain_low}
+            for row in rows.rename(columns={"size": "size_"}).itertuples()] or None
 
 
 def by_type(gains: pd.DataFrame) -> list[dict]:
@@ -181,8 +184,9 @@ def printed_gains(found: dict) -> pd.DataFrame | None:
     by = {name: gains[gains["precision"] == name].set_index("size") for name in precisions(gains)}
     told = "bf16" if "bf16" in by else next(iter(by))
     def faster(of: pd.DataFrame) -> pd.Series:
-        return of["gain"].map(number) + of["waits"].map({True: " †", False: ""}) + of["launching"].map(
-            {True: " ‡", False: ""})
+        marks = [of[column].map({True: mark, False: ""})
+                 for column, mark in (("waits", " †"), ("launching", " ‡"), ("unsteady", " §"))]
+        return of["gain"].map(number) + marks[0] + marks[1] + marks[2]
 
     columns = {f"{told}: written out (ms)": by[told]["median_ms_eager"].map(number),
                "SDPA (ms)": by[told]["median_ms"].map(number), "x faster": faster(by[told]),

@@ -1,7 +1,7 @@
 """Compiling: facts of the study of the compiled model and of the ladder, joined.
 
-Pairs are of one process each; of several processes with one configuration the one with the fastest eager step
-is spoken of (:func:`settled`): its host set the pace the least.
+Pairs are of one process each; of several with one configuration the one with the fastest eager step is spoken
+of (:func:`settled`): its host set the pace the least.
 """
 
 import matplotlib.pyplot as plt
@@ -331,18 +331,18 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
     """``table`` (see :func:`cost`) and what it is of, in the lowest precision."""
     both = settled(beside(times))
     if both.empty:
-        return {"table": both, "table_of": None, "elsewhere": False}
+        return {"table": both, "table_of": None}
     low = precisions(both)[-1]
     attention = next(name for name in SHOWN if (both["attention"] == name).any())
     steps = pick(both, mode="step", precision=low, attention=attention)
-    whole = settled(beside(times, "block", "model"))
-    whole = pick(whole, mode="step", precision=low, attention=attention) if len(whole) else whole
+    whole = beside(times, "block", "model")
+    whole = pick(whole, mode="step", attention=attention) if len(whole) else whole
     rows = []
     for row in steps.to_dict("records"):
         # What is compiled first in a process pays for the compiler, too, as a training does.
         cold = pick(seconds, run_id=row["run_id"], variant="block", first=True)["training_s"]
         block_s = cold.iloc[0] if len(cold) else None
-        model = pick(whole, size=row["size"]) if len(whole) else whole
+        model = pick(whole, run_id=row["run_id"]) if len(whole) else whole
         saved_s = (row["median_ms"] - row["median_ms_after"]) / 1e3
         rows.append(
             {
@@ -350,17 +350,13 @@ def _costs(times: pd.DataFrame, seconds: pd.DataFrame) -> dict:
                 "eager_ms": row["median_ms"],
                 "block_ms": row["median_ms_after"],
                 "unsteady": bool(row["flagged"]),
-                "model": model.iloc[0][["speedup", "sure", "run_id", "flagged"]].to_dict()
-                | {"here": model["run_id"].iloc[0] == row["run_id"]}
-                if len(model)
-                else None,
+                "model": model.iloc[0][["speedup", "sure", "flagged"]].to_dict() if len(model) else None,
                 "block_s": block_s,
                 "earned": block_s / saved_s if block_s is not None and saved_s > 0 else None,
             }
         )
     return {
         "table": pd.DataFrame(rows),
-        "elsewhere": any(row["model"] and not row["model"]["here"] for row in rows),
         "table_of": {
             "precision": low,
             "attention": ATTENTION_WORDS[attention],
@@ -395,7 +391,6 @@ def cost_table(facts: dict) -> pd.DataFrame | None:
             if one is None
             else (faster(one["speedup"]) if one["sure"] else "no sure change")
             + " †" * bool(one["flagged"])
-            + (" §" if not one["here"] else "")
             for one in rows["model"]
         ]
     return pd.DataFrame(cells)

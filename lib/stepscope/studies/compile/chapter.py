@@ -22,7 +22,8 @@ SPREAD = "processes.spread"
 CHAPTER = Chapter(
     Path(__file__).parent, "The compiled model", load,
     questions=(
-        Question("compile-model", facts.whole_model, NEEDS, printed={"times": printed.times}),
+        Question("compile-model", facts.whole_model, NEEDS,
+                 printed={"times": printed.times, "energy": printed.energy}),
         Question("compile-why", facts_kernels.why, (*NEEDS, *KERNELS),
                  printed={"kernels": printed.kernels}),
         Question("compile-launches", facts_launches.launches, NEEDS, (*KERNELS, SPREAD),

@@ -6,7 +6,6 @@ from stepscope.config import PHASES, PRECISIONS
 from stepscope.runs.tables import by_size
 from stepscope.say.formats import NEARLY, percent_change, runs_of
 from stepscope.say.selections import beside as runs_beside
-from stepscope.say.selections import pick
 from stepscope.studies.compile.pairs import (
     MAIN,
     VARIANTS,
@@ -16,15 +15,13 @@ from stepscope.studies.compile.pairs import (
     gain,
     gains,
     marks,
-    several_runs,
     shape,
-    with_host,
 )
 
 
 def whole_model(times: pd.DataFrame) -> dict | None:
-    """Eager against compiled by mode: the :func:`gains` and the pairs that are ``slower``. Without a pair
-    (``pairs`` is None) what was not timed."""
+    """Eager against compiled by mode: the :func:`gains`, the pairs that are ``slower``, and full steps'
+    :func:`energy`. Without a pair (``pairs`` is None) what was not timed."""
     both = beside(times)
     untimed = not_timed(times)
     if both.empty:
@@ -34,8 +31,8 @@ def whole_model(times: pd.DataFrame) -> dict | None:
     slower = both[both["sure"] & (both["speedup"] < 1)]
     return untimed | {
         "gains": gains(both), "slower": slower.to_dict("records"), "pairs": both, "optimizer": MAIN,
-        "neighbours": runs_beside(both), "timed": in_turns(both),
-        "shape": shape(both), "several": several_runs(both), "marks": marks(both), "runs": runs_of(both)}
+        "neighbours": runs_beside(both), "timed": in_turns(both), "energy": energy(both),
+        "shape": shape(both), "marks": marks(both), "runs": runs_of(both)}
 
 
 def in_turns(both: pd.DataFrame) -> dict:
@@ -46,31 +43,38 @@ def in_turns(both: pd.DataFrame) -> dict:
     return {"runs": len(runs), "turned": turned, "all": turned == len(runs), "none": turned == 0}
 
 
+def energy(both: pd.DataFrame) -> dict | None:
+    """Energy and power of full steps kept up, eager and compiled: the ``pairs``, how many times ``less`` the
+    compiled one takes, and whether each takes less; None where no counter told."""
+    if "step_energy_j" not in both:
+        return None
+    pairs = both.dropna(subset=["step_energy_j", "step_energy_j_after"])
+    if pairs.empty:
+        return None
+    less = pairs["step_energy_j"] / pairs["step_energy_j_after"]
+    return {"pairs": pairs, "less": less, "all_less": bool((less > 1).all())}
+
+
 def not_timed(times: pd.DataFrame) -> dict[str, list[dict]]:
     """What has no time because it ran ``out_of_memory`` or was ``not_compiled``."""
-    rows = by_size(with_host(times[times["optimizer"] == MAIN]))
+    rows = by_size(times[times["optimizer"] == MAIN])
     return {name: rows[rows["status"] == status].to_dict("records")
             for name, status in (("out_of_memory", "oom"), ("not_compiled", "unsupported"))}
 
 
 def sdpa(times: pd.DataFrame) -> dict | None:
     """Written-out attention against SDPA: the gains of the full step by variant and of both changes
-    ``together``; ``losses`` of any mode in steady samples, and those in ``unsteady`` ones, each with the
-    :func:`gain` of the same pair in another process (None without one); what SDPA has
-    :func:`taken`."""
+    ``together``; ``losses`` of any mode; what SDPA has :func:`taken`."""
     both = by_attention(times)
     if both.empty:
         return None
     steps, ends = both[both["mode"] == "step"], both_ends(times)
     ends = ends[ends["mode"] == "step"] if len(ends) else ends
     slower = both[both["sure"] & (both["speedup"] < 1)]
-    losses, fused = slower[~slower["flagged"]], by_attention(times, "fused")
     return {"by_variant": [{"variant": variant} | gain(rows) for variant in VARIANTS
                            if len(rows := steps[steps["variant"] == variant])],
-            "together": gain(ends) if len(ends) else None, "losses": losses.to_dict("records"),
-            "unsteady": [row.to_dict() | {"again": repeated(row, both, fused)}
-                         for _, row in slower[slower["flagged"]].iterrows()],
-            "shape": shape(both), "several": several_runs(both), "steps": steps, "marks": marks(steps),
+            "together": gain(ends) if len(ends) else None, "losses": slower.to_dict("records"),
+            "shape": shape(both), "steps": steps, "marks": marks(steps),
             "taken": taken(times),
             "runs": runs_of(both)}
 
@@ -85,16 +89,6 @@ def taken(times: pd.DataFrame) -> list[dict]:
              "runs": of["run_id"].nunique()} for name, of in rows.groupby("sdpa_taken", sort=False)]
 
 
-def repeated(row: pd.Series, both: pd.DataFrame, fused: pd.DataFrame) -> dict | None:
-    """The gain of the same pair in another process: of the same configuration, or else with fused AdamW, in a
-    mode in which AdamW has no part; None without one."""
-    own = row[["size", "precision", "variant", "mode"]].to_dict()
-    same = pick(both[both["run_id"] != row["run_id"]], **own)
-    if same.empty and len(fused) and row["mode"] != "step":
-        same = pick(fused, **own)
-    return gain(same) if len(same) else None
-
-
 def peak_memory(times: pd.DataFrame) -> dict | None:
     """The allocator's peak, eager against compiled, of the modes in ``by_mode``; the pairs in which it grows;
     and what compiling and SDPA change ``together``. ``measured`` is False where no peak was kept."""
@@ -103,7 +97,7 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
         return None
     if "peak_allocated_mib" not in both or both["peak_allocated_mib"].isna().all():
         return {"measured": False, "backward": None, "pairs": None, "shape": shape(both),
-                "several": [], "runs": runs_of(both)}
+                "runs": runs_of(both)}
     # Forward alone was measured after full steps, with AdamW's moments still in memory.
     both = with_peaks(both[both["mode"] != "forward"])
     ends = both_ends(times)
@@ -111,7 +105,7 @@ def peak_memory(times: pd.DataFrame) -> dict | None:
     by_mode = [{"mode": mode} | changes(rows) for mode in PHASES if len(rows := both[both["mode"] == mode])]
     backward = next((rows for rows in by_mode if rows["mode"] == "forward_backward" and rows["falls"]), None)
     more = both[both["change"] > NEARLY]
-    return {"measured": True, "shape": shape(both), "several": several_runs(both),
+    return {"measured": True, "shape": shape(both),
             "by_mode": by_mode, "backward": backward,
             "nearly": NEARLY, "more": more.to_dict("records"),
             "together": changes(ends) if len(ends) else None,

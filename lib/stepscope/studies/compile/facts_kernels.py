@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import precisions
-from stepscope.studies.compile.pairs import MAIN, beside, ordered, several_runs, shape, with_host
+from stepscope.studies.compile.pairs import MAIN, beside, ordered, shape
 from stepscope.traces.families import MATMUL
 
 # What compiling leaves as it is, and what it fuses: everything else.
@@ -45,13 +45,13 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     saved_ms, fused_ms = (both[name] - both[f"{name}_after"] for name in ("median_ms", f"{REST}_ms"))
-    both = both.assign(saved_ms=saved_ms, fused_ms=fused_ms)
+    both = both.copy().assign(saved_ms=saved_ms, fused_ms=fused_ms)  # in one piece, of many columns
     products = both["products_ms_after"] / both["products_ms"]
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
-    columns = ["run_id", "size", "context_length", "precision", "host"]
-    runs = with_host(times).drop_duplicates("run_id")[columns]
-    return {"pairs": both, "shape": shape(both), "several": several_runs(both),
+    columns = ["run_id", "size", "context_length", "precision"]
+    runs = times.drop_duplicates("run_id")[columns]
+    return {"pairs": both, "shape": shape(both),
             "precisions": precisions(both),
             "rest_count": both[f"{REST}_count"],
             "rest_count_after": both[f"{REST}_count_after"],

@@ -14,13 +14,9 @@ from stepscope.studies.compile.pairs import (
     marks,
     optimizer_phase,
     ordered,
-    several_runs,
     shape,
     whole_steps,
-    with_host,
 )
-
-MUCH = 1.2  # times as long: a host that launches slower
 
 
 def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
@@ -34,7 +30,7 @@ def launches(times: pd.DataFrame, kernels: pd.DataFrame, spread: pd.DataFrame) -
     return {
         "busy": busy(times, kernels), "fused": fused, "on_gpu": bool((both["device"] == "cuda").all()),
         "adamw": adamw(optimizer) if len(optimizer) else None, "optimizer": MAIN,
-        "graphed": graphed(times), "shape": shape(both), "several": several_runs(both),
+        "graphed": graphed(times), "shape": shape(both),
         "runs": sorted({*runs_of(both), *(fused["runs"] if fused else ())})}
 
 
@@ -54,8 +50,8 @@ def busy(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         return None
     pairs = share.dropna(subset=["eager", "block"])
     change = pairs["block"] - pairs["eager"]
-    columns = ["run_id", "size", "context_length", "precision", "host"]
-    runs = with_host(times).drop_duplicates("run_id")[columns]
+    columns = ["run_id", "size", "context_length", "precision"]
+    runs = times.drop_duplicates("run_id")[columns]
     table = share.reset_index().merge(runs, on="run_id")
     return {"pairs": len(pairs), "lower": int((change < -NEARLY).sum()), "nearly": NEARLY,
             "higher": int((change > NEARLY).sum()), "table": ordered(table), "precisions": precisions(table),
@@ -69,27 +65,10 @@ def graphed(times: pd.DataFrame) -> dict | None:
     if pairs.empty:
         return None
     skips = times.drop_duplicates(["run_id", "attention", "variant", "mode"])["cudagraph_skips"].sum()
-    named = pairs["size"].astype(str) + pairs["host"].map(lambda host: f" (host: {host})" if host else "")
     return {"pairs": pairs, "gains": gains(pairs), "marks": marks(pairs), "skips": int(skips),
-            "elsewhere": _quicker_elsewhere(times, pairs),
             "precisions": precisions(pairs),
-            "sizes": list(dict.fromkeys(named.sort_values(key=lambda names: ~names.str.contains("host")))),
+            "sizes": list(dict.fromkeys(pairs["size"].astype(str))),
             "eager": gains(beside(times, "eager", "cuda_graphs"))}
-
-
-def _quicker_elsewhere(times: pd.DataFrame, pairs: pd.DataFrame) -> list[dict]:
-    """Full steps as one graph that another run timed :data:`MUCH` quicker: size, whether attention is
-    ``written_out``, that run's ``ms``, and ``graphs_ms``, what the step takes with CUDA graphs in the run
-    that has them."""
-    keys = ["size", "context_length", "precision", "attention"]
-    known = {"phase": WHOLE, "mode": "step", "variant": "model", "optimizer": MAIN, "status": "ok"}
-    rows = pick(times, **known)[[*keys, "run_id", "median_ms"]].astype({"size": str})
-    own = pick(pairs, mode="step")[[*keys, "run_id", "median_ms", "median_ms_after"]].astype({"size": str})
-    both = own.merge(rows, on=keys, suffixes=("", "_elsewhere"))
-    both = both[(both["run_id_elsewhere"] != both["run_id"])
-                & (both["median_ms"] > MUCH * both["median_ms_elsewhere"])]
-    return [{"size": row.size_, "written_out": row.attention == "eager", "ms": row.median_ms_elsewhere,
-             "graphs_ms": row.median_ms_after} for row in both.rename(columns={"size": "size_"}).itertuples()]
 
 
 def adamw(optimizer: pd.DataFrame) -> list[dict]:
@@ -173,7 +152,7 @@ def whole_forward(both: pd.DataFrame, seconds: pd.DataFrame) -> dict | None:
     later = seconds[~seconds["first"]]
     ratio = pick(later, variant="model").merge(pick(later, variant="block"), on=["run_id", "attention"],
                                                suffixes=("", "_block"))
-    return {"gains": gains(both), "shape": shape(both), "several": several_runs(both), "nearly": NEARLY,
+    return {"gains": gains(both), "shape": shape(both), "nearly": NEARLY,
             "better": better.to_dict("records"),
             "compiling_ratio": ratio["training_s"] / ratio["training_s_block"] if len(ratio) else None,
             "pairs": both, "marks": marks(both)}

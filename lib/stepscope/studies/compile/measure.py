@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stepscope.runs.device_watch import DeviceWatch
+from stepscope.runs.device_watch import DeviceWatch, keep_up_watched
 from stepscope.say.formats import MODE_WORDS, capital, faster, listing, number
 from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
 from stepscope.step.model import TransformerLM
@@ -72,7 +72,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
             mode's peak memory, graphs that were not made CUDA graphs (``cudagraph_skips``), and what forward
             leaves in memory for backward (``saved_mib``; neither it nor the peak is known of CUDA graphs,
             which keep a pool of their own); ``sdpa_taken``, which kernels SDPA took, where captured; on a GPU
-            ``power_capped_s``, for how long of the timed steps' ``watched_s`` the power cap held clocks back.
+            ``power_capped_s``, for how long of the timed steps' ``watched_s`` the power cap held clocks back,
+            and of full steps what :func:`stepscope.runs.device_watch.keep_up_watched` says.
         kernels: of captured steps (forward + backward), columns attention, variant, mode and
             ``traces.in_process.KERNEL_COLUMNS``.
     """
@@ -92,6 +93,9 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                     print(f"{attention}, {mode}, {variant}: compiling", flush=True)
                 of_mode[variant].take(config, warmup, timed)
                 print(f"{attention}, {mode}, {variant}: {of_mode[variant].row['status']}", flush=True)
+            if mode == "step":
+                for part in of_mode.values():
+                    part.keep_up(config)
             parts += of_mode.values()
         if "eager" in steps:
             steps["eager"].optimizer.state.clear()
@@ -171,6 +175,14 @@ class Part:
         if capped_us is not None:
             for name, seconds in (("watched_s", readings["watched_s"]), ("power_capped_s", capped_us / 1e6)):
                 self.row[name] = self.row.get(name, 0.0) + seconds
+
+    def keep_up(self, config: Config) -> None:
+        """Power and energy, in the row, when all of its mode is timed."""
+        if self.row["status"] == "ok":
+            with self.refusals():
+                step = self.step(config)
+                self.row |= keep_up_watched(step)
+                step.clear_gradients()
 
     def step(self, config: Config, **fields: int) -> Step:
         """This part's step, from those of its attention, where it is left once it is built."""

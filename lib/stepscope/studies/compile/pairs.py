@@ -24,13 +24,7 @@ def whole_steps(times: pd.DataFrame, optimizer: str = MAIN) -> pd.DataFrame:
     """Rows of whole steps that were timed, with one implementation of AdamW."""
     if times.empty:
         return times
-    return with_host(pick(times, phase=WHOLE, status="ok", optimizer=optimizer))
-
-
-def with_host(times: pd.DataFrame) -> pd.DataFrame:
-    """Times with a column ``host``, which is empty where nothing tells processes apart (see
-    ``tables.hosts``)."""
-    return times if "host" in times else times.assign(host="")
+    return pick(times, phase=WHOLE, status="ok", optimizer=optimizer)
 
 
 def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -174,14 +168,6 @@ def marks(both: pd.DataFrame) -> dict:
     return {"unchanged": not both["sure"].all(), "kinds": sorted(kinds), "unlike": len(unlike),
             "faster_lower": bool(lower.all()), "pairs": len(both), "capped": capped if len(capped) else None,
             "other_capped": other if len(other) else None}
-
-
-def several_runs(both: pd.DataFrame) -> list[str]:
-    """"size in precision" of what was run in several processes, each with a row of its own."""
-    if "host" not in both:
-        return []
-    rows = both[both["host"] != ""]
-    return list(dict.fromkeys(rows["size"].astype(str) + " in " + rows["precision"]))
 
 
 def shape(both: pd.DataFrame) -> dict:

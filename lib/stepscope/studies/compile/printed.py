@@ -35,11 +35,8 @@ def clocks(row) -> str:
 def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.DataFrame:
     """Runs and attentions down, ``across`` over it."""
     table = both.assign(across=across, cell=cells, attention=both["attention"].map(ATTENTION_WORDS))
-    if "host" in table:
-        table["host"] = table["host"].replace("", "–")
     contexts = ["context_length"] if table["context_length"].nunique() > 1 else []
-    host = ["host"] if several_hosts(table) else []
-    index = ["run_id", "size", *contexts, "precision", *host, "attention"]
+    index = ["run_id", "size", *contexts, "precision", "attention"]
     order = table[index].drop_duplicates()
     table = table.pivot(index=index, columns="across", values="cell").reindex(pd.MultiIndex.from_frame(order))
     table = table[list(dict.fromkeys(across))].reset_index().drop(columns="run_id")
@@ -47,16 +44,10 @@ def wide(both: pd.DataFrame, across: pd.Series, cells: Iterable[str]) -> pd.Data
     return table.astype(object).fillna("–")
 
 
-def several_hosts(rows: pd.DataFrame) -> bool:
-    """Whether some configuration has several runs, which are then told apart by their host."""
-    return "host" in rows and bool((~rows["host"].isin(["", "–"])).any())
-
-
 def shape_columns(rows: pd.DataFrame) -> dict[str, pd.Series]:
-    """What a row of one run and attention begins with; context and host where there are several."""
+    """What a row of one run and attention begins with; the context where there are several."""
     contexts = {"context": rows["context_length"]} if rows["context_length"].nunique() > 1 else {}
-    host = {"host": rows["host"].replace("", "–")} if several_hosts(rows) else {}
-    return {"size": rows["size"], **contexts, "precision": rows["precision"], **host,
+    return {"size": rows["size"], **contexts, "precision": rows["precision"],
             "attention": rows["attention"].map(ATTENTION_WORDS)}
 
 
@@ -70,6 +61,16 @@ def by_mode(both: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
 def times(facts: dict) -> pd.DataFrame | None:
     """Median times and speedups of the pairs, by mode."""
     return None if facts["pairs"] is None else by_mode(facts["pairs"], cells_of(facts["pairs"]))
+
+
+def energy(facts: dict) -> pd.DataFrame | None:
+    """Energy of a full step and mean power, eager to each block compiled."""
+    if facts["pairs"] is None or facts["energy"] is None:
+        return None
+    pairs = facts["energy"]["pairs"]
+    return pd.DataFrame(shape_columns(pairs) | {
+        "energy (J)": from_to(pairs, "step_energy_j"), "power (W)": from_to(pairs, "kept_up_power_w"),
+        "SM clock (MHz)": from_to(pairs, "kept_up_sm_clock_median_mhz", 4)})
 
 
 def busy(facts: dict) -> pd.DataFrame | None:
@@ -97,9 +98,9 @@ def fused(facts: dict) -> pd.DataFrame | None:
         "AdamW": from_to(pairs, "phase_ms")})
 
 
-def from_to(both: pd.DataFrame, column: str) -> list[str]:
+def from_to(both: pd.DataFrame, column: str, digits: int = 3) -> list[str]:
     """A column's numbers of both sides of each pair."""
-    return [f"{number(before)} → {number(after)}"
+    return [f"{number(before, digits)} → {number(after, digits)}"
             for before, after in zip(both[column], both[f"{column}_after"], strict=True)]
 
 

@@ -72,22 +72,7 @@ def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
     times = variants.drop(columns="study").merge(times, on=["run_id", *PART], how="left")
     times["phase"] = times["phase"].fillna(WHOLE)
     runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
-    return times.merge(runs, on="run_id").merge(hosts(records), on="run_id").assign(study="compile")
-
-
-def hosts(records: list[Record]) -> pd.DataFrame:
-    """By run_id ``host``, what tells runs of the same configuration apart: the memory of the machine that
-    each ran on, and which of several on such a machine; empty where a configuration has one run."""
-    columns = ["size", "context_length", "precision", "attention", "optimizer", "batch_size"]
-    runs = runs_frame(records)
-    ram_gib = {record.run_id: record.machine.get("ram_gib") for record in records}
-    runs = runs.assign(host=runs["run_id"].map(ram_gib).map(
-        lambda gib: f"{gib:.0f} GiB" if pd.notna(gib) else "unknown"))
-    place = (runs.groupby([*columns, "host"], observed=True).cumcount() + 1).astype(str)
-    alike = runs.groupby([*columns, "host"], observed=True)["run_id"].transform("size") > 1
-    several = runs.groupby(columns, observed=True)["run_id"].transform("size") > 1
-    named = runs["host"] + (", process " + place).where(alike, "")
-    return pd.DataFrame({"run_id": runs["run_id"], "host": named.where(several, "")})
+    return times.merge(runs, on="run_id").assign(study="compile")
 
 
 def all_kernels(store: Store, records: list[Record]) -> pd.DataFrame:
@@ -98,5 +83,5 @@ def all_kernels(store: Store, records: list[Record]) -> pd.DataFrame:
     if kernels.empty:
         return pd.DataFrame()
     runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
-    runs = runs.merge(hosts(records), on="run_id")
+    runs = runs
     return kernels.assign(family=families(kernels["name"]).astype(str)).merge(runs, on="run_id")
