@@ -661,8 +661,9 @@ def test_the_clock_beside_the_filled_batch_is_of_the_same_process():
 def test_how_processes_climbed_is_counted():
     runs = pd.DataFrame({"run_id": list("abcd"), "size": "small", "context_length": 512, "vocab_size": 10_000,
                          "beside": [0, 2, 0, 1], "climbed": [True, True, True, False], "turns": [1, 2, 1, 1],
-                         "ram_gib": [100.0, 100.0, 200.0, 100.0]})
+                         "ram_gib": [100.0, 100.0, 200.0, 100.0], "steps": [3, 9, 4, 2], "warmup": [1, 1, 2, 0]})
     found = facts.how_climbed(runs)
+    assert found["steps"].min() == 3 and found["warmup"] == 1  # of those that climbed
     assert (found["climbed"], found["turns"], found["all_turns"], found["no_turns"]) == (3, 1, False, False)
     assert found["hosts"] and (found["neighbours"]["beside"], found["neighbours"]["runs"]) == (2, 4)
     one = facts.how_climbed(runs.assign(ram_gib=100.0, turns=2, beside=0))

@@ -181,7 +181,9 @@ def test_flash_attention_4_stands_beside_the_fastest_of_sdpa():
     found = attention.newer_than_sdpa(pd.concat([fused, own.drop_duplicates("sequence")]), d, "bf16")
     assert (found["sequence"], found["against_ms"]) == (last, best[last])
     assert found["faster"] == pytest.approx(2)
-    assert found["behind"] == {"sequence": best.index[-2], "faster": pytest.approx(0.5)}
+    assert (found["points"], found["slower"]) == (len(best), len(best) - 1) and not found["unsteady"]
+    noisy = own.drop_duplicates("sequence").assign(pass_flags="noisy: 9%")
+    assert attention.newer_than_sdpa(pd.concat([fused, noisy]), d, "bf16")["unsteady"]
     assert attention.newer_than_sdpa(fused, d, "bf16") is None
     assert attention.newer_than_sdpa(EMPTY, d, "bf16") is None
 

@@ -9,7 +9,6 @@ from stepscope.report.story import step_time_facts as facts
 from stepscope.report.story.part import tell
 from stepscope.report.story.step_time import PART, step_kinds, step_phases
 from stepscope.studies.ladder import facts as ladder
-from stepscope.studies.ladder.names import name_of
 from stepscope.studies.nsys.facts_regions import region_floors
 
 
@@ -111,20 +110,6 @@ def test_a_sweep_of_ones_own_in_another_precision_is_told_of_itself():
     assert found["config"]["precision"] == "bf16" and found["compiled"] is None
     figure = step_phases(times, tables("compile")["times"], "here")
     assert [axis.get_title(loc="left").split("\n")[0] for axis in figure.axes] == ["bf16, fused attention"]
-
-
-def test_the_step_whose_products_are_told_of_is_named_and_its_kernels_run_in_turn():
-    rungs, kernels = (tables("ladder")[name] for name in ("rungs", "kernels"))
-    found = facts.finished(rungs, kernels)
-    own = rungs[(rungs["size"].astype(str) == found["size"]) & (rungs["kind"] == "rung")
-                & (rungs["context_length"] == 512)]
-    own = own[own["rung"].map(name_of) == found["name"]]
-    [of] = own["rung"]
-    assert found["in_turn"] and found["ms"] == kernels[(kernels["rung"] == of) & kernels["run_id"].isin(
-        {run.partition("/")[2] for run in own["runs"].iloc[0].split("; ")})].drop_duplicates("run_id")["step_ms"].median()
-    assert not facts.finished(rungs, kernels.assign(time_ms=kernels["time_ms"] * 2))["in_turn"]
-    without = facts.finished(rungs, kernels[kernels["rung"] != of])
-    assert without is None or without["name"] != found["name"]
 
 
 def test_nothing_is_said_without_steps_or_of_a_gpu_from_a_cpu():

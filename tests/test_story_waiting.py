@@ -121,13 +121,9 @@ def test_remedies_are_ratios_within_one_run():
     found = facts.helps(times, kernels, pd.DataFrame())
     noisy = facts.helps(times.assign(flags="noisy"), kernels, pd.DataFrame())
     assert noisy["unsteady"] and not found["unsteady"]
-    assert found["after"]["faster"] == 5 and found["over_compiled"] == 2.5
+    assert found["after"]["faster"] == 5
     assert found["table"]["kernels"].to_list() == [20] * 3
     assert found["table"]["busy"].to_list() == pytest.approx([0.2, 0.4, 1.0])
-    assert found["hosts"] is None
-    other = times.assign(run_id="b", median_ms=times["median_ms"] * 2)
-    both = facts.helps(pd.concat([times, other[other["variant"] == "eager"]]), kernels, pd.DataFrame())
-    assert both["hosts"] == {"low": 20, "high": 40, "runs": 2} and both["after"]["faster"] == 5
     answer = told(*given(), compile__times=times, compile__kernels=pd.DataFrame())["waiting-helps"]
     assert list(answer.tables[0][1].columns) == ["full step", "ms", "faster"]
 

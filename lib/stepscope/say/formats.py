@@ -71,8 +71,8 @@ def capital(words: str) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """"no runs", "1 run", "2 runs"."""
-    return f"{f'{n:,}' if n else 'no'} {noun}{'' if n == 1 else 's'}"
+    """"no runs", "1 run", "2 runs", "2 processes"."""
+    return f"{f'{n:,}' if n else 'no'} {noun}{'' if n == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def apart(a: pd.Series, b: pd.Series) -> bool:

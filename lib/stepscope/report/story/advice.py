@@ -30,10 +30,10 @@ ADVISED = {"tf32": None, "bf16": "without_bf16", "sdpa": "without_sdpa", "fused"
            "no_casts": "without_no_casts"}
 
 
-def _any_unlike(change: dict) -> bool:
+def _any_marked(change: dict, mark: str) -> bool:
     """Whether one of a change's shapes that are told of is."""
     ends = [end for end in (change["least"], change["most"]) if end]
-    return any(shape["unlike"] for shape in (*ends, *change["without"]))
+    return any(shape[mark] for shape in (*ends, *change["without"]))
 
 
 def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, samples: pd.DataFrame,
@@ -42,7 +42,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     ``single`` where that is one, ``alike`` where all gains print as one, ``contexts`` where the shapes
     differ in context), the sizes where it did not surely help, each with its contexts (``idle``), and under
     ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
-    ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``;
+    ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``paced``:
+    processes differ in one of both steps;
     ``bf16_slower``: see :func:`_slower_than_tf32`; ``one_shape`` where all is of one; ``fewest`` and
     ``most`` processes that a ratio is the median of; under ``checkpoints`` what checkpointing spares and
     costs, None where that was not measured."""
@@ -70,7 +71,8 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "left_out": any(change["without"] for change in found.values()),
             "left_out_processes": int(lost["processes"].max()) if len(lost) else 0,
             "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS,
-            "unlike": any(map(_any_unlike, found.values())),
+            "unlike": any(_any_marked(change, "unlike") for change in found.values()),
+            "paced": any(_any_marked(change, "paced") for change in found.values()),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
@@ -116,7 +118,8 @@ def _left_out(shapes: list[dict]) -> dict:
 def _shape(row: dict, ratio: str) -> dict:
     """A shape with a ratio of times within a process, and whether that is surely above 1."""
     return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
-            "unlike": bool(row["unlike"]), "surely": bool(surely_more(row, ratio))}
+            "unlike": bool(row["unlike"]), "paced": bool(row["paced"]),
+            "surely": bool(surely_more(row, ratio))}
 
 
 def _tf32_idle(speedups: pd.DataFrame, others: pd.DataFrame, contexts: set[int]) -> list[dict]:

@@ -277,7 +277,8 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "refused": implementations(refused) if wide else [],
             "table": best,
             "launching": bool(best["launching"].any()),
-            "unsteady": bool((best["unsteady"] & ~best["launching"]).any()), "tf32": of_tf32(at),
+            "unsteady": bool((best["unsteady"] & ~best["launching"]).any()),
+            "unlike": bool(best["unlike"].any()), "tf32": of_tf32(at),
             "order_to": _runs_to(cells, narrow, told["cells"]),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
@@ -295,22 +296,29 @@ def _unlike(rows: pd.DataFrame, implementation: str) -> bool:
 def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict | None:
     """FlashAttention-4 beside SDPA's fastest kernel in one process, causal, at the longest sequence, of
     passes that take longer than launching them: both ``ms`` of forward and backward, and times ``faster``;
-    and so (below 1: slower) at the longest of the shorter sequences where it is ``behind``, if any;
-    ``clocked``, whether SM clocks were read. None where it did not run at this head dimension."""
+    ``unsteady``: samples of one of both are not one steady state; of all such ``points``, of any head
+    dimension, masked and not, at how many it is ``slower``; ``clocked``, whether SM clocks were read. None
+    where it did not run at this head dimension."""
     found = facts_generations.generations(generations) if len(generations) else None
     if found is None or "fa4" not in found["ran"]:
         return None
-    table = pick(found["table"], d_model=d, precision=precision, causal=True).set_index("sequence")
+    table = found["table"]
     ms = pd.DataFrame({name: table[f"{name}_ms"].mask(table[f"{name}_launching"].eq(True))
                        for name in found["ran"]})
     others = ms.drop(columns="fa4")
-    faster = (others.min(axis=1) / ms["fa4"]).dropna()
-    if faster.empty:
+    every = (others.min(axis=1) / ms["fa4"]).dropna()
+    own = pick(table, d_model=d, precision=precision, causal=True)
+    own = own[own.index.isin(every.index)].sort_values("sequence")
+    if own.empty:
         return None
-    last, behind = faster.index[-1], faster[:-1][faster[:-1] < 1]
-    return {"ms": ms["fa4"][last], "sequence": int(last), "against": others.loc[last].idxmin(),
-            "against_ms": others.loc[last].min(), "clocked": found["clocked"], "faster": faster[last],
-            "behind": {"sequence": int(behind.index[-1]), "faster": behind.iloc[-1]} if len(behind) else None}
+    last = own.index[-1]
+    against, sequence = others.loc[last].idxmin(), int(own["sequence"].iloc[-1])
+    both = pick(timed(generations), d_model=d, precision=precision, sequence=sequence)
+    flags = both.loc[both["implementation"].isin(["fa4", against]), "pass_flags"]
+    return {"ms": ms.loc[last, "fa4"], "sequence": sequence, "against": against,
+            "against_ms": others.loc[last, against], "clocked": found["clocked"], "faster": every[last],
+            "unsteady": bool((flags.fillna("") != "").any()),
+            "points": len(every), "slower": int((every < 1).sum())}
 
 
 def at_the_model(backends: pd.DataFrame) -> dict | None:
@@ -342,8 +350,9 @@ def ranked(rows: pd.DataFrame) -> list[dict]:
 
 def winners(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest of each precision and sequence, of forward alone and of forward + backward: what, ms and
-    times faster than written out (nan where that was not timed); ``launching``: launching the fastest or the
-    written-out one took as long as the pass; ``unsteady``: the fastest's passes are not one steady state."""
+    times faster than written out (nan where that was not timed); of the passes ``launching``: launching the
+    fastest or the written-out one took as long; ``unsteady``: the fastest's are not one steady state;
+    ``unlike``: both ran at SM clocks that differ."""
     found = []
     for (precision, sequence), of in rows.groupby(["precision", "sequence"]):
         row: dict = {"precision": precision, "sequence": int(sequence)}
@@ -355,6 +364,7 @@ def winners(rows: pd.DataFrame) -> pd.DataFrame:
         row["launching"] = bool(as_long.any())
         flags = of.set_index("implementation")["pass_flags"].get(row["pass_what"])
         row["unsteady"] = isinstance(flags, str) and flags != ""
+        row["unlike"] = _unlike(of, row["pass_what"])
         found.append(row)
     return pd.DataFrame(found).sort_values(["precision", "sequence"], ignore_index=True)
 
@@ -388,14 +398,14 @@ def printed_winners(found: dict) -> pd.DataFrame:
     columns = {}
     for precision, phase, words in phases:
         of = best[best["precision"] == precision].set_index("sequence")
-        parts = of[[*(f"{phase}_{part}" for part in PARTS), "launching", "unsteady"]]
+        parts = of[[*(f"{phase}_{part}" for part in PARTS), "launching", "unsteady", "unlike"]]
         columns[f"{precision}, {words}"] = pd.Series(
             [_winner(*one) for one in parts.itertuples(index=False)], index=of.index)
     return pd.DataFrame(columns).fillna("–").rename_axis("sequence").reset_index().tail(8)
 
 
-def _winner(what: str, ms: float, faster: float, launching: bool, unsteady: bool) -> str:
-    mark = " †" if launching else " ‡" if unsteady else ""
+def _winner(what: str, ms: float, faster: float, launching: bool, unsteady: bool, unlike: bool) -> str:
+    mark = (" †" if launching else " ‡" if unsteady else "") + " ≠" * unlike
     gain = "" if np.isnan(faster) or what == "eager" else f" ({number(faster, 2)}x)"
     return f"{NAMES[what].removeprefix('SDPA ')} {number(ms)} ms{gain}{mark}"
 
@@ -508,7 +518,7 @@ def where_it_ends(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFra
     masked = rows[rows["fails_mask"].notna()]
     wide = table[(table["precision"] == "fp32") & (table["implementation"] == "eager")
                  & table["fails"].notna()]
-    ended = ended[ended["implementation"].isin(DRAWN)]
+    ended = ended[ended["implementation"].isin((*DRAWN, "math"))]
     expandable = ended[ended["fits_expandable"] > ended["fits"]]
     if ended.empty or open_.empty:
         return None

@@ -317,6 +317,7 @@ def _better(times: pd.DataFrame) -> dict | None:
             "precision": most["precision"],
             "attention": ATTENTION_WORDS[most["attention"]],
             "times": most["speedup"],
+            "unsteady": bool(most["flagged"]),
         },
     }
 

@@ -7,6 +7,7 @@ import pandas as pd
 from stepscope.say.chapter import Facts, Tables
 from stepscope.say.formats import MODE_WORDS, number
 from stepscope.say.selections import pick
+from stepscope.step.summary import unlike_clocks
 
 MIB, GIB = 2**20, 2**30
 HARDLY = 0.1  # a ratio this near to 1 has hardly changed
@@ -163,12 +164,14 @@ def _compiled(time: Facts | None) -> list[Facts]:
     found = []
     for one in time["times"] if time else ():
         cells = {cell["implementation"]: cell["ms"] for cell in one["cells"]}
+        mhz = {cell["implementation"]: cell["mhz"] for cell in one["cells"]}
         if one["precision"] != "tf32" and {"eager", "compiled"} <= set(cells):
             found.append(
                 {
                     "precision": one["precision"],
                     "eager_ms": cells["eager"],
                     "compiled_ms": cells["compiled"],
+                    "unlike": bool(unlike_clocks(*(mhz[name] for name in ("eager", "compiled")))),
                     "times": cells["eager"] / cells["compiled"],
                     "faster": cells["compiled"] < cells["eager"],
                 }

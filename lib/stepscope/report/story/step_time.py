@@ -119,16 +119,15 @@ def step_kinds(operations: pd.DataFrame, where: str) -> Figure | None:
     return figure
 
 
-TIMES, COMPILED, OPERATIONS, CEILINGS, RUNGS, KERNELS = (
-    "benchmark.times", "compile.times", "nsys.operations", "benchmark.ceilings", "ladder.rungs",
-    "ladder.kernels")
+TIMES, COMPILED, OPERATIONS, CEILINGS, RUNGS = (
+    "benchmark.times", "compile.times", "nsys.operations", "benchmark.ceilings", "ladder.rungs")
 
 PART = Part(
     "Where a step's time goes",
     questions=(
         Question("step-phases", facts.phases, (TIMES,), (COMPILED, OPERATIONS, "processes.spread"),
                  pictures=("step_phases",)),
-        Question("step-kinds", facts.kinds, (OPERATIONS,), (RUNGS, KERNELS), pictures=("step_kinds",)),
+        Question("step-kinds", facts.kinds, (OPERATIONS,), (RUNGS,), pictures=("step_kinds",)),
         Question("step-rates", facts.rates, (TIMES, CEILINGS), (OPERATIONS, RUNGS)),
     ),
     pictures=(

@@ -166,9 +166,9 @@ def kind_shares(operations: pd.DataFrame) -> pd.DataFrame:
     return wide[wide.mean().sort_values(ascending=False).index]
 
 
-def kinds(operations: pd.DataFrame, rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """A full step by kind of kernel at one context; what the ladder gained by faster products and by fewer
-    other kernels; and what part of its finished step products are (``finished``)."""
+def kinds(operations: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
+    """A full step by kind of kernel at one context, and what the ladder gained by faster products and by
+    fewer other kernels."""
     shares = kind_shares(operations)
     if shares.empty:
         return None
@@ -178,7 +178,7 @@ def kinds(operations: pd.DataFrame, rungs: pd.DataFrame, kernels: pd.DataFrame) 
     rows = pick(operations, mode="step")
     return own | {"context": context_of(rows), "shares": shares,
                   "mostly_products": bool(own["products"]["all"].min() > 0.5),
-                  "gains": gains(rungs), "finished": finished(rungs, kernels), "runs": runs_of(rows)}
+                  "gains": gains(rungs), "runs": runs_of(rows)}
 
 
 def gains(rungs: pd.DataFrame) -> dict | None:
@@ -194,22 +194,6 @@ def gains(rungs: pd.DataFrame) -> dict | None:
     unlike = [name_of(name) for name in names if rows.loc[name, "unlike"]]
     return {"size": str(own["size"].iloc[0]), "context": int(own["context_length"].iloc[0]), "unlike": unlike,
             **told.to_dict()}
-
-
-def finished(rungs: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
-    """The ladder's last profiled step whose kernels ran one after another (``in_turn``; without one, the one
-    whose kernels did not): its name, its ms, and its products' ms and share of it. What else runs may run
-    beside them, so nothing is said of its share."""
-    own = ladder.reference(rungs) if len(rungs) else None
-    if own is None or kernels.empty or (left := ladder.left(own, kernels)) is None:
-        return None
-    step = own[(own["kind"] == "rung") & (own["rung"].map(name_of) == left["name"])]
-    products = {family["family"]: family["ms"] for family in left["families"]}.get(MATMUL)
-    if products is None or step.empty or step["status"].iloc[0] != "ok":
-        return None
-    ms = left["median_ms"]
-    return {"ms": ms, "products_ms": products, "share": products / ms, "size": str(own["size"].iloc[0]),
-            "name": left["name"], "in_turn": not left["at_once"]}
 
 
 def rates(times: pd.DataFrame, ceilings: pd.DataFrame, operations: pd.DataFrame,

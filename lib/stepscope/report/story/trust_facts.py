@@ -67,7 +67,7 @@ def repeats(
             "all_settled": slow["more_than_one"] == 0,
             "one": slow["processes"] == 1,
         },
-        "once": {name: first[name] for name in ("beyond_ms", "processes", "contexts", "all_ms")}
+        "once": {name: first[name] for name in ("beyond_ms", "processes", "contexts", "others_ms")}
         | {"ms": first["once"]["ms"]}
         if first and first["once"] and first["once"]["clear"]
         else None,

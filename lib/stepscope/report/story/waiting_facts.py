@@ -145,14 +145,11 @@ def remedies(compiled: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     """What compiling and CUDA graphs did to one step that waits (``table``); where CUDA graphs ``helped`` on
-    the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``;
-    and by how much the eager forward + backward of that shape differs between runs (``hosts``)."""
+    the ladder (at ``ladder_context``, in so many ``processes``) and where ``not_helped``."""
     table = remedies(compiled, kernels)
     if table.empty:
         return None
     own = table.iloc[0]
-    eager = pick(compiled, status="ok", mode="forward_backward", phase=WHOLE, variant="eager",
-                 **{name: own[name] for name in (*SHAPE, "attention")})["median_ms"]
     others = ladder.with_unlike(ladder.climbed(rungs)) if len(rungs) else rungs
     if len(others):  # the shapes that are alike but for their size
         others = pick(others, rung="cuda_graphs", vocab_size=others["vocab_size"].min(),
@@ -168,10 +165,6 @@ def helps(compiled: pd.DataFrame, kernels: pd.DataFrame, rungs: pd.DataFrame) ->
             "precision": own["precision"], "fused_attention": own["attention"] == "sdpa",
             "before": table.loc["eager"].to_dict(), "after": table.loc["cuda_graphs"].to_dict(),
             "unsteady": bool(table["unsteady"].any()), "busy_known": bool(table["busy"].notna().all()),
-            "over_compiled": table["ms"].get("model", float("nan")) / table["ms"]["cuda_graphs"],
-            "graph_known": "model" in table.index,
             "helped": [one for one in gained if one["helps"]],
             "not_helped": [one for one in gained if not one["helps"]],
-            "hosts": {"low": eager.min(), "high": eager.max(), "runs": len(eager)}
-            if len(eager) > 1 and eager.max() > UNLIKE * eager.min() else None,
             "runs": runs_of(table)}

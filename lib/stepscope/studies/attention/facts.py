@@ -112,7 +112,8 @@ def highest_and_lowest(at: pd.DataFrame, precision: str) -> dict:
     first = rows.iloc[0]
     near = rows[(rows["pass_ci_low_ms"] <= first["pass_ci_high_ms"])
                 & (rows["pass_ci_high_ms"] >= first["pass_ci_low_ms"])]
-    top, last = ({"implementation": row.implementation, "share": row.utilisation, "tflops": row.pass_tflops}
+    top, last = ({"implementation": row.implementation, "share": row.utilisation, "tflops": row.pass_tflops,
+                  "mhz": None if pd.isna(mhz := getattr(row, "sm_clock_mhz", None)) else mhz}
                  for row in (rows.iloc[0], rows.iloc[-1]))
     return {"precision": precision, "top": top, "last": last if len(rows) > 1 else None,
             "as_high": [*near["implementation"].iloc[1:]]}

@@ -66,7 +66,7 @@ def pay_off(cells: pd.DataFrame) -> dict | None:
     at = pay[(pay["d_model"] == d) & (pay["sequence"] == sequence)]
     never, sure = pay[pay["passes_to_pay"] == np.inf], pay[pay["passes_to_pay"] < np.inf]
     return {"d": d, "sequence": sequence, "cells": len(pay), "helped": len(sure), "never": len(never),
-            "at": [{"precision": precision, "passes": passes if passes < np.inf else None}
+            "at": [{"precision": precision, "passes": int(np.ceil(passes)) if passes < np.inf else None}
                    for precision, passes in zip(at["precision"], at["passes_to_pay"])],
             "never_launching": int((launching_as_long(never) & launching_as_long(never, "_eager")).sum())}
 

@@ -33,4 +33,6 @@ def at_the_longest(long: pd.DataFrame) -> dict | None:
                       "out": out, "squares": set(out) <= set(QUADRATIC)})
     return {"names": NAMES, "sequence": sequence, "batch": int(first["batch_size"]),
             "heads": sorted(int(d) for d in rows["d_model"].unique()), "by_precision": found,
-            "wide_share": WIDE, "cells": by_precision(rows), "runs": runs_of(rows)}
+            "wide_share": WIDE,
+            "clocked": bool(rows.get("sm_clock_mhz", pd.Series(dtype=float)).notna().any()),
+            "cells": by_precision(rows), "runs": runs_of(rows)}

@@ -89,8 +89,9 @@ def states(facts: dict) -> pd.DataFrame | None:
 def rates(facts: dict) -> pd.DataFrame:
     """Tokens/s, achieved rate and utilisation of each run."""
     steps = facts["steps"]
+    mark = steps["flags"].ne("").map({True: "\\*", False: ""})
     table = steps.assign(tokens=[number(value, 4) for value in steps["tokens_per_s"]],
-                         rate=steps["tflops"].map(number),
+                         rate=steps["tflops"].map(number) + mark,
                          share=steps["utilisation"].map(percent), sheet=steps["of_sheet"].map(percent))
     columns = {"size": "size", "context_length": "context", "tokens": "tokens/s", "rate": "TFLOP/s",
                "share": "of measured", "sheet": "of data sheet"}

@@ -11,6 +11,7 @@ from stepscope.studies.ladder.names import AGAINST, KERNEL_NAMES, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
 from stepscope.studies.ladder.tables import SHAPE
 from stepscope.traces.families import MATMUL
+from stepscope.traces.waits import WAITED
 
 HELPS = 0.02  # a gain or loss under this share is none
 SMOOTHED = 10  # steps of training that a point of a loss curve is the mean of
@@ -124,6 +125,13 @@ def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**clocks, unlike=unlike_clocks(*clocks.values()))
 
 
+def process_spread(rows: pd.DataFrame) -> pd.Series:
+    """By how much of the fastest process's time a step takes longer in the slowest."""
+    unknown = pd.Series(math.nan, rows.index)
+    fastest, slowest = (rows.get(name, unknown).astype(float) for name in ("fastest_ms", "slowest_ms"))
+    return slowest / fastest - 1
+
+
 def is_unlike(row: dict) -> bool:
     """The same of one row."""
     return bool(with_unlike(pd.DataFrame([row]))["unlike"].iloc[0])
@@ -192,8 +200,9 @@ def ladder(rungs: pd.DataFrame, climbs: pd.DataFrame | None = None) -> dict | No
 
 def how_climbed(climbs: pd.DataFrame | None) -> dict | None:
     """How the processes were run: of those that ``climbed`` from the first rung how many took ``turns``
-    (``all_turns``, ``no_turns``), whether those of one shape are of several ``hosts`` (told apart by memory),
-    and how many of all had others beside them (``neighbours``)."""
+    (``all_turns``, ``no_turns``), how many ``steps`` each timed of a rung at least, after how many of
+    ``warmup``, whether those of one shape are of several ``hosts`` (told apart by memory), and how many of
+    all had others beside them (``neighbours``)."""
     if climbs is None or climbs.empty or not climbs["climbed"].any():
         return None
     own = climbs[climbs["climbed"]]
@@ -201,6 +210,8 @@ def how_climbed(climbs: pd.DataFrame | None) -> dict | None:
     return {
         "climbed": len(own),
         "turns": turns,
+        "steps": own["steps"],
+        "warmup": int(own["warmup"].min()),
         "all_turns": turns == len(own),
         "no_turns": not turns,
         "hosts": bool((own.groupby(SHAPE, observed=True)["ram_gib"].nunique() > 1).any()),
@@ -219,7 +230,10 @@ def bf16_weights(own: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     else of the first that has it; None where it was not run."""
     for shape in (own, *by_shape(rungs)):
         if found := of_rung(shape, "hugging_face_bf16"):
-            return shape_of(found) | {"ms": found["median_ms"], "best_ms": best_of(shape)["median_ms"]}
+            best = best_of(shape)
+            return shape_of(found) | {
+                "ms": found["median_ms"], "processes": int(found["processes"]),
+                "best_ms": best["median_ms"], "best_processes": int(best["processes"])}
     return None
 
 
@@ -286,13 +300,17 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape, branches too, with what forward keeps for backward (``saved_mib``), also of the
-    one that each is a change on (``saved_mib_before``), and whether both steps' clocks are ``unlike``."""
+    one that each is a change on (``saved_mib_before``), whether both steps' clocks are ``unlike``, and
+    whether processes differ in one of both by over WAITED (``paced``): what sets the pace of no kernel
+    does."""
     rows = timed(own)
     if rows.empty:
         return rows
     by_rung = own.drop_duplicates("rung").set_index("rung")
     saved_mib = by_rung.get("saved_bytes", pd.Series(dtype=float)).astype(float) / 2**20
-    return with_unlike(rows.assign(saved_mib=rows["rung"].map(saved_mib),
+    spread = process_spread(by_rung)
+    paced = (rows["rung"].map(spread) > WAITED) | (rows["before"].map(spread) > WAITED)
+    return with_unlike(rows.assign(saved_mib=rows["rung"].map(saved_mib), paced=paced,
                                    saved_mib_before=rows["before"].map(saved_mib)))
 
 
@@ -363,6 +381,7 @@ def advice(rungs: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
                 shape_of(own.iloc[0])
                 | {"kind": kind, "gain": values.median(), "low": values.min(), "high": values.max()}
                 | {"unlike": bool(clocks["unlike"].any()), "agree": agree, "processes": len(values)}
+                | {"paced": bool(clocks["paced"].any())}
             )
     if not found:
         return None
@@ -380,12 +399,13 @@ def advice(rungs: pd.DataFrame, steps: pd.DataFrame) -> dict | None:
     first = table.loc[table.groupby(of_shape, sort=False)["gain"].idxmax()]
     wide = table.pivot(index=of_shape, columns="kind", values="gain")
     wide = wide.reindex(index=pd.MultiIndex.from_frame(first[of_shape]), columns=[*AGAINST])
-    marks, low, high = (
+    marks, paced, low, high = (
         table.pivot(index=of_shape, columns="kind", values=name).reindex(index=wide.index, columns=[*AGAINST])
-        for name in ("unlike", "low", "high")
+        for name in ("unlike", "paced", "low", "high")
     )
     return {
         "marks": marks,
+        "paced": paced,
         "ends": (low, high),
         "unlike": int(table["unlike"].sum()),
         "agree": bool(first["agree"].all()),
@@ -716,7 +736,8 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
         return None
     over = rows["over_finished"]
     sure = surely_more(rows, "over_finished") | surely_less(rows, "over_finished")
-    rows = with_unlike(rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure))
+    rows = with_unlike(rows.assign(name=rows["rung"].map(name_of), cost=over - 1, speed=1 / over, sure=sure,
+                                   paced=process_spread(rows) > WAITED))
     saving = rows[rows["sure"] & (rows["cost"] < 0)].to_dict("records")
     return {
         "rows": rows,

@@ -26,6 +26,7 @@ WHY = {
 # Said in words, or in a table of their own.
 APART = {"fill", "hugging_face_bf16", OTHER_ARITHMETIC, "graph"}
 UNLIKE = "≠"  # behind a ratio of times at unlike clocks
+PACED = "\\*"  # behind a ratio of times of which one differs between processes
 
 
 def column(rows: pd.DataFrame, name: str, form=number) -> list[str]:
@@ -115,8 +116,9 @@ def gains(facts: dict) -> pd.DataFrame:
     """Rungs down, sizes across, with the vocabulary where it is not the usual one: how many times
     faster than the rung before at each context, marked where clocks are unlike and where it is not sure."""
     rows = facts["rows"]
-    marks = zip(rows["gain"], rows["unlike"], rows["sure"])
-    cell = [gain(ratio) + UNLIKE * unlike + " ‡" * (not sure) for ratio, unlike, sure in marks]
+    marks = zip(rows["gain"], rows["paced"], rows["unlike"], rows["sure"])
+    cell = [gain(ratio) + PACED * paced + UNLIKE * unlike + " ‡" * (not sure)
+            for ratio, paced, unlike, sure in marks]
     wide = rows.assign(cell=cell).pivot(index=["called", "rung"], columns="context_length", values="cell")
     table = wide[facts["contexts"]].fillna("–").agg(" / ".join, axis=1).unstack("called")
     order = [rung for rung in RUNGS if rung in table.index]
@@ -128,11 +130,14 @@ def bounds(facts: dict) -> pd.DataFrame:
     """A row a shape: the gain of all rungs that are good against each of what a step may wait for."""
     rows = facts["shapes"].reset_index()
     shape = {"size": with_vocabulary(rows["size"], rows["vocabulary"]), "context": contexts(rows)}
-    marks, low, high = (one.reset_index(drop=True) for one in (facts["marks"].eq(True), *facts["ends"]))
+    marks, paced, low, high = (one.reset_index(drop=True) for one in (
+        facts["marks"].eq(True), facts["paced"].eq(True), *facts["ends"]))
     cells = {
         kind: [
-            cell + UNLIKE * unlike + ("" if cell == "–" else f" [{number(least)}, {number(most)}]")
-            for cell, unlike, least, most in zip(column(rows, kind, gain), marks[kind], low[kind], high[kind])
+            cell + PACED * pace + UNLIKE * unlike
+            + ("" if cell == "–" else f" [{number(least)}, {number(most)}]")
+            for cell, pace, unlike, least, most in zip(
+                column(rows, kind, gain), paced[kind], marks[kind], low[kind], high[kind])
         ]
         for kind in AGAINST
     }
@@ -228,8 +233,8 @@ def left_out(facts: dict) -> pd.DataFrame:
     rows = facts["rows"]
     slower = [gain(speed).removesuffix(" slower") if speed < 1 else faster(speed) for speed in rows["speed"]]
     cell = [
-        one + UNLIKE * bool(apart) + " ‡" * (not sure)
-        for one, apart, sure in zip(slower, rows["unlike"], rows["sure"])
+        one + PACED * bool(paced) + UNLIKE * bool(apart) + " ‡" * (not sure)
+        for one, paced, apart, sure in zip(slower, rows["paced"], rows["unlike"], rows["sure"])
     ]
     called = with_vocabulary(rows["size"], rows["vocab_size"])
     rows = rows.assign(cell=cell, size=called, context=contexts(rows, "context_length"))

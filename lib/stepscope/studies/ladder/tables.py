@@ -276,13 +276,16 @@ def load_processes(store: Store, records: list[Record], samples: pd.DataFrame) -
 def climbs(samples: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """A row a process: its run, shape, ``beside`` (how many others were on its machine), ``ram_gib``, which
     tells hosts apart, whether it ``climbed`` from the first rung, and in how many ``turns`` its rungs were
-    timed."""
+    timed, each in at least so many ``steps`` after so many of ``warmup``."""
     if samples.empty:
         return samples
     runs = runs_frame(records)[["run_id", "beside", "ram_gib", *SHAPE]]
     first = set(samples.loc[samples["rung"] == RUNGS[0], "run_id"])
     turns = samples.groupby("run_id")["turn"].nunique()
-    return runs.assign(climbed=runs["run_id"].isin(first), turns=runs["run_id"].map(turns))
+    steps = samples.groupby(["run_id", "rung"]).size().groupby("run_id").min()
+    warmup = {record.run_id: Config(**record.config).warmup_steps for record in records}
+    return runs.assign(climbed=runs["run_id"].isin(first), turns=runs["run_id"].map(turns),
+                       steps=runs["run_id"].map(steps), warmup=runs["run_id"].map(warmup))
 
 
 def step_medians(samples: pd.DataFrame, records: list[Record]) -> pd.DataFrame:

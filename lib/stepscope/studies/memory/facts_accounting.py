@@ -1,4 +1,6 @@
 """The closed formulas of memory against what was measured, and what they say will fit."""
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -79,14 +81,14 @@ def by_category(runs: pd.DataFrame, levels: pd.DataFrame, predicted: pd.DataFram
 def fits(runs: pd.DataFrame) -> dict:
     """The largest context and batch of the largest size, by prediction, for the GPU that was measured;
     ``free_share`` of its memory is left free for what the allocator reserves beyond tensors, the most that
-    these runs showed (where none did, the reference's)."""
+    these runs showed, as whole percents (where none did, the reference's)."""
     memory = runs["gpu_memory_mib"].dropna()
     memory_mib = float(memory.iloc[0]) if len(memory) else ASSUMED_MIB
     rows = histories(runs) if len(memory) else runs
     run = rows[rows["size"] == rows["size"].max()].iloc[0] if len(rows) else runs.iloc[0]
     config = config_of(run).model_copy(update={"context_length": USUAL})
     idle = fragmentation(runs)
-    free_share = idle["most"]["idle_share"] if idle and idle["most"] else ALLOWANCE
+    free_share = math.ceil(idle["most"]["idle_share"] * 100) / 100 if idle and idle["most"] else ALLOWANCE
     return {"size": str(run["size"]), "batch": run["batch_size"], "context": USUAL,
             "memory_gib": memory_mib / 1024, "free_share": free_share, "asked_by": asked_by(config),
             "table": what_fits(config, memory_mib, free_share)}
