@@ -495,6 +495,11 @@ def test_what_is_fused_is_told_apart_from_products_and_attention():
     assert set(found["rest_ratio"]) == {4} and set(found["products"]) == {1} and found["products_alike"]
     assert set(found["pairs"]["saved_ms"]) == {45} and set(found["pairs"]["fused_ms"]) == {30}
     assert set(found["kept"]["ratio"]) == {2} and found["kept"]["most"]["saved_gib"] == 4
+    assert (found["fewer"]["saved_ms"], found["fewer"]["kernels_ms"]) == (45, 30)  # 15 ms of launches
+    kernels = gpu_kernels(times)
+    rest = (kernels["variant"] == "eager") & (kernels["count"] == 600)
+    long = kernels.assign(total_ms=kernels["total_ms"] + 15 * rest)
+    assert facts_kernels.why(times, long)["fewer"] is None  # all that is saved is kernels'
     table = printed.kernels(found)
     assert table["fused attention"].tolist() == ["–", "–", "12: 5.00 ms", "12: 5.00 ms"] * 2
     assert table["all else"].tolist() == ["660: 40.0 ms", "110: 10.0 ms"] * 4

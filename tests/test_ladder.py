@@ -484,7 +484,7 @@ def made_up(sizes=("small", "2.7B"), **given):
     )
     rungs = over_processes([process(size, **given) for size in sizes]) if given else usual_rungs(sizes).copy()
     steps = steps_of([process(size, **given) for size in sizes])
-    return {"rungs": rungs, "steps": steps, "climbs": pd.DataFrame(), "curves": pd.DataFrame(curves), "kernels": kernels, "backends": pd.DataFrame(),
+    return {"rungs": rungs, "steps": steps, "climbs": pd.DataFrame(), "curves": pd.DataFrame(curves), "kernels": kernels,
             "checks": checked().assign(run_id="a")}
 
 
@@ -605,6 +605,22 @@ def test_rungs_at_unlike_clocks_are_marked_and_counted():
     assert not facts.left_out(tables["rungs"])["rows"]["unlike"].any()
     assert "sm_clock_mhz" in fast and facts.sizes(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
     assert facts.left_out(fast.drop(columns="sm_clock_mhz"))["unlike"]["unlike"] == 0
+
+
+def test_ratios_of_steps_in_which_processes_differ_are_marked():
+    rungs = made_up()["rungs"].assign(fastest_ms=10.0, slowest_ms=10.4)
+    near = facts.sizes(rungs)
+    assert not near["rows"]["paced"].any() and not printed.gains(near).map(lambda cell: "*" in cell).any(axis=None)
+    rungs["slowest_ms"] = rungs["slowest_ms"].where(~rungs["rung"].isin(["sdpa", "without_sdpa"]), 11.0)
+    marked = printed.gains(facts.sizes(rungs)).set_index("rung")
+    assert marked.loc[[name_of("sdpa"), name_of("fused")]].map(lambda cell: cell == "–" or "\\*" in cell).all(axis=None)
+    assert not marked.loc[[name_of("bf16"), name_of("blocks")]].map(lambda cell: "*" in cell).any(axis=None)
+    bounds = printed.bounds(facts.advice(rungs, made_up()["steps"]))
+    assert bounds["memory"].str.contains("*", regex=False).all()
+    assert not bounds["launches"].str.contains("*", regex=False).any()
+    left = facts.left_out(rungs)["rows"].set_index("rung")["paced"]
+    assert left["without_sdpa"].all() and not left.drop("without_sdpa").any()
+    assert not facts.sizes(rungs.drop(columns=["fastest_ms", "slowest_ms"]))["rows"]["paced"].any()
 
 
 @pytest.mark.parametrize("without", [90.0, 55.0])
@@ -919,7 +935,7 @@ def test_three_processes_of_a_real_ladder_are_one_row_a_rung(config):
 def test_every_question_is_answered_from_a_gpus_data_and_from_none(key):
     full = said(key, made_up())
     assert full.text and full.tables and full.runs
-    nothing = dict.fromkeys(("rungs", "climbs", "steps", "curves", "kernels", "backends", "checks"), pd.DataFrame())
+    nothing = dict.fromkeys(("rungs", "climbs", "steps", "curves", "kernels", "checks"), pd.DataFrame())
     assert "Not answered" in said(key, nothing).text
     left = ["rung", "kind", "batch", "size", "context_length", "vocab_size", "runs", "processes", "reason"]
     too_large = made_up()["rungs"][left].assign(status="oom")

@@ -15,7 +15,7 @@ KERNELS = {"attention.scores": [("gemm", MATMUL, 3e6), ("mul", "elementwise", 1e
                                  ("DivFunctor", "elementwise", 4e6)],
            "attention.value": [("gemm", MATMUL, 2e6)], "ffn": [("gemm", MATMUL, 6e6)]}
 TABLES = ("nsys.operations", "nsys.operations_fused", "nsys.phases", "benchmark.ceilings", "benchmark.times",
-          "compile.times", "compile.kernels", "attention.cells", "ladder.backends", "attention.generations", "ladder.rungs",
+          "compile.times", "compile.kernels", "attention.cells", "attention.generations", "ladder.rungs",
           "attention.ends", "attention.predicted", "attention.accounting")
 
 
@@ -42,7 +42,7 @@ def steps(**columns):
                                         "trailing_ms"])
     return table.assign(**{"mode": "step", "phase": "step", "variant": "eager", "optimizer": "foreach",
                            "device": "cuda", "precision": "bf16", "context_length": 512,
-                           "flags": "", "run_id": table["size"]} | columns)
+                           "flags": "", "sm_clock_mhz": 1980.0, "run_id": table["size"]} | columns)
 
 
 def told(key, **tables):
@@ -79,6 +79,10 @@ def test_what_a_step_gains_leaves_out_unsteady_samples():
     assert found["gained"][0]["gains"].tolist() == [1.5] and found["unsteady"]
     printed = attention.printed_gains(found).set_index("size")["x faster"]
     assert printed["small"].endswith("§") and not printed["large"].endswith("§")
+    low = table.assign(sm_clock_mhz=table["sm_clock_mhz"].where(table["attention"] == "eager", 1900.0))
+    apart = attention.softmax(operations(), ceilings(), EMPTY, low, EMPTY, EMPTY, EMPTY)
+    assert apart["unlike"] and apart["gained"] is None and not found["unlike"]
+    assert attention.printed_gains(apart)["x faster"].str.endswith("≠").all()
 
 
 def test_where_a_capture_tells_who_waits_the_end_of_launching_decides_nothing():
@@ -121,17 +125,6 @@ def test_a_long_kernel_behind_the_last_launch_is_no_host_that_waits():
     assert attention.fused_gains(steps(median_ms=100.0, trailing_ms=4.0), EMPTY)["launching"].all()
 
 
-def test_kernels_of_the_models_shape_are_ranked_by_their_median():
-    times = {"FLASH_ATTENTION": [2.0, 9.0, 2.2], "CUDNN_ATTENTION": [3.0, 3.0, 1.0]}
-    rows = [{"kernel": kernel, "time_ms": ms * factor, "size": size, "context_length": 512}
-            for kernel, own in times.items() for ms in own
-            for size, factor in (("2.7B", 10), ("small", 1), ("large", 5))]
-    found = attention.at_the_model(pd.DataFrame(rows))
-    assert [(one["size"], one["fastest"], one["next_ms"]) for one in found["rows"]] == [
-        ("small", "flash", 3.0), ("2.7B", "flash", 30.0)]
-    assert attention.at_the_model(pd.DataFrame(rows[:1])) is attention.at_the_model(EMPTY) is None
-
-
 def test_the_softmax_pictures_title_is_what_was_measured():
     title = attention.draw_softmax(operations(), ceilings(), EMPTY, EMPTY, "here").axes[0].get_title("left")
     slow = operations()
@@ -157,16 +150,16 @@ def test_the_fastest_kernel_follows_the_data():
     fast = (cells["implementation"] == "cudnn") & (cells["sequence"] > 1024)
     times = [column for column in cells if column.endswith("_ms")]
     cells.loc[fast, times] /= 10
-    found = attention.which_kernel(cells, EMPTY, EMPTY)
+    found = attention.which_kernel(cells, EMPTY)
     assert (found["precision"], found["top"]["implementation"]) == ("bf16", "cudnn")
     assert found["top"]["faster"] == pytest.approx(40)
     assert found["order"].startswith("SDPBackend.CUDNN_ATTENTION, ") and found["order_to"] is None
     wider = pd.concat([cells, cells[cells["implementation"] == "eager"].assign(d_model=4096)])
-    assert attention.which_kernel(wider, EMPTY, EMPTY)["order_to"] == cells["d_model"].max()
+    assert attention.which_kernel(wider, EMPTY)["order_to"] == cells["d_model"].max()
     assert "cuDNN" in attention.draw_time(cells, EMPTY, "here").get_suptitle()
     slow = cells.copy()
     slow.loc[slow["implementation"] != "eager", times] *= 1e3
-    assert not attention.which_kernel(slow, EMPTY, EMPTY)["fused_wins"]
+    assert not attention.which_kernel(slow, EMPTY)["fused_wins"]
     words = told("which-kernel", attention__cells=slow).text
     assert "faster than attention written out" not in words
 
@@ -193,9 +186,9 @@ def test_tf32_is_said_to_help_only_where_it_does():
     cells = cells[(cells["implementation"] != "efficient") | (cells["precision"] != "tf32")]
     same = cells[(cells["implementation"] == "efficient") & (cells["precision"] == "fp32")]
     cells = pd.concat([cells, same.assign(precision="tf32")], ignore_index=True)
-    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells, EMPTY, EMPTY)["tf32"]}
+    helps = {one["implementation"]: one["helps"] for one in attention.which_kernel(cells, EMPTY)["tf32"]}
     assert helps == {"eager": True, "compiled": True, "efficient": False}
-    assert attention.which_kernel(cells[cells["precision"] == "bf16"], EMPTY, EMPTY)["tf32"] is None
+    assert attention.which_kernel(cells[cells["precision"] == "bf16"], EMPTY)["tf32"] is None
 
 
 def test_an_end_is_said_where_it_was_looked_for():
@@ -216,12 +209,12 @@ def test_an_end_is_said_where_it_was_looked_for():
 
 def test_a_winner_whose_launching_took_as_long_is_marked_and_no_finding():
     cells = gpu_cells()
-    calm = attention.which_kernel(cells.assign(enqueue_ms=0.0), EMPTY, EMPTY)
+    calm = attention.which_kernel(cells.assign(enqueue_ms=0.0), EMPTY)
     assert not calm["launching"]
-    held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY, EMPTY)
+    held = attention.which_kernel(cells.assign(enqueue_ms=cells["pass_median_ms"]), EMPTY)
     assert held["launching"]
     assert attention.printed_winners(held).iloc[:, 1:].map(lambda cell: cell == "–" or cell.endswith("†")).all(axis=None)
-    noisy = attention.which_kernel(cells.assign(enqueue_ms=0.0, pass_flags="noisy"), EMPTY, EMPTY)
+    noisy = attention.which_kernel(cells.assign(enqueue_ms=0.0, pass_flags="noisy"), EMPTY)
     assert noisy["unsteady"] and not calm["unsteady"]
     marked = attention.printed_winners(noisy).iloc[:, 1:]
     assert marked.map(lambda cell: cell == "–" or cell.endswith("‡")).all(axis=None)

@@ -132,6 +132,15 @@ def test_gains_at_unlike_clocks_are_marked(rungs):
     assert "†" in told.text and "†" not in same.text
 
 
+def test_gains_of_one_process_and_of_processes_that_differ_are_marked(rungs):
+    alike = rungs.assign(fastest_ms=10.0, slowest_ms=10.1, processes=3)
+    apart, one = alike.assign(slowest_ms=12.0), alike.assign(processes=1)
+    texts = [tell(advice.PART, given(**{"ladder.rungs": table}))[0].text for table in (alike, apart, one)]
+    assert [("\\*" in text, "¹" in text) for text in texts] == [(False, False), (True, False), (False, True)]
+    without = advice.advice(one, *[pd.DataFrame()] * 4)["changes"]["sdpa"]["without"]
+    assert all(shape["one"] and not shape["paced"] for shape in without)
+
+
 def test_a_gain_that_is_not_sure_is_none(rungs):
     """Where each interval holds 1 nothing is said to have helped, and no headline says so."""
     unsure = rungs.assign(gain_low=0.9, times_as_fast_low=0.9)

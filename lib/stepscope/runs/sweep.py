@@ -418,7 +418,9 @@ class _Sweep:
         claim = self.store.claim(config)
         if claim is None or not self.pool.parallel:
             return []
-        host, since, until = claim["host"], claim["since"], record.started_at.timestamp() + record.duration_s
+        # A millisecond later, to which durations are rounded: what began just before the end was beside.
+        until = record.started_at.timestamp() + record.duration_s + 1e-3
+        host, since = claim["host"], claim["since"]
         others = [other for other in (*self.pool.running(), *self.back) if other != config]
         going = [found for other in others if (found := self.store.claim(other))]
         beside = {run for run, where, start, end in self.over

@@ -43,7 +43,7 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
     differ in context), the sizes where it did not surely help, each with its contexts (``idle``), and under
     ``without`` what the finished step takes longer where it is left out; ``over``, the least that helps;
     ``unlike`` on a shape: both its steps' clocks are known and further apart than ``clocks``; ``paced``:
-    processes differ in one of both steps;
+    processes differ in one of both steps; ``one``: it is of one process;
     ``bf16_slower``: see :func:`_slower_than_tf32`; ``one_shape`` where all is of one; ``fewest`` and
     ``most`` processes that a ratio is the median of; under ``checkpoints`` what checkpointing spares and
     costs, None where that was not measured."""
@@ -69,10 +69,10 @@ def advice(rungs: pd.DataFrame, checkpoints: pd.DataFrame, runs: pd.DataFrame, s
             "fewest": int(gained["processes"].min()), "most": int(gained["processes"].max()),
             "alike": gained["processes"].nunique() == 1,
             "left_out": any(change["without"] for change in found.values()),
-            "left_out_processes": int(lost["processes"].max()) if len(lost) else 0,
             "batch": int(gained["batch"].mode().iloc[0]), "clocks": UNLIKE_CLOCKS,
             "unlike": any(_any_marked(change, "unlike") for change in found.values()),
             "paced": any(_any_marked(change, "paced") for change in found.values()),
+            "single": any(_any_marked(change, "one") for change in found.values()),
             "checkpoints": against and against | {"run": spared["run"]},
             "runs": sorted({*runs_in(rungs), *(spared["runs"] if against else [])})}
 
@@ -119,7 +119,7 @@ def _shape(row: dict, ratio: str) -> dict:
     """A shape with a ratio of times within a process, and whether that is surely above 1."""
     return {"size": str(row["size"]), "context": int(row["context_length"]), ratio: row[ratio],
             "unlike": bool(row["unlike"]), "paced": bool(row["paced"]),
-            "surely": bool(surely_more(row, ratio))}
+            "one": row["processes"] == 1, "surely": bool(surely_more(row, ratio))}
 
 
 def _tf32_idle(speedups: pd.DataFrame, others: pd.DataFrame, contexts: set[int]) -> list[dict]:

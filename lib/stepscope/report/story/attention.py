@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from stepscope.report.story.part import Part
-from stepscope.runs.tables import by_size
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import number, positions, runs_of
 from stepscope.say.formats import precision as words_of
@@ -43,6 +42,9 @@ PARTS = ("what", "ms", "faster")  # of a winner
 MUCH_FASTER = 1.1  # from here on a kernel is called faster, and not about as fast
 FONT = 14
 NONE = pd.DataFrame()
+# Behind a gain, by the column of `fused_gains` that says so; what the template calls that.
+MARKS = {"waits": ("waiting", " †"), "launching": ("launching", " ‡"), "unsteady": ("unsteady", " §"),
+         "unlike": ("unlike", " ≠")}
 SHAPE = ["size", "context_length"]
 
 
@@ -57,7 +59,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
     ``replaced_ms`` and ``replaced_share`` of forward's operations:
     what one fused kernel stands for; ``fused_ms``: that kernel in the same profile, None where it was not
     captured; ``gains``: a full step written out and fused, a row a size; ``ladder``: what it gains there in
-    bf16 at that context (:func:`on_the_ladder`); ``unsteady``: some of ``gains`` are.
+    bf16 at that context (:func:`on_the_ladder`); of :data:`MARKS`, whether ``gains`` have any.
     """
     operations = operations[operations["device"] == "cuda"]
     if operations.empty or (found := softmax_against_matmul(operations, ceilings, times)) is None:
@@ -75,16 +77,15 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
         shares = pick(rates, size=size, context_length=context).set_index("operation")["share"]
         writing = shares.reindex(list(WRITES_SQUARE)).sum()
     gains = fused_gains(compiled, captured, kernels)
-    steady = gains[~(gains["waits"] | gains["launching"] | gains["unsteady"])] if len(gains) else gains
+    steady = gains[~gains[[*MARKS]].any(axis=1)] if len(gains) else gains
     return found | {
         "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
         "writing_share": writing,
         "writing": list(WRITES_SQUARE), "precision": own["precision"].iloc[0],
         "replaced_ms": total_ms(inside), "replaced_share": inside["total_ns"].sum() / own["total_ns"].sum(),
         "fused_ms": total_ms(kernel) if len(kernel) else None,
-        "gains": gains if len(gains) else None, "waiting": len(gains) > 0 and bool(gains["waits"].any()),
-        "launching": len(gains) > 0 and bool(gains["launching"].any()),
-        "unsteady": len(gains) > 0 and bool(gains["unsteady"].any()),
+        "gains": gains if len(gains) else None,
+        **{words: len(gains) > 0 and bool(gains[mark].any()) for mark, (words, _) in MARKS.items()},
         "gains_context": None if gains.empty else gains["context_length"].iloc[0],
         "gained": None if steady.empty else by_type(steady),
         "ladder": None if gains.empty else on_the_ladder(rungs, gains["context_length"].iloc[0]),
@@ -103,10 +104,10 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     peak_allocated_mib, ``gain`` (times as fast), ``saved_mib``; ``waits``: by a capture of the same work the
     GPU waits for launches in some phase of one of both, or by this study's in forward + backward;
     ``launching``: captures do not tell of both, and the host was still launching at the end of one;
-    ``unsteady``: samples of one are not one steady state. Of several runs of one shape the quickest: the
-    others may wait for launches longer."""
+    ``unsteady``: samples of one are not one steady state; ``unlike``: their SM clocks differ. Of
+    several runs of one shape the quickest: the others may wait for launches longer."""
     columns = ["run_id", "size", "context_length", "precision", "median_ms", "trailing_ms",
-               "peak_allocated_mib", "flags"]
+               "peak_allocated_mib", "flags", "sm_clock_mhz"]
     if times.empty or "peak_allocated_mib" not in times:  # a CPU's runs have no peaks
         return pd.DataFrame(columns=columns)
     rows = pick(times, phase="step", mode="step", variant="eager", optimizer="foreach", device="cuda")
@@ -126,6 +127,7 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     both["launching"] = pd.concat(near, axis=1).any(axis=1) & told.eq(UNDECIDED).any(axis=1) & ~both["waits"]
     both["saved_mib"] = both["peak_allocated_mib_eager"] - both["peak_allocated_mib"]
     both["unsteady"] = both[["flags", "flags_eager"]].ne("").any(axis=1)
+    both["unlike"] = unlike_clocks(both["sm_clock_mhz_eager"], both["sm_clock_mhz"])
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
 
@@ -184,9 +186,8 @@ def printed_gains(found: dict) -> pd.DataFrame | None:
     by = {name: gains[gains["precision"] == name].set_index("size") for name in precisions(gains)}
     told = "bf16" if "bf16" in by else next(iter(by))
     def faster(of: pd.DataFrame) -> pd.Series:
-        marks = [of[column].map({True: mark, False: ""})
-                 for column, mark in (("waits", " †"), ("launching", " ‡"), ("unsteady", " §"))]
-        return of["gain"].map(number) + marks[0] + marks[1] + marks[2]
+        marks = [of[column].map({True: mark, False: ""}) for column, (_, mark) in MARKS.items()]
+        return of["gain"].map(number) + marks[0].str.cat(marks[1:])
 
     columns = {f"{told}: written out (ms)": by[told]["median_ms_eager"].map(number),
                "SDPA (ms)": by[told]["median_ms"].map(number), "x faster": faster(by[told]),
@@ -244,7 +245,7 @@ def _stack(axis: Axes, y: int, parts: list[tuple[str, float, str]]) -> None:
 
 # -- which kernel --------------------------------------------------------------------------------------------
 
-def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.DataFrame) -> dict | None:
+def which_kernel(cells: pd.DataFrame, generations: pd.DataFrame) -> dict | None:
     """Causal attention by implementation at the head dimension that is spoken of, on a GPU.
 
     ``told``: at the longest sequence, in ``precision`` (bf16 where it was measured), the drawn ones' ``ms``
@@ -252,7 +253,7 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
     the fastest at each sequence, forward alone and with backward; ``order``: SDPA's kernels as ``told``
     ranks them, as code, and up to which head dimension the first of them ran (``order_to``; None where at
     all); ``top_unlike``, whether the fastest and the written-out one ran at SM clocks that differ;
-    ``at_model``: see :func:`at_the_model`; ``newer``: see :func:`newer_than_sdpa`.
+    ``newer``: see :func:`newer_than_sdpa`.
     """
     rows = timed(cells)
     rows = rows[rows["device"] == "cuda"] if len(rows) else rows
@@ -282,7 +283,7 @@ def which_kernel(cells: pd.DataFrame, backends: pd.DataFrame, generations: pd.Da
             "order_to": _runs_to(cells, narrow, told["cells"]),
             "order": ", ".join(f"SDPBackend.{BACKENDS[cell['implementation']]}" for cell in told["cells"]
                                if cell["implementation"] in BACKENDS),
-            "at_model": at_the_model(backends), "newer": newer_than_sdpa(generations, head(rows), narrow),
+            "newer": newer_than_sdpa(generations, head(rows), narrow),
             "skips": [] if masked is None else masked["skip"], "runs": runs_of(cells)}
 
 
@@ -319,23 +320,6 @@ def newer_than_sdpa(generations: pd.DataFrame, d: int, precision: str) -> dict |
             "against_ms": others.loc[last, against], "clocked": found["clocked"], "faster": every[last],
             "unsteady": bool((flags.fillna("") != "").any()),
             "points": len(every), "slower": int((every < 1).sum())}
-
-
-def at_the_model(backends: pd.DataFrame) -> dict | None:
-    """One layer's attention as the ladder timed it (bf16, forward and backward): of the smallest and the
-    largest size the ``fastest`` kernel and the ``next``, ms; None where fewer than two were timed."""
-    if backends.empty:
-        return None
-    called = {backend: name for name, backend in BACKENDS.items()}
-    timed = by_size(backends[backends["kernel"].isin(called)].dropna(subset="time_ms"))
-    rows = []
-    for (size, context), own in timed.groupby(["size", "context_length"], observed=True, sort=False):
-        ms = own.groupby("kernel")["time_ms"].median().sort_values()
-        if len(ms) > 1:
-            rows.append({"size": str(size), "context": int(context), "fastest": called[ms.index[0]],
-                         "fastest_ms": ms.iloc[0], "next": called[ms.index[1]], "next_ms": ms.iloc[1]})
-    rows = [one for one in rows if one["context"] == rows[0]["context"]]
-    return {"context": rows[0]["context"], "rows": [rows[0], *rows[1:][-1:]]} if rows else None
 
 
 def ranked(rows: pd.DataFrame) -> list[dict]:
@@ -543,7 +527,7 @@ PART = Part(
                  ("benchmark.times", "compile.times", "nsys.operations_fused", "ladder.rungs", "nsys.phases",
                   "compile.kernels"),
                  printed={"gains": printed_gains}, pictures=("attention_softmax",)),
-        Question("which-kernel", which_kernel, CELLS, ("ladder.backends", "attention.generations"),
+        Question("which-kernel", which_kernel, CELLS, ("attention.generations",),
                  printed={"winners": printed_winners}, pictures=("attention_time",)),
         Question("attention-memory", where_it_ends, CELLS,
                  ("attention.ends", "attention.predicted", "attention.accounting")),

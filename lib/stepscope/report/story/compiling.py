@@ -90,17 +90,15 @@ def _best(steps: pd.DataFrame) -> dict:
 
 
 def _by_precision(rows: pd.DataFrame) -> list[dict]:
-    """Speedups in each precision, the lower one first; the best with its size."""
+    """Speedups in each precision, the lower one first, and how many are of ``unsteady`` samples."""
     found = []
     for name in reversed(precisions(rows)):
         own = pick(rows, precision=name)
-        best = own.loc[own["speedup"].idxmax()]
         found.append(
             {
                 "precision": name,
                 "speedups": own["speedup"],
-                "size": best["size"],
-                "attention": ATTENTION_WORDS[best["attention"]],
+                "unsteady": int(own["flagged"].sum()),
                 "all_faster": bool((own["sure"] & (own["speedup"] > 1)).all()),
             }
         )
@@ -138,6 +136,13 @@ def _why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "ratio": told["rest_ratio"],
         "products_alike": told["products_alike"],
         "products_ms": most["products_ms"],
+        "fewer": told["fewer"] and {
+            "size": told["fewer"]["size"],
+            "precision": told["fewer"]["precision"],
+            "attention": ATTENTION_WORDS[told["fewer"]["attention"]],
+            "saved_ms": told["fewer"]["saved_ms"],
+            "kernels_ms": told["fewer"]["kernels_ms"],
+        },
         "kept": told["kept"]
         and {"gib": told["kept"]["most"]["saved_gib"], "gib_after": told["kept"]["most"]["saved_gib_after"]},
     }
@@ -259,7 +264,7 @@ def cost(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     ``blocks_s`` where something was compiled before, ``first_s`` where not; ``table`` has a row a size of the
     lowest precision: the full step's ms by variant, the seconds that blocks compile in where they are the
     first in their process, and after how many steps these are ``earned`` back. ``rungs`` are the ladder's of
-    the largest model, with how many times as long as blocks one graph compiles (``longer``).
+    the largest model, at ``context``.
     """
     told = facts_launches.cost(times)
     if told is None or not told["blocks"]:
@@ -274,8 +279,7 @@ def cost(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
         "better": _better(times),
         "graphs": _graphs_help(times),
         "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
-        "rungs": rungs | {"longer": rungs["graph"]["compile_s"] / rungs["blocks"]["compile_s"],
-                          "context": rungs["graph"]["context"]}
+        "rungs": rungs | {"context": rungs["graph"]["context"]}
         if all(rungs.values())
         else None,
         **table,

@@ -30,9 +30,11 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     """Forward + backward of each run and attention, eager (columns of :func:`grouped` and ``saved_gib``, what
     forward keeps for backward) beside each block compiled (``_after``).
 
-    ``saved_ms`` is what the step gets shorter, ``fused_ms`` what its other kernels do (``fused``:
-    everywhere), ``products_alike`` whether those of the products stay within :data:`NEARLY`. ``kept`` is None
-    where no allocator told."""
+    ``saved_ms`` is what the step gets shorter, ``kernels_ms`` what all its kernels do and ``fused_ms`` those
+    that are no products and no attention (``fused``: everywhere); ``fewer``: the pair in which the step gets
+    shorter by the most more than its kernels do: launches are spared, too (None where by no more than
+    :data:`NEARLY`); ``products_alike``: whether those of the products stay within :data:`NEARLY`. ``kept`` is
+    None where no allocator told."""
     rows = times[(times["optimizer"] == MAIN) & (times["mode"] == "forward_backward")]
     table = with_saved(grouped(kernels[kernels["run_id"].isin(rows["run_id"])]), rows)
     both = beside(rows)
@@ -45,7 +47,9 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     saved_ms, fused_ms = (both[name] - both[f"{name}_after"] for name in ("median_ms", f"{REST}_ms"))
-    both = both.copy().assign(saved_ms=saved_ms, fused_ms=fused_ms)  # in one piece, of many columns
+    both = both.copy().assign(saved_ms=saved_ms, fused_ms=fused_ms,  # in one piece, of many columns
+                              kernels_ms=both["all_ms"] - both["all_ms_after"])
+    spared = both["saved_ms"] - both["kernels_ms"]
     products = both["products_ms_after"] / both["products_ms"]
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])
@@ -58,6 +62,8 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
             "rest_ratio": rest, "fused": bool((rest > 1).all()),
             "products": products, "products_alike": bool(((products - 1).abs() < NEARLY).all()),
             "most": both.loc[fused_ms.idxmax()].to_dict(),
+            "fewer": both.loc[spared.idxmax()].to_dict() if spared.max() > NEARLY * saved_ms[spared.idxmax()]
+            else None,
             "kept": {"ratio": kept["saved_gib"] / kept["saved_gib_after"],
                      "most": kept.loc[(kept["saved_gib"] - kept["saved_gib_after"]).idxmax()].to_dict()}
             if len(kept) else None,

@@ -15,9 +15,9 @@ from stepscope.studies.ladder.tables import climbs, load_processes, over_process
 def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
     """``rungs`` (a row a shape and rung, over processes), ``climbs`` (a row a process), ``steps``
     (a row a process and rung), ``kernels`` of finished steps with their process's ``step_ms``, loss
-    ``curves``, attention's ``backends``, ``checks`` of the optimizer."""
+    ``curves``, ``checks`` of the optimizer."""
     records = [record for record in records if record.study == "ladder" and record.status == "ok"]
-    names = ("kernels", "curves", "backends", "checks")
+    names = ("kernels", "curves", "checks")
     kept = {name: with_runs(load_table(store, records, name), records) for name in names}
     samples = load_table(store, records, "samples")
     steps = step_medians(samples, records)
