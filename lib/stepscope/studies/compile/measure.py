@@ -92,7 +92,8 @@ def measure_variants(config: Config) -> dict[str, pd.DataFrame]:
                 if variant != "eager" and of_mode[variant].samples.empty:
                     print(f"{attention}, {mode}, {variant}: compiling", flush=True)
                 of_mode[variant].take(config, warmup, timed)
-                print(f"{attention}, {mode}, {variant}: {of_mode[variant].row['status']}", flush=True)
+            print(f"{attention}, {mode}: " + ", ".join(
+                f"{variant} {part.row['status']}" for variant, part in of_mode.items()), flush=True)
             if mode == "step":
                 for part in of_mode.values():
                     part.keep_up(config)
