@@ -36,7 +36,7 @@ def paired(before: pd.DataFrame, after: pd.DataFrame, keys: list[str]) -> pd.Dat
     (:func:`stepscope.step.summary.unlike_clocks`), so that the ratio is partly one of clocks."""
     if before.empty or after.empty:
         return before.iloc[:0]
-    both = before.merge(after, on=keys, suffixes=("", "_after"))
+    both = before.merge(after, on=keys, suffixes=("", "_after")).copy()  # in one piece, of many columns
     both["speedup"] = both["median_ms"] / both["median_ms_after"]
     both["slowdown"] = 1 / both["speedup"]
     both["sure"] = [apart(row[INTERVAL], row[[f"{c}_after" for c in INTERVAL]].set_axis(INTERVAL))
