@@ -216,6 +216,12 @@ def test_the_highest_share_is_looked_for_at_every_sequence():
     assert (best["bf16"]["implementation"], best["bf16"]["share"]) == ("compiled", 0.77)
     assert best["fp32"]["share"] == 0.3
     assert facts.against_ceiling(cells.assign(utilisation=np.nan)) is None
+    low = cells["precision"] == "tf32"
+    clocked = cells.assign(sm_clock_mhz=np.where(low, 1500.0, 1980.0))
+    shared = facts.against_ceiling(clocked)
+    assert shared["clocks"]["held"] == (shared["longest"]["precision"] == "tf32").sum() > 0
+    captions = [said("attention-ceiling", table).tables[0][0] for table in (clocked, clocked.assign(sm_clock_mhz=1980.0))]
+    assert ["1,500" in caption for caption in captions] == [True, False]
 
 
 def test_a_mask_that_is_skipped_is_told_from_one_that_is_computed():

@@ -623,24 +623,6 @@ def test_ratios_of_steps_in_which_processes_differ_are_marked():
     assert not facts.sizes(rungs.drop(columns=["fastest_ms", "slowest_ms"]))["rows"]["paced"].any()
 
 
-@pytest.mark.parametrize("without", [90.0, 55.0])
-def test_what_leaving_the_graph_out_costs_beside_what_it_gained(without):
-    ms = climbing(blocks=60.0, cuda_graphs=30.0, without_cuda_graphs=without)
-    rungs = over_processes([process(ms=ms), process(number=1, ms=ms, faster=1.2)])
-    found = facts.left_out(rungs)["graph"]
-    most = found["most"]
-    assert most["gained"] == pytest.approx(2, rel=1e-3) and found["others"] == []
-    assert most["costs"] == pytest.approx(without / (100 * 0.8**11), rel=1e-3)
-    assert found["shorter"]
-    assert most["without_ends"] == pytest.approx((without / 1.2, without), rel=1e-3)
-    assert most["before_name"] == name_of("blocks") and most["before_ends"] == pytest.approx((50, 60), rel=1e-3)
-    tables = made_up()
-    assert "CUDA graph out" in said("ladder-left-out", {**tables, "rungs": rungs}).text
-    cheap = over_processes([process(ms=climbing(blocks=600.0, cuda_graphs=30.0, without_cuda_graphs=without))])
-    assert facts.left_out(cheap)["graph"] is None, "it had gained more than leaving it out costs"
-    assert "CUDA graph out" not in said("ladder-left-out", {**tables, "rungs": cheap}).text
-
-
 def test_every_shape_and_what_is_beside_the_ladder_is_in_one_table():
     rungs = pd.concat([usual_rungs(("small", "2.7B")), over_processes(
         [process("large", ms=climbing(hugging_face_bf16=25.0))])], ignore_index=True)

@@ -42,6 +42,16 @@ def test_the_comparison_follows_the_cells(cells):
     assert facts_published.grid(cells[cells["precision"] != "tf32"])["tf32"] == []
 
 
+def test_gains_here_at_unlike_clocks_are_marked(cells):
+    high = facts_published.grid(cells.assign(sm_clock_mhz=1980.0))
+    apart = facts_published.grid(cells.assign(sm_clock_mhz=1980.0).mask(
+        cells["precision"] == "tf32", cells.assign(sm_clock_mhz=1500.0)))
+    points = [[one["unlike"] for one in found["tf32"]] for found in (high, apart)]
+    assert points == [[0] * len(high["tf32"]), [one["points"] for one in apart["tf32"]]]
+    shown = [printed.published_tf32(found).to_csv().count("≠") for found in (high, apart)]
+    assert shown == [0, apart["tf32"][0]["points"]]
+
+
 def test_other_cells_say_nothing_of_it(cells):
     assert facts_published.grid(cells[:0]) is None
     assert facts_published.grid(cells.assign(sequence=100)) is None

@@ -95,7 +95,10 @@ def test_slow_steps_are_counted_from_the_first_to_the_first_that_is_not():
     assert level["none_slow"] and level["one_was_enough"] and level["most"] == 0
     assert one["most"] == 1 and one["one_was_enough"] and not one["none_slow"]
     assert two["most"] == 2 and not two["one_was_enough"] and two["more_than_one"] == 1
-    assert later["most"] == 1 and later["third_furthest"] == pytest.approx(2.0)
+    assert later["most"] == 1 and not later["three"]  # its third is slow, but not its second
+    assert two["second_furthest"] == pytest.approx(0.03) and not two["three"]
+    three = slow(50.0, 12.0, 10.5)
+    assert three["three"] and three["third_furthest"] == pytest.approx(0.05)
     assert two["slow_counts"] == [{"steps": 2, "processes": 1}]
     restless = facts.enough(process([50.0, 10.3] + [10.0, 10.0, 10.0, 10.0, 10.5] * 2), NONE)
     assert (two["scattered"], restless["scattered"]) == (0, 1) and restless["slow_counts"] == two["slow_counts"]

@@ -45,7 +45,7 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
     """In which full steps the GPU waits: ``shapes`` with the ``share`` of all phases' time, by precision
     (``waiting_in``, ``of`` so many steps, and the ``most`` of a step); the phase in which it waits ``most``,
     of steady samples if there are any; of how many shapes the ``quicker`` of two processes counts, and how
-    many of their steps wait only in the other (``also``, of ``slower_of``); how many times as many operations
+    many of their steps wait only in the other (``also``); how many times as many operations
     as in fp32 a step in bf16 launches (``more``), where it waits in more steps; in how many steps in fp32 it
     waits in the benchmark's processes (``benchmark``, ``benchmark_of``, ``benchmark_most`` of a step); and
     whether of each size and precision a shorter context launches nearly as many operations (``as_many``)."""
@@ -77,7 +77,6 @@ def where(times: pd.DataFrame, captured: pd.DataFrame, low: pd.DataFrame,
             "more": more if more is not None and (more > 1).all() else None,
             "benchmark": int((benchmarked > 0).sum()), "benchmark_of": len(benchmarked),
             "benchmark_most": benchmarked.max() if (benchmarked > 0).any() else None,
-            "slower_of": len(slower),
             "waiting_in": [{"precision": precision, "shapes": own,
                             "most": max(own, key=lambda one: one["share"]),
                             "of": int((shares.index.get_level_values("precision") == precision).sum())}

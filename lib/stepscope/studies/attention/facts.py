@@ -8,7 +8,7 @@ from stepscope.config import PRECISIONS
 from stepscope.say.formats import NEARLY, runs_of
 from stepscope.say.selections import precisions
 from stepscope.step.summary import pairs_of_clocks
-from stepscope.studies.attention.cells import POINT, head, implementations, timed
+from stepscope.studies.attention.cells import POINT, clocks, head, implementations, timed
 from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE
 from stepscope.studies.attention.names import NAMES
 
@@ -100,7 +100,7 @@ def against_ceiling(cells: pd.DataFrame) -> dict | None:
             "extremes": [highest_and_lowest(at_d, precision) for precision in precisions(at_d)],
             "rates": [{"precision": p, "tflops": ceilings[longest["precision"] == p]}
                       for p in precisions(longest)],
-            "best": highest(rows),
+            "best": highest(rows), "clocks": clocks(longest),
             "written_out": highest(rows[rows["implementation"] == "eager"]),
             "longest": longest, "runs": runs_of(cells)}
 

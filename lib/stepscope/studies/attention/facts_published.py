@@ -6,6 +6,7 @@ from stepscope.say.formats import runs_of
 from stepscope.say.published import load_published, published_times
 from stepscope.say.selections import pick
 from stepscope.step.flops import phase_flops
+from stepscope.step.summary import unlike_clocks
 from stepscope.studies.attention.cells import launching_as_long, timed
 
 POINT = ["d_model", "sequence"]
@@ -62,7 +63,8 @@ def of_ratios(ratios: pd.Series) -> dict:
 
 def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]:
     """By pass: fp32's time over TF32's as printed (``theirs``) and here (``here``), at points whose
-    launching took less than the pass here; ``table`` has a row a point that both have. Empty without any."""
+    launching took less than the pass here, of which so many ran at ``unlike`` SM clocks here; ``table`` has a
+    row a point that both have. Empty without any."""
     fp32, tf32 = (pick(compiled, precision=precision) for precision in ("fp32", "tf32"))
     here = fp32.merge(tf32, on=POINT, suffixes=("", "_tf32"))
     both = theirs.merge(here, on=POINT, suffixes=("", "_here"))
@@ -70,12 +72,21 @@ def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]
     for name in PASSES if len(both) else ():
         rows = both[POINT].assign(theirs=both[f"compiled_{name}"] / both[f"tf32_{name}"],
                                   here=both[f"{name}_median_ms"] / both[f"{name}_median_ms_tf32"],
-                                  as_long=launching_as_long(both) | launching_as_long(both, "_tf32"))
+                                  as_long=launching_as_long(both) | launching_as_long(both, "_tf32"),
+                                  unlike=_unlike(both))
         own = rows[~rows["as_long"]]
         if len(own):
-            found[name] = {"points": len(own), "median": own["theirs"].median(),
+            found[name] = {"points": len(own), "unlike": int(own["unlike"].sum()),
+                           "median": own["theirs"].median(),
                            "median_here": own["here"].median(), "table": rows}
     return found
+
+
+def _unlike(both: pd.DataFrame) -> pd.Series:
+    """Whether fp32's and TF32's SM clocks here are known and apart."""
+    unread = pd.Series(float("nan"), both.index)
+    return unlike_clocks(*(both.get(name, unread).astype(float)
+                           for name in ("sm_clock_mhz", "sm_clock_mhz_tf32")))
 
 
 def step_tflops(name: str) -> float:

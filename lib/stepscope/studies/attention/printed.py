@@ -217,8 +217,9 @@ def published_tf32(facts: dict) -> pd.DataFrame | None:
     if not facts["tf32"]:
         return None
     table = facts["tf32"][0]["table"]
-    return _grid(table.assign(cell=["–" if row.as_long else f"{number(row.theirs)} ({number(row.here)})"
-                                    for row in table.itertuples()]))
+    cells = ["–" if row.as_long else f"{number(row.theirs)} ({number(row.here)}{'≠' * row.unlike})"
+             for row in table.itertuples()]
+    return _grid(table.assign(cell=cells))
 
 
 def _grid(table: pd.DataFrame) -> pd.DataFrame:

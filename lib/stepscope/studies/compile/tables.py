@@ -83,5 +83,4 @@ def all_kernels(store: Store, records: list[Record]) -> pd.DataFrame:
     if kernels.empty:
         return pd.DataFrame()
     runs = runs_frame(records).drop(columns=["attention", "mode", "status", "study"])
-    runs = runs
     return kernels.assign(family=families(kernels["name"]).astype(str)).merge(runs, on="run_id")

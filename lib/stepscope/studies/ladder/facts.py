@@ -743,58 +743,9 @@ def left_out(rungs: pd.DataFrame) -> dict | None:
         "rows": rows,
         "saving": [shape_of(row) | {"name": row["name"], "speed": row["speed"]} for row in saving],
         "unlike": unlike(rows),
-        "graph": graph_left_out(rungs),
         "processes": int(rows["processes"].max()),
         "fewest": int(rows["processes"].min()),
         "runs": runs_in(rungs),
-    }
-
-
-def finished(own: pd.DataFrame) -> pd.Series:
-    """The last rung of the same arithmetic."""
-    rows = climbed(own)
-    return rows[rows["rung"] != OTHER_ARITHMETIC].iloc[-1]
-
-
-def graph_left_out(rungs: pd.DataFrame) -> dict | None:
-    """Where leaving the CUDA graph out of the finished step surely costs more than adding it had gained:
-    their intervals are apart. The shape where it is ``most``, and the ``others``, each with both ratios, and
-    ms of the finished step, of the graph's rung, of the one before it and of the finished step without the
-    graph (of these the fastest and the slowest process).
-
-    ``shorter``: at all of them the finished step takes less than the graph's rung: the GPU has less to do.
-    None where there is no such shape."""
-    rows = []
-    for own in by_shape(rungs):
-        graph, without = of_rung(own, "cuda_graphs"), of_rung(own, "without_cuda_graphs")
-        if not graph or not without or math.isnan(graph["gain"]):
-            continue
-        before = of_rung(own, graph["before"])
-        if without["over_finished_low"] > graph["gain_high"] and before:
-            rows.append(
-                shape_of(without)
-                | {
-                    "gained": graph["gain"],
-                    "costs": without["over_finished"],
-                    "graph_ms": graph["median_ms"],
-                    "finished_ms": finished(own)["median_ms"],
-                    "before_ms": before["median_ms"],
-                    "before_name": name_of(before["rung"]),
-                    "before_ends": (before["fastest_ms"], before["slowest_ms"]),
-                    "without_ms": without["median_ms"],
-                    "without_ends": (without["fastest_ms"], without["slowest_ms"]),
-                    "processes": int(without["processes"]),
-                    "before_processes": int(before["processes"]),
-                }
-            )
-    if not rows:
-        return None
-    table = pd.DataFrame(rows)
-    most = (table["costs"] / table["gained"]).idxmax()
-    return {
-        "most": table.loc[most].to_dict(),
-        "others": table.drop(index=most).to_dict("records"),
-        "shorter": bool((table["finished_ms"] < table["graph_ms"]).all()),
     }
 
 

@@ -123,7 +123,8 @@ def error_range(errors: pd.Series) -> dict:
 def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
     """How many of a process's first steps are slow, over all processes: ``slow_counts``, the numbers of
     processes by it; the ``slowest`` to settle; of those with more than one slow step how many are
-    ``scattered``: in the last half of their steps some are as slow again; what the SM clock read."""
+    ``scattered``: in the last half of their steps some are as slow again; how slow a second step is where it
+    is slow, and a third where both are (``three``: somewhere); what the SM clock read."""
     steps = whole_steps(samples, benchmarks)
     if steps.empty:
         return None
@@ -138,7 +139,9 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
             "one_was_enough": bool(counts.index.max() <= 1), "more_than_one": len(several),
             "scattered": int(late[pd.MultiIndex.from_frame(several)].sum()),
             "slowest": slow.loc[slow["slow"].idxmax()].to_dict(),
-            "second_furthest": slow["second"].max(), "third_furthest": slow["third"].max(),
+            "second_furthest": slow.loc[slow["slow"] > 1, "second"].max(),
+            "third_furthest": slow.loc[slow["slow"] > 2, "third"].max(),
+            "three": bool((slow["slow"] > 2).any()),
             "first_clocks_mhz": clocks[clocks["step"] == 0]["sm_clock_mhz"] if len(clocks) else None,
             "later_clocks_mhz": clocks[clocks["step"] > 0]["sm_clock_mhz"],
             "clocks_alike": clocks["sm_clock_mhz"].nunique() == 1, "runs": runs_of(steps)}
@@ -147,8 +150,8 @@ def enough(samples: pd.DataFrame, benchmarks: pd.DataFrame) -> dict | None:
 def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
                benchmarks: pd.DataFrame) -> dict | None:
     """What a fresh process pays before its first step and in it: ``by_part``, over sizes; ``within`` has what
-    undoing it afterwards shows; ``by_phase``, by how much each phase of a first step is longer than a
-    steady one, over contexts; and ``all_ms``, by how much the first full step of each process is.
+    undoing it afterwards shows; and ``by_phase``, by how much each phase of a first step is longer than a
+    steady one, over contexts.
 
     ``processes``: how many of each size ``beyond_ms`` is the median of; ``others_ms``: of full steps of the
     same sizes and contexts in other studies' processes (None without). ``once`` compares with
@@ -175,7 +178,6 @@ def first_step(costs: pd.DataFrame, calls: pd.DataFrame, samples: pd.DataFrame,
             "once": once, "by_part": by_part.drop(columns="not told apart"),
             "purposes": purposes_of(calls) if len(calls) else None,
             "by_phase": extra_by_phase(steps) if len(steps) else None,
-            "all_ms": None if first is None else first["extra_ms"],
             "runs": sorted({*runs_of(plain), *runs_of(primed), *(runs_of(calls) if len(calls) else ()),
                             *(runs_of(steps) if len(steps) else ())})}
 
