@@ -91,6 +91,12 @@ def unlike_clocks(first_mhz, second_mhz):
     return abs(first_mhz - second_mhz) > UNLIKE_CLOCKS * larger
 
 
+def columns_unlike(rows: pd.DataFrame, first: str, second: str) -> pd.Series:
+    """:func:`unlike_clocks` of two columns, which may be missing."""
+    clocks = rows.reindex(columns=[first, second]).astype(float)
+    return unlike_clocks(clocks[first], clocks[second])
+
+
 def pairs_of_clocks(first_mhz: pd.Series, second_mhz: pd.Series) -> dict[str, int] | None:
     """Of pairs of SM clocks (MHz, NaN where not read), how many were ``read`` on both sides and how many of
     these are ``unlike`` (:func:`unlike_clocks`); None where none was."""

@@ -77,7 +77,7 @@ def softmax(operations: pd.DataFrame, ceilings: pd.DataFrame, times: pd.DataFram
         shares = pick(rates, size=size, context_length=context).set_index("operation")["share"]
         writing = shares.reindex(list(WRITES_SQUARE)).sum()
     gains = fused_gains(compiled, captured, kernels)
-    steady = gains[~gains[[*MARKS]].any(axis=1)] if len(gains) else gains
+    steady = unmarked(gains)
     return found | {
         "several": found["profiles"] > 1, "all_slower": found["slower"] == found["profiles"],
         "writing_share": writing,
@@ -130,6 +130,11 @@ def fused_gains(times: pd.DataFrame, captured: pd.DataFrame,
     both["unlike"] = unlike_clocks(both["sm_clock_mhz_eager"], both["sm_clock_mhz"])
     both = both.sort_values("median_ms_eager").drop_duplicates(["size", "precision"])
     return both.sort_values(["precision", "median_ms_eager"], ignore_index=True)
+
+
+def unmarked(gains: pd.DataFrame) -> pd.DataFrame:
+    """Of :func:`fused_gains` those without any of :data:`MARKS`."""
+    return gains[~gains[[*MARKS]].any(axis=1)] if len(gains) else gains
 
 
 def waits_by_kernels(times: pd.DataFrame, kernels: pd.DataFrame, captured: pd.DataFrame) -> set[str]:
@@ -510,7 +515,6 @@ def where_it_ends(cells: pd.DataFrame, ends: pd.DataFrame, predicted: pd.DataFra
             "memory_gib": table["device_bytes"].iloc[0] / 2**30,
             "ended": ended[["implementation", "fits", "fails"]].to_dict("records"),
             "open": list(open_["implementation"]), "tried": open_["fits"].min(),
-            "by_memory": open_["by_fit"].min(),
             "mask": masked[["fits_mask", "fails_mask"]].iloc[0].to_dict() if len(masked) else None,
             "wide": wide[["fits", "fails"]].iloc[0].to_dict() if len(wide) and precision != "fp32" else None,
             "later": expandable[["implementation", "fits_expandable"]].to_dict("records"),

@@ -20,7 +20,6 @@ from stepscope.studies.compile.pairs import (
     ATTENTIONS,
     beside,
     by_optimizer,
-    marks,
     optimizer_phase,
 )
 from stepscope.studies.compile.printed import ATTENTION_WORDS
@@ -106,16 +105,13 @@ def _by_precision(rows: pd.DataFrame) -> list[dict]:
 
 
 def _unlike(steps: pd.DataFrame) -> dict | None:
-    """Sizes whose compiled steps ran at lower clocks than eager ones, and both clocks."""
+    """Sizes and precisions whose compiled steps ran at lower clocks than eager ones."""
     rows = steps[steps["unlike"] & (steps["sm_clock_mhz_after"] < steps["sm_clock_mhz"])]
     if rows.empty:
         return None
     return {
         "sizes": list(dict.fromkeys(rows["size"].astype(str))),
         "precisions": list(dict.fromkeys(rows["precision"])),
-        "mhz": rows["sm_clock_mhz_after"],
-        "eager_mhz": rows["sm_clock_mhz"],
-        "capped": marks(rows)["capped"],
     }
 
 
@@ -136,13 +132,7 @@ def _why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
         "ratio": told["rest_ratio"],
         "products_alike": told["products_alike"],
         "products_ms": most["products_ms"],
-        "fewer": told["fewer"] and {
-            "size": told["fewer"]["size"],
-            "precision": told["fewer"]["precision"],
-            "attention": ATTENTION_WORDS[told["fewer"]["attention"]],
-            "saved_ms": told["fewer"]["saved_ms"],
-            "kernels_ms": told["fewer"]["kernels_ms"],
-        },
+        "fewer": told["fewer"] and told["fewer"] | {"attention": ATTENTION_WORDS[told["fewer"]["attention"]]},
         "kept": told["kept"]
         and {"gib": told["kept"]["most"]["saved_gib"], "gib_after": told["kept"]["most"]["saved_gib_after"]},
     }
@@ -172,7 +162,6 @@ def _adamw(times: pd.DataFrame, spread: pd.DataFrame) -> dict | None:
         "fused": {
             "times": fused["speedup"].min(),
             "low": fused["low"].min(),
-            "unlike": bool(fused["unlike"].any()),
         }
         if len(fused)
         else None,
@@ -264,7 +253,7 @@ def cost(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
     ``blocks_s`` where something was compiled before, ``first_s`` where not; ``table`` has a row a size of the
     lowest precision: the full step's ms by variant, the seconds that blocks compile in where they are the
     first in their process, and after how many steps these are ``earned`` back. ``rungs`` are the ladder's of
-    the largest model, at ``context``.
+    the largest model.
     """
     told = facts_launches.cost(times)
     if told is None or not told["blocks"]:
@@ -279,9 +268,7 @@ def cost(times: pd.DataFrame, rungs: pd.DataFrame) -> dict | None:
         "better": _better(times),
         "graphs": _graphs_help(times),
         "pays": bool(len(table["table"]) and table["table"]["earned"].notna().any()),
-        "rungs": rungs | {"context": rungs["graph"]["context"]}
-        if all(rungs.values())
-        else None,
+        "rungs": rungs if all(rungs.values()) else None,
         **table,
         "on_gpu": "cuda" in set(times["device"]),
         "runs": told["runs"],

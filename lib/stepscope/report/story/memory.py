@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stepscope.config import PHASE_NAMES, SIZES, StepConfig
-from stepscope.report.story.attention import NONE, fused_gains
+from stepscope.report.story.attention import NONE, fused_gains, unmarked
 from stepscope.report.story.part import Part
 from stepscope.say.chapter import Picture, Question
 from stepscope.say.formats import NEARLY, number, runs_of
@@ -248,13 +248,12 @@ def less_memory(runs: pd.DataFrame, checkpoints: pd.DataFrame, samples: pd.DataF
 
 
 def fused(compiled: pd.DataFrame, captured: pd.DataFrame, kernels: pd.DataFrame) -> list[dict]:
-    """SDPA, of the largest size whose peak it lowers and whose steps do not wait for launches, in the lowest
-    precision that has one."""
-    gains = fused_gains(compiled, captured, kernels)
+    """SDPA, of the largest size whose peak it lowers and whose gain is unmarked, in the lowest precision that
+    has one."""
+    gains = unmarked(fused_gains(compiled, captured, kernels))
     if gains.empty:
         return []
-    gains = gains[(gains["saved_mib"] > WORTH_SAYING * gains["peak_allocated_mib_eager"])
-                  & ~gains["waits"] & ~gains["launching"]]
+    gains = gains[gains["saved_mib"] > WORTH_SAYING * gains["peak_allocated_mib_eager"]]
     gains = pick(gains, precision=precisions(gains)[-1]) if len(gains) else gains
     return [{"change": "fused attention", "code": "`F.scaled_dot_product_attention(...)`",
              "before_mib": row["peak_allocated_mib_eager"], "after_mib": row["peak_allocated_mib"],

@@ -341,7 +341,6 @@ def numerics(
         "tf32": ways.get("tf32"),
         "unscaled": told["unscaled"],
         "scaled": told["scaled"],
-        "lost_bf16": told["bf16"],
         "sums": added
         and {name: added[name] for name in ("term", "additions", "worst", "mended")}
         | {"exact": added["term"] * added["additions"]},

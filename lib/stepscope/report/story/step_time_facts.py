@@ -117,13 +117,12 @@ def phases(times: pd.DataFrame, compiled: pd.DataFrame, operations: pd.DataFrame
 
 def backward(operations: pd.DataFrame, context: int) -> dict | None:
     """Backward's operations over forward's at one context: ``products`` and the ``rest``; ``less`` says that
-    the rest takes less than twice as long everywhere, ``mean`` that products take about twice as long."""
+    the rest takes less than twice as long everywhere."""
     ratios = backward_over_forward(pick(operations, context_length=context))
     if ratios is None:
         return None
     products, rest = ratios["products"], ratios["rest"]
-    return {"products": products, "rest": rest, "less": bool(rest.max() < 1.9),
-            "about_twice": bool((products - 2).abs().max() < 0.2)}
+    return {"products": products, "rest": rest, "less": bool(rest.max() < 1.9)}
 
 
 def fused(times: pd.DataFrame, compiled: pd.DataFrame, context: int, spread: pd.DataFrame) -> dict | None:

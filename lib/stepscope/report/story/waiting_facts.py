@@ -14,7 +14,6 @@ from stepscope.studies.waits import facts as waits
 from stepscope.traces.waits import GPU, UNDECIDED, WAITED
 
 SHAPE = ["size", "context_length", "precision"]
-UNLIKE = 1.2   # times as long: then the same step differs between runs
 NEARLY_AS_MANY = 0.1  # of the operations of a step
 TAIL = 0.05    # of phases on either side: extremes
 LITTLE = 1.05  # times faster: below it a change does not help

@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import columns_unlike
 from stepscope.studies.attention.cells import POINT, head, implementations, is_cpu, launching_as_long, timed
 from stepscope.studies.attention.facts import without_tf32
 from stepscope.studies.attention.names import NAMES
@@ -149,8 +149,9 @@ def tf32_change(cells: pd.DataFrame, apart: pd.Series) -> pd.DataFrame:
     with_fp32, with_tf32 = (rows[rows["precision"] == precision] for precision in ("fp32", "tf32"))
     both = with_fp32.merge(with_tf32, on=keys, suffixes=("_fp32", "_tf32"))
     long_fp32, long_tf32 = launching_as_long(both, "_fp32"), launching_as_long(both, "_tf32")
-    clocks_mhz = both.reindex(columns=["sm_clock_mhz_fp32", "sm_clock_mhz_tf32"]).astype(float)
-    both = both.assign(clocked=clocks_mhz.notna().all(axis=1), unlike=unlike_clocks(*clocks_mhz.T.to_numpy()))
+    clocks = ["sm_clock_mhz_fp32", "sm_clock_mhz_tf32"]
+    both = both.assign(clocked=both.reindex(columns=clocks).notna().all(axis=1),
+                       unlike=columns_unlike(both, *clocks))
     frames = []
     for phase in ("forward", "backward"):
         median, low, high = (both[f"{phase}_{part}_ms_tf32"] for part in ("median", "ci_low", "ci_high"))

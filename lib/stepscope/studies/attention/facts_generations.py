@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import beside
-from stepscope.studies.attention.cells import POINT, launching_as_long, timed
+from stepscope.studies.attention.cells import POINT, clocks, launching_as_long, timed
 from stepscope.studies.attention.names import NAMES
 from stepscope.traces.attention_kernels import implementation
 
@@ -45,7 +45,7 @@ def generations(cells: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "table": table, "ran": ran, "gains": gains, "sequence": table["sequence"].max(),
             "refused": None if "fa4" in ran else refused["reason"].iloc[0] if len(refused) else "",
             "best": [{"implementation": name, "share": best[name]} for name in ran if name in best],
-            "told": shorter, "clocked": bool(rows.get("sm_clock_mhz", pd.Series(dtype=float)).notna().any()),
+            "told": shorter, "clocked": clocks(rows) is not None,
             "neighbours": beside(rows), "newer": "fa4" in ran, "launching": int(launching.sum()),
             "shorter": len(launching),
             "kernels": kernels_of(rows), "runs": runs_of(cells)}

@@ -3,6 +3,7 @@ import pandas as pd
 
 from stepscope.say.formats import runs_of
 from stepscope.say.selections import precisions
+from stepscope.studies.attention.cells import clocks
 from stepscope.studies.attention.config import QUADRATIC
 from stepscope.studies.attention.facts_time import WIDE, by_precision
 from stepscope.studies.attention.names import NAMES
@@ -12,7 +13,8 @@ from stepscope.studies.attention.prediction import number_bytes
 def at_the_longest(long: pd.DataFrame) -> dict | None:
     """The longest sequence with the causal mask; ``by_precision``: who runs, the quickest first (``ms`` of a
     pass), who is ``out`` of memory (``squares``: only such as hold whole squares), and the size of one
-    square of scores; SDPA math's, which is fp32's, where that is another (``math_gib``)."""
+    square of scores; SDPA math's, which is fp32's, where that is another (``math_gib``); ``clocked``: the SM
+    clock was read."""
     rows = long[long["causal"].astype(bool)] if len(long) else long
     if rows.empty:
         return None
@@ -34,5 +36,5 @@ def at_the_longest(long: pd.DataFrame) -> dict | None:
     return {"names": NAMES, "sequence": sequence, "batch": int(first["batch_size"]),
             "heads": sorted(int(d) for d in rows["d_model"].unique()), "by_precision": found,
             "wide_share": WIDE,
-            "clocked": bool(rows.get("sm_clock_mhz", pd.Series(dtype=float)).notna().any()),
+            "clocked": clocks(rows) is not None,
             "cells": by_precision(rows), "runs": runs_of(rows)}

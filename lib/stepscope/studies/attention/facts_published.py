@@ -6,7 +6,7 @@ from stepscope.say.formats import runs_of
 from stepscope.say.published import load_published, published_times
 from stepscope.say.selections import pick
 from stepscope.step.flops import phase_flops
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import columns_unlike
 from stepscope.studies.attention.cells import launching_as_long, timed
 
 POINT = ["d_model", "sequence"]
@@ -73,20 +73,13 @@ def tf32_beside(theirs: pd.DataFrame, compiled: pd.DataFrame) -> dict[str, dict]
         rows = both[POINT].assign(theirs=both[f"compiled_{name}"] / both[f"tf32_{name}"],
                                   here=both[f"{name}_median_ms"] / both[f"{name}_median_ms_tf32"],
                                   as_long=launching_as_long(both) | launching_as_long(both, "_tf32"),
-                                  unlike=_unlike(both))
+                                  unlike=columns_unlike(both, "sm_clock_mhz", "sm_clock_mhz_tf32"))
         own = rows[~rows["as_long"]]
         if len(own):
             found[name] = {"points": len(own), "unlike": int(own["unlike"].sum()),
                            "median": own["theirs"].median(),
                            "median_here": own["here"].median(), "table": rows}
     return found
-
-
-def _unlike(both: pd.DataFrame) -> pd.Series:
-    """Whether fp32's and TF32's SM clocks here are known and apart."""
-    unread = pd.Series(float("nan"), both.index)
-    return unlike_clocks(*(both.get(name, unread).astype(float)
-                           for name in ("sm_clock_mhz", "sm_clock_mhz_tf32")))
 
 
 def step_tflops(name: str) -> float:

@@ -47,9 +47,9 @@ def why(times: pd.DataFrame, kernels: pd.DataFrame) -> dict | None:
     if both.empty:
         return None
     saved_ms, fused_ms = (both[name] - both[f"{name}_after"] for name in ("median_ms", f"{REST}_ms"))
-    both = both.assign(saved_ms=saved_ms, fused_ms=fused_ms,
-                       kernels_ms=both["all_ms"] - both["all_ms_after"])
-    spared = both["saved_ms"] - both["kernels_ms"]
+    kernels_ms = both["all_ms"] - both["all_ms_after"]
+    both = both.join(pd.DataFrame({"saved_ms": saved_ms, "fused_ms": fused_ms, "kernels_ms": kernels_ms}))
+    spared = saved_ms - kernels_ms
     products = both["products_ms_after"] / both["products_ms"]
     rest = both[f"{REST}_ms"] / both[f"{REST}_ms_after"]
     kept = both.dropna(subset=["saved_gib", "saved_gib_after"])

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from stepscope.say.selections import beside as runs_beside
-from stepscope.step.summary import unlike_clocks
+from stepscope.step.summary import columns_unlike, unlike_clocks
 from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.names import AGAINST, KERNEL_NAMES, name_of
 from stepscope.studies.ladder.rungs import BRANCHES
@@ -120,16 +120,14 @@ def of_rung(own: pd.DataFrame, rung: str) -> dict | None:
 
 def with_unlike(rows: pd.DataFrame) -> pd.DataFrame:
     """With ``unlike``: whether a row's step and what it is compared with ran at SM clocks apart."""
-    unread = pd.Series(math.nan, rows.index)
-    clocks = {name: rows.get(name, unread).astype(float) for name in ("sm_clock_mhz", "sm_clock_mhz_before")}
-    return rows.assign(**clocks, unlike=unlike_clocks(*clocks.values()))
+    both = ["sm_clock_mhz", "sm_clock_mhz_before"]
+    return rows.assign(**rows.reindex(columns=both).astype(float), unlike=columns_unlike(rows, *both))
 
 
 def process_spread(rows: pd.DataFrame) -> pd.Series:
     """By how much of the fastest process's time a step takes longer in the slowest."""
-    unknown = pd.Series(math.nan, rows.index)
-    fastest, slowest = (rows.get(name, unknown).astype(float) for name in ("fastest_ms", "slowest_ms"))
-    return slowest / fastest - 1
+    ends = rows.reindex(columns=["fastest_ms", "slowest_ms"]).astype(float)
+    return ends["slowest_ms"] / ends["fastest_ms"] - 1
 
 
 def is_unlike(row: dict) -> bool:
@@ -171,7 +169,7 @@ def ladder(rungs: pd.DataFrame, climbs: pd.DataFrame | None = None) -> dict | No
         "tokens_per_s": best["tokens_per_s"],
         "batch": int(best["batch"]),
         "beside": beside
-        and beside | {"over_best": best["over_hugging_face"], "over_best_low": best["over_hugging_face_low"]},
+        and beside | {"over_best": best["over_hugging_face"]},
         "other": other and other | {
             "over_best": best["median_ms"] / other["median_ms"],
             "sure": bool(surely_more(other) | surely_less(other)),
@@ -301,8 +299,7 @@ def sizes(rungs: pd.DataFrame) -> dict | None:
 def beside_the_rung_before(own: pd.DataFrame) -> pd.DataFrame:
     """The rungs of one shape, branches too, with what forward keeps for backward (``saved_mib``), also of the
     one that each is a change on (``saved_mib_before``), whether both steps' clocks are ``unlike``, and
-    whether processes differ in one of both by over WAITED (``paced``): what sets the pace of no kernel
-    does."""
+    whether processes differ in one of both by over WAITED (``paced``), which kernels alone do not."""
     rows = timed(own)
     if rows.empty:
         return rows
