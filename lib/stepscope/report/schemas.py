@@ -1,0 +1,49 @@
+"""What the tables of several studies have in common, as columns that pandera checks.
+
+Numbers are finite and at least 0, and empty where nothing was measured. Types are brought about where the values
+allow it, since a column without any value has none in Parquet.
+"""
+from collections.abc import Sequence
+from typing import Any
+
+import pandera.pandas as pa
+
+from stepscope.config import PHASES, PRECISIONS
+
+MOST = 1e15  # of any measure in its unit: more is no measurement
+
+
+def measured(least: float = 0, most: float = MOST, nullable: bool = True) -> pa.Column:
+    """A number between bounds; no number passes that is infinite."""
+    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True)
+
+
+def word(*allowed: str, nullable: bool = False) -> pa.Column:
+    """A text, one of some if any are named."""
+    checks = [pa.Check.isin(allowed)] if allowed else []
+    return pa.Column(str, checks, nullable=nullable, coerce=not nullable)
+
+
+def reason() -> pa.Column:
+    """A text of any kind, empty where nothing is to be explained."""
+    return pa.Column(object, pa.Check(lambda value: value is None or isinstance(value, str), element_wise=True),
+                     nullable=True, coerce=True)
+
+
+def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
+    """A table of these columns and no others, in any order, one row a key."""
+    return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
+
+
+STATUSES = ("ok", "oom", "unsupported", "failed")
+WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *PHASES["step"])}
+# One row a mode and phase: the columns that benchmark and mixed_precision share.
+TIMES: dict[str, Any] = WITHIN | {
+    name: measured() for name in (
+        "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "replayed_ms",
+        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "tflops", "mfu",
+        "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
+    "busy": measured(), "replay_reason": reason(), "status": word(*STATUSES), "reason": reason()}
+OPERATIONS: dict[str, Any] = WITHIN | {
+    "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}
+PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}
