@@ -1,46 +1,54 @@
-"""What this device can do at most, measured: large matrix products and a large copy."""
+"""What this device can do at most, measured and by its data sheet, and what share of it times amount to."""
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
+import yaml
 
-from stepscope.step.timing import PhaseClock
+from stepscope.config import StepConfig
+from stepscope.step import watch
+from stepscope.step.clocks import WHOLE, PhaseClock
+from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.training_step import AUTOCAST_DTYPES
 
-# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
-# second.
+# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
+SHEET_RATES = {"fp16": "bf16"}  # printed once for both
 
 
-def measure_ceilings(device: str) -> pd.DataFrame:
-    """Median rate of N x N x N matrix products on random data in each precision, and of a copy, counting both
-    directions.
+def measure_ceilings(device: str, precisions: Sequence[str] | None = None) -> pd.DataFrame:
+    """Median rate of N x N x N matmuls on random data in each precision (None: all that the device has), and of
+    a copy, counting both directions.
 
     Returns columns ceiling (``matmul_fp32``, ..., ``copy``), value, unit (TFLOP/s or TB/s), time_ms.
     Restores the float32 matmul precision it found.
     """
+    if precisions is None:
+        precisions = ["fp32", "tf32", "bf16", "fp16"] if device == "cuda" else ["fp32", "bf16"]
     size, rows = MATRIX_SIZE[device], []
     found = torch.get_float32_matmul_precision()
-    precisions = ["fp32", "tf32", "bf16", "fp16"] if device == "cuda" else ["fp32", "bf16"]
     for precision in precisions:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         a, b = torch.randn(2, size, size, device=device, dtype=AUTOCAST_DTYPES.get(precision)).unbind()
         out = torch.empty_like(a)
-        time_ms = _median_ms(device, partial(torch.mm, a, b, out=out))
+        time_ms = median_ms(device, partial(torch.mm, a, b, out=out))
         rows.append((f"matmul_{precision}", 2 * size**3 / time_ms / 1e9, "TFLOP/s", time_ms))
     torch.set_float32_matmul_precision(found)
     source = torch.randn(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
-    time_ms = _median_ms(device, partial(target.copy_, source))
+    time_ms = median_ms(device, partial(target.copy_, source))
     rows.append(("copy", 2 * COPY_BYTES[device] / time_ms / 1e9, "TB/s", time_ms))
     return pd.DataFrame(rows, columns=["ceiling", "value", "unit", "time_ms"])
 
 
-def _median_ms(device: str, work: Callable[[], object]) -> float:
+def median_ms(device: str, work: Callable[[], object]) -> float:
+    """How long the device takes for ``work``: the median of :data:`REPEATS` after :data:`WARMUPS`."""
     clock, times_ms = PhaseClock(device, phases=1), []
     for _ in range(WARMUPS + REPEATS):
         clock.start()
@@ -48,3 +56,39 @@ def _median_ms(device: str, work: Callable[[], object]) -> float:
             work()
         times_ms.append(clock.stop()[0][1])
     return statistics.median(times_ms[WARMUPS:])
+
+
+def data_sheet(device_name: str) -> dict[str, Any]:
+    """What a GPU's data sheet says: dense TFLOP/s by precision, ``tb_s`` of its memory, and its ``source``;
+    empty for a GPU that is not listed."""
+    sheets = yaml.safe_load((Path(__file__).parent / "data_sheets.yaml").read_text(encoding="utf-8"))
+    return next((sheet for sheet in sheets if all(word in device_name for word in sheet["words"])), {})
+
+
+def sheet_tflops(precision: str, device: str) -> float:
+    """The data sheet's dense rate of this machine's device in TFLOP/s; nan where it is not listed."""
+    sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
+    return float(sheet.get(SHEET_RATES.get(precision, precision), "nan"))
+
+
+def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
+    """Add what wall times amount to: ``tflops`` (matmuls, achieved); model FLOPs utilisation (PaLM, appendix B)
+    as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate measured here, and ``mfu_at_clock``
+    of the data sheet's rate scaled by the mode's SM clock over the highest; of the whole, ``tokens_per_s``.
+
+    Args:
+        times: a row a mode, precision and phase, with ``wall_ms``, and of the whole ``sm_clock_mhz``.
+        tflops: of a large matmul by precision, as ``measure_ceilings`` measured it in this run.
+    """
+    flops = phase_flops(config)
+    work = pd.Series([step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
+                      for row in times.itertuples()], index=times.index, dtype=float)
+    rate = work / times["wall_ms"] / 1e9
+    sheet = times["precision"].map({name: sheet_tflops(name, config.device)
+                                    for name in times["precision"].unique()}).astype(float)
+    clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
+    tokens = config.batch_size * config.context_length
+    return times.assign(
+        tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),
+        mfu_at_clock=rate / (sheet * clock / watch.highest_clock_mhz()),
+        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE))

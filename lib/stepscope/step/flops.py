@@ -1,7 +1,7 @@
 """Floating-point operations of the model by closed formula: matrix products only, 2 for each multiply-add.
 
 The convention is that of ``torch.utils.flop_counter`` and of the PaLM paper's appendix B; norms, softmax and
-other pointwise work are left out, and the whole T x T square of attention is counted, since eager attention
+other pointwise work are left out, and the whole T x T square of attention is counted, since naive attention
 computes it.
 """
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 def forward_work(config: StepConfig) -> list[Work]:
-    """Every operation of one fp32 forward pass of the eager model, as it is written and as torch runs it:
+    """Every operation of one fp32 forward pass of naive attention's model, as it is written and as torch runs it:
     ``@`` on four dimensions first copies what does not lie in order, q, k and v; masked_fill copies and then
     fills in place.
 
@@ -92,7 +92,7 @@ def _norm(hidden: int) -> list[tuple[str, str, int, int]]:
 
 
 def forward_bytes(config: StepConfig) -> dict[str, int]:
-    """Bytes that one fp32 forward pass of the eager model has to move, by region (see forward_work)."""
+    """Bytes that one fp32 forward pass of naive attention's model has to move, by region (see forward_work)."""
     found: dict[str, int] = {}
     for work in forward_work(config):
         found[work.region] = found.get(work.region, 0) + work.bytes
@@ -117,6 +117,6 @@ def phase_flops(config: StepConfig) -> dict[str, int]:
     return {"forward": forward, "loss": 0, "backward": 2 * forward, "optimizer": 0}
 
 
-def step_flops(config: StepConfig) -> int:
-    """FLOPs of what the configuration's mode runs."""
-    return sum(phase_flops(config)[phase] for phase in PHASES[config.mode])
+def step_flops(config: StepConfig, mode: str = "step") -> int:
+    """FLOPs of what a mode runs."""
+    return sum(phase_flops(config)[phase] for phase in PHASES[mode])

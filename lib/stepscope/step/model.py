@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.config import StepConfig
-from stepscope.step.annotate import region
+from stepscope.step.ranges import region
 
 
 class RMSNorm(nn.Module):
@@ -38,9 +38,7 @@ def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> t
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with RoPE. Eager attention is written out so that its parts can be
-    seen.
-    """
+    """Causal multi-head self-attention with RoPE: naive, so that its parts can be seen, or fused ("sdpa")."""
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
@@ -156,6 +154,9 @@ class TransformerLM(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin, self.future)
+        return self.read_out(x)
+
+    def read_out(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, V)
         return self.logits(self.final_norm(x))
 
     @region("embedding")

@@ -1,13 +1,15 @@
 """The step under study. Every study that times, profiles or measures memory runs this one."""
+import dataclasses
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepscope.config import StepConfig
+from stepscope.config import PHASES, StepConfig
 from stepscope.step.model import TransformerLM
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -15,48 +17,64 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Step:
-    """A model on its device with one batch, and what one step does with them."""
+    """A model on its device with one batch, and what one step of a mode and precision does with them."""
 
     config: StepConfig
     model: TransformerLM
-    optimizer: Any  # torch.optim.AdamW; None where the mode does not use one
+    optimizer: Any  # torch.optim.AdamW; None where it was built for a mode that does not use one
     scaler: torch.amp.GradScaler
     tokens: Tensor   # (B, T) int64
     targets: Tensor  # (B, T) int64
+    mode: str = "step"
+    precision: str = "fp32"
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    def of(self, mode: str | None = None, precision: str | None = None) -> "Step":
+        """The same model, optimizer and batch in another mode or precision."""
+        precision = precision or self.precision
+        return dataclasses.replace(self, mode=mode or self.mode, precision=precision,
+                                   scaler=scaler_for(self.device, precision))
 
     def clear_gradients(self) -> None:
-        """Not part of the step, and called before its clocks start: freeing is the allocator's work, not the
-        model's.
-        """
+        """Not part of the step, and called before its clocks start: freeing is the allocator's work."""
         self.model.zero_grad(set_to_none=True)
 
-    def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
-        """Run one step; each phase inside ``phase(name)``. Work is enqueued only: the caller synchronises."""
-        mode = self.config.mode
-        with torch.set_grad_enabled(mode != "forward"):  # forward alone is inference
+    def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
+                 ) -> Tensor | None:
+        """Run one step; each phase inside ``phase(name)``. Work is enqueued only: the caller synchronises.
+        Returns the loss, None of a forward alone."""
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        with torch.set_grad_enabled(self.mode != "forward"):  # forward alone is inference
             with phase("forward"), self.autocast():
                 logits = self.model(self.tokens)
-            if mode == "forward":
-                return
+            if self.mode == "forward":
+                return None
             with phase("loss"), self.autocast():
                 loss = self.model.loss(logits, self.targets)
             with phase("backward"):
                 self.scaler.scale(loss).backward()
-            if mode == "forward_backward":
-                return
-            with phase("optimizer"):
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+            if self.mode == "step":
+                with phase("optimizer"):
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+            return loss.detach()
 
     def autocast(self) -> AbstractContextManager:
-        dtype = AUTOCAST_DTYPES.get(self.config.precision)
-        return torch.autocast(self.config.device, dtype=dtype) if dtype else nullcontext()
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        return torch.autocast(self.device, dtype=dtype) if dtype else nullcontext()
 
 
-def build_step(config: StepConfig) -> Step:
-    """The step of one configuration: weights, batch and targets drawn from its seed, on its device.
+def scaler_for(device: str, precision: str) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device, enabled=precision == "fp16")
 
-    A GPU's peaks of memory count from here on: what ran before in this process is none of this step's.
+
+def build_step(config: StepConfig, mode: str | None = None, precision: str | None = None) -> Step:
+    """One configuration's step, in its mode ("step" where a run has several) and precision if no others are
+    given: weights, batch and targets drawn from its seed, on its device. A GPU's peaks of memory count from
+    here on.
 
     Raises:
         torch.OutOfMemoryError: the weights alone do not fit.
@@ -65,20 +83,46 @@ def build_step(config: StepConfig) -> Step:
         torch.cuda.empty_cache()  # what is kept for reuse would count as reserved
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    precision = precision or config.precision
+    mode = mode or (config.mode if config.mode in PHASES else "step")
     with out_of_memory_names("building the model"):
         with torch.device(config.device):
             model = TransformerLM(config)
             tokens, targets = torch.randint(config.vocab_size,
                                             (2, config.batch_size, config.context_length)).unbind()
         optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
-        if config.mode == "step":
+        if mode == "step":
             optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
                                           foreach=config.optimizer == "foreach")
-    scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
-    if config.compile:
-        model = cast(TransformerLM, torch.compile(model))
-    return Step(config, model, optimizer, scaler, tokens, targets)
+    compile_parts(model, config.compile)
+    return Step(config, model, optimizer, scaler_for(config.device, precision), tokens, targets, mode, precision)
+
+
+def compile_parts(model: TransformerLM, parts: str) -> None:
+    """Have torch.compile take the model in place: each of its ``blocks`` (their code is compiled once for all),
+    the head and the loss; or the whole ``model`` as one, and the loss. Nothing is compiled before it is called.
+    """
+    if parts == "none":
+        return
+    if parts == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.read_out = torch.compile(model.read_out, dynamic=False)
+    else:
+        model.compile(dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)
+
+
+def release(device: str, after_error: bool = False) -> None:
+    """Give freed memory back to the driver, so that one measurement's blocks do not shape the next one's.
+
+    After an error tensors may hang in cycles, which only the collector frees; it takes a third of a second,
+    so not otherwise.
+    """
+    if after_error:
+        gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 class out_of_memory_names:

@@ -1,10 +1,14 @@
 """What a run of the benchmarking study has."""
 from typing import Literal
 
+from pydantic import Field
+
 from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """End-to-end timing of the step."""
+    """One shape's forward, forward + backward and full step, end to end."""
 
     study: Literal["benchmark"] = "benchmark"
+    mode: Literal["all"] = "all"  # type: ignore[assignment]
+    repeat: int = Field(0, ge=0, le=1000)  # another run of the same

@@ -1,39 +1,115 @@
-"""What a run of the benchmarking study notes besides its samples, and how its table reads."""
+"""One shape in every mode by both clocks, the full step first and from the first step of a cold process."""
+import math
+from contextlib import nullcontext
+from typing import Any
+
 import pandas as pd
 import torch
 
-from stepscope.say.formats import ms, number, percent
-from stepscope.step.timing import WHOLE
-from stepscope.step.training_step import Step
+
+from stepscope.report.tables import number
+from stepscope.step import watch
+from stepscope.step.ceilings import measure_ceilings, sheet_tflops, with_rates
+from stepscope.step.clocks import WHOLE, PhaseClock
+from stepscope.step.flops import parameter_count
+from stepscope.step.stats import launch_bound
+from stepscope.step.training_step import Step, build_step, release
+from stepscope.step.turn import turn
+from stepscope.studies.benchmark.config import Config
+from stepscope.traces.in_process import Counts, Taken, short_reason, take, without_readings
+
+MODES = ("step", "forward_backward", "forward")
+WARMUPS = 2  # of the modes after the first, in a process that is warm
 
 
-def peak_memory(step: Step) -> dict[str, float | int]:
-    """Parameters, and on a GPU the allocator's peaks in MiB since the step was built."""
-    results: dict[str, float | int] = {"parameters": sum(p.numel() for p in step.model.parameters())}
-    if step.config.device == "cuda":
-        results |= {"peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
-                    "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20}
-    return results
+def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | None]]:
+    """The run's tables (see ``tables.SCHEMAS``) and results: ``parameters``, ``matmul_tflops`` and ``copy_tb_s``
+    as measured in this run, the data sheet's ``sheet_tflops``, ``highest_clock_mhz``; None where not known.
+
+    A mode that does not fit is a row with status ``oom``; where the weights do not, or where torch.compile finds
+    no compiler that works (``unsupported``), each is.
+    """
+    torch.zeros(1, device=config.device)  # making a GPU's context takes a second, and no turn
+    taken, compile_s, ceilings = _on_device(config)
+    times, samples, operations = taken.tables()
+    precision = {config.precision: ceilings.get(f"matmul_{config.precision}", math.nan)}
+    times = with_rates(times, config, precision)
+    times["compile_s"] = times["mode"].map(compile_s).astype(float).where(times["phase"] == WHOLE)
+    tables = {"times": times, "samples": samples, "operations": operations}
+    known = {"matmul_tflops": precision[config.precision], "copy_tb_s": ceilings.get("copy", math.nan),
+             "sheet_tflops": sheet_tflops(config.precision, config.device),
+             "highest_clock_mhz": watch.highest_clock_mhz()}
+    results: dict[str, float | None] = {"parameters": parameter_count(config)}
+    results |= {name: None if math.isnan(value) else float(value) for name, value in known.items()}
+    return {name: table.drop(columns="precision") for name, table in tables.items()}, results
 
 
-def reading(times: pd.DataFrame) -> str:
-    """What one run's table says, in a sentence or two of markdown."""
-    whole = times[times["phase"] == WHOLE].iloc[0]
-    text = (f"One step takes **{ms(whole.median_ms)}** (median of {whole.n}; 95% interval of the median"
-            f" {number(whole.ci_low_ms)} to {ms(whole.ci_high_ms)}), {number(whole.tokens_per_s)} tokens/s,"
-            f" {number(whole.tflops)} TFLOP/s.")
-    phases = times[times["phase"] != WHOLE]
-    if len(phases) > 1:
-        longest = phases.loc[phases["median_ms"].idxmax()]
-        share = longest.median_ms / phases["median_ms"].sum()
-        text += f" Its longest phase is {longest.phase}, {percent(share)} of the phases' time."
-    flagged = times[times["flags"] != ""]
-    if len(flagged):
-        unsteady = ", ".join(f"{row.phase} ({_kinds(row.flags)})" for row in flagged.itertuples())
-        text += f" Not steady: {unsteady}."
-    return text
+def _on_device(config: Config) -> tuple[Taken, dict[str, float], dict[str, float]]:
+    """What is measured, in its turn; compiled before that."""
+    compiled, compile_s = config.compile != "none", dict[str, float]()
+    outcome = ("", "")
+    with _own_cache() if compiled else nullcontext():
+        try:
+            step = build_step(config) if compiled else None
+            if step is not None:
+                compile_s = compile_modes(step)
+            with turn():
+                step = step or build_step(config)
+                counts = Counts(config.timed_steps, WARMUPS, cold=config.warmup_steps)
+                taken = take([step.of(mode) for mode in MODES], counts)
+                del step
+                release(config.device)
+                ceilings = measure_ceilings(config.device, [config.precision]).set_index("ceiling")["value"]
+            return taken, compile_s, ceilings.to_dict()
+        except torch.OutOfMemoryError as error:  # the weights alone
+            outcome = ("oom", short_reason(error))
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            outcome = ("unsupported", short_reason(error))
+    return without_readings(MODES, config.precision, *outcome), {}, {}
 
 
-def _kinds(flags: str) -> str:
-    """``noisy and drifting`` of the flags' whole text."""
-    return " and ".join(flag.partition(":")[0] for flag in flags.split("; "))
+def _own_cache() -> Any:
+    """What is compiled now is compiled in full, whatever an earlier run has left."""
+    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+    return fresh_cache()
+
+
+def compile_modes(step: Step) -> dict[str, float]:
+    """Seconds of each mode's first step, which compiles what no mode before has; nan where it does not fit."""
+    found = {}
+    for mode in MODES:
+        clock = PhaseClock(step.device)
+        try:
+            step.clear_gradients()
+            clock.start()
+            step.of(mode)(clock)
+            found[mode] = clock.stop()[-1][1] / 1e3
+        except torch.OutOfMemoryError:
+            found[mode] = math.nan
+        step.clear_gradients()
+        if math.isnan(found[mode]):
+            step.optimizer.state.clear()
+            release(step.device, after_error=True)
+    return found
+
+
+def finding(times: pd.DataFrame) -> str:
+    """What a run found, in a sentence of markdown: of the full step, or of the most that fits."""
+    whole = times[(times["phase"] == WHOLE)].set_index("mode").loc[list(MODES)]
+    fits = whole[whole["status"] == "ok"]
+    if fits.empty:
+        return f"No mode could be measured: {whole['reason'].iloc[0]}."
+    best = fits.iloc[0]
+    words = {"step": "A full step", "forward_backward": "Forward + backward", "forward": "A forward pass"}[best.name]
+    rate = f"{number(best.tokens_per_s, 'n')} tokens/s"
+    if math.isnan(best.gpu_ms):
+        return f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}; its GPU time is not known: {best.reason}."
+    if math.isnan(best.sm_clock_mhz):  # a CPU, which launches nothing
+        return (f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}; torch's operators take"
+                f" {number(best.busy, '%')} of it.")
+    if launch_bound(best.busy):
+        graph = "" if math.isnan(best.replayed_ms) else f" As a CUDA graph it takes {number(best.replayed_ms, 'ms')}."
+        return (f"{words} needs **{number(best.gpu_ms, 'ms')} of GPU time** and takes {number(best.wall_ms, 'ms')}:"
+                f" it is launch-bound, the GPU idles {number(1 - best.busy, '%')} of it.{graph}")
+    return (f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}, {number(best.mfu_measured, '%')} of what a"
+            f" large matmul reaches here; the GPU is busy {number(best.busy, '%')} of it: GPU-bound.")

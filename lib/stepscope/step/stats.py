@@ -1,0 +1,42 @@
+"""What is said of samples, and the three constants by which a report tells a difference from none."""
+from collections.abc import Sequence
+
+import numpy as np
+
+# Busy (GPU time over wall time) below this: the GPU waits for launches.
+LAUNCH_BOUND = 0.95
+# GPU times of one configuration repeat this well, so that a smaller difference is none; and where the power cap
+# holds the clocks, which it does a little differently each time.
+SAME = 0.01
+SAME_CAPPED = 0.03
+
+
+def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """``median``, sample standard deviation (``std``; nan of a single value) and quartiles (``q1``, ``q3``)."""
+    values = np.asarray(values, dtype=float)
+    if not len(values):
+        return dict.fromkeys(("median", "std", "q1", "q3"), np.nan)
+    q1, median, q3 = np.percentile(values, [25, 50, 75])
+    return {"median": float(median), "std": float(values.std(ddof=1)) if len(values) > 1 else np.nan,
+            "q1": float(q1), "q3": float(q3)}
+
+
+def launch_bound(busy: float) -> bool:
+    """Whether a phase or step that is so busy waits for launches; not where it is not known."""
+    return bool(busy < LAUNCH_BOUND)
+
+
+def differ(first: float, second: float, capped: bool = False) -> bool:
+    """Whether two GPU times are two and not one; ``capped``: one of them ran into the power cap."""
+    return abs(first - second) > (SAME_CAPPED if capped else SAME) * min(first, second)
+
+
+def union(starts: np.ndarray, ends: np.ndarray) -> float:
+    """The length of what intervals cover together, each moment counted once; in their unit."""
+    if not len(starts):
+        return 0
+    order = np.argsort(starts, kind="stable")
+    starts, ends = np.asarray(starts)[order], np.asarray(ends)[order]
+    reached = np.maximum.accumulate(ends)  # by each interval and all that began before it
+    fresh = np.maximum(starts[1:], reached[:-1])
+    return (ends[0] - starts[0] + np.maximum(ends[1:] - fresh, 0).sum()).item()
