@@ -9,8 +9,6 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -39,11 +37,12 @@ SIZES = {
     "micro": Dimensions(64, 256, 2, 4),
     "tiny": Dimensions(128, 512, 4, 4),
 }
-# The names above are 2025's, in records, sweeps and tables; what an edition of the handout calls otherwise.
-EDITIONS: dict[int, dict[str, str]] = {2025: {}, 2026: {"xl": "2.7B"}}
-# The sizes that each edition has, by its own names.
-EDITION_SIZES = {2025: ("small", "medium", "large", "xl", "2.7B"),
-                 2026: ("small", "medium", "large", "xl", "10B")}
+CPU_SIZES = ("nano", "micro", "tiny")
+# What each year's handout calls which of them; records, sweeps and tables have the names above.
+EDITIONS = {
+    2025: {name: name for name in ("small", "medium", "large", "xl", "2.7B")},
+    2026: {"small": "small", "medium": "medium", "large": "large", "xl": "2.7B", "10B": "10B"},
+}
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
@@ -55,52 +54,26 @@ class ConfigError(StepscopeError, ValueError):
 
 
 def size_of(name: str, edition: int | None = None) -> str:
-    """The name in :data:`SIZES` of what the handout's edition of that year calls ``name``.
+    """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year, it is one of ours.
 
     Raises:
-        ConfigError: there is no such edition or size, the edition has none of that name, or no edition is
-            given and editions differ about it.
+        ConfigError: there is no such edition or size, or the edition has none of that name.
     """
-    if edition is not None and not (isinstance(edition, int) and edition in EDITIONS):
-        raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are"
-                          f" {' and '.join(map(str, EDITIONS))}")
-    if not isinstance(name, str) or name not in SIZES:
-        raise ConfigError(f"size: got {shown(name)}, but known sizes are {', '.join(SIZES)}"
-                          " (or give d_model, d_ff, num_layers and num_heads without a size)")
-    meant = {year: names.get(name, name) for year, names in EDITIONS.items()}
-    if edition is None and needs_edition(name):
-        each = (f"{'/'.join(map(str, SIZES[size]))} in the {year} edition" for year, size in meant.items())
-        raise ConfigError(f"size: {name} means {' and '.join(each)}; say --edition"
-                          f" {' or --edition '.join(map(str, meant))}")
     if edition is None:
+        if not isinstance(name, str) or name not in SIZES:
+            raise ConfigError(f"size: got {shown(name)}, but known sizes are {', '.join(SIZES)}"
+                              " (or give d_model, d_ff, num_layers and num_heads without a size)")
         return name
-    if name not in EDITION_SIZES[edition]:
+    if not isinstance(edition, int) or edition not in EDITIONS:
+        years = " and ".join(map(str, EDITIONS))
+        raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are {years}")
+    names = EDITIONS[edition] | {name: name for name in CPU_SIZES}
+    if not isinstance(name, str) or name not in names:
+        ours = next((theirs for theirs, size in names.items() if size == name), None)
+        calls = f", and calls {name} {ours}" if ours else ""
         raise ConfigError(f"size: got {shown(name)}, but the {edition} edition has"
-                          f" {', '.join(EDITION_SIZES[edition])}{_called_otherwise(name, edition)}")
-    return meant[edition]
-
-
-def _called_otherwise(name: str, edition: int) -> str:
-    """Whose name a size that an edition lacks is, or what this edition calls it, for an error's end."""
-    own = [theirs for theirs, size in EDITIONS[edition].items() if size == name]
-    if own:
-        return f", and calls this size {own[0]}"
-    others = [f"the {year} edition's" for year, names in EDITION_SIZES.items() if name in names]
-    return f" ({name} is {others[0] if others else 'of no edition: leave it out'})"
-
-
-def needs_edition(name: str) -> bool:
-    """Whether editions mean different sizes by a name."""
-    return any(name in names for names in EDITIONS.values())
-
-
-def size_label(name: str) -> str:
-    """A size's name with the edition it is of, where editions differ: "2.7B (2026's xl)"."""
-    other = [f"{year}'s {theirs}" for year, names in EDITIONS.items() for theirs, size in names.items()
-             if size == name]
-    if not other and needs_edition(name):
-        other = [f"{min(EDITIONS)}'s"]
-    return f"{name} ({', '.join(other)})" if other else name
+                          f" {', '.join(EDITIONS[edition])}{calls}")
+    return names[name]
 
 
 def device_here(asked: Any) -> Any:
@@ -132,10 +105,8 @@ class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # Fields that records of before have and this study has no longer, with the only value they ever had.
-    retired: ClassVar[dict[str, Any]] = {}
-    # Whether runs time their steps in turns (see traces/turns.py), so that several may share a GPU.
-    takes_turns: ClassVar[bool] = False
+    # Whether a run needs all of a GPU's memory; others are given what their step is predicted to take.
+    whole_gpu: ClassVar[bool] = False
 
     study: str
     d_model: int = Field(ge=2, le=2**20)
@@ -147,14 +118,6 @@ class RunConfig(BaseModel):
     timed_steps: Steps = 10
     seed: int = Field(0, ge=0, lt=2**63)
 
-    @model_validator(mode="before")
-    @classmethod
-    def drop_retired(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {field: value for field, value in values.items()
-                if field not in cls.retired or value != cls.retired[field]}
-
     def digest(self) -> str:
         """Of the fields that are not at their default, so that a field added later renames no run.
 
@@ -164,19 +127,33 @@ class RunConfig(BaseModel):
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
-    def run_id(self) -> str:
-        """Readable, and the same for the same configuration whatever spelled it."""
-        return f"ctx{self.context_length}-{self.precision}-{self.digest()}"
-
-    @property
     def shape(self) -> str:
         """What is run, by its dimensions or their name."""
         return f"d{self.d_model}"
 
+    def _named(self) -> list[str]:
+        """Shape, context, and of mode and precision those that are free to choose in this study."""
+        free = [name for name in ("mode", "precision") if name in _free(type(self))]
+        return [self.shape.replace(" ", "-"), f"ctx{self.context_length}",
+                *(getattr(self, name) for name in free)]
+
+    @property
+    def run_id(self) -> str:
+        """Readable, and the same for the same configuration whatever spelled it."""
+        return "-".join([*self._named(), self.digest()])
+
     @property
     def label(self) -> str:
-        """What tells a reader this run from another: the shape, which a run id may not say, and no digest."""
-        return f"{self.study} {self.shape} ctx{self.context_length} {self.precision}"
+        """What tells a reader this run from another: the run id's words, and each other field that is not at
+        its default."""
+        said = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
+        others = self.model_dump(exclude_defaults=True, exclude=said)
+        return ", ".join([" ".join([self.study, *self._named()]),
+                          *(f"{name} {_value(value)}" for name, value in others.items())])
+
+
+def _value(value: Any) -> str:
+    return "/".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 class StepConfig(RunConfig):
@@ -189,29 +166,25 @@ class StepConfig(RunConfig):
     num_heads: Dimension
     vocab_size: int = Field(10_000, ge=2, le=2**24)
     mode: Literal[tuple(PHASES)] = "step"  # type: ignore[valid-type]
-    attention: Literal["eager", "sdpa"] = "eager"
-    compile: bool = False
-    optimizer: Literal["foreach", "fused", "forloop"] = "foreach"
+    attention: Literal["naive", "sdpa"] = "naive"
+    compile: Literal["none", "blocks", "model"] = "none"
+    optimizer: Literal["foreach", "fused"] = "foreach"
 
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
         """A size stands for its dimensions, and dimensions that a size has are given its name.
 
-        ``edition``, which is no field, says whose the size's name is; without it, it is 2025's.
+        ``edition``, which is no field, says which year's handout the size's name is of.
         """
         if not isinstance(values, dict):
             return values
         values = dict(values)
         size, edition = values.get("size", "custom"), values.pop("edition", None)
-        if size != "custom":
-            if edition is None and isinstance(size, str) and needs_edition(size):
-                edition = 2025
-            size = size_of(size, edition)
-        elif edition is not None:
+        if size == "custom" and edition is not None:
             raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
-        named = None if size == "custom" else SIZES[size]
-        for field, number in named._asdict().items() if named else ():
+        named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
+        for field, number in named.items():
             if values.setdefault(field, number) != number:
                 raise ValueError(f"{field}: got {shown(values[field])}, but size {size!r} has {number};"
                                  " leave one of them out")
@@ -240,44 +213,15 @@ class StepConfig(RunConfig):
             return self.size
         return f"d{self.d_model} f{self.d_ff} l{self.num_layers} h{self.num_heads}"
 
-    @property
-    def label(self) -> str:
-        shape = self.shape.replace(" ", "-")
-        return f"{self.study} {shape} ctx{self.context_length} {self.mode} {self.precision}"
-
-    @property
-    def run_id(self) -> str:
-        return f"{self.size}-ctx{self.context_length}-{self.mode}-{self.precision}-{self.digest()}"
-
-
-def varied(configs: Iterable[RunConfig]) -> dict[tuple[str, str], str]:
-    """What tells configurations of one label apart, by study and run id: the fields in which they differ with
-    the values of each, such as "attention sdpa, seed 1"; empty where no other has its label."""
-    alike: dict[str, list[RunConfig]] = {}
-    for config in configs:
-        alike.setdefault(config.label, []).append(config)
-    found = {}
-    for group in alike.values():
-        fields = [config.model_dump() for config in group]
-        differ = [name for name in fields[0] if any(one.get(name) != fields[0][name] for one in fields)]
-        for config, one in zip(group, fields, strict=True):
-            found[config.study, config.run_id] = ", ".join(f"{name} {_value(one[name])}" for name in differ)
-    return found
-
-
-def _value(value: Any) -> str:
-    return "/".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-
 
 @functools.cache
 def studies() -> dict[str, type[RunConfig]]:
-    """The configuration class of every study that is run, by name, in the report's order.
+    """The configuration class of every study, by name, in the report's order.
 
     They are listed in :mod:`stepscope.studies`, above this module, and found by name: nothing here needs one.
     """
     listed = importlib.import_module("stepscope.studies").STUDIES
-    return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config
-            for name in listed if find_spec(f"stepscope.studies.{name}.config")}
+    return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config for name in listed}
 
 
 def configure(study: str, **values: Any) -> Any:
@@ -315,6 +259,12 @@ def _sentence(item: Any, model: type[RunConfig]) -> str:
     return f"{field}: got {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
+@functools.cache
+def _free(model: type[RunConfig]) -> list[str]:
+    return [name for name, field in model.model_fields.items()
+            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+
+
 def free_fields(study: str) -> list[str]:
     """The fields of a study that can have more than one value: its notebook's parameters.
 
@@ -323,9 +273,7 @@ def free_fields(study: str) -> list[str]:
     """
     if study not in studies():
         raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(studies())}")
-    fields = studies()[study].model_fields
-    return [name for name, field in fields.items()
-            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+    return _free(studies()[study])
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:

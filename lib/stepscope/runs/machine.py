@@ -1,28 +1,29 @@
-"""What a measurement was taken on: the machine, the software, and the state of the GPU around it."""
+"""What a measurement was taken on: the machine and its software. No host name, no address, no path."""
 import hashlib
+import json
 import os
 import platform
+import subprocess
+import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-
-import pynvml
+from typing import Any
 
 import stepscope
-from stepscope.step.sm_clock import nvml_device
 
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
 
 
-def machine(device: str) -> dict:
-    """The hardware: GPU (if ``device`` is one), processor, memory. No host name, no address."""
+def machine(device: str) -> dict[str, Any]:
+    """The hardware: GPU (if ``device`` is one), processor, memory."""
     cpu = {"cpu": _cpu_name(), "cpu_cores": len(os.sched_getaffinity(0)),
            "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)}
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # here and below, not above: see stepscope.config
+    import torch  # here and below, not above: the command line starts sooner without it
     gpu = torch.cuda.get_device_properties(0)
-    return {"device_name": gpu.name, "gpu_memory_mib": round(gpu.total_memory / 2**20),
+    return {"device_name": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 2),
             "multiprocessors": gpu.multi_processor_count, "compute_capability": f"{gpu.major}.{gpu.minor}",
             "l2_cache_mib": round(gpu.L2_cache_size / 2**20)} | cpu
 
@@ -34,7 +35,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def software() -> dict:
+def software() -> dict[str, str | int | None]:
     """Versions of all that can change a figure, and a digest of this package's own source."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
@@ -51,44 +52,29 @@ def software() -> dict:
 
 
 def _driver() -> str | None:
+    import pynvml
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
     return None
 
 
-def gpu_state(device: str) -> dict:
-    """Clocks, power, temperature, throttle reasons and neighbours on the GPU now; {} on a CPU.
+def gpus_here() -> list[dict[str, Any]]:
+    """The GPUs that this process may use: ``visible`` (as ``CUDA_VISIBLE_DEVICES`` names it: an index or a
+    UUID, a MIG instance's too), ``name`` and ``gib`` of memory; none without a GPU.
 
-    A reading that the driver refuses is None, with NVML's reason under ``unread``.
+    Asked of a process of its own, so that this one has no CUDA context and has not waited for torch's import.
     """
-    if device == "cpu":
-        return {}
-    readings = {
-        "sm_clock_mhz": lambda d: pynvml.nvmlDeviceGetClockInfo(d, pynvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": lambda d: pynvml.nvmlDeviceGetClockInfo(d, pynvml.NVML_CLOCK_MEM),
-        "power_w": lambda d: pynvml.nvmlDeviceGetPowerUsage(d) / 1e3,
-        "power_limit_w": lambda d: pynvml.nvmlDeviceGetEnforcedPowerLimit(d) / 1e3,
-        "temperature_c": lambda d: pynvml.nvmlDeviceGetTemperature(d, pynvml.NVML_TEMPERATURE_GPU),
-        "throttle_reasons": lambda d: throttle_names(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(d)),
-        "other_processes": lambda d: sum(process.pid != os.getpid()
-                                         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(d)),
-    }
-    state, unread = {}, {}
-    for name, read in readings.items():
-        try:
-            state[name] = read(nvml_device())
-        except pynvml.NVMLError as error:
-            state[name], unread[name] = None, str(error)
-    return state | ({"unread": unread} if unread else {})
+    asked = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]
+    told = subprocess.run(asked, capture_output=True, text=True)
+    return json.loads(told.stdout.splitlines()[-1]) if told.returncode == 0 and told.stdout else []
 
 
-def throttle_names(bits: int) -> list[str]:
-    """NVML's bit mask of clock throttle reasons, as words; an idle GPU is not throttled."""
-    names = {"SwPowerCap": "software power cap", "HwSlowdown": "hardware slowdown", "SyncBoost": "sync boost",
-             "SwThermalSlowdown": "software thermal slowdown",
-             "HwThermalSlowdown": "hardware thermal slowdown",
-             "HwPowerBrakeSlowdown": "hardware power brake",
-             "ApplicationsClocksSetting": "application clocks"}
-    prefix = "nvmlClocksThrottleReason"
-    return [words for name, words in names.items() if bits & getattr(pynvml, prefix + name)]
+def print_gpus() -> None:
+    import torch
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(count)]
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    print(json.dumps([{"visible": name, "name": gpu.name, "gib": gpu.total_memory / 2**30}
+                      for name, gpu in zip(visible, properties)]))
