@@ -18,16 +18,9 @@ def measured(least: float = 0, most: float = MOST, nullable: bool = True) -> pa.
     return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True)
 
 
-def word(*allowed: str, nullable: bool = False) -> pa.Column:
-    """A text, one of some if any are named."""
-    checks = [pa.Check.isin(allowed)] if allowed else []
-    return pa.Column(str, checks, nullable=nullable, coerce=not nullable)
-
-
-def reason() -> pa.Column:
-    """A text of any kind, empty where nothing is to be explained."""
-    return pa.Column(object, pa.Check(lambda value: value is None or isinstance(value, str), element_wise=True),
-                     nullable=True, coerce=True)
+def word(*allowed: str) -> pa.Column:
+    """A text, one of some if any are named; without a text it is empty."""
+    return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
 def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
@@ -41,9 +34,9 @@ WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *P
 TIMES: dict[str, Any] = WITHIN | {
     name: measured() for name in (
         "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "replayed_ms",
-        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "tflops", "mfu",
-        "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
-    "busy": measured(), "replay_reason": reason(), "status": word(*STATUSES), "reason": reason()}
+        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "busy", "tflops", "mfu", "mfu_measured",
+        "mfu_at_clock", "tokens_per_s")} | {
+    "replay_reason": word(), "status": word(*STATUSES), "reason": word()}
 OPERATIONS: dict[str, Any] = WITHIN | {
     "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}
 PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}

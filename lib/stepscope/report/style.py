@@ -1,0 +1,127 @@
+"""One look for every figure. A figure is one SVG for light and dark: its colours are variables that the reader's
+scheme sets, its text is text. 432 points wide, so that 11 points are 9 pixels on a phone of 390.
+"""
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+WIDTH = 6.0  # inches
+TEXT = 11  # points, the least there is
+INK, MUTED, GRID, FILL, PAPER = "#1b1f24", "#59636e", "#d5dae0", "#c3cad3", "#ffffff"
+BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (
+    "#0067a8", "#b84a00", "#007a5e", "#a8467f", "#8a6100", "#3f8fc4", "#b3261e")
+PALETTE = [BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED]  # each is read as text on paper (4.5:1), all but the sky
+DARK = {INK: "#e6e9ed", MUTED: "#a3adb8", GRID: "#353c45", FILL: "#525b66", PAPER: "#14181d", BLUE: "#58b0f0",
+        ORANGE: "#ff9650", GREEN: "#35cba5", PINK: "#ea94c5", AMBER: "#e6b53c", SKY: "#a5d5f7", RED: "#ff8a80"}
+SIZE_COLORS = {"small": SKY, "medium": GREEN, "large": AMBER, "xl": ORANGE, "2.7B": BLUE, "10B": PINK,
+               "nano": SKY, "micro": GREEN, "tiny": BLUE}
+PRECISION_COLORS = {"fp32": INK, "tf32": AMBER, "bf16": BLUE, "fp16": GREEN}
+PHASE_COLORS = {"forward": BLUE, "loss": INK, "backward": ORANGE, "optimizer": GREEN}
+STYLE = {
+    "figure.constrained_layout.use": True, "font.family": "DejaVu Sans", "font.size": TEXT, "text.color": INK,
+    "axes.titlesize": TEXT, "axes.labelsize": TEXT, "axes.labelcolor": INK, "axes.edgecolor": MUTED,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True,
+    "axes.formatter.useoffset": False, "grid.color": GRID, "grid.linewidth": 0.6, "xtick.labelsize": TEXT,
+    "ytick.labelsize": TEXT, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK, "legend.fontsize": TEXT, "legend.frameon": False, "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER, "savefig.facecolor": PAPER, "lines.linewidth": 2, "lines.markersize": 5,
+    "svg.fonttype": "none", "svg.hashsalt": "stepscope"}
+matplotlib.rcParams.update(STYLE)  # for all that is drawn once this is imported
+
+
+class Picture(Figure):
+    """A figure with its message; a notebook shows it as PNG."""
+
+    message: str = ""
+
+    def _repr_png_(self) -> bytes:
+        drawn = io.BytesIO()
+        FigureCanvasAgg(self).print_png(drawn)
+        return drawn.getvalue()
+
+
+def figure(message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any) -> tuple[Picture, Any]:
+    """A figure whose title is its message, wrapped to its width, and its axes (as of ``Figure.subplots``)."""
+    made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
+    made.message = " ".join(message.split())
+    made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
+    return made, made.subplots(rows, columns, **subplots)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """As few lines as fit, of about the same length."""
+    lines = -(-len(text) // width)
+    target, out = len(text) / lines, [""]
+    for word in text.split():
+        if out[-1] and len(out[-1]) + len(word) > max(target + 4, 10) and len(out) < lines + 1:
+            out.append("")
+        out[-1] += f" {word}" if out[-1] else word
+    return "\n".join(out)
+
+
+def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], gap: float = 1.25) -> None:
+    """Name lines at their right ends, (x, y) each, kept apart by ``gap`` lines of text; no legend is needed."""
+    axes.figure.canvas or FigureCanvasAgg(axes.figure)
+    height = axes.get_position().height * axes.figure.get_figheight() * 72 * 0.8  # points, before the layout
+    step = gap * TEXT / height
+    place = {name: axes.transAxes.inverted().transform(axes.transData.transform(at))[1] for name, at in ends.items()}
+    order = sorted(place, key=lambda name: place[name])
+    at = [place[name] for name in order]
+    for _ in range(200):  # push neighbours apart until none is too close
+        for low in range(len(at) - 1):
+            short = step - (at[low + 1] - at[low])
+            if short > 1e-4:
+                at[low], at[low + 1] = at[low] - short / 2, at[low + 1] + short / 2
+    right = max(x for x, _ in ends.values())
+    across = axes.transAxes.inverted().transform(axes.transData.transform((right, axes.get_ylim()[0])))[0]
+    for name, y in zip(order, at):
+        axes.annotate(name, (across, y), xycoords="axes fraction", xytext=(6, 0), textcoords="offset points",
+                      va="center", color=colors.get(name, INK), annotation_clip=False)
+
+
+def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str],
+         colors: str | Sequence[str] = BLUE) -> None:
+    """Horizontal bars from the top down, each with its number at its end; no axis is needed."""
+    places = range(len(values))
+    axes.barh(places, values, color=colors, height=0.66)
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.spines[["bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.set_xlim(0, max(values) * 1.16)
+    for place, value, text in zip(places, values, texts):
+        axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center")
+
+
+def svg(drawn: Figure) -> str:
+    """A figure as SVG for light and dark, without a date, numbers to 0.01 points."""
+    for text in drawn.findobj(Text):
+        text.set_parse_math(False)
+    out = io.StringIO()
+    FigureCanvasSVG(drawn).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = out.getvalue()
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text[text.index("<svg"):], flags=re.DOTALL)
+
+    def shorter(tag: re.Match) -> str:
+        return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d{3,}", lambda value: f"{float(value[0]):.2f}", tag[0]))
+
+    text = re.sub(r">\s+<", "><", re.sub(r"<[^>]+>", shorter, text))
+    text = re.sub(r"(?<=[:\" ])#[0-9a-f]{6}\b", lambda color: _variable(color[0]), text)
+    dark = "".join(f"--c{light[1:]}:{dark};" for light, dark in DARK.items())
+    style = "text{white-space:pre}@media screen and (prefers-color-scheme:dark){svg{" + dark + "}}"
+    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return text.replace('<style type="text/css">', f'<style type="text/css">{style}', 1) + "\n"
+
+
+def _variable(color: str) -> str:
+    """A colour that the dark scheme has, too; any other stays."""
+    return f"var(--c{color[1:]},{color})" if color in DARK else color

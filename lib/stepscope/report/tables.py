@@ -1,0 +1,212 @@
+"""How numbers and tables are printed, everywhere: one formatter, one printer, one place that escapes.
+
+A column's unit is the end of its heading: "wall, ms". Values are in the unit's base (a share of 0.742 is 74%).
+"""
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import pandas as pd
+
+NONE = "–"
+MOST_ROWS = 15
+MOST_TEXT = 200  # characters of a text that a record brought
+# What follows a number in words. "n" counts, "" has no unit, "short" is "3.41 billion".
+UNITS = {"ms": " ms", "us": " µs", "µs": " µs", "s": " s", "h": " h", "min": " min", "%": "%", "x": "x", "GiB": " GiB",
+         "MiB": " MiB", "KiB": " KiB", "B": " B", "n": "", "": "", "MHz": " MHz", "W": " W", "J": " J",
+         "TFLOP/s": " TFLOP/s", "TB/s": " TB/s", "GB/s": " GB/s", "GFLOP": " GFLOP", "TFLOP": " TFLOP",
+         "tokens/s": " tokens/s", "short": ""}
+IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
+SUFFIXES = {unit.lower().replace("/", "_per_"): unit for unit in UNITS if unit} | {
+    "gibs": "GiB", "tflops": "TFLOP/s", "tokens_per_s": "tokens/s"}
+
+
+def digits(value: Any, unit: str = "") -> str:
+    """A number without its unit: three significant digits, thousands with commas; "–" for none.
+
+    Counts and bytes are whole, tokens/s are rounded to three digits, shares have two (99.6%, 74%, 4.6%), ratios
+    one decimal (3.3x), two below 2 (1.02x), none from 100.
+    """
+    if missing(value):
+        return NONE
+    value = float(value) * (100 if unit == "%" else 1)
+    size = abs(value)
+    if unit == "short":
+        for scale, word in ((1e9, " billion"), (1e6, " million")):
+            if size >= scale * 0.9995:
+                return digits(value / scale) + word
+        return _significant(value, 3)
+    if unit in ("n", "B", "MHz", "W"):
+        return f"{value:,.0f}"
+    if unit == "x":
+        return f"{value:,.{2 if size < 1.995 else 1 if size < 99.95 else 0}f}" if size >= 0.095 else _significant(value, 2)
+    if unit == "%":
+        return f"{value:.1f}" if 99 <= size < 99.95 else _significant(value, 2)
+    return _significant(value, 3)
+
+
+def missing(value: Any) -> bool:
+    """Whether there is no number: None, NA, NaN, or infinite."""
+    return value is None or value is pd.NA or (isinstance(value, Real) and not math.isfinite(value))
+
+
+def _significant(value: float, count: int) -> str:
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{count - 1}e}")  # 9.996 is 10.0, with one decimal
+    decimals = count - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{value:,.{decimals}f}" if decimals >= 0 else f"{value if abs(value) < 1e4 else rounded:,.0f}"
+
+
+def number(value: Any, unit: str = "") -> str:
+    """A number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
+
+    Raises:
+        ValueError: there is no such unit.
+    """
+    if unit not in UNITS:
+        raise ValueError(f"unit {unit!r}: known units are {', '.join(filter(None, UNITS))}")
+    return NONE if missing(value) else digits(value, unit) + UNITS[unit]
+
+
+def shown(value: Any, unit: str = "ms") -> float:
+    """The number that a reader sees."""
+    return math.nan if missing(value) else float(digits(value, unit).replace(",", "")) / (100 if unit == "%" else 1)
+
+
+def ratio(a: Any, b: Any, unit: str = "ms") -> float:
+    """a / b, of the numbers as they are shown, so that a reader who divides them finds the same."""
+    above, below = shown(a, unit), shown(b, unit)
+    return above / below if below else math.nan
+
+
+class Shown:
+    """A value of a claim, in the sentence's format: ``f"{Shown(94.23):ms}"`` is "94.2 ms".
+
+    Without a unit a text is escaped and a count is whole; any other number has to have a unit.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __format__(self, unit: str) -> str:
+        if isinstance(self.value, str):
+            if unit:
+                raise ValueError(f"unit {unit!r} of the text {self.value[:40]!r}")
+            return escape(self.value)
+        if not unit and not isinstance(self.value, Integral):
+            raise ValueError("a number needs its unit, {name:ms}")
+        if missing(self.value):
+            raise ValueError("there is no number")
+        return number(self.value, unit or "n")
+
+
+def escape(text: object) -> str:
+    """Text of a record as markdown that shows it on one line and does nothing: no markup, link, or address."""
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in str(text)[:MOST_TEXT + 1])
+    line = unicodedata.normalize("NFC", " ".join(line.split()))
+    if len(line) > MOST_TEXT:
+        line = f"{line[:MOST_TEXT]}…"
+    line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
+    line = re.sub(r"^([-+#=]|\d+(?=[.)]( |$)))", lambda start: (
+        start[1][:-1] + f"&#{ord(start[1][-1])};" if start[1][0].isdigit() else f"\\{start[1]}"), line)
+    return re.sub(r"(?i):(?=//)|@|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)", lambda at: at[0] + "\u2060", line)
+
+
+def headed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
+    def heading(name: Any) -> Any:
+        for suffix, unit in SUFFIXES.items():
+            if isinstance(name, str) and name.endswith(f"_{suffix}"):
+                return f"{name[:-len(suffix) - 1].replace('_', ' ')}, {unit}"
+        return name.replace("_", " ") if isinstance(name, str) and ", " not in name else name
+    return frame.rename(columns=heading)
+
+
+def table(frame: pd.DataFrame, unit: str = "", bold: tuple[str, ...] | None = None, rows: int = MOST_ROWS,
+          note: str = "") -> pd.DataFrame:
+    """What a printed table's function returns: the frame, with how it is printed.
+
+    Args:
+        unit: of the numeric columns whose heading has none (a pivot's: one column a size).
+        bold: ("min" | "max", "row" | "column"): which numbers are bold; after these two the headings that it is
+            about, where it is not about all that are numbers.
+        rows: the most that are printed.
+        note: one line under it.
+    """
+    frame = frame.copy()
+    frame.attrs = {"unit": unit, "bold": bold, "rows": rows, "note": note}
+    return frame
+
+
+def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]], list[str]]:
+    """Headings, columns of text, and units ("text" where a column has no numbers)."""
+    headings, columns, units = [], [], []
+    for place, name in enumerate(frame.columns):
+        heading, values = str(name), list(frame.iloc[:, place])
+        words, comma, unit = heading.rpartition(", ")
+        numeric = [isinstance(value, Real) and not isinstance(value, bool) or missing(value) for value in values]
+        if not comma or unit not in UNITS:
+            words, unit = heading, common if any(isinstance(value, float) for value in values) else ""
+        elif unit not in IN_CELLS:
+            words = f"{words}, {UNITS[unit].strip() or unit}" if unit not in ("n", "short") else words
+        headings.append(escape(words))
+        units.append(unit if all(numeric) else "text")
+        sign = unit if unit in IN_CELLS else ""
+        columns.append([_cell(value, unit, sign) for value in values])
+    return headings, columns, units
+
+
+def _cell(value: Any, unit: str, sign: str) -> str:
+    if isinstance(value, bool) or type(value).__name__ == "bool":  # numpy's, too
+        return "yes" if value else "no"
+    if missing(value):
+        return NONE
+    if isinstance(value, Integral) and not unit:
+        return f"{value:,}"
+    return digits(value, unit) + sign if isinstance(value, Real) else escape(value)
+
+
+def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: str) -> None:
+    """Mark the least or greatest number of each row or column, in what is shown; none where all are the same."""
+    count = len(columns[0])
+    lines = ([[(place, row) for place in numeric] for row in range(count)] if along == "row"
+             else [[(place, row) for row in range(count)] for place in numeric])
+    for line in lines:
+        at = {(place, row): columns[place][row] for place, row in line if columns[place][row] != NONE}
+        values = {key: float(text.strip("x%").replace(",", "")) for key, text in at.items()}
+        if len(set(values.values())) > 1:
+            best = min(values.values()) if which == "min" else max(values.values())
+            for (place, row), value in values.items():
+                if value == best:
+                    columns[place][row] = f"**{at[place, row]}**"
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A frame as a GitHub table. Index levels that have names become columns; every cell is escaped."""
+    how = {"unit": "", "bold": None, "rows": MOST_ROWS, "note": ""} | frame.attrs
+    if any(frame.index.names):
+        frame = frame.reset_index()
+    more = len(frame) - how["rows"]
+    headings, columns, units = _cells(frame.head(how["rows"]), how["unit"])
+    if how["bold"] and columns:
+        which, along, *only = how["bold"]
+        _embolden(columns, [place for place, unit in enumerate(units) if unit != "text"
+                            and (not only or frame.columns[place] in only)], which, along)
+    left = ["text" == unit for unit in units]
+    lines = [headings, [":--" if text else "--:" for text in left], *map(list, zip(*columns))]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = [f"{more:,} more rows are in the runs' tables."] * (more > 0) + [how["note"]] * bool(how["note"])
+    return text + "".join(f"\n\n{note}" for note in notes)
+
+
+def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """A notebook's table: some columns, headings with units, three significant digits, no index."""
+    chosen = headed(frame[list(columns)] if columns is not None else frame)
+    headings, cells, _ = _cells(chosen.reset_index() if any(chosen.index.names) else chosen, "")
+    plain = [[re.sub(r"\\(.)", r"\1", cell) for cell in column] for column in cells]
+    return pd.DataFrame(dict(zip((re.sub(r"\\(.)", r"\1", name) for name in headings), plain)),
+                        index=[""] * len(frame))
