@@ -1,25 +1,50 @@
-"""Is the optimizer of the rung without casts AdamW? Tried on the device that is measured, in the same run."""
+"""Is our optimizer AdamW, and do bf16 moments move? Tried on the device that is measured, in the same run."""
 
 import math
 
 import numpy as np
-import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stepscope.studies.ladder.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
+from stepscope.studies.ladder.optimizer import (
+    BETAS,
+    EPS,
+    GOLDEN,
+    MIX1,
+    MIX2,
+    WEIGHT_DECAY,
+    MasterAdamW,
+    hashed,
+    rounded_by_chance,
+)
 
-SHAPES = {
-    "matrix": (130, 70),
-    "vector": (130,),
-}  # neither fills its last block; a matrix is bf16, a vector fp32
+SHAPES = {"matrix": (130, 70), "vector": (130,)}  # neither fills its last block; a matrix is bf16, a vector fp32
 RATE = 1e-3
 FORMULA_STEPS, TORCH_STEPS = 5, 200
-COLUMNS = ["against", "kernel", "steps", "numbers", "unequal", "off"]
+FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
 
 
-def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, each operation rounded to fp32 by itself."""
+def nearest_bf16(x: np.ndarray) -> np.ndarray:
+    """fp32 rounded to the nearest bf16 number, ties to even, as fp32."""
+    bits = x.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def chance_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
+    """fp32 rounded to bf16 by chance, as fp32: optimizer.py's hash in 32 bits of numpy."""
+    h = index.astype(np.uint32) ^ np.uint32(step * GOLDEN & 0xFFFFFFFF)
+    h = (h ^ (h >> 16)) * np.uint32(MIX1)
+    h = (h ^ (h >> 13)) * np.uint32(MIX2)
+    bits = x.view(np.uint32) + ((h ^ (h >> 16)) & 0xFFFF)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray], first: int | None = None) -> np.ndarray:
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, each operation rounded to fp32 by itself.
+
+    Args:
+        first: with bf16 moments: the index of the first number among all the optimizer's.
+    """
     f, (beta1, beta2) = np.float32, BETAS
     m, v = np.zeros_like(weight), np.zeros_like(weight)
     for t, gradient in enumerate(gradients, start=1):
@@ -27,67 +52,83 @@ def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
         m = m * f(beta1) + gradient * f(1 - beta1)
         v = v * f(beta2) + gradient * gradient * f(1 - beta2)
         weight = weight * f(1 - RATE * WEIGHT_DECAY) - rate * (m / (np.sqrt(v) * correction + f(EPS)))
+        if first is not None:
+            index = first + np.arange(weight.size).reshape(weight.shape)
+            m, v = nearest_bf16(m), chance_bf16(v, index, t)
     return weight
 
 
-def _made(device: str) -> tuple[MasterAdamW, dict[str, Tensor]]:
-    """The optimizer over a small matrix and vector, and their first weights in fp32."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
-    named = {
-        name: torch.nn.Parameter(
-            torch.empty(0, device=device, dtype=torch.bfloat16 if weight.dim() == 2 else None)
-        )
-        for name, weight in weights.items()
-    }
-    made = MasterAdamW(named, {name: weight.shape for name, weight in weights.items()}, RATE)
-    for name, master in made.masters().items():
-        master.copy_(weights[name])
-    made.reset()
-    return made, weights
+class Tried(nn.Module):
+    """A matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix, self.vector = (
+            nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values())
 
 
-def check_optimizer(device: str) -> pd.DataFrame:
-    """Steps on random gradients against numpy's formula, number by number, and against torch's AdamW in fp32.
+def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
+    """The optimizer after steps on random gradients, and these."""
+    model = Tried().to(device)
+    own = MasterAdamW(model, RATE, moments)
+    generator = torch.Generator().manual_seed(1)
+    drawn = {name: [torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype)
+                    for _ in range(steps)] for name, parameter in own.named.items()}
+    for step in range(steps):
+        for name, parameter in own.named.items():
+            parameter.grad = drawn[name][step]
+        own.step()
+    return own, drawn
 
-    Returns columns against (``formula``, ``torch``), kernel (``Triton`` or ``torch``: what ran), steps,
-    numbers compared (the bf16 copies among them), ``unequal`` of them, and ``off``, the largest difference of
-    master weights over the largest weight.
-    """
-    rows = []
-    for against, steps in (("formula", FORMULA_STEPS), ("torch", TORCH_STEPS)):
-        own, weights = _made(device)
-        generator = torch.Generator().manual_seed(1)
-        drawn = {
-            name: [
-                torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype)
-                for _ in range(steps)
-            ]
-            for name, parameter in own.named.items()
-        }
-        expected = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-        theirs = torch.optim.AdamW(
-            expected.values(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
-        )
-        for step in range(steps):
-            for name, parameter in own.named.items():
-                parameter.grad = drawn[name][step]
-                expected[name].grad = drawn[name][step].float()
-            own.step()
-            if against == "torch":
-                theirs.step()
-        compared, unequal, off = 0, 0, 0.0
-        for name, master in own.masters().items():
-            there = expected[name].detach()
-            if against == "formula":
-                gradients = [one.float().cpu().numpy() for one in drawn[name]]
-                there = torch.from_numpy(numpy_adamw(weights[name].cpu().numpy(), gradients)).to(device)
-            pairs = [(master, there)]
-            if own.named[name].dtype != torch.float32:
-                pairs.append((own.named[name].detach(), there.bfloat16()))
-            compared += sum(mine.numel() for mine, _ in pairs)
-            unequal += sum(int((mine != other).sum()) for mine, other in pairs)
-            off = max(off, ((master - there).abs().max() / there.abs().max()).item())
-        kernel = "Triton" if device == "cuda" else "torch"
-        rows.append((against, kernel, steps, compared, unequal, off))
-    return pd.DataFrame(rows, columns=COLUMNS)
+
+def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
+    """How many fp32 weights and bf16 copies were compared with numpy's after some steps, and how many differ."""
+    own, drawn = stepped(device, FORMULA_STEPS, moments)
+    compared, unequal = 0, 0
+    for index, (name, weight) in enumerate(Tried().named_parameters()):
+        gradients = [gradient.float().cpu().numpy() for gradient in drawn[name]]
+        first = own.offsets[index] if moments == torch.bfloat16 else None
+        there = torch.from_numpy(numpy_adamw(weight.detach().numpy(), gradients, first)).to(device)
+        pairs = [(own.masters()[name], there)]
+        if own.named[name].dtype != torch.float32:
+            pairs.append((own.named[name].detach(), there.bfloat16()))
+        compared += sum(mine.numel() for mine, _ in pairs)
+        unequal += sum(int((mine != other).sum()) for mine, other in pairs)
+    return compared, unequal
+
+
+def against_torch(device: str) -> float:
+    """The largest difference from torch's AdamW in fp32 after many steps, over the largest weight."""
+    own, drawn = stepped(device, TORCH_STEPS, torch.float32)
+    theirs = Tried().to(device)
+    torchs = torch.optim.AdamW(theirs.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY,
+                               foreach=False)
+    for step in range(TORCH_STEPS):
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = drawn[name][step].float()
+        torchs.step()
+    return max(((own.masters()[name] - weight).abs().max() / weight.abs().max()).item()
+               for name, weight in theirs.named_parameters())
+
+
+def falling_moment() -> dict[str, float]:
+    """A second moment of 1 after gradients of half the size, in fp32, bf16 by chance and bf16 to nearest: its
+    mean, ``v_fp32``, ``v_by_chance`` and ``v_nearest``."""
+    generator = torch.Generator().manual_seed(2)
+    exact, chance, nearest = (torch.ones(FALLING) for _ in range(3))
+    for step in range(1, FALLING_STEPS + 1):
+        squared = (1 - BETAS[1]) * (torch.randn(FALLING, generator=generator) / 2).square()
+        bits = hashed(torch.arange(FALLING), torch.tensor(step))
+        exact = exact * BETAS[1] + squared
+        chance = rounded_by_chance(chance * BETAS[1] + squared, bits).float()
+        nearest = (nearest * BETAS[1] + squared).bfloat16().float()
+    return {"v_fp32": exact.mean().item(), "v_by_chance": chance.mean().item(), "v_nearest": nearest.mean().item()}
+
+
+def check_optimizer(device: str) -> dict[str, float]:
+    """All of the above: results of a run."""
+    compared, unequal = against_formula(device, torch.float32)
+    low_compared, low_unequal = against_formula(device, torch.bfloat16)
+    return {"compared": compared, "unequal": unequal, "low_compared": low_compared, "low_unequal": low_unequal,
+            "torch_off": against_torch(device)} | falling_moment()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1024  # tokens at least
-CHUNKS = 8  # at most: each is compiled anew, and a larger product runs nearer to the ceiling
+CHUNKS = 8  # at most: each is compiled anew, and a larger matmul runs nearer to the ceiling
 
 
 def chunk_of(tokens: int) -> int:
@@ -19,7 +19,7 @@ def chunk_of(tokens: int) -> int:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of ``hidden @ weight.T`` against targets; products in ``dtype``, all else in
+    """Mean cross-entropy of ``hidden @ weight.T`` against targets; matmuls in ``dtype``, all else in
     fp32."""
 
     @staticmethod

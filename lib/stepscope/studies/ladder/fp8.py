@@ -1,6 +1,6 @@
-"""Linear layers whose products take 8-bit floats with a scale a row: another arithmetic than bf16's.
+"""Linear layers whose matmuls take 8-bit floats with a scale a row: another arithmetic than bf16's.
 
-Forward and the input's gradient are FP8 products (e4m3 both); the weight's gradient stays bf16, as in
+Forward and the input's gradient are FP8 matmuls (e4m3 both); the weight's gradient stays bf16, as in
 torchao's recipe ``rowwise_with_gw_hp``, since it sums over all tokens.
 
 What the gradient is off by is e4m3's mantissa: numbers of 4 significant bits and any range give as much (a
@@ -10,15 +10,12 @@ makes it worse.
 
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from stepscope.step.ceilings import MATRIX_SIZE, _median_ms
-
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-CAPABILITY = (9, 0)  # from where row-wise scales are a product's own
+CAPABILITY = (9, 0)  # from where row-wise scales are a matmul's own
 
 
 def has_fp8(device: str) -> bool:
@@ -32,7 +29,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
 
 
-def product(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
+def matmul(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
     """(M, K), (N, K) -> (M, N) = a @ b.T in FP8, summed in the tensor cores' own width where ``fast``. A CPU
     computes it in fp32 from the same 8 bits."""
     (a8, a_scale), (b8, b_scale) = scaled(a), scaled(b)
@@ -43,54 +40,29 @@ def product(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
     )
 
 
-class Fp8Product(torch.autograd.Function):
+class Fp8Matmul(torch.autograd.Function):
     """x (M, K), weight (N, K) -> x @ weight.T."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        return matmul(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return product(d_out, weight.t().contiguous(), fast=False), d_out.t() @ x
+        return matmul(d_out, weight.t().contiguous(), fast=False), d_out.t() @ x
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer without bias by :class:`Fp8Product`."""
+    """A linear layer without bias by :class:`Fp8Matmul`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Fp8Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        return Fp8Matmul.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 def use_fp8(blocks: nn.Module) -> None:
-    """Give every linear layer below FP8 products; the head is not among them."""
+    """Give every linear layer below FP8 matmuls; the head is not among them."""
     for module in blocks.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear
-
-
-def ceiling(device: str) -> pd.DataFrame:
-    """The rate of one large FP8 product with row-wise scales, as a row of ``measure_ceilings``; no rows where
-    there is none."""
-    if not has_fp8(device):
-        return pd.DataFrame()
-    size = MATRIX_SIZE[device]
-    (a, a_scale), (b, b_scale) = (scaled(torch.randn(size, size, device=device)) for _ in range(2))
-    time_ms = _median_ms(
-        device,
-        lambda: torch._scaled_mm(
-            a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-        ),
-    )
-    return pd.DataFrame(
-        [
-            {
-                "ceiling": "matmul_fp8",
-                "value": 2 * size**3 / time_ms / 1e9,
-                "unit": "TFLOP/s",
-                "time_ms": time_ms,
-            }
-        ]
-    )

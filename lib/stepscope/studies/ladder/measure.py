@@ -1,420 +1,309 @@
-"""All rungs of one configuration in one process, in turns: time, clocks, power, memory, and whether the
-gradients agree."""
+"""All changes of one shape in one process: time, memory, power, and whether the gradients agree.
+
+Under the profiler launches take longer, and stay so afterwards: so every change is timed first, then captured.
+Weights are there only while a change is measured. What is compiled is compiled outside of the GPU's turn.
+"""
 
 import gc
-import hashlib
-import itertools
-import json
 import math
 import os
 import re
-import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from timeit import default_timer
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.runs.device_watch import DeviceWatch
-from stepscope.step.training_step import out_of_memory_names
-from stepscope.studies.ladder.attention import backend_times, fastest
-from stepscope.studies.ladder.config import BESIDE, RUNGS, Config
-from stepscope.studies.ladder.rungs import (
-    BRANCHES,
-    WITHOUT,
+from stepscope.step.accounting import last_step_bytes
+from stepscope.step.ceilings import measure_ceilings, sheet_tflops
+from stepscope.step.flops import step_flops
+from stepscope.step.stats import location
+from stepscope.step.training_step import out_of_memory_names, release
+from stepscope.step.turn import turn
+from stepscope.step.watch import highest_clock_mhz
+from stepscope.studies.ladder import bounds
+from stepscope.studies.ladder.changes import (
+    COMPILED,
+    WARMUPS,
     Program,
-    Rung,
+    Trainer,
     Unsupported,
-    before,
+    captured,
     changes_of,
     lacking,
+    precision_of,
 )
-from stepscope.studies.ladder.training import train
-from stepscope.traces.families import family
-from stepscope.traces.profiled import profiled
+from stepscope.studies.ladder.clocks import back_to_back, capture, steps_in, watched
+from stepscope.studies.ladder.config import CHANGES, FILLED, Config
+from stepscope.studies.ladder.training import COLUMNS, train
+from stepscope.traces.in_process import CaptureError, by_name, captured_operations, gpu_time
+from stepscope.traces.torch_trace import read_events
 
-BURST_S = 0.4  # a GPU's steps are timed for at least so long in a turn
-POLLED_S = 0.5  # and in the last turn kept up for so long beyond: the energy counter changes each 0.1 s
-MOST_STEPS = 300  # of a turn
+BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
-FILLED = 0.92  # of the memory that is free before anything is built
-STATE_BYTES = 14  # a parameter when backward begins: fp32 weight and moments, bf16 weight
-# Said of other programs' defaults, by other programs, in the middle of the progress.
-NOT_OURS = ("IProgress not found", "TensorFloat32 tensor cores")
-SAMPLES = ["rung", "turn", "step", "time_ms"]
-KERNELS = ["rung", "name", "family", "count", "time_ms"]
-
-
-def device_state(rung: "Rung", watch: DeviceWatch, steps: int, poll: bool) -> dict[str, Any]:
-    """Clocks held back while steps were timed; of the same step kept up for a moment longer, polled, also its
-    clock, power and energy. Empty on a CPU."""
-    if not watch.on:
-        return {}
-    held = {name: us for name, us in watch.readings.items() if name.startswith("throttled_")}
-    reasons = [name.removeprefix("throttled_").removesuffix("_us") for name, us in held.items() if us]
-    held_s = sum(us or 0 for us in held.values()) / 1e6  # may be brought up to date only after the steps
-    state: dict[str, Any] = {
-        "throttle": "; ".join(reasons),
-        "throttled_share": min(1.0, held_s / watch.readings["watched_s"]),
-    }
-    if not poll:
-        return state
-    with DeviceWatch("cuda", poll=True) as kept_up:
-        time_steps(rung.step, "cuda", steps)
-    found, step_s = kept_up.readings, kept_up.readings["watched_s"] / steps
-    joules, counted_s = found["energy_j"], found["energy_s"]
-    return state | {
-        "sm_clock_mhz": found["sm_clock_median_mhz"],
-        "power_w": found["power_w"],
-        "step_energy_j": joules / counted_s * step_s if joules is not None and counted_s else None,
-    }
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_steps(step: Callable[[], Tensor], device: str, steps: int) -> tuple[list[float], float]:
-    """Times of steps in ms, one after another as training runs them, and the wall time of one in ms.
-
-    On a GPU by events between the steps: the host waits only for the last. On a CPU each by the host's clock.
-    """
-    synchronize(device)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if device == "cuda" else []
-    start, clock = default_timer(), [default_timer()]
-    if marks:
-        marks[0].record()
-    for index in range(steps):
-        step()
-        if marks:
-            marks[index + 1].record()
-        clock.append(default_timer())
-    synchronize(device)
-    wall_ms = (default_timer() - start) / steps * 1e3
-    times = [first.elapsed_time(second) for first, second in itertools.pairwise(marks)] or [
-        (second - first) * 1e3 for first, second in itertools.pairwise(clock)
-    ]
-    return times, wall_ms
-
-
-def sampled(gradient: Tensor) -> Tensor:
-    """At most :data:`COMPARED` elements of a gradient, evenly spread over it."""
-    flat = gradient.detach().flatten()
-    return flat[:: -(-flat.numel() // COMPARED)].float()
-
-
-def reference_gradients(config: Config, programs: dict) -> tuple[float, dict[str, Tensor]] | None:
-    """Loss and sampled gradients of the first step in fp32, kept in the host's memory; None where the step
-    does not fit."""
-    try:
-        with out_of_memory_names("making the fp32 gradients"):
-            rung = Rung(config, "fp32", programs)
-            try:
-                return rung.gradients().item(), {name: sampled(g).cpu() for name, g in rung.plain_gradients()}
-            finally:
-                rung.unload()
-    except torch.OutOfMemoryError:
-        return None
-
-
-def difference(rung: Rung, loss: float, reference: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
-    """How far loss and gradients are from fp32's, relative: the whole gradient's norm, and the worst single
-    tensor's. Of a large tensor a sample stands for all of it."""
-    expected_loss, expected = reference
-    missed, whole, worst = 0.0, 0.0, 0.0
-    for name, gradient in rung.plain_gradients():
-        there = expected[name].to(gradient.device)
-        off, size = torch.stack([(sampled(gradient) - there).norm(), there.norm()]).tolist()
-        weight = gradient.numel() / there.numel()
-        missed, whole = missed + weight * off**2, whole + weight * size**2
-        worst = max(worst, off / size if size else 0.0)
-    return {
-        "loss_off": abs(loss / expected_loss - 1),
-        "gradient_off": math.sqrt(missed / whole),
-        "gradient_worst": worst,
-    }
+FILL = 0.92  # of the GPU's memory, by the formula of what a step needs
+KERNELS = ["change", "batch_size", "name", "family", "count", "gpu_ms"]
+GRAPHS_PEER = "hugging_face_graphs"  # whose graphs keep their memory: it comes last
 
 
 @contextmanager
-def compiler_cache(config: Config) -> Iterator[None]:
-    """A folder of compiled code for the processes of one shape; the first of them finds it empty, and nothing
-    in memory either, where this process has compiled before."""
-    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    from torch._inductor.utils import clear_caches
-
-    shape = [config.shape, config.context_length, config.batch_size, config.vocab_size, torch.__version__]
-    if config.device == "cpu" and any({"blocks", "graph"} & changes_of(rung) for rung in config.rungs):
-        # torch tries which vector instructions compile and run: some ten seconds, which are the machine's and
-        # no rung's. Where all may find it, it is done once. Where there is no compiler, the rung says so.
-        with suppress(RuntimeError, OSError):
-            valid_vec_isa_list()
-    name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-    folder = Path(default_cache_dir(), "stepscope", name)
-    if not config.process:
-        shutil.rmtree(folder, ignore_errors=True)
-        torch.compiler.reset()
-        clear_caches()
-    folder.mkdir(parents=True, exist_ok=True)
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-    found = {name: os.environ.get(name) for name in folders}
-    os.environ |= folders
-    try:
+def compiler_cache(device: str) -> Iterator[None]:
+    """An empty folder for compiled code, so that what compiling takes does not depend on what ran before; on a
+    CPU the user's own."""
+    if device != "cuda":
         yield
-    finally:
-        for name, value in found.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def attention_kernel(rung: Rung) -> str:
-    """Which implementation scaled_dot_product_attention took, as the profiler names its operator."""
-    with profiled(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        rung.gradients()
-    names = {event.name for event in profiler.events()}
-    found = {
-        match[1] or match[2]
-        for name in names
-        if (
-            match := re.fullmatch(
-                r"aten::_scaled_dot_product_(?:(\w+?)_attention(?:_for_cpu)?|attention_(math))", name
-            )
-        )
-    }
-    return ", ".join(sorted(found))
-
-
-def kernel_table(rung: Rung) -> pd.DataFrame:
-    """What a step consists of on the GPU: each kernel's number and time in a step (mean of three)."""
-    if rung.config.device != "cuda":
-        return pd.DataFrame(columns=KERNELS)
-    with profiled(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(3):
-            rung.step()
-        torch.cuda.synchronize()
-    rows = [
-        (event.name, event.time_range.elapsed_us() / 1e3)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    ]
-    kernels = (
-        pd.DataFrame(rows, columns=["name", "time_ms"]).groupby("name")["time_ms"].agg(["size", "sum"]) / 3
-    )
-    kernels = kernels.reset_index().set_axis(["name", "count", "time_ms"], axis=1)
-    return kernels.assign(rung=rung.name, family=[str(family(name)) for name in kernels["name"]])[KERNELS]
-
-
-class Ladder:
-    """What is measured of one configuration, as it comes."""
-
-    def __init__(self, config: Config, kernel: str | None = None):
-        self.config, self.kernel = config, kernel
-        self.started = default_timer()
-        self.programs: dict[Any, Program] = {}
-        self.rows: dict[str, dict] = {}
-        self.samples: list[pd.DataFrame] = []
-        self.bursts: list[dict] = []
-        self.kernels = [pd.DataFrame(columns=KERNELS)]
-
-    def begin(self, name: str, **given: Any) -> dict:
-        """A rung's row, before anything is known of it."""
-        row = {"rung": name, "status": "ok", "reason": "", "batch": self.config.batch_size}
-        self.rows[name] = row | given
-        return self.rows[name]
-
-    def over_budget(self, *names: str) -> bool:
-        """Whether the budget is spent; these rungs are then skipped, and their rows say so."""
-        spent = bool(self.config.budget_s) and default_timer() - self.started > self.config.budget_s
-        for name in names if spent else ():
-            self.begin(name, status="skipped", reason=f"the budget of {self.config.budget_s} s was spent")
-        return spent
-
-    def attempt(self, name: str, turn: int, *args: Any, **more: Any) -> None:
-        """:meth:`turn`. Where that cannot be, the rung's row says why, and the others go on."""
-        row, start = self.rows[name], default_timer()
+        return
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    found = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="stepscope-", ignore_cleanup_errors=True) as folder:
+        os.environ |= dict(zip(names, (folder, f"{folder}/triton")))
         try:
-            with out_of_memory_names(f"measuring {name}"):
-                self.turn(name, turn, *args, **more)
-        except torch.OutOfMemoryError as error:
-            row |= {"status": "oom", "reason": reason(error)}
-        except (Unsupported, torch._dynamo.exc.BackendCompilerFailed) as error:
-            row |= {"status": "unsupported", "reason": reason(error)}
-        except (
-            RuntimeError,
-            torch._dynamo.exc.Unsupported,
-        ) as error:  # of one rung: a kernel that is refused, a capture
-            row |= {"status": "failed", "reason": reason(error)}
-        if row["status"] != "ok":
-            gc.collect()  # an error's tensors hang in cycles
-            if self.config.device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.synchronize()  # what has lost the device ends the run here
-        self.tell(row, turn, default_timer() - start)
-
-    def tell(self, row: dict, turn: int, took_s: float) -> None:
-        """One line of progress."""
-        if row["status"] == "ok":
-            found = f"{self.samples[-1]['time_ms'].median():.4g} ms"
-            found += f", first pass {row['compile_s']:.1f} s" if row.get("compile_s") and turn == 0 else ""
-        else:
-            found = f"{row['status']}: {row['reason']}"
-        at_s = default_timer() - self.started
-        print(
-            f"{self.config.shape} {self.config.context_length}, {row['rung']}, turn {turn + 1}: {found}"
-            f" (took {took_s:.1f} s, at {at_s:.0f} s)",
-            flush=True,
-        )
-
-    def turn(
-        self, name: str, turn: int, reference=None, batch: int | None = None, profile: bool = False
-    ) -> None:
-        """One turn of a rung: build, warm up, time, free. The first also compares its gradients with
-        fp32's."""
-        device, row = self.config.device, self.rows[name]
-        rung = Rung(self.config, name, self.programs, batch, self.kernel)
-        try:
-            if turn == 0:
-                if name in BESIDE or {"blocks", "graph"} & changes_of(name):
-                    print(f"{self.config.shape} {self.config.context_length}, {name}: compiling", flush=True)
-                loss = rung.gradients().item()
-                row |= {"compile_s": rung.program.compile_s, "batch": rung.batch}
-                if rung.saved_bytes:
-                    row["saved_bytes"] = rung.saved_bytes
-                if reference and name not in BESIDE:
-                    row |= difference(rung, loss, reference)
-                if not self.config.process and (name in BESIDE or "sdpa" in rung.changes):
-                    row["attention_kernel"] = attention_kernel(rung)
-            rung.clear_gradients()
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            rung.capture()
-            times, _ = time_steps(rung.step, device, max(self.config.warmup_steps, 1))
-            steps = self.config.timed_steps
-            if device == "cuda":
-                steps = max(steps, min(MOST_STEPS, math.ceil(BURST_S * 1e3 / times[-1])))
-            with DeviceWatch(device) as watch:
-                times, wall_ms = time_steps(rung.step, device, steps)
-            poll = turn == self.config.rounds - 1 or name.startswith("without_")
-            state = device_state(rung, watch, math.ceil(POLLED_S * 1e3 / times[-1]), poll)
-            self.samples.append(
-                pd.DataFrame({"rung": name, "turn": turn, "step": range(steps), "time_ms": times})
-            )
-            self.bursts.append({"rung": name, "turn": turn, "steps": steps, "wall_ms": wall_ms} | state)
-            if device == "cuda":
-                row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-            if profile:
-                self.kernels.append(kernel_table(rung))
+            yield
         finally:
-            rung.unload()
+            for name, value in found.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
-    def climb(self) -> None:
-        """Every rung and what is beside it, one turn after another."""
-        config = self.config
-        names = [*[name for name in config.rungs if name != "fill"], *config.beside]
-        for name in names:
-            self.begin(name)
-        # Repetitions repeat times: what does not change from process to process is the first one's.
-        reference = None if config.process else reference_gradients(config, self.programs)
-        last = self.finished()  # where kernels run at once, their times do not add up to the step's
-        alone = before(last, config.rungs) if last == "overlap" else last
-        # what fills the memory is read beside the same step at the small batch
-        profiled = {*config.beside, alone or last} if not config.process or "fill" in config.rungs else set()
-        for turn in range(config.rounds):
-            for name in names:
-                if self.rows[name]["status"] == "ok":
-                    profile = turn == config.rounds - 1 and name in profiled
-                    self.attempt(name, turn, reference, profile=profile)
 
-    def finished(self) -> str | None:
-        """The last rung asked for of the same arithmetic: it is filled, and changes are left out of it."""
-        own = [name for name in self.config.rungs if name not in ("fill", "fp8", *BRANCHES)]
-        return max(own, key=RUNGS.index, default=None)
+def sampled(gradient: Tensor) -> Tensor:
+    """At most :data:`COMPARED` elements of a gradient, evenly spread over it, in the host's memory."""
+    flat = gradient.detach().flatten()
+    return flat[:: -(-flat.numel() // COMPARED)].float().cpu()
 
-    def leave_out(self) -> None:
-        """The finished step again, and without each of its changes, in one turn."""
-        finished, names = self.finished(), [f"without_{change}" for change in WITHOUT]
-        if finished and self.rows[finished]["status"] == "ok":
-            self.attempt(finished, self.config.rounds)
-        for name in names:
-            if not self.over_budget(name):
-                self.begin(name)
-                self.attempt(name, 0)
 
-    def fill(self) -> None:
-        """The finished step at the batch that fills the memory: predicted from what the smaller batch's
-        forward leaves to backward, and less where that does not fit."""
-        if self.over_budget("fill"):
-            return
-        row, known = self.begin("fill"), self.rows.get(self.finished() or "", {})
-        if "fill" in (lacks := lacking(self.config.device)):
-            row |= {"status": "unsupported", "reason": lacks["fill"]}
-            return
-        if "saved_bytes" not in known:
-            row |= {"status": "unsupported", "reason": "no rung's memory is known to predict a batch from"}
-            return
-        parameters = max(
-            sum(shape.numel() for shape in program.shapes.values()) for program in self.programs.values()
-        )
-        gc.collect()
-        torch.cuda.empty_cache()
-        free = FILLED * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters
-        batch = int(free * self.config.batch_size / known["saved_bytes"])
-        for smaller in (1, 0.85, 0.7, 0.5):
-            most = max(self.config.batch_size, int(batch * smaller) // 4 * 4)
-            row |= {"status": "ok", "reason": "", "batch": most}
-            for turn in range(self.config.rounds):
-                if row["status"] == "ok":
-                    last = turn == self.config.rounds - 1
-                    self.attempt("fill", turn, batch=row["batch"], profile=last)
-            if row["status"] != "oom":
-                return
+def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: sampled(parameter.grad) for name, parameter in trainer.named.items() if parameter.grad is not None}
+
+
+def off(trainer: Trainer, loss: float, reference: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
+    """How far loss and gradient are from fp32's, relative (the gradient's norm); of a large tensor a sample
+    stands for all of it."""
+    expected_loss, expected = reference
+    missed, whole = 0.0, 0.0
+    for name, own in gradients_of(trainer).items():
+        weight = trainer.program.shapes[name].numel() / own.numel()
+        missed += weight * (own - expected[name]).square().sum().item()
+        whole += weight * expected[name].square().sum().item()
+    return {"loss_off": abs(loss / expected_loss - 1), "gradient_off": math.sqrt(missed / whole)}
+
+
+def filling_batch(config: Config, memory_bytes: int) -> int:
+    """The largest multiple of four whose step needs at most :data:`FILL` of the memory, by formula."""
+    def needed(batch: int) -> int:
+        return last_step_bytes(config.step(batch_size=batch, device="cuda"))
+
+    batch = 4
+    while needed(batch + 4) <= FILL * memory_bytes:
+        batch += 4
+    return batch
+
+
+def operations_of(profiler: torch.profiler.profile) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return captured_operations(read_events(trace))
 
 
 def reason(error: Exception) -> str:
     """An error's own words on one line, without paths of this machine."""
-    return re.sub(r"/\S*/", "", " ".join((str(error) or type(error).__name__).split()))[:400]
+    words = " ".join((str(error) or type(error).__name__).partition(" Including")[0].split())
+    return re.sub(r"/\S*/", "", words)[:300]
 
 
-def measure_ladder(config: Config) -> dict[str, pd.DataFrame]:
-    """Climb it.
+@dataclass
+class Cell:
+    """One change at one batch, and what is known of it."""
 
-    Returns:
-        rungs: a row a rung: status (``ok``, ``oom``, ``unsupported``, ``failed``,
-            ``skipped``) and its reason, batch,
-            compile_s, peak_mib, attention_kernel (the implementation taken), and how far loss and gradients
-            are from fp32's.
-        samples: every timed step's time_ms, by rung and turn.
-        bursts: a row a rung and turn: wall_ms of a step and, on a GPU, :func:`device_state`.
-        kernels: of the finished step, at either batch, and what is beside it.
-        curves: losses of training, see :func:`training.train`; no rows where none was asked for.
-        backends: see :func:`attention.backend_times`.
-    """
-    with compiler_cache(config), warnings.catch_warnings():
-        for message in NOT_OURS:
+    name: str
+    batch: int
+    row: dict[str, Any]
+    profiler: torch.profiler.profile | None = None
+
+
+@dataclass
+class Ladder:
+    """What is measured of one configuration, as it comes."""
+
+    config: Config
+    programs: dict[Any, Program] = field(default_factory=dict)
+    cells: list[Cell] = field(default_factory=list)
+    curves: list[pd.DataFrame] = field(default_factory=list)
+    reference: tuple[float, dict[str, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        for batch in config.batches or [config.batch_size]:
+            self.cells += [self.cell(name, batch) for name in (*config.changes, *config.peers)]
+        if config.fill:
+            memory = torch.cuda.get_device_properties(0).total_memory if config.device == "cuda" else 0
+            self.cells.append(self.cell(FILLED, filling_batch(config, memory)))
+
+    @staticmethod
+    def cell(name: str, batch: int) -> Cell:
+        return Cell(name, batch, {"change": name, "batch_size": batch, "status": "ok", "reason": ""})
+
+    def climb(self) -> None:
+        """Time every change, then capture every one; the peer whose graphs keep their memory comes last."""
+        graphs = [cell for cell in self.cells if cell.name == GRAPHS_PEER]
+        others = [cell for cell in self.cells if cell not in graphs]
+        for cell in others:
+            self.visit(cell, self.first_pass, self.time)
+        for cell in others:
+            self.visit(cell, self.captured)
+        for cell in graphs:
+            self.visit(cell, self.first_pass, self.time, self.captured)
+
+    def visit(self, cell: Cell, *parts: Callable[[Cell, Trainer], None]) -> None:
+        """Load a change, do these parts, and free it. Where that cannot be, its row says why, and the others
+        go on. The GPU's turn begins at once, or where a first pass compiles, after it."""
+        if cell.row["status"] != "ok":
+            return
+        compiles = self.first_pass in parts and bool(COMPILED & changes_of(cell.name))
+        status, why = "ok", ""
+        try:
+            with out_of_memory_names(f"measuring {cell.name}"), ExitStack() as held:
+                if not compiles:
+                    held.enter_context(turn())
+                trainer = Trainer(self.config, cell.name, self.programs, cell.batch)
+                held.callback(trainer.unload)
+                for part in parts:
+                    part(cell, trainer)
+                    if compiles and part == self.first_pass:
+                        held.enter_context(turn())
+        except torch.OutOfMemoryError as error:
+            status, why = "oom", reason(error)
+        except (Unsupported, torch._dynamo.exc.BackendCompilerFailed) as error:
+            status, why = "unsupported", reason(error)
+        except (RuntimeError, torch._dynamo.exc.Unsupported) as error:  # a kernel that is refused, a capture
+            status, why = "failed", reason(error)
+        if status == "ok":
+            return
+        if "wall_ms" in cell.row:  # timed, and only not captured
+            status, why = "ok", f"not captured: {why}"
+        cell.row |= {"status": status, "reason": why}
+        release(self.config.device, after_error=True)
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()  # what has lost the device ends the run here
+
+    def first_pass(self, cell: Cell, trainer: Trainer) -> None:
+        """Compile, and compare loss and gradients with fp32's."""
+        loss = trainer.gradients().item()
+        if trainer.program.compiled:
+            cell.row["compile_s"] = trainer.program.compile_s
+        if cell.name == "fp32":
+            self.reference = loss, gradients_of(trainer)
+        if self.reference and not trainer.peer and cell.batch == self.config.batch_size:
+            cell.row |= off(trainer, loss, self.reference)
+        trainer.optimizer.step()  # its kernel is compiled here, and torch's moments are made
+        trainer.clear_gradients()
+
+    def warm(self, trainer: Trainer) -> float:
+        """Capture, where the change is that, and run until nothing is new; a step's milliseconds."""
+        trainer.capture()
+        quick = trainer.peer or "cuda_graph" in trainer.changes
+        warmups = max(self.config.warmup_steps, WARMUPS if quick else 1)
+        return back_to_back(trainer.step, self.config.device, warmups)[-1]
+
+    def time(self, cell: Cell, trainer: Trainer) -> None:
+        config, row, on_gpu = self.config, cell.row, self.config.device == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        last_ms, steps = self.warm(trainer), config.timed_steps
+        if on_gpu:
+            steps = max(steps, steps_in(BURST_S, last_ms))
+        times = back_to_back(trainer.step, config.device, steps)
+        found = location(times)
+        row |= {"steps": steps, "wall_ms": found["median"], "wall_std_ms": found["std"]}
+        row |= watched(trainer.step, config.device, found["median"])
+        if on_gpu:
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        self.replay(cell, trainer)
+        if config.training_steps and cell.batch == max(config.batches or [config.batch_size]) and not trainer.peer:
+            self.curves.append(train(config, trainer))
+
+    def replay(self, cell: Cell, trainer: Trainer) -> None:
+        """The step as one CUDA graph: what it is where that is among its changes; of the last that neither is
+        nor is followed by its own graph, captured for this."""
+        if self.config.device != "cuda":
+            return
+        if "cuda_graph" in trainer.changes:
+            cell.row["replayed_ms"] = cell.row["wall_ms"]
+        elif cell.name == "fused":
+            with suppress(torch.OutOfMemoryError):
+                graph = captured(trainer.plain_step, trainer.clear_gradients)
+                cell.row["replayed_ms"] = location(back_to_back(graph, "cuda", self.config.timed_steps))["median"]
+
+    def captured(self, cell: Cell, trainer: Trainer) -> None:
+        step_ms = self.warm(trainer)
+        cell.profiler = capture(trainer.step, self.config.device, 2 if step_ms > 1000 else 3)
+
+    def kernels(self) -> pd.DataFrame:
+        """Read the captures: GPU time and operations into the rows; of each kernel its number and time a
+        step."""
+        frames = [pd.DataFrame(columns=KERNELS)]
+        for cell in self.cells:
+            if cell.profiler is None:
+                continue
+            try:
+                found = operations_of(cell.profiler)
+            except (CaptureError, ValueError) as error:  # a trace that cannot be read is a ValueError
+                cell.row["reason"] = f"not captured: {reason(error)}"
+                continue
+            cell.row |= gpu_time(found)
+            cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
+            frames.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])
+        kept = [frame for frame in frames if len(frame)]
+        return pd.concat(kept, ignore_index=True) if kept else frames[0]
+
+    def steps(self, ceilings: dict[str, float], limit_w: float) -> pd.DataFrame:
+        """A row a change and batch, with its rates and bounds."""
+        rows = [cell.row for cell in self.cells]
+        named = {(row["change"], row["batch_size"]): row for row in rows}
+        for row in rows:
+            after = named.get(("cuda_graph", row["batch_size"]), {})
+            if row["change"] == "blocks" and "wall_ms" in after:
+                row["replayed_ms"] = after["wall_ms"]
+            if "wall_ms" in row:
+                row |= self.rates(row, ceilings, limit_w)
+        return pd.DataFrame(rows)
+
+    def rates(self, row: dict[str, Any], ceilings: dict[str, float], limit_w: float) -> dict[str, float]:
+        config = self.config.step(batch_size=row["batch_size"])
+        precision = precision_of(row["change"])
+        tflops = step_flops(config) / row["wall_ms"] / 1e9
+        mfu = tflops / sheet_tflops(precision, config.device)
+        moments = "bf16" if "bf16_moments" in changes_of(row["change"]) else "fp32"
+        return {
+            "tokens_per_s": row["batch_size"] * config.context_length / row["wall_ms"] * 1e3,
+            "mfu": mfu,
+            "mfu_measured": tflops / ceilings.get(f"matmul_{precision}", math.nan),
+            "mfu_at_clock": mfu * highest_clock_mhz() / row.get("sm_clock_mhz", math.nan),
+            "energy_ms": row.get("step_j", math.nan) / limit_w * 1e3,
+        } | bounds.lower_bound(config, moments, ceilings)
+
+
+def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float]]:
+    """The study's tables (see tables.py) and results: this device's ceilings and power limit."""
+    with compiler_cache(config.device), warnings.catch_warnings():
+        for message in ("IProgress not found", "TensorFloat32 tensor cores"):  # said by other programs
             warnings.filterwarnings("ignore", message)
-        backends = backend_times(config)
-        ladder = Ladder(config, fastest(backends))
+        ladder = Ladder(config)
         ladder.climb()
-        if "fill" in config.rungs:
-            ladder.fill()
-        if config.leave_out:
-            ladder.leave_out()
-        trained = [name for name in config.rungs if name != "fill" and ladder.rows[name]["status"] == "ok"]
-        curves = train(config, trained, ladder.programs, ladder.kernel)
-    samples = (
-        pd.concat(ladder.samples, ignore_index=True) if ladder.samples else pd.DataFrame(columns=SAMPLES)
-    )
-    kernels = [table for table in ladder.kernels if len(table)] or ladder.kernels[:1]
-    return {
-        "rungs": pd.DataFrame([*ladder.rows.values()]),
-        "samples": samples,
-        "bursts": pd.DataFrame(ladder.bursts),
-        "kernels": pd.concat(kernels, ignore_index=True),
-        "curves": curves,
-        "backends": backends,
-    }
+        gc.collect()
+        release(config.device)
+        with turn():
+            ceilings = bounds.ceilings_of(measure_ceilings(config.device))
+            kept_up = bounds.kept_up(config.device)
+    limit_w = bounds.power_limit_w(config.device)
+    kernels = ladder.kernels()
+    tables = {"steps": ladder.steps(ceilings, limit_w), "kernels": kernels}
+    if ladder.curves:
+        tables["curves"] = pd.concat(ladder.curves, ignore_index=True)[COLUMNS]
+    return tables, ceilings | kept_up | {"power_limit_w": limit_w}

@@ -1,0 +1,91 @@
+"""The least time that the hardware needs for the step: what must be multiplied, plus what must be moved; and
+the time that the energy of a step takes at the GPU's power limit.
+
+    lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
+    energy bound = joules of a step / power limit
+
+* multiplied: forward and both of backward's, attention's only below the diagonal (a causal model needs no more);
+* moved: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, in bf16 4),
+  and writes the latter and the bf16 weight (2): 28 bytes, with bf16 moments 20. In fp32 it is 28, too: weight,
+  gradient and two moments are read, all but the gradient written. Weights and activations that matmuls
+  read are within the matmuls' own rate.
+
+Both rates are measured in the same process, on matmuls and copies so large that launches and caches do not
+count (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs all
+gradients first). They last milliseconds, at the highest clock. A step goes on, and where its power reaches
+the limit the clock falls: then time is energy over power, and only fewer joules make it faster.
+"""
+
+import math
+from typing import Any
+
+import pandas as pd
+import pynvml
+import torch
+
+from stepscope.config import StepConfig
+from stepscope.step.ceilings import MATRIX_SIZE
+from stepscope.step.flops import forward_flops, parameter_count
+from stepscope.step.watch import Watch, nvml_device
+from stepscope.studies.ladder.clocks import back_to_back
+
+MOVED_BYTES = {"fp32": 28, "bf16": 20}  # a parameter, by the moments' type
+KEPT_UP_S = 0.5  # twice: first until clocks have settled, then watched
+
+
+def needed_flops(config: StepConfig) -> float:
+    """Of one training step's matmuls, the causal half of attention's square only."""
+    forward = forward_flops(config)
+    pairs = forward["attention.scores"] + forward["attention.value"]
+    unneeded = pairs * (config.context_length - 1) / (2 * config.context_length)
+    return 3 * (sum(forward.values()) - unneeded)
+
+
+def lower_bound(config: StepConfig, moments: str, ceilings: dict[str, float]) -> dict[str, float]:
+    """``matmul_ms``, ``moved_ms`` and their sum ``bound_ms``.
+
+    Args:
+        moments: their type, "fp32" or "bf16".
+        ceilings: ``matmul_bf16`` in TFLOP/s and ``copy`` in TB/s, as measured in this run.
+    """
+    matmul = needed_flops(config) / ceilings["matmul_bf16"] / 1e9
+    moved = MOVED_BYTES[moments] * parameter_count(config) / ceilings["copy"] / 1e9
+    return {"matmul_ms": matmul, "moved_ms": moved, "bound_ms": matmul + moved}
+
+
+def power_limit_w(device: str) -> float:
+    """What the driver lets the GPU draw; nan where it does not say, and on a CPU."""
+    if device != "cuda":
+        return math.nan
+    try:
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(nvml_device()) / 1e3
+    except pynvml.NVMLError:
+        return math.nan
+
+
+def kept_up(device: str) -> dict[str, float]:
+    """A large bf16 matmul, one after another for a second: ``kept_up_tflops``, ``kept_up_clock_mhz`` and
+    ``kept_up_power_w`` of the second half; empty on a CPU, whose clock and power are not read."""
+    if device != "cuda":
+        return {}
+    size = MATRIX_SIZE[device]
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16).unbind()
+    out = torch.empty_like(a)
+
+    def multiply() -> torch.Tensor:
+        return torch.mm(a, b, out=out)
+
+    matmuls = math.ceil(KEPT_UP_S * 1e3 / back_to_back(multiply, device, 5)[-1])
+    back_to_back(multiply, device, matmuls)
+    with Watch() as watch:
+        times = back_to_back(multiply, device, matmuls)
+    return {
+        "kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
+        "kept_up_clock_mhz": watch.sm_clock_mhz,
+        "kept_up_power_w": watch.power_w,
+    }
+
+
+def ceilings_of(measured: pd.DataFrame) -> dict[str, Any]:
+    """``measure_ceilings``' rows as value by name."""
+    return measured.set_index("ceiling")["value"].to_dict()
