@@ -27,9 +27,7 @@ from stepscope.config import ConfigError, RunConfig, configure, place_of, shown
 from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
-LOG = "kernel.log"  # what the kernel's process itself wrote: crashes below Python
-OUTCOME = "outcome.json"  # what a notebook hands over; gone when it is in the record
-SAID = "said.txt"  # what a notebook prints while it runs; gone when it has ended
+LOG = "kernel.log"  # what a failed run's processes wrote themselves: crashes below Python
 MOST_RECORD_BYTES = 2**24
 
 
@@ -63,16 +61,15 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=10**9)]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
-UNITS = ("_mib", "_bytes", "_ms")  # a result whose name ends so is a number
 
 
 class Table(BaseModel):
-    """One table of a run: a CSV or Parquet file beside its record."""
+    """One table of a run: a Parquet file beside its record; or another program's file, without ``rows``."""
 
     model_config = ConfigDict(extra="forbid")
 
     file: PlainPath
-    rows: Count | None = None  # None: another program's file, kept as it wrote it
+    rows: Count | None = None
     sha256: Digest
 
 
@@ -84,15 +81,7 @@ class Machine(TypedDict, total=False):
     cpu: str
     cpu_cores: Count
     ram_gib: Number
-    gpu_memory_mib: Count
-
-
-@with_config(ConfigDict(extra="allow"))
-class GpuState(TypedDict, total=False):
-    """What is read of ``gpu_before`` and ``gpu_after``; see :func:`stepscope.runs.machine.gpu_state`."""
-
-    throttle_reasons: list[str] | None
-    other_processes: Count | None
+    gpu_memory_gib: Number
 
 
 Status = Literal["ok", "oom", "failed"]
@@ -106,7 +95,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     run_id: PlainName
     study: PlainName
     status: Status
@@ -114,22 +103,17 @@ class Record(BaseModel):
     config: dict[str, Any]
     results: dict[str, float | int | str | bool | None] = {}
     tables: dict[PlainPath, Table] = {}
-    notebook_sha256: Digest | None = None  # of the executed notebook; records of before have none
+    notebook_sha256: Digest | None = None  # of the executed notebook
     machine: Machine = {}
     software: dict[str, str | Whole | None] = {}
-    gpu_before: GpuState = {}
-    gpu_after: GpuState = {}
     started_at: Annotated[AwareDatetime, AfterValidator(_utc)]
     duration_s: Seconds
-    measuring_s: Seconds = 0.0
-    beside: list[PlainPath] = []  # runs that went on at the same time on the same machine, as study/run id
+    measuring_s: Seconds = 0.0  # of it, the turns on the GPU
 
     @field_validator("results")
     @classmethod
     def results_fit_tables(cls, results: dict[str, Any]) -> dict[str, Any]:
         for name, value in results.items():
-            if isinstance(value, str) and (name == "parameters" or name.endswith(UNITS)):
-                raise ValueError(f"{shown(name)} is {shown(value)}, but expected a number")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise ValueError(f"{shown(name)} is {shown(value)}, which no table can hold")
         # A float that is no number, or infinite, has no JSON: the record's file has null, and this None from
@@ -143,11 +127,11 @@ class Record(BaseModel):
         return self.status != "failed"
 
 
-def read_record(folder: Path, check_tables: bool = False) -> Record:
-    """The record of one run folder. Fields that its configuration was written without have their defaults.
+def read_record(folder: Path, check_files: bool = False) -> Record:
+    """The record of one run folder.
 
     Args:
-        check_tables: also compare each table with the digest and the rows that the record has of it.
+        check_files: also compare the executed notebook and each table with the digest that the record has.
 
     Raises:
         RecordError: no record, not JSON, not the schema, in another run's folder, of a configuration that is
@@ -168,8 +152,11 @@ def read_record(folder: Path, check_tables: bool = False) -> Record:
         other = f"{record.study}/{record.run_id}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
     record.config |= _configuration(record, run).model_dump(mode="json")
-    for table in record.tables.values() if check_tables else ():
-        _check_table(root, run, table)
+    if check_files:
+        for table in record.tables.values():
+            _check_file(root, run, table.file, table.sha256)
+        if record.notebook_sha256:  # none of a run whose kernel never started
+            _check_file(root, run, NOTEBOOK, record.notebook_sha256)
     return record
 
 
@@ -186,43 +173,22 @@ def _configuration(record: Record, run: str) -> RunConfig:
             raise ConfigError(f"study: got {shown(study)}, but the record is of {record.study!r}")
         if device not in ("cuda", "cpu"):  # 'auto' would be this machine's
             raise ConfigError(f"device: got {shown(device)}, but expected 'cuda' or 'cpu'")
-        return configure(**record.config)
-    except ConfigError as error:
+        config: RunConfig = configure(**record.config)
+        if config.run_id != record.run_id:
+            raise ConfigError(f"it is that of the run {config.run_id}")
+    except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
         what = f"holds a configuration that is not valid ({str(error)[:500]})"
         raise unusable(run, RECORD, what) from None
+    return config
 
 
-def _check_table(root: Path, run: str, table: Table) -> None:
-    digest, lines = hashlib.sha256(), 0
+def _check_file(root: Path, run: str, file: str, sha256: str) -> None:
     try:
-        with open_within(root, f"{run}/{table.file}") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-                lines += chunk.count(b"\n")
+        with open_within(root, f"{run}/{file}") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
-        raise unusable(run, table.file, "the record names this table, and it is not there") from None
+        raise unusable(run, file, "the record names this file, and it is not there") from None
     except OSError as error:
-        raise unusable(run, table.file, f"cannot be read ({error.strerror})") from None
-    if digest.hexdigest() != table.sha256:
-        raise unusable(run, table.file, "differs from the table that the record was written with")
-    if table.file.endswith(".csv") and table.rows is not None and lines < table.rows + 1:
-        what = f"has fewer lines than a header and the {table.rows} rows that the record says"
-        raise unusable(run, table.file, what)
-
-
-def check_notebook(root: Path, record: Record) -> None:
-    """See that the executed notebook of a run in this runs folder is there, and is the one that was recorded.
-
-    Raises:
-        RecordError: it is not.
-    """
-    run = f"{record.study}/{record.run_id}"
-    try:
-        with open_within(root, f"{run}/{NOTEBOOK}") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise unusable(run, NOTEBOOK, "the run's executed notebook is not there") from None
-    except OSError as error:
-        raise unusable(run, NOTEBOOK, f"cannot be read ({error.strerror})") from None
-    if record.notebook_sha256 not in (None, digest):
-        raise unusable(run, NOTEBOOK, "differs from the notebook that the record was written with")
+        raise unusable(run, file, f"cannot be read ({error.strerror})") from None
+    if digest != sha256:
+        raise unusable(run, file, "differs from the file that the record was written with")

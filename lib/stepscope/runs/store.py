@@ -2,15 +2,12 @@
 
 A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the
 tables. A run is made in ``.partial/`` and renamed into its place when its record is written and synced, so
-what stands in place is whole, whenever and however a sweep ended. What is in place and still not valid is
-moved to ``set-aside/``, never deleted.
+what stands in place is whole, whenever and however a sweep ended.
 """
 import fcntl
 import hashlib
-import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -18,17 +15,9 @@ from io import BufferedReader
 from pathlib import Path
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig, configure, shown
+from stepscope.config import RunConfig, shown, studies
 from stepscope.files import open_within, read_within, sync, write_text_durably
-from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, check_notebook, read_record, unusable
-
-ENDED = "sweeps/ended.csv"  # of each sweep that ran something: when, its workers, how many runs, how long
-OTHERS = ("set-aside", "figures", "sweeps")  # folders of a runs folder that hold no runs
-MOST_CLAIM_BYTES = 2**16
-
-
-class AlreadyBegun(StepscopeError, RuntimeError):
-    """A run that was begun before in this sweep, by a worker that then died."""
+from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
 
 class StoreError(StepscopeError, OSError):
@@ -44,7 +33,7 @@ class Store:
 
     def __init__(self, root: Path):
         self.root = Path(root)
-        self.partial = self.root / ".partial"
+        self.partial = self.root.absolute() / ".partial"
 
     def folder(self, config: RunConfig) -> Path:
         """Where a configuration's run is kept, whether or not it is there."""
@@ -87,6 +76,8 @@ class Store:
             for entry in os.scandir(self.root):
                 if entry.is_symlink() and entry.is_dir():
                     raise StoreError(f"{entry.path}: is a link; remove it, or choose another --runs folder")
+                if entry.name in (*studies(), self.partial.name) and not entry.is_dir():
+                    raise StoreError(f"{entry.path}: is no folder; remove it, or choose another --runs folder")
             if not path.is_symlink():
                 with suppress(FileExistsError):
                     path.touch(exist_ok=False)
@@ -107,42 +98,11 @@ class Store:
             words = ""
         return (words if words.isprintable() else shown(words)) or "just started"
 
-    def begin(self, config: RunConfig, where: str = "") -> Path:
-        """A fresh folder to make a run in. A *claim* beside it says where and when, while the sweep goes on.
-
-        Raises:
-            AlreadyBegun: there is a claim on this run; a worker that died had it, or still has it.
-        """
-        name = f"{config.study}/{config.run_id}"
-        claim = {"run": name, "where": where, "host": os.uname().nodename, "since": time.time()}
-        path = self.root / self._claim_name(config)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(claim, file)
-        except FileExistsError:
-            raise AlreadyBegun(f"{name} was begun before in this sweep") from None
-        return self.folder_in_making(config)
-
-    def folder_in_making(self, config: RunConfig) -> Path:
-        """A fresh folder for a run, without a claim."""
-        folder = self.partial / f"{config.study}-{config.run_id}-{os.urandom(4).hex()}"
+    def folder_in_making(self) -> Path:
+        """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""
+        folder = self.partial / os.urandom(3).hex()
         folder.mkdir(parents=True)
         return folder
-
-    def _claim_name(self, config: RunConfig) -> str:
-        return f"{self.partial.name}/claims/{config.study}-{config.run_id}"
-
-    def claim(self, config: RunConfig) -> dict | None:
-        """Where and since when a run goes on: ``run``, ``where``, ``host``, ``since`` (s); None before."""
-        try:
-            return json.loads(read_within(self.root, self._claim_name(config), MOST_CLAIM_BYTES))
-        except (OSError, ValueError):  # not begun, or in this very moment
-            return None
-
-    def unclaim(self, config: RunConfig) -> None:
-        """Forget that a run was begun."""
-        (self.root / self._claim_name(config)).unlink(missing_ok=True)
 
     def commit(self, folder: Path, record: Record) -> Path:
         """Write the record, last, and put the run in its place. A failed run that stood there is replaced."""
@@ -156,47 +116,26 @@ class Store:
         place = self.root / record.study / record.run_id
         place.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(place):
-            place.rename(self.partial / f"replaced-{folder.name}")
+            place.rename(self.partial / f"{folder.name}-replaced")
         folder.rename(place)
         sync(place.parent)
         return place
 
-    def set_aside(self, folder: Path) -> Path:
-        """Move a folder that cannot be used out of the way, keeping all that is in it."""
-        name = f"{folder.parent.name}-{folder.name}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
-        place = self.root / "set-aside" / name
-        place.parent.mkdir(exist_ok=True)
-        folder.rename(place)
-        return place
-
     def find(self, config: RunConfig) -> Record | None:
-        """The valid record of this very configuration, None where there is no run folder.
+        """The record of this configuration, its files checked; None where there is no run folder.
 
         Raises:
-            RecordError: there is a folder, and its record, a table, its notebook, or the configuration
-                recorded is not what it should be.
+            RecordError: there is a folder, and its record, its notebook or a table is not what it should be.
         """
         folder = self.folder(config)
-        if not os.path.lexists(folder):
-            return None
-        record = read_record(folder, check_tables=True)
-        if record.notebook_sha256:  # of a run that a notebook made, and not before this was recorded
-            check_notebook(self.root, record)
-        # Compared as configurations: a field added since the record was written has its default in both.
-        ours, theirs = (each.model_dump(mode="json") for each in (config, configure(**record.config)))
-        if differ := sorted(field for field in ours if ours[field] != theirs.get(field)):
-            what = f"was written for another configuration (differs in {', '.join(differ)})"
-            raise unusable(f"{config.study}/{config.run_id}", RECORD, what)
-        return record
+        return read_record(folder, check_files=True) if os.path.lexists(folder) else None
 
-    def records(self, check_tables: bool = False) -> tuple[list[Record], list[RecordError]]:
+    def records(self, check_files: bool = False) -> tuple[list[Record], list[RecordError]]:
         """All records that can be used, by study and run id, and what is wrong with the others."""
         records, errors = [], []
         for path in sorted(self.root.glob("[!.]*/*/")):
-            if path.parent.name in OTHERS:
-                continue
             try:
-                records.append(read_record(path, check_tables))
+                records.append(read_record(path, check_files))
             except RecordError as error:
                 errors.append(error)
         return records, errors

@@ -1,0 +1,240 @@
+"""One run: papermill executes the study's notebook in a kernel of its own, and its end becomes a record.
+
+A run is a process (``python -m stepscope.runs.run CONFIG FOLDER``) in a session of its own, with all it starts:
+kernel, nsys, compile workers. They bear the run's folder in their environment, by which they are found and
+killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
+"""
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from stepscope import PACKAGE, PROJECT, StepscopeError
+from stepscope.config import Dimensions, RunConfig, configure, free_fields
+from stepscope.runs.record import LOG, NOTEBOOK, Record
+
+NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
+MARK = "STEPSCOPE_RUN"  # in the environment of a run's processes: its folder
+TEMPORARY, OUTCOME, ENDED = "tmp", "outcome.json", "ended.json"  # in the run's folder, until it has ended
+# What a run finds in its environment. Inductor would compile a program to try out each vector instruction
+# that the processor says it has: 5 to 15 s of a process that compiles for a CPU.
+ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
+# What Dask's nanny sets for its workers' own sake.
+DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
+
+
+class Abandoned(StepscopeError, RuntimeError):
+    """Whoever asked for a run is gone; its processes were ended."""
+
+
+def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeout_s: float | None = None,
+             abandoned: Callable[[], bool] = lambda: False) -> Record:
+    """Run one configuration in ``folder``, which is empty, and wait for its end, which is in the record: ok,
+    oom (a result) or failed (with its cause).
+
+    Args:
+        environment: variables of the run, over this process's own.
+        timeout_s: its processes are killed after so long, and it has failed.
+        abandoned: whether whoever asked for the run is gone; it is then killed.
+
+    Raises:
+        OSError: a file cannot be written. Abandoned: it was killed for that.
+    """
+    started_at, started = datetime.now(UTC), time.monotonic()
+    temporary = folder / TEMPORARY
+    temporary.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in DASKS} | ENVIRONMENT | {
+        MARK: str(folder), "TMPDIR": str(temporary), "IPYTHONDIR": str(temporary),
+        "JUPYTER_RUNTIME_DIR": str(temporary)} | environment
+    command = [sys.executable, "-P", "-m", "stepscope.runs.run", config.model_dump_json(), str(folder)]
+    with (folder / LOG).open("wb") as log:
+        # A pipe from here is its standard input: it ends when this process does, and so does the run.
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=log,
+                                   stderr=log, start_new_session=True)
+        try:
+            cause = _wait(process, timeout_s, abandoned)
+        finally:
+            end_marked(folder)
+            process.wait()
+    status, cause = ("failed", cause) if cause else _told(folder, process.returncode)
+    return _record(config, folder, status, cause, started_at, time.monotonic() - started)
+
+
+def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
+    """Wait for its end, or for a reason to end it."""
+    began = time.monotonic()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.1)
+            return None
+        if abandoned():
+            raise Abandoned("the sweep that asked for this run is gone")
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
+
+
+def _told(folder: Path, code: int) -> tuple[str, str | None]:
+    """Status and cause as the run's process has left them."""
+    try:
+        told = json.loads((folder / ENDED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return "failed", f"the run's process {how}; see {LOG}"
+    return told["status"], told["cause"]
+
+
+def _record(config: RunConfig, folder: Path, status: str, cause: str | None, started_at: datetime,
+            duration_s: float) -> Record:
+    """The record of a run that has ended; what only the run itself needed goes from its folder."""
+    outcome: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+    if not outcome.pop("finished", False) and status == "ok":
+        status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
+    _tidy(folder, status)
+    fields = dict(run_id=config.run_id, study=config.study, config=config.model_dump(mode="json"),
+                  started_at=started_at, duration_s=round(duration_s, 3))
+    try:
+        return Record(status=status, cause=cause and without_machine(cause, folder), **fields, **outcome)
+    except (ValidationError, TypeError) as error:
+        words = " ".join(str(error).split())[:500]
+        return Record(status="failed", cause=f"what the notebook handed over is no record: {words}", **fields)
+
+
+def _tidy(folder: Path, status: str) -> None:
+    for leftover in (OUTCOME, f".{OUTCOME}.tmp", ENDED):
+        (folder / leftover).unlink(missing_ok=True)
+    subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)  # also folders without our write bit
+    if (notebook := folder / NOTEBOOK).is_file():
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        for key in ("input_path", "output_path"):
+            content["metadata"].get("papermill", {}).pop(key, None)
+        clean = json.dumps(_cleaned(content, folder), indent=1, ensure_ascii=False)
+        notebook.write_text(clean + "\n", encoding="utf-8")
+    log = folder / LOG
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if status == "failed" and text.strip():
+        log.write_text(without_machine(text, folder), encoding="utf-8")
+    else:
+        log.unlink()
+
+
+def _cleaned(value: Any, folder: Path) -> Any:
+    """JSON with its texts cleaned, except kinds of cells, and pictures, in whose base64 a short path may
+    stand by chance."""
+    if isinstance(value, dict):
+        kept = ("cell_type", "output_type", "image/png")
+        return {key: item if key in kept else _cleaned(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item, folder) for item in value]
+    return without_machine(value, folder) if isinstance(value, str) else value
+
+
+def without_machine(text: str, folder: Path) -> str:
+    """A text without paths and name of this machine: notebooks are read, and committed, elsewhere."""
+    places = {str(folder / TEMPORARY): "<tmp>", str(folder): "<run>", sys.prefix: "<python>",
+              sys.base_prefix: "<python>", str(Path.home()): "~", tempfile.gettempdir(): "<tmp>",
+              os.uname().nodename: "<host>"}
+    if PROJECT:
+        places[str(PROJECT)] = "."
+    home = f"{Path.home()}/"  # tracebacks write it as a tilde
+    places |= {f"~/{place.removeprefix(home)}": name
+               for place, name in places.items() if place.startswith(home)}
+    for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
+        if len(place) > 3:
+            text = text.replace(place, name)
+    return re.sub(r"<tmp>/ipykernel_\d+/\d+\.py", "<cell>", text)
+
+
+def end_marked(folder: Path) -> None:
+    """Kill every process of the run in this folder, or of the runs in folders within it, whatever session
+    and parent it has by now; not this one.
+
+    It looks until it has found none twice: one that is becoming another program shows no environment in that
+    moment.
+    """
+    rest = 2
+    for _ in range(500):
+        found = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # another user's, or ended meanwhile
+                mark = process.environ().get(MARK, "") if process.pid != os.getpid() else ""
+                if mark == str(folder) or mark.startswith(f"{folder}/"):
+                    process.kill()
+                    found = found or process.status() != psutil.STATUS_ZOMBIE
+        rest = 2 if found else rest - 1
+        if not rest:
+            return
+        time.sleep(0.01)
+
+
+# What follows goes on in the run's own process.
+
+def main(text: str, folder: str) -> None:
+    threading.Thread(target=_end_with_worker, args=[Path(folder)], daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # which a worker has blocked
+    status, cause = _execute(configure(**json.loads(text)), Path(folder))
+    (Path(folder) / ENDED).write_text(json.dumps({"status": status, "cause": cause}), encoding="utf-8")
+
+
+def _end_with_worker(folder: Path) -> None:
+    sys.stdin.buffer.read()
+    end_marked(folder)
+    os._exit(1)
+
+
+def _execute(config: RunConfig, folder: Path) -> tuple[str, str | None]:
+    """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
+    import papermill
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets import default
+
+    class Kernel(AsyncKernelManager):
+        """A kernel that only this user can speak to: through sockets in the run's folder. Their path is
+        relative, since it may have at most 107 bytes."""
+
+        @default("transport")
+        def _sockets(self) -> str:
+            return "ipc"
+
+        @default("ip")
+        def _path(self) -> str:
+            return f"{TEMPORARY}/kernel"
+
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
+    fields = config.model_dump_json(include=set(free_fields(config.study)))
+    parameters = json.loads(fields) | {"run_folder": "."}
+    if parameters.get("size", "custom") != "custom":  # the size says these
+        for field in Dimensions._fields:
+            parameters.pop(field, None)
+    try:
+        papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / NOTEBOOK, parameters,
+                                   kernel_name="python3", cwd=".", progress_bar=False, record_timing=False,
+                                   kernel_manager_class=Kernel)
+    except PapermillExecutionError as error:
+        return ("oom" if error.ename == "OutOfMemoryError" else "failed"), f"{error.ename}: {error.evalue}"
+    except DeadKernelError:
+        return "failed", "the notebook's kernel died (killed, or crashed below Python)"
+    except RuntimeError as error:
+        return "failed", f"the notebook's kernel did not start: {error}"
+    return "ok", None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
