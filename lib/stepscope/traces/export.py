@@ -1,17 +1,8 @@
-"""Every GPU operation of an Nsight Systems capture, and the phase, region and step of training that launched
-it.
+"""The records of an Nsight Systems capture: every GPU operation, launch and NVTX range.
 
-Reads the event-level export (`nsys export --type sqlite`). An operation is one kernel, copy or fill, and
-belongs to what its launch was part of: the call on the host that has its correlation id says which thread
-launched it, and when. NVTX push/pop ranges are a stack per thread, and autograd launches backward's kernels
-from a thread of its own. Therefore
-
-- its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one
-another, and
-  backward() blocks its caller for as long as autograd's threads launch;
-- its region is the innermost range open on the *launching* thread.
+Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.traces.attribution` says which phase,
+region and step each operation is of.
 """
-
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,32 +16,28 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from stepscope import StepscopeError
 from stepscope.config import PHASE_NAMES
+from stepscope.traces.attribution import (
+    CORRELATIONS,
+    KINDS,
+    LATEST,
+    PROCESS,
+    STEP,
+    Records,
+    TraceError,
+    attribute,
+    thread_columns,
+    with_roles,
+)
 from stepscope.traces.families import FAMILIES, families
 
-STEP = "step"
 # NVTX's default domain and this project's; ranges of libraries' domains are no regions
 DOMAINS = ("", "stepscope")
-OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
-
-ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in ("kernel", "memcpy", "memset")}
+ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
-PROCESS = ~0xFFFFFF  # of a globalTid, the lowest 24 bits are the thread, and the rest is its globalPid
-NEVER = np.iinfo(np.int64).max
-LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
-CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
-
-
-class TraceError(StepscopeError, ValueError):
-    """A file that cannot be read as a capture of GPU operations; the text names it and says what is wrong."""
-
-
-class ConservationError(StepscopeError, ValueError):
-    """Operations of a capture that do not add up: lost, counted twice, or in two phases at once."""
 
 
 def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str = STEP,
@@ -66,10 +53,7 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
     Returns:
         operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
             family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's
-            table of its kind), launch_start_ns and launch_duration_ns (of the call on the host; NA: not in
-            the capture), process, thread (that launched it; -1: not in the capture), phase ("outside": none
-            open), phase_range (its row in ranges; -1), region ("unattributed": none open within the phase),
-            step (0, 1, ... in each process; -1: none open).
+            table of its kind), and what :func:`~stepscope.traces.attribution.attribute` adds.
         ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns,
             process, thread, step.
 
@@ -78,156 +62,30 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
             ends before it starts; a CUDA graph was traced as a whole; the ranges of one thread cross.
         ConservationError: two phases, or two steps, of one process overlap.
     """
-    operations, process, launches, ranges = _read(path, phases, step, domains)
-    launch = _find_launches(process, operations["correlation_id"].to_numpy(), launches)
-    launched = launch >= 0
-    thread, _, launch_start, launch_end = launches[:, launch[launched]]
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        """From the operations whose launch is known to all of them; -1 for the others."""
-        result = np.full(len(operations), -1)
-        result[launched] = values
-        return result
-
-    innermost = spread(_nest(path, ranges, thread, launch_start))
-    steps = spread(_open_range(path, ranges, "step", process[launched], launch_start))
-    operations["launch_start_ns"] = pd.arrays.IntegerArray(spread(launch_start), ~launched)
-    operations["launch_duration_ns"] = pd.arrays.IntegerArray(spread(launch_end - launch_start), ~launched)
-    operations["process"] = process >> 24 & 0xFFFFFF
-    operations["thread"] = spread(thread & 0xFFFFFF)
-    operations["phase_range"] = spread(_open_range(path, ranges, "phase", process[launched], launch_start))
-    phase = _pick(ranges["name"], operations["phase_range"].to_numpy(), OUTSIDE)
-    operations["phase"] = phase.set_categories([*phases, OUTSIDE])
-    in_region = np.append(ranges["role"] == "region", False)[innermost]
-    operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
-    operations["step"] = np.append(ranges["step"], -1)[steps]
-    return operations, ranges.drop(columns="global_thread")
+    return attribute(with_roles(read_export(path, domains), tuple(phases), step), tuple(phases))
 
 
-def _read(path: Path | str, phases: Sequence[str], step: str,
-          domains: Sequence[str]) -> tuple[pd.DataFrame, np.ndarray, np.ndarray, pd.DataFrame]:
-    """Of load_trace's tables what their own records tell: operations, the globalPid of each, launches,
-    ranges.
+def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Records:
+    """The records of an export; the ranges of these domains (None: of all).
 
-    Launches are (4, n): globalTid, correlationId, start and end.
+    Raises:
+        TraceError: as load_trace.
     """
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
-            raise TraceError(
-                f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program that"
-                " runs some"
-            )
+            raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program"
+                             " that runs some")
         if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
-            raise TraceError(
-                f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected their"
-                " kernels (nsys profile --cuda-graph-trace=node)"
-            )
+            raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
+                             " their kernels (nsys profile --cuda-graph-trace=node)")
         events, calls = pool.submit(_events, path), pool.submit(
             _integers, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"],
             "correlationId IS NOT NULL")
         operations, process = _operations(path, connection)
         launches = calls.result()
-        ranges = _ranges(*events.result(), connection, phases, step, domains,
-                         capture_end=launches[3].max(initial=0) + 1)
-    # enclosing puts the times of all threads on one axis, one thread's after the other's.
-    times = np.concatenate([launches[2], launches[3], ranges["start_ns"], ranges["end_ns"]])
-    threads = len(pd.unique(np.concatenate([launches[0], ranges["global_thread"], process])))
-    first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
-    if len(times) and threads * (last - first + 2) > NEVER:
-        raise TraceError(
-            f"{path}: {threads} threads have times from {first} to {last} ns, expected so short a capture"
-            " that the times of all, one after the other, fit into 64 bits"
-        )
-    return operations, process, launches, ranges
-
-
-def _open_range(path: Path | str, ranges: pd.DataFrame, role: str, process: np.ndarray,
-                time_ns: np.ndarray) -> np.ndarray:
-    """The row of the phase or step that is open in the process at that time, on whatever thread; -1 for none.
-
-    Raises:
-        ConservationError: two of them overlap.
-    """
-    rows = np.flatnonzero(ranges["role"] == role)
-    thread, starts, ends = (ranges[column].to_numpy()[rows]
-                            for column in ("global_thread", "start_ns", "end_ns"))
-    found, parent, _ = enclosing(thread & PROCESS, starts, ends, process, time_ns)
-    within = np.flatnonzero(parent >= 0)
-    if len(within):
-        inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
-        raise ConservationError(
-            f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns,"
-            " expected none in another"
-        )
-    return np.append(rows, -1)[found]
-
-
-def _nest(path: Path | str, ranges: pd.DataFrame, thread: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-    """Give ranges their step; returns the row of the innermost one at each time on a thread.
-
-    Raises:
-        TraceError: the ranges of one thread cross.
-    """
-    range_thread, starts, ends = (ranges[column].to_numpy()
-                                  for column in ("global_thread", "start_ns", "end_ns"))
-    innermost, parent, _ = enclosing(range_thread, starts, ends, thread, time_ns)
-    crossing = np.append(ends, NEVER)[parent] < ends
-    if crossing.any():
-        raise TraceError(
-            f"{path}: {NVTX} range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
-            " began in, expected the push/pop ranges of a thread to nest"
-        )
-    steps = ranges.loc[ranges["role"] == "step"]
-    number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
-    number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
-    ranges["step"] = number[_open_range(path, ranges, "step", range_thread & PROCESS, starts)]
-    return innermost
-
-
-def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: np.ndarray,
-              points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The innermost interval [start, end) around each point, among the intervals of the point's key.
-
-    Args:
-        keys, start, end: (n,) int64. Intervals of one key nest: of any two, one holds the other or they are
-            disjoint.
-        point_keys, points: (m,) int64.
-
-    Returns:
-        innermost (m,): the index of the innermost interval around each point, -1 for none.
-        parent (n,): the index of the innermost interval around each interval, -1 for none.
-        depth (n,): how many intervals hold each interval, itself included.
-    """
-    n = len(start)
-    if not n:
-        return np.full(len(points), -1), np.zeros(0, int), np.zeros(0, int)
-    # One axis for all keys, one key's times after the other's: in between, no interval is open.
-    _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
-    end = np.maximum(end, start + 1)  # an empty interval, too, opens before it closes
-    first = min(start.min(), points.min(initial=NEVER))
-    offset = codes * (max(end.max(), points.max(initial=end[0])) - first + 1) - first
-    opened, closed = start + offset[:n], end + offset[:n]
-
-    order = np.lexsort((-closed, opened))  # of those that open together, the larger opens first
-    events = np.concatenate([closed[order], opened[order]])
-    by_time = np.argsort(events, kind="stable")  # at one time, closings come before openings
-    events, opens, which = events[by_time], by_time >= n, np.concatenate([order, order])[by_time]
-    depth = np.cumsum(np.where(opens, 1, -1))  # after each event
-    # Innermost after an event is what last opened to the depth that the event leaves.
-    by_depth = np.argsort(depth, kind="stable")
-    last_opened = np.maximum.accumulate(np.where(opens[by_depth], np.arange(2 * n), 0))
-    innermost = np.full(2 * n + 1, -1)  # the last is for "before all events", which is event -1
-    innermost[by_depth] = which[by_depth][last_opened]
-    innermost[:-1][depth == 0] = -1
-
-    openings = np.flatnonzero(opens)
-    parents: np.ndarray = np.empty(n, int)
-    depths: np.ndarray = np.empty(n, int)
-    parents[which[openings]] = innermost[openings - 1]
-    depths[which[openings]] = depth[openings]
-    return innermost[np.searchsorted(events, points + offset[n:], side="right") - 1], parents, depths
+        ranges = _ranges(*events.result(), connection, domains, capture_end=launches[3].max(initial=0) + 1)
+    return Records(str(path), operations, process, launches, ranges)
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
@@ -256,36 +114,6 @@ _READ = {
 }
 
 
-def scrub(path: Path | str, out_path: Path | str) -> None:
-    """Write a new export with only what load_trace reads, which it reads to the same result.
-
-    A capture holds every environment variable, process name and path of its machine. The copy holds times,
-    ids, the names of kernels and copies, and the names of NVTX ranges and domains: nothing else, and no
-    string beside these.
-
-    Raises:
-        TraceError: as load_trace for a file that cannot be read.
-        FileExistsError: out_path exists.
-    """
-    out_path = Path(out_path)
-    with _reading(path) as source:
-        tables = {table: parts for table, parts in _READ.items() if _has(source, table)}
-        out_path.touch(exist_ok=False)
-        with closing(sqlite3.connect(out_path.resolve().as_uri(),
-                                     uri=True)) as copy, _removed_on_error(out_path):
-            copy.execute("ATTACH ? AS source", [_uri(path)])
-            for table, (columns, rows) in tables.items():
-                copy.execute(
-                    f"CREATE TABLE {table} AS SELECT {', '.join(columns)} FROM source.{table} WHERE {rows}"
-                )
-            copy.execute(f"CREATE TABLE {STRINGS} (id INTEGER PRIMARY KEY, value TEXT)")
-            for table, column in ((ACTIVITIES["kernel"], "demangledName"), (NVTX, "textId")):
-                if table in tables:
-                    copy.execute(f"INSERT OR IGNORE INTO {STRINGS} SELECT id, value FROM source.{STRINGS} "
-                                 f"WHERE id IN (SELECT {column} FROM main.{table})")
-            copy.commit()
-
-
 @contextmanager
 def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     """An export, opened read-only; what sqlite finds wrong with it is a TraceError."""
@@ -305,15 +133,6 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
 
 def _uri(path: Path | str) -> str:
     return Path(path).resolve().as_uri() + "?mode=ro"
-
-
-@contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink()
-        raise
 
 
 def _has(connection: sqlite3.Connection, table: str) -> bool:
@@ -440,9 +259,8 @@ def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
 
 
 def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Connection,
-            phases: Sequence[str],
-            step: str, domains: Sequence[str], capture_end: int) -> pd.DataFrame:
-    """load_trace's ranges, with what their own records tell and their globalTid as global_thread."""
+            domains: Sequence[str] | None, capture_end: int) -> pd.DataFrame:
+    """The ranges of Records; one that is still open ends with the capture."""
     start, end, still_open, thread, domain, text_id = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
     code, names = _range_names(text, text_id, connection)
@@ -450,19 +268,16 @@ def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Co
     name = f"coalesce(text, (SELECT value FROM {STRINGS} WHERE id = textId), '')"
     domain_names = {(tid & PROCESS, i): n for tid, i, n in
                     _rows(connection, NVTX, ["globalTid", "domainId", name], f"eventType = {DOMAIN_CREATE}")}
-    for process in np.unique(thread & PROCESS).tolist():
+    for process in np.unique(thread & PROCESS).tolist() if domains is not None else ():
         for i in np.unique(domain).tolist():
             if domain_names.get((process, i), "") not in domains:
                 keep &= (thread & PROCESS != process) | (domain != i)
     order = np.lexsort((-end, start, thread))
     order = order[keep[order]]
-    role = np.array([1 if n in phases else 2 if n == step else 0 for n in names], np.int64)
     return pd.DataFrame({
         "name": pd.Categorical.from_codes(code[order], names),
-        "role": pd.Categorical.from_codes(role[code[order]], ["region", "phase", "step"]),
         "start_ns": start[order], "end_ns": end[order],
-        "process": thread[order] >> 24 & 0xFFFFFF, "thread": thread[order] & 0xFFFFFF,
-        "global_thread": thread[order],
+        **thread_columns(thread[order]),
     })
 
 
@@ -479,25 +294,3 @@ def _range_names(text: pa.DictionaryArray, text_id: np.ndarray,
     has_text = np.array([bool(t) for t in texts], bool)[in_event]
     spelling = np.where(has_text, in_event, len(texts) + np.searchsorted(ids, text_id))
     return np.array([names[name] for name in spelled], np.int64)[spelling], list(names)
-
-
-def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
-    """The column of launches (globalTid, correlationId, start, ...) with each process and correlation id; -1
-    for none.
-    """
-    _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
-    # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
-    key = codes << 32 | np.concatenate([launches[1], correlation])
-    key, wanted = key[: launches.shape[1]], key[launches.shape[1]:]
-    # where a runtime call made a driver call under the same id: the outer one
-    order = np.lexsort((launches[2], key))
-    at = np.searchsorted(key[order], wanted)
-    order, key = np.append(order, -1), np.append(key, -1)
-    return np.where(key[order[at]] == wanted, order[at], -1)
-
-
-def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
-    """values[rows] of a categorical column, `missing` where a row is -1."""
-    categories = values.cat.categories.union([missing], sort=False)
-    codes: np.ndarray = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
-    return pd.Categorical.from_codes(codes[rows], categories).remove_unused_categories()

@@ -1,31 +1,23 @@
-"""Profiling the step: where Nsight Systems is, whether it is whole, how captures and their reports are
-made.
-"""
+"""Nsight Systems as a program: where it is, whether it is whole, how a capture and its reports are made."""
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepscope import StepscopeError
 from stepscope.config import StepConfig
-from stepscope.files import write_text_durably
-from stepscope.traces.nsys_reports import check_fresh
-from stepscope.traces.turns import begin_work, end_work, lives, own_mark
 
-REPORTS = ("cuda_gpu_kern_sum", "cuda_api_sum", "cuda_gpu_mem_time_sum", "nvtx_pushpop_sum",
-           "nvtx_gpu_proj_sum", "nvtx_kern_sum")
-# In the folder of the process that is watched: what it is asked for, its id, what it said of it, and
-# torch.profiler's trace.
-REQUESTS, PID, OUTCOME, TRACE = "requests.json", "pid", "outcome.json", "capture.trace.json"
+# In the folder of the process that is watched: what it said of its steps, and torch.profiler's trace.
+OUTCOME, TRACE = "outcome.json", "capture.trace.json"
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
-          "/usr/local/cuda*/bin/nsys",
-          "/usr/local/bin/nsys", "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
+          "/usr/local/cuda*/bin/nsys", "/usr/local/bin/nsys",
+          "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
+# Sampling the CPU costs minutes and gigabytes, and tells nothing of the GPU.
+FLAGS = ("--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
+         "--capture-range=cudaProfilerApi", "--capture-range-end=repeat:1")
 
 
 class NsysError(StepscopeError, RuntimeError):
@@ -72,14 +64,16 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 @dataclass
 class Capture:
-    """The profile of one configuration's modes: their file (None when there is none) and what the profiled
-    process said.
+    """The captured steps of one configuration's modes.
+
+    modes: of each its status, reason, and wall times plain_ms and captured_ms. inside: the mode of each step in
+    the file. seconds: waited_s for the turn, turn_s of it.
     """
 
-    file: Path | None
-    outcomes: dict[str, dict]  # by mode: status (captured, oom, crashed), cause, walls (of watched.Steps)
-    inside: list[str]          # the mode of each step in the file, in order
-    seconds: dict[str, float]  # ready_s, turn_s, steps_s, others_s of the process; none of one that crashed
+    file: Path | None  # None: nothing was captured
+    modes: dict[str, dict]
+    inside: list[str]
+    seconds: dict[str, float]
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
@@ -92,93 +86,30 @@ def profiler_here(device: str) -> tuple[str, Path | None]:
     return f"nsys {nsys_version(nsys)}", nsys
 
 
-def start_watched(place: Path, nsys: Path | None) -> subprocess.Popen:
-    """Start the process that is to be profiled, under its profiler, in a new folder ``place``.
-
-    It gets ready, which takes seconds and touches no GPU, and then waits for the folder's requests.
-    """
-    place.mkdir(parents=True)
-    profiler = [str(nsys), "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
-                "--cuda-graph-trace=node",
-                "--capture-range=cudaProfilerApi", "--capture-range-end=repeat:1",
-                "--output", str(place / "capture")] if nsys else []
-    tool = "nsys" if nsys else "torch"
-    return subprocess.Popen(
-        [*profiler, sys.executable, "-m", "stepscope.traces.watched", tool, str(place), str(os.getpid())],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _finish(process: subprocess.Popen, place: Path) -> str:
-    """What the profiler said, when both it and the process that it watches have ended."""
-    said = process.communicate()[0]
-    if (place / PID).exists():  # nsys may end with its capture, and the steps after that go on
-        while lives(int((place / PID).read_text())):
-            time.sleep(0.01)
-    return said
-
-
-def capture(configs: list[StepConfig], folder: Path, nsys: Path | None,
-            started: subprocess.Popen | None = None) -> list[Capture]:
-    """Profile the modes of one configuration, in one process and one capture.
-
-    Starting Python, torch and a CUDA context costs more than the steps, and so does ending a capture, hence
-    one of each. Where the process crashes, each mode is tried in a process of its own, so that a crash costs
-    the profile it happens in. Out of memory costs that profile only.
+def capture(config: StepConfig, folder: Path, nsys: Path | None) -> Capture:
+    """Run and capture the modes of one configuration, in a process of their own.
 
     Args:
-        configs: they differ in ``mode``.
+        folder: empty; the capture is left in it.
         nsys: the nsys to use; None for torch.profiler.
-        started: what :func:`start_watched` gave for the place ``folder/process0``.
-
-    Returns:
-        One capture, or one for each mode after a crash.
 
     Raises:
-        NsysError: nothing could be profiled, or a profile left no file; the text ends with what the profiler
-            said.
+        NsysError: the process failed, or the profiler left no file; the text ends with what was said.
     """
-    place = folder / "process0"
-    captures = [_capture(configs, place, nsys, started or start_watched(place, nsys))]
-    if _crashed(captures[0]) and len(configs) > 1:
-        captures = []
-        for number, config in enumerate(configs, start=1):
-            place = folder / f"process{number}"
-            captures.append(_capture([config], place, nsys, start_watched(place, nsys)))
-    if all(map(_crashed, captures)):
-        cause = next(iter(captures[0].outcomes.values()))["cause"]
-        raise NsysError(f"none of {len(configs)} configurations could be profiled;"
-                        f" the profiler said: {cause}")
-    return captures
-
-
-def _crashed(made: Capture) -> bool:
-    return all(outcome["status"] == "crashed" for outcome in made.outcomes.values())
-
-
-def _capture(configs: list[StepConfig], place: Path, nsys: Path | None, process: subprocess.Popen) -> Capture:
-    asked_at = time.time()
-    requests = json.dumps([json.loads(config.model_dump_json()) for config in configs])
-    write_text_durably(place / REQUESTS, requests)
-    ended = _finish(process, place)
-    mark = own_mark()
-    end_work(mark)    # whoever waits for a turn has it before this run's analysis
-    begin_work(mark)
-    if not (place / OUTCOME).exists():
-        crashed = {"status": "crashed", "cause": ended[-2000:]}
-        return Capture(None, {config.mode: crashed for config in configs}, [], {})
-    said, file = json.loads((place / OUTCOME).read_text()), None
-    if said["inside"]:
+    profiler = [str(nsys), "profile", *FLAGS, "--output", str(folder / "capture")] if nsys else []
+    fields = config.model_dump(include={*StepConfig.model_fields} - {"study", "size", "mode"}, mode="json")
+    said = _say(*profiler, sys.executable, "-m", "stepscope.traces.watched", "nsys" if nsys else "torch", folder,
+                json.dumps(fields))
+    if not (folder / OUTCOME).exists():
+        raise NsysError(f"the profiled process ended before its steps did; it said: {said}")
+    outcome, file = json.loads((folder / OUTCOME).read_text()), None
+    if outcome["inside"]:
         # With repeat:1 it is capture.nsys-rep, but releases differ.
-        file = next(iter(place.glob("capture*.nsys-rep")), None) if nsys else place / TRACE
+        file = next(iter(folder.glob("capture*.nsys-rep")), None) if nsys else folder / TRACE
         if file is None or not file.exists():
-            raise NsysError(f"no report was made of the capture of {', '.join(said['modes'])};"
-                            f" the profiler said: {ended[-2000:]}")
-    seconds = {"ready_s": max(0.0, said["ready_at"] - asked_at),
-               **{name: said[name] for name in ("turn_s", "steps_s", "others_s")}}
-    return Capture(file, said["modes"], said["inside"], seconds)
+            raise NsysError(f"no report was made of the capture; the profiler said: {said}")
+    return Capture(file, outcome["modes"], outcome["inside"],
+                   {name: outcome[name] for name in ("waited_s", "turn_s")})
 
 
 def export_capture(nsys: Path, report: Path, export: Path) -> Path:
@@ -186,39 +117,30 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
     Raises:
         NsysError: nsys exported nothing; quotes it.
-        ReportError: the export is older than the capture.
     """
     said = _say(nsys, "export", "--type=sqlite", "--force-overwrite=true", "--output", export, report)
     if not export.exists():
         raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
-    check_fresh(export, report)
     return export
 
 
-def make_reports(nsys: Path, export: Path, folder: Path, prefix: str,
-                 reports: Iterable[str] = REPORTS) -> None:
-    """By ``nsys stats`` the CSVs ``<prefix>_<report>.csv`` of an export, in ``folder``.
-
-    The reports are made side by side, each from a copy of the export: nsys does not say whether it leaves
-    alone what it reads. One that nsys makes nothing of is absent.
+def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
+    """By ``nsys stats``, beside an export, its CSV reports; one that nsys makes nothing of is absent.
 
     Raises:
-        NsysError: nsys made none of the reports; quotes it.
+        NsysError: nsys made none; quotes it.
     """
-    def make(name: str) -> str:
-        copy = Path(shutil.copy(export, folder / f"{prefix}-{name}.sqlite"))
-        try:
-            return _say(nsys, "stats", "--format=csv", "--output", folder / prefix, "--report", name, copy)
-        finally:
-            copy.unlink()
-
-    with ThreadPoolExecutor() as pool:
-        said = "".join(pool.map(make, reports))
-    if not any((folder / f"{prefix}_{name}.csv").exists() for name in reports):
-        raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said[-2000:]}")
+    # A copy: nsys does not say whether it leaves alone what it reads.
+    copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))
+    said = _say(nsys, "stats", "--format=csv", "--output", export.with_name("stats"),
+                "--report", ",".join(reports), copy)
+    made = {name: export.with_name(f"stats_{name}.csv") for name in reports}
+    if not any(path.exists() for path in made.values()):
+        raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said}")
+    return {name: path for name, path in made.items() if path.exists()}
 
 
-def _say(nsys: Path, *arguments: str | Path) -> str:
-    """The end of what nsys says of a command."""
-    return subprocess.run([str(nsys), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True).stdout[-2000:]
+def _say(*command: str | Path) -> str:
+    """The end of what a command says."""
+    return subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, errors="replace").stdout[-2000:]

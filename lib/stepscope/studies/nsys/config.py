@@ -1,14 +1,12 @@
 """What a run of the profiling study has."""
-from typing import ClassVar, Literal
+from typing import Literal
 
 from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Profiles of one size and context: every mode in a capture of its own, from one process."""
-
-    takes_turns: ClassVar[bool] = True
+    """Profiles of one size and context: every mode in one capture, from one process."""
 
     study: Literal["nsys"] = "nsys"
-    mode: Literal["all"] = "all"
-    keep_export: bool = False  # keep the event-level export of each capture, scrubbed, beside the tables
+    mode: Literal["all"] = "all"  # type: ignore[assignment]
+    compile: Literal["none"] = "none"  # ranges within what is compiled would change it

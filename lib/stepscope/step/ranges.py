@@ -35,16 +35,11 @@ class ProfilerRanges:
         self.threads.open.pop().__exit__(None, None, None)
 
 
-def use_ranges(ranges) -> None:
+def use_ranges(ranges: Any) -> None:
     """From now on, open these ranges and not NVTX's: an object with the calls of :class:`ProfilerRanges`."""
     global _domain
     _domain = ranges
     _attributes.cache_clear()
-
-
-def use_profiler_ranges() -> None:
-    """Open torch.profiler's ranges; for a process that torch.profiler watches."""
-    use_ranges(ProfilerRanges())
 
 
 def region(name: str) -> Callable:
@@ -128,28 +123,13 @@ def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
     return call
 
 
-def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable, str]]:
-    """What is to run under a range: the module, its attribute to be replaced, what that calls, the region.
-
-    What torch.compile made of a module is one region, "compiled" or "compiled block": a range within it would
-    change what is compiled.
-    """
-    inside: set[nn.Module] = set()
+def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """The methods that bear a region's name: the module, its attribute, the region."""
     for module in model.modules():
-        if module in inside:
-            continue
-        original = getattr(module, "_orig_mod", None)  # of torch.compile(module)
-        in_place = module._compiled_call_impl  # of module.compile()
-        part = original or module
-        if original is not None or in_place is not None:
-            inside |= set(part.modules())
-            compiled = f"compiled {getattr(part.forward, 'region', '')}".strip()
-            yield (module, "_compiled_call_impl", in_place, compiled) if in_place else (
-                module, "forward", module.forward, compiled)
-        for attribute in dir(type(part)) if in_place is None else ():
-            name = getattr(getattr(type(part), attribute, None), "region", None)
-            if isinstance(name, str) and (original is None or attribute != "forward"):
-                yield module, attribute, getattr(part, attribute), name
+        for attribute in dir(type(module)):
+            name = getattr(getattr(type(module), attribute, None), "region", None)
+            if isinstance(name, str):
+                yield module, attribute, name
 
 
 @contextmanager
@@ -161,15 +141,11 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
     """
     annotation = Annotation()
     # An instance attribute shadows the class's method; deleting it brings the plain method back.
-    shadowed = [(vars(module), attribute, vars(module).get(attribute), _wrapped(method, name, annotation))
-                for module, attribute, method, name in _named(model)]
-    for attributes, attribute, _, wrapped in shadowed:
-        attributes[attribute] = wrapped
+    named = list(_named(model))
+    for module, attribute, name in named:
+        setattr(module, attribute, _wrapped(getattr(module, attribute), name, annotation))
     try:
         yield annotation
     finally:
-        for attributes, attribute, before, _ in shadowed:
-            if before is None:
-                del attributes[attribute]
-            else:
-                attributes[attribute] = before
+        for module, attribute, _ in named:
+            delattr(module, attribute)

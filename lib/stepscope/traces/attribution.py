@@ -1,0 +1,227 @@
+"""Which phase, region and step of training launched each GPU operation of a capture.
+
+An operation is one kernel, copy or fill, and belongs to what its launch was part of: the call on the host that
+has its correlation id says which thread launched it, and when. Ranges (NVTX push/pop, record_function) are a
+stack per thread, and autograd launches backward's kernels from a thread of its own. Therefore
+
+- its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one
+  another, and backward() blocks its caller for as long as autograd's threads launch;
+- its region is the innermost range open on the *launching* thread.
+"""
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from stepscope import StepscopeError
+
+STEP = "step"
+OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
+KINDS = ("kernel", "memcpy", "memset")
+ROLES = ("region", "phase", "step")
+PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and the rest is its process's key
+NEVER = np.iinfo(np.int64).max
+LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
+CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
+
+
+class TraceError(StepscopeError, ValueError):
+    """A file that cannot be read as a capture of GPU operations; the text names it and says what is wrong."""
+
+
+class ConservationError(StepscopeError, ValueError):
+    """Operations of a capture that do not add up: lost, counted twice, or in two phases at once."""
+
+
+@dataclass
+class Records:
+    """What the records of a capture tell by themselves, before any of them is joined to another.
+
+    operations: kind, name, family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row; in
+        order of start. ranges: name, role (of ROLES), start_ns, end_ns, process, thread, key; by thread and
+        start, outer ones first. process (operations,): the process's key of each operation. launches
+        (4, calls): thread's key, correlation id, start and end in ns.
+    """
+
+    path: str
+    operations: pd.DataFrame
+    process: np.ndarray
+    launches: np.ndarray
+    ranges: pd.DataFrame
+
+
+def thread_columns(key: np.ndarray) -> dict[str, np.ndarray]:
+    """process, thread and key of ranges, by their threads' keys."""
+    return {"process": key >> 24 & 0xFFFFFF, "thread": key & 0xFFFFFF, "key": key}
+
+
+def with_roles(records: Records, phases: tuple[str, ...], step: str) -> Records:
+    """Ranges of these names are phases and steps, all others regions."""
+    names = records.ranges["name"].cat.categories
+    role = np.array([1 if name in phases else 2 if name == step else 0 for name in names], np.int64)
+    codes = role[records.ranges["name"].cat.codes] if len(names) else np.zeros(0, np.int64)
+    return replace(records, ranges=records.ranges.assign(role=pd.Categorical.from_codes(codes, ROLES)))
+
+
+def attribute(records: Records, phases: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Put each operation into one phase, one region and one step.
+
+    Args:
+        records: those of the tables are used up.
+        phases: the categories of the phase, whether there are such or not.
+
+    Returns:
+        operations: with launch_start_ns and launch_duration_ns (of the call on the host; NA: not in the
+            capture), process, thread (that launched it; -1: not in the capture), phase ("outside": none
+            open), phase_range (its row in ranges; -1), region ("unattributed": none open within the phase),
+            step (0, 1, ... in each process; -1: none open).
+        ranges: with step.
+
+    Raises:
+        TraceError: the ranges of one thread cross, or the capture's times span too much.
+        ConservationError: two phases, or two steps, of one process overlap.
+    """
+    path, operations, ranges, launches = records.path, records.operations, records.ranges, records.launches
+    _check_span(records)
+    launch = _find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
+    launched = launch >= 0
+    thread, _, launch_start, launch_end = launches[:, launch[launched]]
+    own_process = records.process[launched]
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        """From the operations whose launch is known to all of them; -1 for the others."""
+        result = np.full(len(operations), -1)
+        result[launched] = values
+        return result
+
+    innermost = spread(_nest(path, ranges, thread, launch_start))
+    steps = spread(_open_range(path, ranges, "step", own_process, launch_start))
+    operations["launch_start_ns"] = pd.arrays.IntegerArray(spread(launch_start), ~launched)
+    operations["launch_duration_ns"] = pd.arrays.IntegerArray(spread(launch_end - launch_start), ~launched)
+    operations["process"] = records.process >> 24 & 0xFFFFFF
+    operations["thread"] = spread(thread & 0xFFFFFF)
+    operations["phase_range"] = spread(_open_range(path, ranges, "phase", own_process, launch_start))
+    phase = _pick(ranges["name"], operations["phase_range"].to_numpy(), OUTSIDE)
+    operations["phase"] = phase.set_categories([*phases, OUTSIDE])
+    in_region = np.append(ranges["role"] == "region", False)[innermost]
+    operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
+    operations["step"] = np.append(ranges["step"], -1)[steps]
+    return operations, ranges.drop(columns="key")
+
+
+def _check_span(records: Records) -> None:
+    """enclosing puts the times of all threads on one axis, one thread's after the other's."""
+    launches, ranges = records.launches, records.ranges
+    times = np.concatenate([launches[2], launches[3], ranges["start_ns"], ranges["end_ns"]])
+    threads = len(pd.unique(np.concatenate([launches[0], ranges["key"], records.process])))
+    first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
+    if len(times) and threads * (last - first + 2) > NEVER:
+        raise TraceError(
+            f"{records.path}: {threads} threads have times from {first} to {last} ns, expected so short a"
+            " capture that the times of all, one after the other, fit into 64 bits"
+        )
+
+
+def _open_range(path: str, ranges: pd.DataFrame, role: str, process: np.ndarray,
+                time_ns: np.ndarray) -> np.ndarray:
+    """The row of the phase or step that is open in the process at that time, on whatever thread; -1 for none.
+
+    Raises:
+        ConservationError: two of them overlap.
+    """
+    rows = np.flatnonzero(ranges["role"] == role)
+    key, starts, ends = (ranges[column].to_numpy()[rows] for column in ("key", "start_ns", "end_ns"))
+    found, parent, _ = enclosing(key & PROCESS, starts, ends, process, time_ns)
+    within = np.flatnonzero(parent >= 0)
+    if len(within):
+        inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
+        raise ConservationError(
+            f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
+            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
+        )
+    return np.append(rows, -1)[found]
+
+
+def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
+    """Give ranges their step; returns the row of the innermost one at each time on a thread.
+
+    Raises:
+        TraceError: the ranges of one thread cross.
+    """
+    range_key, starts, ends = (ranges[column].to_numpy() for column in ("key", "start_ns", "end_ns"))
+    innermost, parent, _ = enclosing(range_key, starts, ends, key, time_ns)
+    crossing = np.append(ends, NEVER)[parent] < ends
+    if crossing.any():
+        raise TraceError(
+            f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it began in,"
+            " expected the ranges of a thread to nest"
+        )
+    steps = ranges.loc[ranges["role"] == "step"]
+    number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
+    number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
+    ranges["step"] = number[_open_range(path, ranges, "step", range_key & PROCESS, starts)]
+    return innermost
+
+
+def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: np.ndarray,
+              points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The innermost interval [start, end) around each point, among the intervals of the point's key.
+
+    Args:
+        keys, start, end: (n,) int64. Intervals of one key nest: of any two, one holds the other or they are
+            disjoint.
+        point_keys, points: (m,) int64.
+
+    Returns:
+        innermost (m,): the index of the innermost interval around each point, -1 for none.
+        parent (n,): the index of the innermost interval around each interval, -1 for none.
+        depth (n,): how many intervals hold each interval, itself included.
+    """
+    n = len(start)
+    if not n:
+        return np.full(len(points), -1), np.zeros(0, int), np.zeros(0, int)
+    # One axis for all keys, one key's times after the other's: in between, no interval is open.
+    _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
+    end = np.maximum(end, start + 1)  # an empty interval, too, opens before it closes
+    first = min(start.min(), points.min(initial=NEVER))
+    offset = codes * (max(end.max(), points.max(initial=end[0])) - first + 1) - first
+    opened, closed = start + offset[:n], end + offset[:n]
+
+    order = np.lexsort((-closed, opened))  # of those that open together, the larger opens first
+    events = np.concatenate([closed[order], opened[order]])
+    by_time = np.argsort(events, kind="stable")  # at one time, closings come before openings
+    events, opens, which = events[by_time], by_time >= n, np.concatenate([order, order])[by_time]
+    depth = np.cumsum(np.where(opens, 1, -1))  # after each event
+    # Innermost after an event is what last opened to the depth that the event leaves.
+    by_depth = np.argsort(depth, kind="stable")
+    last_opened = np.maximum.accumulate(np.where(opens[by_depth], np.arange(2 * n), 0))
+    innermost = np.full(2 * n + 1, -1)  # the last is for "before all events", which is event -1
+    innermost[by_depth] = which[by_depth][last_opened]
+    innermost[:-1][depth == 0] = -1
+
+    openings = np.flatnonzero(opens)
+    parents: np.ndarray = np.empty(n, int)
+    depths: np.ndarray = np.empty(n, int)
+    parents[which[openings]] = innermost[openings - 1]
+    depths[which[openings]] = depth[openings]
+    return innermost[np.searchsorted(events, points + offset[n:], side="right") - 1], parents, depths
+
+
+def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
+    """The column of launches with each process and correlation id; -1 for none."""
+    _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
+    # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
+    key = codes << 32 | np.concatenate([launches[1], correlation])
+    key, wanted = key[: launches.shape[1]], key[launches.shape[1]:]
+    # where a runtime call made a driver call under the same id: the outer one
+    order = np.lexsort((launches[2], key))
+    at = np.searchsorted(key[order], wanted)
+    order, key = np.append(order, -1), np.append(key, -1)
+    return np.where((key[order[at]] == wanted) & (correlation >= 0), order[at], -1)
+
+
+def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
+    """values[rows] of a categorical column, `missing` where a row is -1."""
+    categories = values.cat.categories.union([missing], sort=False)
+    codes: np.ndarray = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
+    return pd.Categorical.from_codes(codes[rows], categories).remove_unused_categories()
