@@ -1,37 +1,32 @@
-"""The bytes of a step by closed formula: by category, at every instant that can be its peak; and what fits.
+"""The bytes of a step by closed formula: by kind, at every instant that can be its peak; and what fits.
 
 Every tensor of the step is a whole number of bytes times one of a few products of dimensions (:func:`terms`),
 so each instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes.
 A block saves the same whichever it is, and an instant within a block adds to it what is alive just there.
 Instants that others exceed for every shape are left out. The formulas are of two heads or more, autocast as
-CUDA does it; with attention written out (:data:`FORMULAS`), or by scaled_dot_product_attention's kernels that
-keep a number a row and no scores (:data:`FUSED_FORMULAS`).
+CUDA does it; with naive attention (:data:`FORMULAS`), or with scaled_dot_product_attention's kernels that keep
+a number a row and no scores (:data:`FUSED_FORMULAS`).
 
-What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matrix products take
-workspaces.
+What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matmuls take workspaces.
+Nothing here imports torch: ``stepscope fit`` answers at once.
 """
 import functools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import NamedTuple
 
 from stepscope import StepscopeError
-from stepscope.config import PHASES, ConfigError, StepConfig, configure
+from stepscope.config import StepConfig
 from stepscope.step.flops import parameter_count
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-MIB = 2**20
-CATEGORIES = ["parameters", "gradients", "optimizer state", "activations", "autocast copies", "temporaries",
-              "cuBLAS workspace",
-              "other", "allocator rounding"]
-# of each thread that multiplies matrices, on compute capability 9.0; older ones take 8.125 MiB
+MIB, GIB = 2**20, 2**30
+KINDS = ("weights", "gradients", "optimizer state", "saved for backward", "bf16 copies", "temporaries",
+         "workspaces", "other", "rounding")
+# of cuBLAS, for each thread that runs matmuls, on compute capability 9.0; older ones take 8.125 MiB
 WORKSPACE = 32 * MIB
-# Of reserved memory, the most that was in no tensor at the peak of a run of the reference (the report's
-# question "memory-fragmentation"; a test holds this to its records): what to leave free beside the predicted
-# peak.
-ALLOWANCE = 0.25
+# Of the memory: where a peak takes more, what the allocator reserves beyond tensors may not fit any more.
+TIGHT = 0.9
 
 
 class AccountingError(StepscopeError, ValueError):
@@ -41,13 +36,10 @@ class AccountingError(StepscopeError, ValueError):
 @dataclass(frozen=True)
 class Formulas:
     """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result
-    exists beside all that it was made from.
+    exists beside all that it was made from."""
 
-    ``saved`` and ``copies`` are what a block leaves for its backward, and autocast's copies of its weights.
-    """
-
-    saved: str
-    copies: str
+    saved: str                     # what a block leaves for its backward
+    copies: str                    # autocast's copies of a block's weights
     infer: dict[str, str]          # in a block without gradients, beside the copies of the blocks below
     infer_head: dict[str, str]     # after the last block
     forward: dict[str, str]        # in a block, beside what the blocks below saved and their copies
@@ -156,8 +148,7 @@ FUSED_FORMULAS = {
 
 def terms(config: StepConfig) -> dict[str, int]:
     """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F
-    d_ff, H heads).
-    """
+    d_ff, H heads)."""
     B, T, C, F, H, V = (config.batch_size, config.context_length, config.d_model, config.d_ff,
                         config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
@@ -171,10 +162,15 @@ def terms(config: StepConfig) -> dict[str, int]:
             "t": T * (C // H), "": 1}                    # a table of RoPE
 
 
+@functools.cache
+def parsed(formula: str) -> list[tuple[int, str]]:
+    return [(int(number), letter) for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula)]
+
+
 def value(formula: str, config: StepConfig) -> int:
     """A formula's bytes."""
     letters = terms(config)
-    return sum(int(number) * letters[letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula))
+    return sum(number * letters[letter] for number, letter in parsed(formula))
 
 
 def rounding(size: int, number: int) -> int:
@@ -202,40 +198,53 @@ def parameter_rounding(config: StepConfig) -> int:
     return sum(rounding(4 * t[letter], number) for letter, number in counts.items())
 
 
-@dataclass(frozen=True)
-class Instant:
-    """Live bytes at one instant: ``layer`` is None outside the blocks; ``categories`` by name, in bytes."""
+class Instant(NamedTuple):
+    """What lives at one instant beside the weights, the optimizer's state and the batch, in bytes; ``layer``
+    is None outside the blocks. ``held`` is what the step's own variables hold (logits, loss)."""
 
     phase: str
     layer: int | None
     operation: str
-    categories: dict[str, int]
+    temporaries: int
+    saved: int = 0
+    copies: int = 0
+    gradients: int = 0
+    held: int = 0
+
+
+class Peak(NamedTuple):
+    """The instant of a step at which most is allocated, and all that lives then: bytes by :data:`KINDS`."""
+
+    phase: str
+    layer: int | None
+    operation: str
+    kinds: dict[str, int]
 
     @property
-    def bytes(self) -> int:
-        """What tensors and workspaces take, without the allocator's rounding."""
-        return sum(size for name, size in self.categories.items() if name != "allocator rounding")
+    def requested(self) -> int:
+        """Bytes that the program asks for."""
+        return sum(self.kinds.values()) - self.kinds["rounding"]
 
     @property
     def allocated(self) -> int:
-        """What the allocator counts."""
-        return sum(self.categories.values())
+        """Bytes that the allocator counts."""
+        return sum(self.kinds.values())
 
 
-def require_formulas(config: StepConfig) -> Formulas:
+def formulas_of(config: StepConfig) -> Formulas:
     """The formulas of a configuration's attention and precision.
 
     Raises:
         AccountingError: there are none for it.
     """
-    if config.compile:
-        raise AccountingError("compile: got True, but the memory formulas are of False only")
+    if config.compile != "none":
+        raise AccountingError(f"compile: got {config.compile!r}, but the memory formulas are of 'none' only")
     formulas = FUSED_FORMULAS if config.attention == "sdpa" else FORMULAS
     return formulas["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
-def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant]:
-    """Every instant of a steady step that can be its peak, in order, each with its bytes by category.
+def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> Iterator[Instant]:
+    """Every instant of a steady step that can be its peak, in order.
 
     In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries.
     With ``blocks_per_checkpoint`` only each so manieth block's input is kept, and backward runs their forward
@@ -244,115 +253,192 @@ def instants(config: StepConfig, blocks_per_checkpoint: int = 0) -> list[Instant
     Raises:
         AccountingError: the configuration has no formulas.
     """
-    f, found, layers = require_formulas(config), [], config.num_layers
-    training, k = config.mode != "forward", blocks_per_checkpoint or config.num_layers
+    f, layers, letters = formulas_of(config), config.num_layers, terms(config)
 
     @functools.cache  # the same few formulas in every block
     def of(formula: str) -> int:
-        return value(formula, config)
-    fixed, weights, rounded = at_rest(config), 4 * parameter_count(config), parameter_rounding(config)
-    saved, copies, logits, stream = of(f.saved), of(f.copies), of(f.logits), of("4X")
+        return sum(number * letters[letter] for number, letter in parsed(formula))
+    k, saved, copies, stream = blocks_per_checkpoint, of(f.saved), of(f.copies), of("4X")
+    keeps = mode != "forward" and not k
+    for layer in range(layers):
+        below = layer * saved if keeps else layer // k * stream if k and mode != "forward" else 0
+        for operation, formula in (f.forward if keeps else f.infer).items():
+            yield Instant("forward", layer, operation, of(formula), below, layer * copies)
+    if mode == "forward":
+        for operation, formula in f.infer_head.items():
+            yield Instant("forward", None, operation, of(formula), copies=layers * copies)
+        return
+    yield from _loss_and_backward(config, f, of, k)
+    if mode == "step":
+        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing.
+        root = config.optimizer == "foreach"
+        weights = 4 * parameter_count(config)
+        yield Instant("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", weights * root,
+                      gradients=weights, held=of(f.logits) + 4)
+
+
+def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int], k: int) -> Iterator[Instant]:
+    """The instants between forward and the optimizer; with checkpoints of ``k`` blocks each, 0 for none."""
+    layers, saved, copies, stream, logits = (config.num_layers, of(f.saved), of(f.copies), of("4X"),
+                                             of(f.logits))
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
     kernel = of(f.kernel) if config.device == "cuda" else 0
-
-    def add(phase: str, layer: int | None, operation: str, total: int, activations: int = 0, copied: int = 0,
-            gradients: int = 0,
-            held: int = 0) -> None:
-        categories = fixed | {"activations": activations, "autocast copies": copied, "gradients": gradients,
-                              "temporaries": total - held, "other": fixed["other"] + held}
-        if config.device == "cuda":
-            # backward has a thread, and it a workspace
-            categories["cuBLAS workspace"] = WORKSPACE * (2 if training else 1)
-            if gradients:
-                categories["allocator rounding"] += round(rounded * gradients / weights)
-        found.append(Instant(phase, layer, operation, categories))
-
-    # beside the first block's input
-    kept = (layers - 1) // k * stream if blocks_per_checkpoint else layers * saved
-    for layer in range(layers):
-        within = layer * saved if not blocks_per_checkpoint else layer // k * stream
-        for operation, formula in (f.forward if training and not blocks_per_checkpoint else f.infer).items():
-            add("forward", layer, operation, of(formula), within * training, layer * copies)
-    if not training:
-        for operation, formula in f.infer_head.items():
-            add("forward", None, operation, of(formula), copied=layers * copies)
-        return found
-    cached = 0 if blocks_per_checkpoint else layers * copies  # what is run again makes its copies again
-    for operation, formula in f.loss.items():
-        add("loss", None, operation, of(formula), kept, cached, held=logits)
-    for operation, formula in f.backward_head.items():
-        add("backward", None, operation, of(formula), kept, cached, held=logits)
+    kept = (layers - 1) // k * stream if k else layers * saved  # beside the first block's input
+    cached = 0 if k else layers * copies  # what is run again makes its copies again
+    for phase, these in (("loss", f.loss), ("backward", f.backward_head)):
+        for operation, formula in these.items():
+            yield Instant(phase, None, operation, of(formula) - logits, kept, cached, held=logits)
+    group = k or layers
     for layer in reversed(range(layers)):
-        first = layer // k * k  # of the blocks that are run again together
-        below = (first // k) * stream
-        if blocks_per_checkpoint and (layer + 1 == min(first + k, layers)):
-            done = head + (layers - 1 - layer) * block
+        first = layer // group * group  # of the blocks that are run again together
+        below, done = first // group * stream, head + (layers - 1 - layer) * block
+        if k and layer + 1 == min(first + k, layers):
             for again in range(first, layer + 1):
                 for operation, formula in f.forward.items():
-                    add("backward", again, f"again {operation}", of(formula) + stream + logits,
-                        below + (again - first) * saved,
-                        (again - first) * copies, done, held=logits)
+                    yield Instant("backward", again, f"again {operation}", of(formula) + stream,
+                                  below + (again - first) * saved, (again - first) * copies, done, logits)
         for operation, formula in f.backward.items():
-            own = of(formula) + kernel * (operation == FUSED_BACKWARD)
-            add("backward", layer, operation, own, below + (layer - first) * saved, (layer - first) * copies,
-                head + (layers - 1 - layer) * block, held=logits)
+            own = of(formula) + kernel * (operation == FUSED_BACKWARD) - logits
+            yield Instant("backward", layer, operation, own, below + (layer - first) * saved,
+                          (layer - first) * copies, done, logits)
     # the gradients of embedding, head and final norm stand in the formula
     for operation, formula in f.backward_end.items():
-        add("backward", None, operation, of(formula) - head, gradients=head + layers * block, held=logits)
-    if config.mode == "step":
-        everything = 4 * parameter_count(config)
-        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing
-        # beside the state.
-        root = everything if config.optimizer == "foreach" else 0
-        add("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", root + logits + 4,
-            gradients=everything, held=logits + 4)
-        if root and config.device == "cuda":
-            found[-1].categories["allocator rounding"] += parameter_rounding(config)
-    return found
+        yield Instant("backward", None, operation, of(formula) - head - logits,
+                      gradients=head + layers * block, held=logits)
 
 
-def at_rest(config: StepConfig) -> dict[str, int]:
-    """Bytes by category between two steps, gradients cleared: parameters, AdamW's two moments, tables and the
-    batch.
-    """
-    t, parameters = terms(config), 4 * parameter_count(config)
-    step = config.mode == "step"
+def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
+    """Bytes by kind between two steps, gradients cleared: weights, AdamW's two moments, tables and the
+    batch."""
+    t, weights, training = terms(config), 4 * parameter_count(config), mode == "step"
     # The fused optimizer has each tensor's count of steps on the GPU, a number of 4 bytes; the others do not.
-    counts = (9 * config.num_layers + 3) * (step and config.optimizer == "fused")
-    state = 2 * parameters * step + 4 * counts
+    counts = (9 * config.num_layers + 3) * (training and config.optimizer == "fused")
     # cos and sin, the mask, tokens and targets
     other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]
-    rounded = (1 + 2 * step) * parameter_rounding(config) + (512 - 4) * counts
-    return dict.fromkeys(CATEGORIES, 0) | {"parameters": parameters, "optimizer state": state, "other": other,
-                                           "allocator rounding": rounded * (config.device == "cuda")}
+    rounded = (1 + 2 * training) * parameter_rounding(config) + (512 - 4) * counts
+    return dict.fromkeys(KINDS, 0) | {
+        "weights": weights, "optimizer state": 2 * weights * training + 4 * counts, "other": other,
+        "rounding": rounded * (config.device == "cuda")}
 
 
-def peak(config: StepConfig, blocks_per_checkpoint: int = 0) -> Instant:
-    """The instant of a steady step at which most is allocated.
+def after_loss(config: StepConfig, mode: str) -> dict[str, int]:
+    """Bytes by kind when all is there that backward needs."""
+    f, rest, layers = formulas_of(config), at_rest(config, mode), config.num_layers
+    logits, head_copies = value(f.logits, config), value(f.head_copies, config)
+    saved = layers * value(f.saved, config) + value(f.end, config) - head_copies - logits
+    return rest | {"saved for backward": saved + value(f.loss_saved, config),
+                   "bf16 copies": layers * value(f.copies, config) + head_copies,
+                   "workspaces": WORKSPACE * (config.device == "cuda"),
+                   "other": rest["other"] + logits + 4}  # logits and loss are held by the step
+
+
+def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int]:
+    """All that lives at an instant, in bytes by kind."""
+    kinds = at_rest(config, mode)
+    kinds |= {"temporaries": instant.temporaries, "saved for backward": instant.saved,
+              "bf16 copies": instant.copies, "gradients": instant.gradients,
+              "other": kinds["other"] + instant.held}
+    if config.device == "cuda":
+        kinds["workspaces"] = WORKSPACE * (1 if mode == "forward" else 2)  # backward has a thread of its own
+        rounded, weights = parameter_rounding(config), 4 * parameter_count(config)
+        root = instant.phase == "optimizer" and instant.temporaries > 0
+        kinds["rounding"] += round(rounded * instant.gradients / weights) + rounded * root
+    return kinds
+
+
+def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
+    """The peak of a steady step (or of the part of it that ``mode`` names).
 
     Raises:
         AccountingError: the configuration has no formulas.
     """
-    fields = {name: getattr(config, name) for name in StepConfig.model_fields} | {"study": "step"}
-    return _peak(StepConfig.model_construct(**fields), blocks_per_checkpoint)
+    rounded = parameter_rounding(config) / (4 * parameter_count(config)) * (config.device == "cuda")
+
+    def size(one: Instant) -> float:
+        root = one.temporaries * (one.phase == "optimizer")
+        return (one.temporaries + one.saved + one.copies + one.gradients + one.held
+                + rounded * (one.gradients + root))
+    top = max(instants(config, mode, blocks_per_checkpoint), key=size)
+    return Peak(top.phase, top.layer, top.operation, everything(top, config, mode))
 
 
-@functools.lru_cache(maxsize=2**14)  # several answers ask what fits, each of the same shapes
-def _peak(config: StepConfig, blocks_per_checkpoint: int) -> Instant:
-    return max(instants(config, blocks_per_checkpoint), key=lambda instant: instant.allocated)
+def predicted_gib(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> float | None:
+    """The predicted peak in GiB, None where there is no formula for the configuration."""
+    try:
+        return peak(config, mode, blocks_per_checkpoint).allocated / GIB
+    except AccountingError:
+        return None
 
 
-def largest_that_fits(config: StepConfig, field: str, memory_mib: float,
-                      blocks_per_checkpoint: int = 0) -> int:
-    """The largest ``context_length`` or ``batch_size`` (0: none) whose predicted peak is within so much
-    memory, in MiB.
+# -- what fits ----------------------------------------------------------------------------------------------
 
-    The prediction is of what the allocator counts; what it reserves beyond that (:data:`ALLOWANCE`), and the
-    CUDA context, come on top.
+# The ladder's last step, in bytes: what a compiled block saves, what lives beside all blocks' where backward
+# begins. Weights and gradients are bf16, the master copies fp32 (see studies/ladder).
+LAST_SAVED, LAST_BESIDE = "20X + 6G + 4n + 8r", "14X + 6G + 4E + 4r"
+MASTER, LOW, MOMENT = 4, 2, 2  # bytes a parameter: fp32 master, bf16 weight (and gradient), one bf16 moment
+
+
+def last_step_bytes(config: StepConfig, moment: int = MOMENT) -> int:
+    """The peak of the ladder's last step: bf16 weights with fp32 masters, moments of so many bytes a number.
+
+    Memory moves in a line from where backward begins, with all that blocks saved, to where it ends, with all
+    gradients: one of the ends is the peak.
     """
-    def fits(number: int) -> bool:
-        variant = config.model_copy(update={field: number})
-        return peak(variant, blocks_per_checkpoint).allocated <= memory_mib * MIB
+    parameters, layers = parameter_count(config), config.num_layers
+    state = (MASTER + LOW + 2 * moment) * parameters + at_rest(config, "forward")["other"] + 2 * WORKSPACE
+    begin = layers * value(LAST_SAVED, config)
+    return state + value(LAST_BESIDE, config) + max(begin, LOW * parameters)
+
+
+def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
+    return peak(config, "step", blocks_per_checkpoint).allocated
+
+
+# name -> the fields that differ from the plain step, and what says its bytes
+STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
+    "plain (fp32, naive attention)": ({}, plain_bytes),
+    "bf16 autocast, SDPA, fused AdamW": (
+        {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}, plain_bytes),
+    "the same, each block checkpointed": (
+        {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"},
+        functools.partial(plain_bytes, blocks_per_checkpoint=1)),
+    "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
+}
+
+
+class Fit(NamedTuple):
+    """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory; "no"),
+    and the largest context (at the batch asked for) and batch (at the context asked for) whose peaks do."""
+
+    step: str
+    peak_gib: float
+    fits: str
+    largest_context: int
+    largest_batch: int
+
+
+def fit(config: StepConfig, memory_gib: float) -> list[Fit]:
+    """Whether a shape trains in a GPU's memory, before running it: a row for each of :data:`STEPS`.
+
+    Args:
+        config: size, context, batch and vocabulary count; precision, attention and optimizer are the rows'.
+        memory_gib: as torch and nvidia-smi (its MiB over 1,024) say it; a data sheet's GB are larger numbers.
+    """
+    plain = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
+             "device": "cuda"}
+    rows = []
+    for name, (fields, bytes_of) in STEPS.items():
+        own = config.model_copy(update=plain | fields)
+
+        def fits(within: float, own: StepConfig = own, bytes_of: Callable = bytes_of, **changed: int) -> bool:
+            return bytes_of(own.model_copy(update=changed)) <= within * memory_gib * GIB
+        rows.append(Fit(name, bytes_of(own) / GIB, "yes" if fits(TIGHT) else "tight" if fits(1) else "no",
+                        largest(lambda n: fits(1, context_length=n)), largest(lambda n: fits(1, batch_size=n))))
+    return rows
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, 0 if 1 does not; what is larger needs more."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -362,49 +448,3 @@ def largest_that_fits(config: StepConfig, field: str, memory_mib: float,
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def on_gpu(**fields: Any) -> StepConfig:
-    """A full step's configuration as it would be on a GPU, whether or not this machine has one."""
-    config = cast(StepConfig, configure("benchmark", **fields | {"device": "cpu"}))
-    return config.model_copy(update={"device": "cuda"})
-
-
-def predicted_peak_mib(fields: dict) -> float | None:
-    """The predicted peak in MiB of a recorded configuration, None where the formulas do not describe it (as
-    of several modes).
-    """
-    shape = {name: fields.get(name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size",
-                                                 "context_length", "batch_size",
-                                                 "mode", "precision", "attention", "compile", "optimizer")}
-    try:
-        return peak(on_gpu(**shape).model_copy(update={"device": fields["device"]})).allocated / MIB
-    except (AccountingError, ConfigError):
-        return None
-
-
-def what_fits(config: StepConfig, memory_mib: float, allowance: float = ALLOWANCE,
-              blocks_per_checkpoint: int = 0) -> "pd.DataFrame":
-    """Whether a shape fits into a GPU's memory, before running it: a row for each mode and precision.
-
-    Columns: mode, precision, peak_mib (predicted), phase, operation (where the peak is), fits (into the
-    memory), tight (but it leaves less than the ``allowance``, a share of it, free); largest_context (at the
-    batch given) and largest_batch (at the context given) with the allowance left free, and most_context and
-    most_batch with nothing left free. Forward alone has no checkpoints.
-    """
-    import pandas as pd  # not above: what lists runs predicts peaks and needs no tables
-    rows = []
-    for mode in PHASES:
-        for precision in ("fp32", "bf16"):
-            variant = config.model_copy(update={"mode": mode, "precision": precision, "device": "cuda"})
-            blocks = 0 if mode == "forward" else blocks_per_checkpoint
-            top, safe_mib = peak(variant, blocks), (1 - allowance) * memory_mib
-            fits = top.allocated <= memory_mib * MIB
-            row = {"mode": mode, "precision": precision, "peak_mib": top.allocated / MIB, "phase": top.phase,
-                   "operation": top.operation, "fits": fits, "tight": fits and top.allocated > safe_mib * MIB}
-            for name, within_mib in (("largest", safe_mib), ("most", memory_mib)):
-                for field in ("context_length", "batch_size"):
-                    largest = largest_that_fits(variant, field, within_mib, blocks)
-                    row[f"{name}_{field.partition('_')[0]}"] = largest
-            rows.append(row)
-    return pd.DataFrame(rows)

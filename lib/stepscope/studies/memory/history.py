@@ -1,108 +1,100 @@
-"""From an allocation history to what each allocation was for, and to the bytes of each category at each
-phase's end and peak."""
+"""From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's peak."""
+import linecache
+from collections.abc import Iterable
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
-from stepscope import StepscopeError
-from stepscope.config import PHASE_NAMES
-from stepscope.step.accounting import CATEGORIES, MIB
+from stepscope import PACKAGE, StepscopeError
+from stepscope.step.accounting import GIB, KINDS, MIB, AccountingError, peak
 from stepscope.studies.memory.config import Config
+from stepscope.studies.memory.recording import Recording
+from stepscope.studies.memory.snapshot import allocations
 
-Regions = list[tuple[int, str | None]]  # (allocations so far, region opened; None: one was closed)
-Owners = list[tuple[int, int, str, set[int]]]  # (allocations, frees, category, addresses alive then)
-
-
-def peaks(marks: pd.DataFrame) -> dict[str, float]:
-    """Peaks in MiB of the first and of the last step."""
-    steps = marks[marks["phase"].isin(PHASE_NAMES)]
-    found: dict[str, float] = {}
-    for when, index in (("first", steps["step"].min()), ("steady", steps["step"].max())):
-        rows = steps[steps["step"] == index]
-        found |= {f"{when}_peak_{name}_mib": rows[f"peak_{name}_bytes"].max() / MIB
-                  for name in ("allocated", "requested", "reserved")}
-    return found
+POINTS = 2000  # of a timeline, at most
+LARGEST = 12   # groups of allocations that are kept
+# What has a history of its own; what the allocator's rounding adds is known at peaks only.
+LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
-def classified(table: pd.DataFrame, marks: pd.DataFrame, regions: Regions, owners: Owners,
-               config: Config) -> pd.DataFrame:
-    """An allocation history (see ``snapshot.allocations``) with what each allocation was for; addresses are
-    dropped.
+def column(kind: str) -> str:
+    """A kind's column, in GiB."""
+    return f"{kind.replace(' ', '_')}_gib"
 
-    Columns beside ``size`` (bytes asked for), ``allocated_at``, ``freed_at``, ``line`` and ``function``:
-    ``step``, ``phase``, ``region``, ``layer`` (missing outside the blocks), ``category``. Parameters,
-    gradients and optimizer state are the tensors of that name; a workspace of cuBLAS is what clearing those
-    frees; an activation is made in forward or loss and freed in backward; what those phases leave behind
-    without autograd's need (logits, which the step's frame holds) is other; an autocast copy has a weight's
-    bytes, is made by that weight's region and outlives the product. (Where batch times context is one of the
-    weight's sides, the copy of an input has the same bytes and is taken for one.)
+
+def peak_row(config: Config, mode: str) -> dict:
+    """What stands in a mode's row before anything is measured: the prediction, empty where there is none."""
+    try:
+        top = peak(config, mode)
+    except AccountingError:
+        return {"mode": mode, "phase": "whole"}
+    return {"mode": mode, "phase": "whole", "predicted_gib": top.allocated / GIB,
+            "predicted_requested_gib": top.requested / GIB}
+
+
+def classified(recording: Recording, config: Config) -> pd.DataFrame:
+    """The recorded step's allocations with what each was for: ``size`` (bytes asked for), ``allocated_at``,
+    ``freed_at`` (events from the history's begin), ``line``, ``phase``, ``region``, ``layer`` (missing outside
+    the blocks), ``kind``.
+
+    Gradients are the tensors of that name. What is saved for backward is made in forward or loss and freed in
+    backward; what those leave behind (logits, loss: the step's frame holds them) is other; an autocast copy has
+    a weight's bytes, is made by that weight's region and outlives the matmul. (Where batch times context is one
+    of the weight's sides, the copy of an input has the same bytes and is taken for one.)
 
     Raises:
-        StepscopeError: the live bytes differ from the allocator's own number at some mark.
+        StepscopeError: live bytes differ from the allocator's own number at the end or peak of a phase.
     """
-    table, first = table.copy(), int(marks["allocations"].iloc[0])
-    order = pd.Series(range(len(table)), index=table.index) + first  # how many allocations there were before
-    begun = first + int(marks["frees"].iloc[0])
-    places = [m.allocations + m.frees - begun for m in marks.itertuples()]
-    marks = marks.assign(event=places)
-    which = marks["allocations"].searchsorted(order, side="right").clip(max=len(marks) - 1)
-    table["step"], table["phase"] = marks["step"].to_numpy()[which], marks["phase"].to_numpy()[which]
-    table["region"], table["layer"] = _regions(order, regions, table, config.num_layers)
-    freed = table["freed_at"].astype("float64").fillna(float("inf"))
-    table["category"] = "temporaries"
-    table.loc[freed >= places[-1], "category"] = "other"
-    if config.mode != "forward":
-        _name_activations(table, freed, marks)
-    if config.precision in ("bf16", "fp16"):
-        _name_copies(table, freed, config)
-    for count, frees, category, addresses in owners:
-        event = count + frees - begun
-        alive = (table["allocated_at"] < event) & (freed >= event) & table["address"].isin(addresses)
-        table.loc[alive, "category"] = category
-    cleared = marks.set_index("phase")["event"]
-    workspaces = (freed >= cleared["gradients cleared"]) & (freed < cleared["workspaces cleared"])
-    table.loc[workspaces, "category"] = "cuBLAS workspace"
-    for mark in marks.itertuples():
-        live = int(table.loc[(table["allocated_at"] < mark.event) & (freed >= mark.event), "size"].sum())
-        if live + int(marks["requested_bytes"].iloc[0]) != mark.requested_bytes:
-            raise StepscopeError(f"allocations recorded by the end of step {mark.step}, {mark.phase}:"
-                                 f" {live} bytes live, but the allocator says {mark.requested_bytes}")
+    table = allocations(recording.snapshot)
+    names, ends = [name for name, *_ in recording.phases], _ends(recording)
+    place = np.searchsorted(ends, table["allocated_at"], side="right").clip(max=len(names) - 1)
+    table["phase"] = np.array(names)[place]
+    order = recording.start.allocations + np.arange(len(table))
+    table["region"], table["layer"] = _regions(order, table["phase"], recording.regions, config.num_layers)
+    freed, end_of = table["freed_at"], dict(zip(names, ends, strict=True))
+    table["kind"] = "temporaries"
+    table.loc[freed >= ends[-1], "kind"] = "other"
+    if "backward" in end_of:
+        waits = table["phase"].isin(["forward", "loss"]) & (freed >= end_of["loss"])
+        table.loc[waits, "kind"] = "saved for backward"
+        table.loc[waits & (freed >= end_of["backward"]), "kind"] = "other"
+        alive = (table["allocated_at"] < end_of["backward"]) & (freed >= end_of["backward"])
+        table.loc[alive & table["address"].isin(recording.gradients), "kind"] = "gradients"
+    if recording.precision in ("bf16", "fp16"):
+        _name_copies(table, config, recording.mode)
+    _check(table, recording)
     return table.drop(columns="address")
 
 
-def _name_activations(table: pd.DataFrame, freed: pd.Series, marks: pd.DataFrame) -> None:
-    """Name what each backward pass finds and frees, and what it finds and leaves."""
-    ends = {(mark.step, mark.phase): mark.event for mark in marks.itertuples()}
-    before = table["phase"].isin(["forward", "loss"])
-    for index in marks.loc[marks["phase"] == "backward", "step"].unique():
-        rows = (table["step"] == index) & before & (freed >= ends[index, "loss"])
-        table.loc[rows, "category"] = "activations"
-        table.loc[rows & (freed >= ends[index, "backward"]), "category"] = "other"
+def _ends(recording: Recording) -> list[int]:
+    """Events up to the end of each phase."""
+    start = recording.start.allocations + recording.start.frees
+    return [end.allocations + end.frees - start for _, _, end in recording.phases]
 
 
-def _name_copies(table: pd.DataFrame, freed: pd.Series, config: Config) -> None:
+def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Name autocast's copies of weights."""
     size_of = {"attention.qkv": 2 * config.d_model**2, "attention.output": 2 * config.d_model**2,
                "ffn": 2 * config.d_model * config.d_ff, "head": 2 * config.d_model * config.vocab_size}
     forward = table["phase"] == "forward"
-    if config.mode != "forward":
-        lasting = table["category"] == "activations"
-    else:  # they live until autocast ends, after the last allocation of their forward
-        lasting = freed > table["step"].map(table[forward].groupby("step")["allocated_at"].max())
-    copies = forward & (table["size"] == table["region"].map(size_of)) & lasting
-    table.loc[copies, "category"] = "autocast copies"
+    # without a backward they live until autocast ends, after the last allocation of forward
+    lasting = (table["freed_at"] > table.loc[forward, "allocated_at"].max() if mode == "forward"
+               else table["kind"] == "saved for backward")
+    table.loc[forward & (table["size"] == table["region"].map(size_of)) & lasting, "kind"] = "bf16 copies"
 
 
-def _regions(order: pd.Series, regions: Regions, table: pd.DataFrame,
-             layers: int) -> tuple[list[str], pd.api.extensions.ExtensionArray]:
-    """Region and layer of each allocation, of whose step and phase is known. Blocks are counted as they open,
-    in backward by the two sums that each ends in."""
+def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[int, str | None]],
+             layers: int) -> tuple[list[str], list[float]]:
+    """Region and layer of each allocation. Blocks are counted as they open, in backward by the two sums that
+    each ends in."""
     names: list[str] = []
-    numbers: list[int | None] = []
+    numbers: list[float] = []
     stack: list[str] = []
     at, blocks, sums, last = 0, -1, -1, None
-    for number, now in zip(order, zip(table["step"], table["phase"])):
-        if now != last:
-            blocks, sums, last = -1, -1, now
+    for number, phase in zip(order, phases):
+        if phase != last:
+            blocks, sums, last = -1, -1, phase
         while at < len(regions) and regions[at][0] <= number:
             name = regions[at][1]
             at += 1
@@ -112,55 +104,135 @@ def _regions(order: pd.Series, regions: Regions, table: pd.DataFrame,
             stack.append(name)
             blocks += name == "block"
             sums += name == "residual"
-        inside = now[1] == "forward" and "block" in stack
+        inside = phase == "forward" and "block" in stack
         names.append(stack[-1] if stack else "")
-        behind = now[1] == "backward" and sums >= 0 and names[-1] != "embedding"
-        numbers.append(blocks if inside else layers - 1 - sums // 2 if behind else None)
-    return names, pd.array(numbers, dtype="Int64")
+        behind = phase == "backward" and sums >= 0 and names[-1] != "embedding"
+        numbers.append(blocks if inside else layers - 1 - sums // 2 if behind else float("nan"))
+    return names, numbers
 
 
-def levels(table: pd.DataFrame, marks: pd.DataFrame) -> pd.DataFrame:
-    """Bytes by category at the end of each phase and at its peak: columns step, phase, moment, category,
-    bytes; and of a peak ``layer``, ``region``, ``line`` and ``size`` of the allocation that made it.
+def _check(table: pd.DataFrame, recording: Recording) -> None:
+    """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
+    known, live = sum(recording.before.values()), live_bytes(table).sum(axis=0)
+    start = recording.start.allocations + recording.start.frees
+    if known != recording.start.requested:
+        raise StepscopeError(f"{recording.mode}: weights, optimizer state, batch and workspaces are {known} bytes,"
+                             f" but the allocator says {recording.start.requested}")
+    for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
+        first = begin.allocations + begin.frees - start
+        told = {"ends with": (live[at], end.requested),
+                "peaks at": (live[first:at + 1].max(), end.peak_requested)}
+        for what, (ours, theirs) in told.items():
+            if known + ours != theirs:
+                raise StepscopeError(f"{recording.mode}, {phase}: the history {what} {known + int(ours)} bytes, but"
+                                     f" the allocator says {theirs}")
 
-    What the allocator's rounding adds at a peak is the difference of its two peaks, allocated and requested.
 
-    Raises:
-        StepscopeError: a phase's peak in the history is not the allocator's own.
-    """
-    begun = int(marks["allocations"].iloc[0] + marks["frees"].iloc[0])
-    freed = table["freed_at"].astype("float64").fillna(float("inf"))
-    rows: list[dict] = []
-    for mark in marks.itertuples():
-        if mark.phase not in PHASE_NAMES:
+def live_bytes(table: pd.DataFrame) -> np.ndarray:
+    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event."""
+    freed = table[np.isfinite(table["freed_at"])]
+    events = int(max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)) + 2
+    live = np.zeros((len(LIVE), events), dtype=np.int64)
+    row = {kind: number for number, kind in enumerate(LIVE)}
+    for sign, rows, event in ((1, table, "allocated_at"), (-1, freed, "freed_at")):
+        at = rows["kind"].map(row).to_numpy(int), rows[event].to_numpy(int) + 1
+        np.add.at(live, at, sign * rows["size"].to_numpy())
+    return live.cumsum(axis=1)
+
+
+def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list[dict]:
+    """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached and
+    the allocation that makes it, all in GiB."""
+    live, start = live_bytes(table), recording.start.allocations + recording.start.frees
+    base = np.array([recording.before.get(kind, 0) for kind in LIVE])
+    reserved, rows = max(end.peak_reserved for _, _, end in recording.phases) / GIB, []
+    for (phase, begin, _), (_, _, end), last in zip(recording.phases, recording.phases, _ends(recording)):
+        first = begin.allocations + begin.frees - start
+        event = first + int(live[:, first:last + 1].sum(axis=0).argmax())
+        held = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
+        made = table[table["allocated_at"] == event - 1]
+        what = made.iloc[0] if len(made) else pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})
+        rows.append({"mode": recording.mode, "phase": phase, "peak_gib": end.peak_allocated / GIB,
+                     "requested_gib": end.peak_requested / GIB, "reserved_gib": end.peak_reserved / GIB, **held,
+                     column("rounding"): (end.peak_allocated - end.peak_requested) / GIB, "peak_in": phase,
+                     "layer": what["layer"], "region": what["region"], "line": what["line"],
+                     "allocation_gib": what["size"] / GIB})
+    top = max(rows, key=lambda row: row["peak_gib"])
+    return [*rows, top | peak_row(config, recording.mode) | {"reserved_gib": reserved}]
+
+
+def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
+    """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind; at
+    most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
+    ends = _ends(recording)
+    base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
+    live = (live_bytes(table)[:, :ends[-1] + 1] + base) / GIB
+    total, stretch = live.sum(axis=0), -(-live.shape[1] // (POINTS // 2))
+    events = sorted({first + int(pick(total[first:first + stretch])) for first in range(0, len(total), stretch)
+                     for pick in (np.argmin, np.argmax)})
+    names = np.array([name for name, *_ in recording.phases])
+    place = np.searchsorted(ends, np.array(events) - 1, side="right").clip(max=len(names) - 1)
+    return pd.DataFrame({"mode": recording.mode, "event": events, "phase": names[place],
+                         **{column(kind): live[row, events] for row, kind in enumerate(LIVE)}})
+
+
+def largest(table: pd.DataFrame) -> pd.DataFrame:
+    """The largest allocations of a forward pass by line of code and size: rank, line, source, region, tensor
+    (empty), mib (of each), count (how many of them)."""
+    forward = table[table["phase"] == "forward"]
+    grouped = forward.groupby(["line", "region", "size"], sort=False).size().rename("count").reset_index()
+    grouped = grouped.sort_values(["size", "count"], ascending=False, kind="stable").head(LARGEST)
+    return pd.DataFrame({"what": "allocated in forward", "rank": range(1, len(grouped) + 1),
+                         "line": grouped["line"].to_numpy(), "source": [source(line) for line in grouped["line"]],
+                         "region": grouped["region"].to_numpy(), "tensor": "",
+                         "mib": grouped["size"].to_numpy() / MIB, "count": grouped["count"].to_numpy()})
+
+
+def source(line: str) -> str:
+    """The text of a line of this package, such as "stepscope/step/model.py:103"; empty for others."""
+    path, _, number = line.rpartition(":")
+    if not path.startswith(f"{PACKAGE.name}/"):
+        return ""
+    return linecache.getline(str(Path(PACKAGE.parent) / path), int(number)).strip()
+
+
+def tables(config: Config, recordings: list[Recording]) -> dict[str, pd.DataFrame]:
+    """``peaks``, ``allocations`` and ``timeline`` of all modes; a mode that ran out of memory has a row in
+    ``peaks`` that says so, and so has every mode where nothing could be recorded."""
+    nothing = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
+    rows = [] if recordings else [peak_row(config, mode) | nothing for mode in config.modes]
+    lines, times = [], []
+    for recording in recordings:
+        if recording.reason:
+            rows.append(peak_row(config, recording.mode) | {"status": "oom", "reason": recording.reason})
             continue
-        end = int(mark.allocations + mark.frees - begun)
-        live = live_bytes(table, int(mark.begun_at) - begun, end)
-        top, peak_event = int(live.max()), int(live.idxmax())
-        if top + int(marks["requested_bytes"].iloc[0]) != mark.peak_requested_bytes:
-            raise StepscopeError(f"step {mark.step}, {mark.phase}: the history peaks at {top} bytes, the"
-                                 f" allocator says {mark.peak_requested_bytes}")
-        made = table[table["allocated_at"] == peak_event - 1]
-        what = {name: made[name].iloc[0] if len(made) else None
-                for name in ("layer", "region", "line", "size")}
-        at_end, at_top = (mark.allocated_bytes - mark.requested_bytes,
-                          mark.peak_allocated_bytes - mark.peak_requested_bytes)
-        for moment, event, rounding in (("end", end, at_end), ("peak", peak_event, at_top)):
-            group = (
-                table[(table["allocated_at"] < event) & (freed >= event)].groupby("category")["size"].sum()
-            )
-            group["allocator rounding"] = rounding
-            rows += [{"step": mark.step, "phase": mark.phase, "moment": moment, "category": category,
-                      "bytes": int(group.get(category, 0))} | (what if moment == "peak" else {})
-                     for category in CATEGORIES]
-    return pd.DataFrame(rows)
+        table = classified(recording, config)
+        rows += [row | {"status": "ok", "reason": ""} for row in peak_rows(recording, table, config)]
+        times.append(timeline(recording, table))
+        if recording.mode == "forward":
+            lines.append(largest(table))
+    return {"peaks": typed(pd.DataFrame(rows), PEAK_COLUMNS), "allocations": together(lines, LINE_COLUMNS),
+            "timeline": together(times, TIMELINE_COLUMNS)}
 
 
-def live_bytes(table: pd.DataFrame, first: int, end: int) -> pd.Series:
-    """Live bytes after so many events, by number of events from ``first`` to ``end``."""
-    freed = table.dropna(subset="freed_at")
-    changes = np.zeros(end + 1)
-    for at, sizes in ((table["allocated_at"], table["size"]), (freed["freed_at"], -freed["size"])):
-        at = at.to_numpy(dtype=int) + 1
-        np.add.at(changes, at[at <= end], sizes.to_numpy()[at <= end])
-    return pd.Series(changes.cumsum()[first:], range(first, end + 1))
+TEXT, NUMBER = "str", "float64"
+PEAK_COLUMNS = {
+    "mode": TEXT, "phase": TEXT, "status": TEXT, "reason": TEXT, "peak_gib": NUMBER, "requested_gib": NUMBER,
+    "reserved_gib": NUMBER, "predicted_gib": NUMBER, "predicted_requested_gib": NUMBER,
+    **{column(kind): NUMBER for kind in KINDS}, "peak_in": TEXT, "layer": NUMBER, "region": TEXT, "line": TEXT,
+    "allocation_gib": NUMBER}
+LINE_COLUMNS = {"what": TEXT, "rank": "int64", "line": TEXT, "source": TEXT, "region": TEXT, "tensor": TEXT,
+                "mib": NUMBER, "count": "int64"}
+TIMELINE_COLUMNS = {"mode": TEXT, "event": "int64", "phase": TEXT, **{column(kind): NUMBER for kind in LIVE}}
+
+
+def typed(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+    """These columns in these types; a text that is missing is empty."""
+    frame = frame.reindex(columns=list(columns))
+    texts = {name: "" for name, kind in columns.items() if kind == TEXT}
+    return frame.astype(dict.fromkeys(texts, object)).fillna(texts).astype(columns)
+
+
+def together(frames: list[pd.DataFrame], columns: dict[str, str]) -> pd.DataFrame:
+    """All rows, in columns of these types; empty where there are none."""
+    return typed(pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), columns)

@@ -1,75 +1,31 @@
-"""PyTorch's memory snapshots: read without running what is in them, and reduced to a table of allocations.
+"""PyTorch's memory history: as a table of allocations, and as a file for PyTorch's memory viewer.
 
-A snapshot is a pickle, and a pickle can name any function to be called when it is read. Those that PyTorch
-writes hold plain data only, so the unpickler here refuses every name.
+The history comes from this process (``torch.cuda.memory._snapshot()``); no pickle is ever read.
 """
 import pickle
 import pickletools
 import re
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from stepscope import StepscopeError
 
-ALLOCATION_COLUMNS = ["size", "address", "allocated_at", "freed_at", "line", "function"]
+COLUMNS = ["size", "address", "allocated_at", "freed_at", "line"]
 # The part of a path that says where in which project a file is, wherever that is installed.
-PLACE = re.compile(
-    r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$"
-)
-
-# What reading a pickle that is none, or a damaged one, ends in.
-DAMAGED = (pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError,
-           TypeError, ValueError)
-
-
-class SnapshotError(StepscopeError, ValueError):
-    """A file that is no memory snapshot, or that holds more than plain data."""
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists, tuples and dictionaries, and refuses all else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot holds plain data only")
-
-    def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to data outside of itself")
-
-
-def load_snapshot(path: Path) -> dict:
-    """A snapshot as ``torch.cuda.memory._dump_snapshot`` wrote it.
-
-    Raises:
-        SnapshotError: the file cannot be read, is no pickle of plain data, or not a snapshot's dictionary.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            snapshot = PlainUnpickler(file).load()
-    except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read ({error.strerror})") from None
-    except DAMAGED as error:
-        raise SnapshotError(
-            f"{path}: not read as a memory snapshot: {error or type(error).__name__}"
-        ) from None
-    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("device_traces"), list):
-        raise SnapshotError(
-            f"{path}: expected a snapshot's dictionary with a list device_traces, and it holds none"
-        )
-    return snapshot
+PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
+RANGES = re.compile(r"stepscope/step/(ranges|annotate)\.py$")  # calls the model's methods, and makes nothing
 
 
 def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
-    """Every allocation of one device's history, in order: one row each, in :data:`ALLOCATION_COLUMNS`.
+    """Every allocation of one device's history, in order: one row each, in :data:`COLUMNS`.
 
     ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
-    from 0 on, both in one numbering; ``freed_at`` is missing while it lives. ``line`` is the innermost line
-    of the model or, failing that, of an installed package, as ``path:line`` without the machine's part of the
-    path; empty where no Python ran (backward).
+    from 0 on, both in one numbering; ``freed_at`` is infinite while it lives. ``line`` is the innermost line
+    of this package or of torch's optimizers, as ``path:line``; empty where no Python ran (backward).
 
     Raises:
-        SnapshotError: the history has another shape than PyTorch's.
+        StepscopeError: the history has another shape than PyTorch's.
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
@@ -77,22 +33,28 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     try:
         for entry in snapshot["device_traces"][device]:
             if entry["action"] == "alloc":
-                for number in (entry["addr"], entry["size"]):
-                    if not isinstance(number, int) or not 0 <= number < 2**63:
-                        raise ValueError(f"{number!r:.80} is no address or size of 64 bits")
-                line, function = _place(entry.get("frames", []))
                 open_at[entry["addr"]] = len(rows)
-                rows.append([entry["size"], entry["addr"], event, None, line, function])
+                rows.append([entry["size"], entry["addr"], event, float("inf"), line_of(entry.get("frames", []))])
             elif entry["action"] == "free_requested":
                 if entry["addr"] in open_at:  # what was there before the history began has no row
                     rows[open_at.pop(entry["addr"])][3] = event
             else:
                 continue
             event += 1
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise SnapshotError(f"the snapshot's history of device {device} is not as expected"
-                            f" ({type(error).__name__}: {error})") from None
-    return pd.DataFrame(rows, columns=ALLOCATION_COLUMNS).astype({"freed_at": "Int64"})
+    except (KeyError, IndexError, TypeError) as error:
+        raise StepscopeError(f"the memory history of device {device} is not as expected"
+                             f" ({type(error).__name__}: {error})") from None
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def line_of(frames: list[dict]) -> str:
+    """The innermost frame in this package (its ranges aside) or in torch's optimizers: "path:line"."""
+    for frame in frames:
+        found = PLACE.search(frame["filename"])
+        path = found and (found[1] or found[2])
+        if path and path.startswith(("stepscope/", "torch/optim/")) and not RANGES.search(path):
+            return f"{path}:{frame['line']}"
+    return ""
 
 
 def portable(snapshot: dict) -> bytes:
@@ -125,21 +87,3 @@ def portable(snapshot: dict) -> bytes:
 
     # torch/utils/viz/MemoryViz.js reads protocols 2 to 4.
     return pickletools.optimize(pickle.dumps(clean(snapshot), protocol=4))
-
-
-def _place(frames: list[dict]) -> tuple[str, str]:
-    """The innermost frame in this package (its ranges aside), else in the optimizer or another package: line,
-    function.
-    """
-    fallback = ("", "")
-    for frame in frames:
-        found = PLACE.search(frame["filename"])
-        if not found or "annotate.py" in frame["filename"]:
-            continue
-        place = f"{found[1] or found[2]}:{frame['line']}", frame["name"]
-        if found[1]:
-            return place if not fallback[0].startswith("torch/optim") else fallback
-        if not fallback[0] or (found[2].startswith("torch/optim")
-                               and not fallback[0].startswith("torch/optim")):
-            fallback = place
-    return fallback

@@ -1,80 +1,82 @@
-"""The memory study's tables over all of its records, and the accounting's own."""
+"""The memory study's tables, and those that chapters print."""
+from collections.abc import Mapping
+
 import pandas as pd
+import pandera.pandas as pa
 
-from stepscope.config import StepConfig, configure
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
-from stepscope.runs.tables import by_size, load_table, runs_frame
-from stepscope.step.accounting import MIB, at_rest, instants, peak, require_formulas, value
+from stepscope.config import PHASES, SIZES
+from stepscope.report.schemas import STATUSES, WITHIN, measured, tidy, word
+from stepscope.step.accounting import KINDS
+from stepscope.studies.memory.config import Config
+from stepscope.studies.memory.history import LIVE, column
 
-ALLOCATIONS = "allocations.parquet"  # as a record names it
-RECORDED = {"allocations": ALLOCATIONS}
-RECORDED |= {name: name for name in ("levels", "saved", "checkpoints", "samples", "stacks")}
-RECORDED |= {"foretold": "predicted"}  # what the formulas said when the run was made
+CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
+          "expandable_segments")
+Tables = Mapping[str, pd.DataFrame]
+WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
+OUTCOME = {"status": word(*STATUSES), "reason": word()}
 
 
-def all_runs(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """The study's tables over all records, each row with its run's study and id; empty where nothing was run.
+def whole(nullable: bool = False) -> pa.Column:
+    return pa.Column(int, pa.Check.in_range(0, 2**53), nullable=nullable, coerce=True)
 
-    ``runs`` has a row a run, the ones that ended out of memory too, smallest size and context first: beside
-    its configuration and results ``predicted_mib`` (the accounting's peak of its configuration),
-    ``parameters_bytes``, ``measured`` (``history``, ``checkpointing``, ``reach``: that at several contexts,
-    or ``stacks``) and ``gpu_memory_mib``.
-    ``predicted`` is :func:`predicted` of each, ``foretold`` what it was when the run was made.
+
+SCHEMAS = {
+    "peaks": tidy(("mode", "phase"), **WITHIN, **OUTCOME, **{name: measured() for name in (
+        "peak_gib", "requested_gib", "reserved_gib", "predicted_gib", "predicted_requested_gib", "layer",
+        "allocation_gib", *map(column, KINDS))}, peak_in=word("", *PHASES["step"]), region=word(), line=word()),
+    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=whole(), line=word(), source=word(), region=word(),
+                        tensor=word(), mib=measured(nullable=False), count=whole()),
+    "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=whole(), phase=word(*PHASES["step"]),
+                     **{column(kind): measured(nullable=False) for kind in LIVE}),
+    "checkpoints": tidy(("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=whole(), arrangement=word(),
+                        **OUTCOME, **{name: measured() for name in (
+                            "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib",
+                            "predicted_gib", "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
+}
+KEYS = {name: (*CONFIG, *schema.unique) for name, schema in SCHEMAS.items()}
+
+
+def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """One run's tables as the report has them, for its notebook's pictures."""
+    fields = {name: getattr(config, name) for name in CONFIG}
+    return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
+
+
+USUAL = 512  # the context that sentences speak of
+PLAIN = {"attention": "naive", "optimizer": "foreach", "expandable_segments": False}
+
+
+def of_largest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest size."""
+    order = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}
+    sizes = frame["size"].map(order).fillna(0)
+    return frame[sizes == sizes.max()]
+
+
+def usual(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
+    """The rows that sentences speak of: the largest size's plain step (fp32 unless ``fields`` say another
+    precision) at the context nearest to 512.
+
+    Raises:
+        LookupError: there are none.
     """
-    records = [record for record in records if record.study == "memory" and record.done]
-    if not records:
-        return dict.fromkeys(("runs", "predicted", *RECORDED), pd.DataFrame())
-    configs = [_config(record) for record in records]
-    runs = runs_frame(records).assign(
-        predicted_mib=[peak(config).allocated / MIB for config in configs],
-        parameters_bytes=[at_rest(config)["parameters"] for config in configs],
-        measured=[_measured(record) for record in records],
-        gpu_memory_mib=[record.machine.get("gpu_memory_mib", float("nan")) for record in records])
-    tables = {name: load_table(store, records, recorded) for name, recorded in RECORDED.items()}
-    tables["predicted"] = pd.concat([predicted(config).assign(run_id=record.run_id)
-                                     for config, record in zip(configs, records)], ignore_index=True)
-    if len(settings := tables["checkpoints"]):
-        settings = settings.merge(runs[["run_id", "size", "context_length"]], on="run_id",
-                                  suffixes=("", "_of_run"))
-        if "context_length_of_run" in settings:  # runs of before have no context of their own in a row
-            of_run = settings.pop("context_length_of_run")
-            settings["context_length"] = settings["context_length"].fillna(of_run).astype(int)
-        tables["checkpoints"] = settings
-    return {"runs": by_size(runs)} | tables
+    rows = of_largest(where(frame, **PLAIN | {"precision": "fp32"} | fields))
+    distance = (rows["context_length"] - USUAL).abs()
+    return rows[distance == distance.min()]
 
 
-def _measured(record: Record) -> str:
-    """What a run measured, by its configuration."""
-    fields = record.config
-    kinds = {"reach": "contexts", "checkpointing": "checkpoints", "stacks": "stacks"}
-    return next((kind for kind, field in kinds.items() if fields.get(field)), "history")
+def where(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
+    """The rows in which columns have these values.
 
-
-def _config(record: Record) -> StepConfig:
-    """A record's configuration, on a machine without its device too."""
-    config = configure(**record.config | {"device": "cpu"})
-    assert isinstance(config, StepConfig)
-    return config.model_copy(update={"device": record.config["device"]})
-
-
-def predicted(config: StepConfig) -> pd.DataFrame:
-    """The accounting's bytes by category: columns moment (``at rest``, ``after loss``, ``peak``), category,
-    bytes.
-
-    After loss, what is saved for backward is complete; without gradients there is no such moment.
+    Raises:
+        LookupError: there are none.
     """
-    moments = {"at rest": at_rest(config), "peak": peak(config).categories}
-    if config.mode != "forward":
-        f, at = require_formulas(config), at_rest(config)
-        logits = value(f.logits, config)
-        copies = config.num_layers * value(f.copies, config) + value(f.head_copies, config)
-        saved = (config.num_layers * value(f.saved, config) + value(f.end, config)
-                 - value(f.head_copies, config) - logits)
-        workspace = next(i for i in instants(config) if i.phase == "loss").categories["cuBLAS workspace"]
-        # Logits and loss are held by the step.
-        moments["after loss"] = at | {
-            "activations": saved + value(f.loss_saved, config), "autocast copies": copies,
-            "other": at["other"] + logits + 4, "cuBLAS workspace": workspace}
-    rows = [(moment, *item) for moment, sizes in moments.items() for item in sizes.items()]
-    return pd.DataFrame(rows, columns=["moment", "category", "bytes"])
+    for name, value in fields.items():
+        frame = frame[frame[name] == value]
+    if frame.empty:
+        raise LookupError(f"no rows with {fields}")
+    return frame
+
+
+PRINTED = {}

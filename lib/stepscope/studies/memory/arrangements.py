@@ -5,13 +5,12 @@ an arrangement under a checkpoint, of which forward keeps the input only. ``[[0,
 checkpoints of two blocks, ``[[[0], [1]], [[2], [3]]]`` four blocks halved twice. Backward runs a checkpoint's
 parts again; the checkpoints among them are then kept and run again in their turn.
 
-With one level, √N checkpoints of √N blocks keep O(√N) for one more forward pass (Chen et al. 2016,
-arXiv:1604.06174), and halving again and again O(log N) for O(N log N) (the same). What ``c``
-checkpoints can do with ``r`` runs of each block, C(c + r, c) blocks, is the optimum that Griewank & Walther's
-revolve attains (2000, doi:10.1145/347837.347846); its end where running again costs nothing is a single kept
-input, from which every block is reached anew: O(1) kept, O(N²) runs.
+With one level, √N checkpoints of √N blocks keep O(√N) for one more forward pass, and halving again and again
+O(log N) for O(N log N) (Chen et al. 2016, arXiv:1604.06174). Where running again costs nothing the optimum is
+a single kept input, from which every block is reached anew: O(1) kept, O(N²) runs (the end of what Griewank &
+Walther's revolve trades, 2000, doi:10.1145/347837.347846).
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil, sqrt
 from typing import Any
@@ -48,7 +47,7 @@ def from_the_start(blocks: int) -> Arrangement:
     return [inside]
 
 
-ARRANGEMENTS = {
+ARRANGEMENTS: dict[str, Callable[[int], Arrangement]] = {
     "none": unchecked,
     "square root": lambda blocks: every(blocks, ceil(sqrt(blocks))),
     "every block": lambda blocks: every(blocks, 1),
@@ -93,7 +92,7 @@ def _kept(arrangement: Arrangement, stream: int, saved: int, below: int) -> int:
 def arranged(model: torch.nn.Module, arrangement: Arrangement) -> Iterator[None]:
     """Run the model's blocks under an arrangement's checkpoints; the results are the same."""
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        return model.logits(model.final_norm(run(arrangement, model.embed(tokens), model)))
+        return model.read_out(run(arrangement, model.embed(tokens), model))
 
     model.forward = forward  # shadows the class's; deleting it brings that back
     try:

@@ -1,0 +1,127 @@
+"""Time and peak of a step under activation checkpoints: of settings of one level, and of nested arrangements."""
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from stepscope.step.accounting import GIB, formulas_of, predicted_gib, value
+from stepscope.step.training_step import Step, build_step, release
+from stepscope.studies.memory.arrangements import ARRANGEMENTS, arranged, block_runs, every, kept, unchecked
+from stepscope.studies.memory.config import Config
+from stepscope.studies.memory.history import NUMBER, TEXT, typed
+from stepscope.traces.in_process import Counts, Taken, take
+
+CHECKPOINT_COLUMNS = {
+    "mode": TEXT, "blocks": "int64", "arrangement": TEXT, "blocks_per_checkpoint": NUMBER, "status": TEXT,
+    "reason": TEXT, "wall_ms": NUMBER, "gpu_ms": NUMBER, "busy": NUMBER, "peak_gib": NUMBER, "reserved_gib": NUMBER,
+    "predicted_gib": NUMBER, "state_gib": NUMBER, "block_runs": NUMBER, "expected_runs": NUMBER,
+    "expected_kept_gib": NUMBER}
+MEASURED = ["status", "reason", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib"]
+
+
+@dataclass
+class Cell:
+    """One setting in one mode: what it is, and what was read."""
+
+    fields: dict[str, Any]
+    taken: Taken
+
+
+def measure(config: Config) -> list[Cell]:
+    """All settings of the configuration, in the GPU's turn; :func:`table` does the rest without it."""
+    return measure_stacks(config) if config.stacks else measure_settings(config)
+
+
+def measure_settings(config: Config) -> list[Cell]:
+    """Each mode under each setting of ``checkpoints``; forward alone has none."""
+    layers = config.num_layers
+    step = build_step(config, mode="step" if "step" in config.modes else "forward_backward")
+    found = []
+    for mode in config.modes:
+        for k in [0] if mode == "forward" else config.checkpoints:
+            name = f"every {k}" if k else "none"
+            fields = {"mode": mode, "blocks": layers, "arrangement": name, "blocks_per_checkpoint": k,
+                      "predicted_gib": predicted_gib(config, mode, k)}
+            found.append(measure_one(step.of(mode), every(layers, k) if k else unchecked(layers), fields, config))
+    return found
+
+
+def measure_stacks(config: Config) -> list[Cell]:
+    """Each arrangement (:data:`ARRANGEMENTS`) over each number of blocks in ``stacks``.
+
+    Gradients are there from the start and are added to, so that what comes beyond ``state_gib`` is saved
+    tensors and temporaries alone.
+    """
+    return [cell for blocks in config.stacks for cell in cells_of_stack(config, blocks)]
+
+
+def cells_of_stack(config: Config, blocks: int) -> list[Cell]:
+    """The cells of one number of blocks; its model is gone after it."""
+    release(config.device, after_error=True)
+    here = config.step(num_layers=blocks)
+    step = KeepingGradients(**vars(build_step(here, mode="forward_backward")))
+    with arranged(step.model, every(blocks, 1)):
+        step()  # makes the gradients
+    stream, saved = value("4X", here), value(formulas_of(here).saved, here)
+    found = []
+    for name, arrange in ARRANGEMENTS.items():
+        parts = arrange(blocks)
+        fields = {"mode": "forward_backward", "blocks": blocks, "arrangement": name,
+                  "expected_runs": block_runs(parts), "expected_kept_gib": kept(parts, stream, saved) / GIB}
+        found.append(measure_one(step, parts, fields, config))
+    return found
+
+
+class KeepingGradients(Step):
+    """A step that adds to the gradients that there are."""
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+
+
+def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config) -> Cell:
+    """One step under an arrangement's checkpoints: wall time, GPU time, peaks, and how often blocks ran."""
+    step.clear_gradients()
+    release(config.device, after_error=True)  # else what the setting before left in cycles counts here
+    if config.device == "cuda":
+        fields = fields | {"state_gib": torch.cuda.memory_allocated() / GIB}
+    with arranged(step.model, parts), counted(step.model) as runs:
+        taken = take([step], Counts(steps=config.timed_steps, warmups=config.warmup_steps, captured=1, replays=0))
+    gc.collect()
+    return Cell(fields | {"block_runs": runs[0]}, taken)
+
+
+@contextmanager
+def counted(model: torch.nn.Module) -> Iterator[list[int | None]]:
+    """How often the model's blocks ran in the first step within: one number, None where a step did not end."""
+    runs: list[int | None] = [None]
+    calls = 0
+
+    def called(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def begun(*_: Any) -> None:
+        nonlocal calls
+        runs[0], calls = calls if calls and runs[0] is None else runs[0], 0
+    hooks = [block.register_forward_pre_hook(called) for block in model.blocks]
+    hooks.append(model.register_forward_pre_hook(begun))
+    try:
+        yield runs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def table(cells: list[Cell]) -> pd.DataFrame:
+    """A row a cell, in :data:`CHECKPOINT_COLUMNS`."""
+    rows = []
+    for cell in cells:
+        times, _, _ = cell.taken.tables()
+        whole = times[times["phase"] == "whole"].iloc[0]
+        rows.append(cell.fields | whole[MEASURED].to_dict())
+    return typed(pd.DataFrame(rows), CHECKPOINT_COLUMNS)
