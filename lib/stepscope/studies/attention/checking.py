@@ -14,11 +14,11 @@ SQUARE = 2**28
 def reference(inputs: Inputs) -> list[Tensor]:
     """Output and gradients of q, k, v in float64, by textbook softmax, one batch element at a time."""
     batches = zip(*(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)))
-    rows = [element(q, k, v, gradient, inputs.causal) for q, k, v, gradient in batches]
+    rows = [_element(*tensors) for tensors in batches]
     return [torch.stack(column) for column in zip(*rows)]
 
 
-def element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, causal: bool) -> tuple[Tensor, ...]:
+def _element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """Output, dq, dk and dv of one batch element, (1, T, d) each."""
     sequence = q.shape[-2]
     queries = max(1, SQUARE // sequence)
@@ -30,8 +30,7 @@ def element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, causal: bool) -> 
         leaves = [x.requires_grad_() for x in (q[:, these].clone(), k.clone(), v.clone())]
         some, keys, values = leaves
         scores = some @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
-        if causal:
-            scores.masked_fill_(places > places[these, None], float("-inf"))
+        scores.masked_fill_(places > places[these, None], -inf)
         output = torch.softmax(scores, dim=-1) @ values
         del scores
         dq, its_dk, its_dv = torch.autograd.grad(output, leaves, gradient[:, these])
@@ -44,10 +43,9 @@ def element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, causal: bool) -> 
 
 def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, float]:
     """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the
-    reference.
-
-    What is not a number counts as infinite, since NaN would be lost in a ``max``.
-    """
+    reference. What is missing or no number counts as infinite, since NaN would be lost in a ``max``."""
     found = (output.detach(), inputs.q.grad, inputs.k.grad, inputs.v.grad)
-    relative = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
-    return {f"{name}_error": error if isfinite(error) else inf for name, error in zip(QUANTITIES, relative)}
+    relative = [inf if a is None else float((a.double() - b).norm() / b.norm())
+                for a, b in zip(found, expected, strict=True)]
+    return {f"{name}_error": error if isfinite(error) else inf
+            for name, error in zip(QUANTITIES, relative, strict=True)}

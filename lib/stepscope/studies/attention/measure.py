@@ -1,160 +1,123 @@
-"""Attention by itself: implementations side by side, each checked against float64 before it is timed."""
+"""Attention by itself: every implementation is checked against float64 at every sequence, then what passed is
+timed, then captured for its GPU time."""
+import re
 import warnings
-from collections.abc import Callable
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from stepscope.say.formats import ms
-from stepscope.step.compiling import Compiles, allow_recompiling, reason, release
-from stepscope.step.sm_clock import sm_clock_mhz
-from stepscope.step.training_step import out_of_memory_names
+from stepscope.step.training_step import out_of_memory_names, release
+from stepscope.step.turn import turn
 from stepscope.studies.attention.checking import QUANTITIES, errors, reference
-from stepscope.studies.attention.config import ATTENTIONS, TOLERANCE, Config
-from stepscope.studies.attention.implementations import Implementations, Inputs
-from stepscope.studies.attention.memory import mask_memory, memory_pass
-from stepscope.studies.attention.names import NAMES
-from stepscope.studies.attention.timing import PASS_COLUMNS, first_pass, summarized, timed_passes
-from stepscope.traces.in_process import KERNEL_COLUMNS, kernels
+from stepscope.studies.attention.config import COMPILED, PASSES, TOLERANCE, Config
+from stepscope.studies.attention.implementations import Implementations, Inputs, each
+from stepscope.studies.attention.memory import device_bytes, needed_bytes
+from stepscope.studies.attention.timing import capture_all, read_capture, time_all
 
-
-def measure_cell(name: str, implementations: Implementations, inputs: Inputs, expected: list[Tensor],
-                 config: Config) -> tuple[dict, pd.DataFrame]:
-    """One implementation at one sequence: a row of what it is (status ``ok``, ``oom``, ``unsupported`` or
-    ``wrong``, and the reason; SM clock after the last pass), and the timed passes, none unless its status is
-    ``ok``."""
-    row: dict = {"implementation": name, "sequence": inputs.q.shape[-2], "causal": inputs.causal,
-                 "error": float("nan")}
-    compiles, no_passes = Compiles(), pd.DataFrame(columns=PASS_COLUMNS)
-    inputs.clear_gradients()
-    call, output, found = first_try(name, implementations, inputs, config)
-    row |= found
-    if call is None:
-        return row, no_passes
-    try:
-        row |= dict(zip(("graphs", "graph_breaks"), compiles.read())) | errors(output, inputs, expected)
-        del output
-        row |= judged(row, config.precision)
-        if row.get("status") == "wrong":
-            return row, no_passes
-        row |= memory_pass(call, inputs, inputs.held_bytes(name), config.device)
-        samples = timed_passes(call, inputs, config)
-        # Once: what a call of the driver between short passes does to the next one's launches is not known.
-        row["sm_clock_mhz"] = sm_clock_mhz()
-    except torch.OutOfMemoryError as error:
-        return row | {"status": "oom", "reason": reason(error, [])}, no_passes
-    return row | {"status": "ok", "reason": "", "later_graphs": compiles.read()[0]}, samples
-
-
-def captured_passes(implementations: Implementations, rows: list[dict], config: Config) -> pd.DataFrame:
-    """The kernels of a forward and its backward of each cell that was timed: ``cell`` and
-    ``traces.in_process.KERNEL_COLUMNS``. After all timing: CUPTI stays in a process that it once watched."""
-    found = [pd.DataFrame(columns=["cell", *KERNEL_COLUMNS])]
-    for cell, row in enumerate(rows):
-        if row["status"] != "ok":
-            continue
-        release(config.device)
-        inputs = Inputs(config, row["sequence"], row["causal"])
-        call = implementations.prepare(row["implementation"], inputs)
-
-        def once(call=call, inputs=inputs) -> None:
-            inputs.clear_gradients()
-            call().backward(inputs.gradient)
-        once()
-        found.append(kernels(once, config.device, config.captured_passes).assign(cell=cell))
-    return pd.concat(found[1:] or found, ignore_index=True)
-
-
-def first_try(name: str, implementations: Implementations, inputs: Inputs,
-              config: Config) -> tuple[Callable[[], Tensor] | None, Tensor | None, dict]:
-    """The call, its output and the first pass's times; where it does not run, None, None, and status and
-    reason."""
-    found: dict = {}
-    try:
-        with warnings.catch_warnings(record=True) as warned, out_of_memory_names(f"running {name}"):
-            warnings.simplefilter("always")
-            if name == "flex":
-                found |= mask_memory(inputs, config.device)
-            call = implementations.prepare(name, inputs)
-            output, first = first_pass(call, inputs, config.device)
-    except torch.OutOfMemoryError as error:
-        return None, None, found | {"status": "oom", "reason": reason(error, [])}
-    except Exception as error:  # torch says in many types of error what it cannot do; it is kept
-        if "CUDA error" in str(error):
-            raise  # the process is spoilt: nothing after it would be a measurement
-        return None, None, found | {"status": "unsupported", "reason": reason(error, warned)}
-    if any(x.grad is None for x in (inputs.q, inputs.k, inputs.v)):
-        return None, None, found | {"status": "wrong", "reason": "no gradient of q, k or v"}
-    return call, output, found | first
-
-
-def judged(row: dict, precision: str) -> dict:
-    """The largest error of a row, and where it is too large for the precision the status ``wrong`` with the
-    reason."""
-    error, allowed = max(row[f"{quantity}_error"] for quantity in QUANTITIES), TOLERANCE[precision]
-    if error < allowed:
-        return {"error": error}
-    return {"error": error, "status": "wrong",
-            "reason": f"relative error {error:.2g}, and {precision} is allowed {allowed:.2g}"}
+CELL = ["implementation", "sequence"]
+CHECK_COLUMNS = [*CELL, *(f"{quantity}_error" for quantity in QUANTITIES), "allowed_error"]
+CELL_COLUMNS = [*CELL, "phase", "status", "reason", "wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations",
+                "kernel", "saved_mib", "in_use_mib", "peak_mib", "asked_gib", "allocated_gib", "device_gib"]
+SHAPES = 64  # for so many one function may be compiled; torch's own limit is 8
 
 
 def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
-    """The whole grid of one run, compiled into an empty cache, so that compile times are no other run's
-    savings.
+    """The whole grid of one run.
 
     Returns:
-        cells: a row for each implementation, sequence and causal; see :func:`measure_cell`, and
-        :func:`summarized`.
-        samples: every timed pass; ``cell`` is the row's number in ``cells``.
+        checks: of every implementation and sequence that ran, relative errors against float64.
+        cells: a row for each implementation, sequence and phase (forward, backward). ``wall_ms``: median of so
+            many ``passes``, by the host's clock with the device waited for before and after; ``gpu_ms``: in
+            which at least one kernel runs, median of the captured passes; ``operations`` and the longest
+            ``kernel`` of a pass. ``saved_mib``: made by forward and kept for backward; ``in_use_mib``: before
+            backward; ``peak_mib``: the most in use in forward, and in the whole pass. Out of memory: what was
+            asked for and allocated.
     """
-    from torch._inductor.utils import fresh_cache
-    torch.compiler.reset()  # a second run in one process finds nothing compiled either
-    with fresh_cache():
-        return _measure(config)
-
-
-def _measure(config: Config) -> dict[str, pd.DataFrame]:
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-    allow_recompiling()
-    implementations, samples = Implementations(), []
+    torch._dynamo.config.recompile_limit = SHAPES  # beyond it, fail rather than run what is not compiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    device_gib = device_bytes(config.device) / 2**30
+    calls = Implementations()
+    checked = check_all(calls, config, device_gib)  # torch compiles here, so that in the turn it need not
+    passed = [(row["implementation"], row["sequence"]) for row in checked if row["status"] == "ok"]
+    with turn():
+        timed = time_all(calls, config, passed)
+        profiler, why = capture_all(calls, config, passed)
+    outcomes = pd.DataFrame(checked).assign(device_gib=device_gib)
+    cells = outcomes.merge(pd.DataFrame({"phase": PASSES}), how="cross").merge(timed, on=[*CELL, "phase"], how="left")
+    captured, why = read_capture(profiler, passed) if profiler else (pd.DataFrame(columns=[*CELL, "phase"]), why)
+    cells = cells.merge(captured, on=[*CELL, "phase"], how="left").reindex(columns=CELL_COLUMNS)
+    cells.loc[(cells["status"] == "ok") & cells["gpu_ms"].isna(), "reason"] = why
+    cells["kernel"] = cells["kernel"].fillna("").astype(str)
+    checks = outcomes.reindex(columns=CHECK_COLUMNS).dropna(subset="allowed_error")
+    return {"cells": cells, "checks": checks.reset_index(drop=True)}
+
+
+def check_all(calls: Implementations, config: Config, device_gib: float) -> list[dict]:
+    """A row for each cell: implementation, sequence, status, reason and, where it ran, its errors."""
     rows: list[dict] = []
-    for causal in (True, False):
-        names = config.causal if causal else config.unmasked
-        for sequence in sorted(config.sequences) if names else ():
-            if not causal and sequence < config.unmasked_from:
-                continue
-            release(config.device)
-            inputs = Inputs(config, sequence, causal)
+    expected: list[Tensor] = []
+    for name, inputs in each(config):
+        if not rows or rows[-1]["sequence"] != inputs.sequence:
             expected = reference(inputs)
-            for name in ATTENTIONS:
-                if name not in names:
-                    continue
-                row, passes = measure_cell(name, implementations, inputs, expected, config)
-                print(f"{sequence}{', causal' if causal else ''}, {name}: {row['status']}", flush=True)
-                release(config.device, after_error=row["status"] == "oom")
-                inputs.clear_gradients()
-                samples.append(passes.assign(cell=len(rows)))
-                rows.append(row)
-            del inputs, expected
-    samples = pd.concat(samples, ignore_index=True).astype({"cell": "int16"})
-    samples = samples.astype({column: "float32" for column in samples if column.endswith("_ms")})
-    tables = {"cells": summarized(pd.DataFrame(rows), samples), "samples.parquet": samples}
-    if config.captured_passes:
-        tables["kernels"] = captured_passes(implementations, rows, config)
-    return tables
+            release(config.device)
+        needed = needed_bytes(name, config.batch_size, config.d_model, inputs.sequence, config.precision) / 2**30
+        row = {"implementation": name, "sequence": inputs.sequence}
+        if name in COMPILED and needed > device_gib:  # compiling it takes seconds, and tells no more
+            row |= {"status": "oom", "reason": f"needs {needed:.0f} GiB by formula: not compiled"}
+        else:
+            row |= check(name, calls, inputs, expected, config.precision)
+        print(f"{inputs.sequence}, {name}: {row['status']} {row['reason']}", flush=True)
+        release(config.device, after_error=row["status"] == "oom")
+        rows.append(row)
+    return rows
 
 
-def reading(cells: pd.DataFrame) -> str:
-    """What one run says, in a sentence or two of markdown."""
-    ok = cells[(cells["status"] == "ok") & cells["causal"]]
-    if ok.empty:
-        return "Nothing could be timed."
-    last = ok[ok["sequence"] == ok["sequence"].max()].sort_values("pass_median_ms")
-    times = ", ".join(f"{ms(row.pass_median_ms)} ({NAMES[row.implementation]})" for row in last.itertuples())
-    text = f"At sequence {last['sequence'].iloc[0]}, causal, a forward and backward pass takes {times}."
-    left_out = cells[cells["status"] != "ok"].groupby(["implementation", "status"], sort=False).size()
-    if left_out.empty:
-        return text
-    counts = ", ".join(f"{NAMES[name]} ({count} {status})" for (name, status), count in left_out.items())
-    return f"{text} Not timed: {counts}."
+def check(name: str, calls: Implementations, inputs: Inputs, expected: list[Tensor], precision: str) -> dict:
+    """One cell's first forward and backward: its errors and status, ``ok``, ``oom``, ``unsupported``, or
+    ``failed`` where an error is larger than the precision's tolerance."""
+    warned: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as warned, out_of_memory_names(f"running {name}"):
+            warnings.simplefilter("always")
+            output = calls.prepare(name, inputs)()
+            output.backward(inputs.gradient)
+            found = errors(output, inputs, expected)
+    except torch.OutOfMemoryError as error:
+        return out_of_memory(error)
+    except Exception as error:  # torch says in many types of error what it cannot do; it is kept
+        if "CUDA error" in str(error):
+            raise  # the process is spoilt: nothing after it would be a measurement
+        return {"status": "unsupported", "reason": refusal(error, warned)}
+    allowed, worst = TOLERANCE[precision], max(found.values())
+    outcome = {"status": "ok", "reason": ""} if worst < allowed else {
+        "status": "failed", "reason": f"relative error {worst:.2g}, and {precision} is allowed {allowed:.2g}"}
+    return found | outcome | {"allowed_error": allowed}
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> dict:
+    """What was asked for, and what this process had allocated by then, in GiB, from torch's words."""
+    words = str(error)
+
+    def gib(pattern: str) -> float:
+        found = re.search(pattern, words)
+        return float(found[1]) * {"GiB": 1, "MiB": 2**-10}[found[2]] if found else float("nan")
+    asked, allocated = gib(r"allocate ([\d.]+) ([GM]iB)"), gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch")
+    reason = f"asked for {asked:.4g} GiB with {allocated:.4g} GiB allocated"
+    return {"status": "oom", "reason": reason if asked == asked else words[:200], "asked_gib": asked,
+            "allocated_gib": allocated}
+
+
+def refusal(error: Exception, warned: list[warnings.WarningMessage]) -> str:
+    """Why an implementation does not run, in torch's own words.
+
+    Where no kernel of a backend fits, the error says that none does, and warnings say why, one for each
+    backend; those of backends that were switched off say nothing.
+    """
+    words = str(error) or type(error).__name__
+    if "No available kernel" in words:
+        said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
+        words = " ".join(dict.fromkeys(text for text in said if not re.search(
+            "not used because|runtime disabled", text))) or words
+    return re.sub(r"/\S*/", "", " ".join(words.split()))[:200]  # no paths of this machine

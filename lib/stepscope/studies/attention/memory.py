@@ -1,49 +1,77 @@
-"""Memory of a pass of attention and of FlexAttention's mask, as the allocator counts it."""
+"""Memory of a pass of attention: as the allocator counts it, and by closed formula."""
+from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from stepscope.step.compiling import release
-from stepscope.studies.attention.implementations import Inputs, mask_tensors
+from stepscope.studies.attention.implementations import Inputs
+
+# T x T matrices a batch element in use at the peak, which is in backward. Naive: the scores' exponentials and
+# the weights, which forward saves, the weights' gradient and three more that softmax's backward makes of it.
+# SDPA's math computes in fp32 whatever it is given; what Inductor keeps of the compiled one was measured.
+SQUARES = {"naive": 6, "compiled": 3, "math": 4}
+MASKED = ("naive", "compiled")  # they hold a (T, T) mask of bool
+# (B, T, d) tensors then: q, k, v, the output's gradient, the gradients made so far and, but where only dv is
+# made, the output; math keeps q, k, v in fp32, too.
+HIDDEN = {"naive": 6, "compiled": 6}
+# Of fused kernels that add dq up in fp32 over blocks of keys: to how many dimensions they fill up d.
+PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
+# FlexAttention's mask: bytes for each pair of positions while it is made (bool, its sums in int64).
+MAKING_MASK = 10
 
 
-def available_bytes(device: str) -> dict[str, int]:
-    """What the device has for tensors: what is free now, and what this process holds of it already."""
+def peak_parts(name: str, batch: int, d: int, sequence: int, precision: str) -> dict[str, int]:
+    """Bytes in use at the peak of a forward and its backward, by what they are. Fused kernels save one number
+    a row besides the output (its log-sum-exp, Dao et al. 2022, algorithm 1); backward makes another (Dao 2023,
+    algorithm 2)."""
+    item = 2 if precision in ("bf16", "fp16") else 4
+    rows, hidden = batch * sequence * 4, batch * sequence * d * item
+    square = batch * sequence**2 * (4 if name == "math" else item)
+    parts = {"T x T matrices": SQUARES.get(name, 0) * square}
+    parts["mask"] = sequence**2 if name in MASKED else sequence**2 // 1024 if name == "flex" else 0
+    count = HIDDEN.get(name, 11 if name == "math" and item == 2 else 8)
+    parts["T x d tensors"] = count * hidden
+    if name in PADDED:
+        parts["dq in fp32"] = batch * sequence * max(d, PADDED[name]) * 4
+    parts["rows"] = 0 if name == "math" else rows * item // 4 if name == "naive" else 2 * rows
+    return {part: size for part, size in parts.items() if size}
+
+
+def needed_bytes(name: str, batch: int, d: int, sequence: int, precision: str) -> int:
+    """The most in use at any time; for FlexAttention also while its mask is made."""
+    item = 2 if precision in ("bf16", "fp16") else 4
+    making = MAKING_MASK * sequence**2 + 4 * batch * sequence * d * item if name == "flex" else 0
+    return max(making, sum(peak_parts(name, batch, d, sequence, precision).values()))
+
+
+def longest(name: str, batch: int, d: int, precision: str, available: float) -> int:
+    """The longest sequence that fits into so many bytes, by :func:`needed_bytes`: an upper limit, since an
+    allocator also needs them in large enough pieces."""
+    return bisect_right(range(2**30), available, key=lambda sequence: needed_bytes(
+        name, batch, d, sequence, precision)) - 1
+
+
+def device_bytes(device: str) -> float:
+    """What the device has for this process's tensors; NaN on a CPU, whose memory is not the allocator's."""
     if device == "cpu":
-        return {}
-    release(device)
-    free, total = torch.cuda.mem_get_info()
-    return {"available_bytes": free + torch.cuda.memory_reserved(), "device_bytes": total}
-
-
-def mask_memory(inputs: Inputs, device: str) -> dict[str, float]:
-    """Makes FlexAttention's mask. ``mask_peak_bytes``: the most in use meanwhile, with q, k, v and the
-    output's gradient; ``mask_bytes`` of it are kept. Nothing without a mask, or where the allocator does not
-    count."""
-    if device == "cpu" or not inputs.causal:
-        return {}
-    held = inputs.held_bytes("none")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = sum(x.untyped_storage().nbytes() for x in mask_tensors(inputs.blocks))
-    torch.cuda.synchronize()
-    return {"mask_peak_bytes": torch.cuda.max_memory_allocated() - before + held, "mask_bytes": kept}
+        return float("nan")
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()
 
 
 def memory_pass(call: Callable[[], Tensor], inputs: Inputs, held: int, device: str) -> dict[str, float]:
-    """One more pass for its memory, in bytes; ``held`` is what is in use before it (``Inputs.held_bytes``).
+    """One pass for its memory, in bytes; ``held`` is what is in use before it (``Inputs.held_bytes``).
 
-    ``in_use_bytes``: before backward, with q, k, v, the output's gradient and the mask; ``saved_bytes``: of
-    it, what forward made and keeps for backward, the output not counted; ``forward_peak_bytes`` and
-    ``peak_bytes``: the most in use in forward and in the whole pass. A CPU's allocator counts nothing: there
-    ``saved_bytes`` is the storages that autograd is handed, and the peaks are missing.
+    ``saved``: what forward makes and keeps for backward, the output not counted; ``in_use``: before backward,
+    with inputs, mask and output; ``forward``, ``backward``: the most in use in forward, and in the pass. A
+    CPU's allocator counts nothing: there ``saved`` is the storages that autograd is handed, and the peaks are
+    missing.
     """
     inputs.clear_gradients()
     if device == "cpu":
         output, saved = handed_to_autograd(call, inputs)
-        return {"saved_bytes": saved, "in_use_bytes": held + output.untyped_storage().nbytes() + saved}
+        return {"saved": saved, "in_use": held + output.untyped_storage().nbytes() + saved}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -52,10 +80,9 @@ def memory_pass(call: Callable[[], Tensor], inputs: Inputs, held: int, device: s
     after, forward_peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     output.backward(inputs.gradient)
     torch.cuda.synchronize()
-    return {"in_use_bytes": after - before + held,
-            "saved_bytes": after - before - output.untyped_storage().nbytes(),
-            "forward_peak_bytes": forward_peak - before + held,
-            "peak_bytes": torch.cuda.max_memory_allocated() - before + held}
+    return {"saved": after - before - output.untyped_storage().nbytes(), "in_use": after - before + held,
+            "forward": forward_peak - before + held,
+            "backward": torch.cuda.max_memory_allocated() - before + held}
 
 
 def handed_to_autograd(call: Callable[[], Tensor], inputs: Inputs) -> tuple[Tensor, int]:

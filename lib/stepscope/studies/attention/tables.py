@@ -1,78 +1,243 @@
-"""The attention study's tables over all of its records."""
+"""The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
+from collections.abc import Callable
+
 import pandas as pd
+import pandera.pandas as pa
 
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table, runs_frame
-from stepscope.studies.attention.config import Config
-from stepscope.traces.families import families
+from stepscope.report.schemas import STATUSES, measured, tidy, word
+from stepscope.report.tables import number, ratio, table
+from stepscope.studies.attention.checking import QUANTITIES
+from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, Config
+from stepscope.studies.attention.memory import SQUARES, longest, peak_parts
 
-GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest sequence of the handout's grid
+Tables = dict[str, pd.DataFrame]
 
-
-def load(store: Store, records: list[Record]) -> dict[str, pd.DataFrame]:
-    """:func:`all_cells` of the grid (``cells``), of runs of longer sequences only (``long``) and of runs with
-    FlashAttention-4 (``generations``, see :func:`with_kernels`), and the tables ``ends``, ``predicted`` and
-    ``accounting`` of every run of the grid with its configuration."""
-    records = [record for record in records if record.study == "attention" and record.status == "ok"]
-    kernels = load_table(store, records, "kernels")
-    # Runs beside FlashAttention-4 measure some cells of the grid once more: they are a table of their own.
-    beside_fa4 = [record for record in records
-                  if "fa4" in (*record.config["causal"], *record.config["unmasked"])]
-    records = [record for record in records if record not in beside_fa4]
-    beyond = [record for record in records if min(record.config["sequences"]) > GRID_ENDS]
-    records = [record for record in records if record not in beyond]
-    tables = {"cells": all_cells(store, records), "long": all_cells(store, beyond),
-              "generations": all_cells(store, beside_fa4)}
-    if len(kernels) and len(tables["generations"]):
-        tables["generations"] = with_kernels(tables["generations"], kernels)
-    for name in ("ends", "predicted", "accounting"):
-        rows = load_table(store, records, name)
-        tables[name] = rows.merge(_runs(records), on="run_id") if len(rows) else rows
-    return tables
+CONFIG = ("d_model", "precision", "batch_size")
+CELL = ("implementation", "sequence")
+KEY = {"implementation": word(*IMPLEMENTATIONS), "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
+MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
+            "asked_gib", "allocated_gib", "device_gib")
+SCHEMAS = {
+    "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(), kernel=word(),
+                  **{name: measured() for name in MEASURES}),
+    "checks": tidy(CELL, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
+                   allowed_error=measured(nullable=False)),
+}
+KEYS = {"cells": (*CONFIG, *CELL, "phase"), "checks": (*CONFIG, *CELL), "passes": (*CONFIG, *CELL)}
+LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient": "memory-efficient",
+          "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
+HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
+GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
+MOST_NAME = 60  # characters of a kernel's name that are printed
+PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 
 
-def all_cells(store: Store, records: list[Record]) -> pd.DataFrame:
-    """Every cell of every run with the run's configuration, its ``flops``, ``forward_tflops``,
-    ``backward_tflops``, ``pass_tflops``, ``utilisation`` and ``forward_utilisation``: the pass's and
-    forward's share of the matrix-product rate measured in the same run."""
-    records = [record for record in records if record.study == "attention" and record.status == "ok"]
-    cells = load_table(store, records, "cells")
+def forward_flops(batch: int, d: int, sequence: int) -> int:
+    """FLOPs of a causal forward's two matmuls: 2 for each multiply-add, of the pairs that a query may see, as
+    FlashAttention's papers count. Backward has twice as many; what a kernel computes again is not counted."""
+    return 4 * batch * d * (sequence * (sequence + 1) // 2)
+
+
+def tables(frames: Tables) -> Tables:
+    """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
+    ``gpu_ms``, ``tflops`` (by GPU time), memory, and ``predicted_mib``, the peak by formula."""
+    cells = frames["cells"]
+    key = [*CONFIG, *CELL]
+    times = cells.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
+    others = cells[cells["phase"] == "backward"].set_index(key)
+    passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "asked_gib",
+                                "allocated_gib", "device_gib"]]).reset_index()
+    shapes = list(zip(passes["implementation"], passes["batch_size"], passes["d_model"], passes["sequence"],
+                      passes["precision"]))
+    passes["predicted_mib"] = [sum(peak_parts(*shape).values()) / 2**20 for shape in shapes]
+    flops = [3 * forward_flops(batch, d, sequence) for _, batch, d, sequence, _ in shapes]
+    return {"passes": passes.assign(tflops=pd.Series(flops, dtype=float) / passes["gpu_ms"] / 1e9)}
+
+
+def of_run(config: Config, frames: Tables) -> Tables:
+    """One run's tables as those of all runs are, for its notebook."""
+    own = {name: frame.assign(**{field: getattr(config, field) for field in CONFIG}) for name, frame in frames.items()}
+    return {f"attention.{name}": frame for name, frame in (own | tables(own)).items()}
+
+
+def chosen(rows: pd.DataFrame, precision: str = PRECISION, d: int = HEAD) -> pd.DataFrame:
+    """The rows of one head dimension and precision: these, or the first there are."""
+    for column, value in (("d_model", d), ("precision", precision)):
+        rows = rows[rows[column] == (value if (rows[column] == value).any() else rows[column].iloc[0])] if len(rows) else rows
+    return rows
+
+
+def where(rows: pd.DataFrame) -> str:
+    first = rows.iloc[0]
+    return f"batch {first['batch_size']}, d {first['d_model']}, {PRECISION_LABELS[first['precision']]}, causal"
+
+
+def finding(config: Config, cells: pd.DataFrame) -> str:
+    """What one run says, in a sentence."""
+    passes = of_run(config, {"cells": cells})["attention.passes"]
+    timed = passes[passes["gpu_ms"].notna()]
+    if timed.empty:
+        return "Nothing could be timed."
+    last = timed[timed["sequence"] == timed["sequence"].max()].sort_values("gpu_ms")
+    times = ", ".join(f"{number(row.gpu_ms, 'ms')} {LABELS[row.implementation]}" for row in last.itertuples())
+    return (f"Attention at {last['sequence'].iloc[0]:,} positions ({where(last)}), GPU time of forward and backward:"
+            f" {times}.")
+
+
+def attention_times(tables: Tables) -> pd.DataFrame | None:
+    return _pivot(tables, "gpu_ms", "ms", "GPU time of forward and backward, ms", ("min", "row"))
+
+
+def attention_walls(tables: Tables) -> pd.DataFrame | None:
+    return _pivot(tables, "wall_ms", "ms", "Wall time of forward and backward, ms, synchronised after each", ("min", "row"))
+
+
+def attention_memory(tables: Tables) -> pd.DataFrame | None:
+    return _pivot(tables, "saved_mib", "MiB", "Saved for backward besides q, k, v and the output, MiB")
+
+
+def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple[str, ...] | None = None) -> pd.DataFrame | None:
+    """A row a sequence, a column an implementation, at the d and precision that are spoken of."""
+    rows = chosen(tables["attention.passes"])
+    rows = rows[rows[value].notna()]
+    if rows.empty:
+        return None
+    pivot = rows.pivot(index="sequence", columns="implementation", values=value)
+    pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS).rename_axis(columns=None)
+    return table(pivot, unit, bold, note=f"{words} ({where(rows)}).")
+
+
+def handout_attention(tables: Tables) -> pd.DataFrame | None:
+    """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
+    cells = chosen(tables["attention.cells"], "fp32")
+    cells = cells[cells["implementation"].isin(["naive", "compiled"]) & cells["wall_ms"].notna()]
     if cells.empty:
-        return cells
-    cells = cells.merge(_runs(records), on="run_id")
-    ceilings = load_table(store, records, "ceilings").set_index(["run_id", "ceiling"])["value"]
-    cells["flops"] = cell_flops(cells)
-    for phase, factor in (("forward", 1), ("backward", 2), ("pass", 3)):
-        cells[f"{phase}_tflops"] = factor * cells["flops"] / cells[f"{phase}_median_ms"] / 1e9
-    ceiling = [ceilings.get((run, f"matmul_{precision}"))
-               for run, precision in zip(cells["run_id"], cells["precision"])]
-    ceiling = pd.Series(ceiling, index=cells.index, dtype=float)
-    return cells.assign(utilisation=cells["pass_tflops"] / ceiling,
-                        forward_utilisation=cells["forward_tflops"] / ceiling).copy()  # in one block
+        return None
+    wide = cells.pivot(index="sequence", columns=["implementation", "phase"], values="wall_ms")
+    wide = wide[[(name, phase) for name in ("naive", "compiled") for phase in PASSES if (name, phase) in wide]]
+    wide.columns = [f"{name} {phase}, ms" for name, phase in wide.columns]
+    naive = cells[(cells["implementation"] == "naive") & (cells["phase"] == "backward")].set_index("sequence")
+    wide.insert(1, "in use before backward, MiB", naive["in_use_mib"])
+    return table(wide, note=f"Wall time ({where(cells)}).")
 
 
-def with_kernels(cells: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
-    """Cells with ``kernel``: the fused attention kernel that takes longest in forward + backward; None where
-    none was captured."""
-    fused = kernels[families(kernels["name"]) == "fused attention"].sort_values("total_ms", ascending=False)
-    longest = fused.drop_duplicates(["run_id", "cell"]).set_index(["run_id", "cell"])["name"]
-    numbered = cells.assign(cell=cells.groupby("run_id").cumcount())
-    names = [longest.get(key) for key in zip(numbered["run_id"], numbered["cell"])]
-    return cells.assign(kernel=pd.Series(names, index=cells.index, dtype=object))
+def attention_dimensions(tables: Tables) -> pd.DataFrame | None:
+    """All of the assignment's points: naive attention in fp32, by wall time, and the memory before backward."""
+    cells = tables["attention.cells"]
+    cells = cells[(cells["precision"] == "fp32") & (cells["implementation"] == "naive") & cells["wall_ms"].notna()]
+    cells = cells[cells["sequence"] <= GRID_ENDS]
+    if cells.empty:
+        return None
+    forward, backward = (cells[cells["phase"] == phase] for phase in PASSES)
+    parts = {"forward, ms": (forward, "wall_ms"), "in use before backward, MiB": (backward, "in_use_mib"),
+             "backward, ms": (backward, "wall_ms")}
+    pivots = [rows.pivot(index="sequence", columns="d_model", values=value) for rows, value in parts.values()]
+    wide = pd.concat(pivots, keys=parts, names=["naive, fp32"]).rename(columns=lambda d: f"d {d}")
+    return table(wide.rename_axis(columns=None))
 
 
-def _runs(records: list[Record]) -> pd.DataFrame:
-    """What a run's rows share. A row has its own causal and status; the run's fields of these names are what
-    was asked for."""
-    return runs_frame(records).drop(columns=["study", "causal", "status", "unmasked", "sequences"])
+def attention_compiled(tables: Tables) -> pd.DataFrame | None:
+    """What compiling naive attention gains, by GPU time of forward and backward."""
+    passes = tables["attention.passes"]
+    passes = passes[passes["gpu_ms"].notna() & (passes["sequence"] <= GRID_ENDS)]
+    wide = passes.pivot(index=["precision", "d_model", "sequence"], columns="implementation", values="gpu_ms")
+    if not {"naive", "compiled"} <= set(wide):
+        return None
+    wide = wide[["naive", "compiled"]].dropna()
+    gains = pd.Series([ratio(a, b) for a, b in wide.itertuples(index=False)], wide.index, dtype=float)
+    gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
+    gains.columns = [f"{PRECISION_LABELS[precision]} d {d}, x" for precision, d in gains.columns]
+    return table(gains, note="Compiled against naive attention, GPU time of forward and backward.")
 
 
-def cell_flops(cells: pd.DataFrame) -> pd.Series:
-    """Forward's matrix products, 4 B T T d: the whole square, causal or not, as written-out attention
-    computes it.
+def attention_precisions(tables: Tables) -> pd.DataFrame | None:
+    """GPU time at the longest sequence of the grid, by precision."""
+    rows = tables["attention.passes"]
+    rows = rows[(rows["d_model"] == chosen(rows)["d_model"].min()) & (rows["sequence"] <= GRID_ENDS)]
+    rows = rows[(rows["sequence"] == rows["sequence"].max()) & rows["gpu_ms"].notna()]
+    if rows.empty:
+        return None
+    wide = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
+    wide = wide.reindex([name for name in IMPLEMENTATIONS if name in wide.index]).rename(index=LABELS)
+    wide = wide[[name for name in PRECISION_LABELS if name in wide]].rename(columns=PRECISION_LABELS)
+    return table(wide.rename_axis(columns=None), "ms", ("min", "column"),
+                 note=f"GPU time of forward and backward, ms, sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}.")
 
-    Backward is counted as twice that for every implementation, though flash-like kernels compute the scores
-    again.
-    """
-    return 4 * cells["batch_size"] * cells["sequence"].astype(float) ** 2 * cells["d_model"]
+
+def attention_ends(tables: Tables) -> pd.DataFrame | None:
+    """The longest sequence that fits, by formula, and what was measured beyond the grid."""
+    cells = tables["attention.cells"]
+    cells = chosen(cells[cells["device_gib"].notna()], "fp32")
+    if cells.empty:
+        return None
+    batch, d, device_gib = cells[["batch_size", "d_model", "device_gib"]].iloc[0]
+    columns = {f"{PRECISION_LABELS[precision]}, longest": {
+        LABELS[name]: longest(name, int(batch), int(d), precision, device_gib * 2**30) for name in IMPLEMENTATIONS
+        if precision == "bf16" or name not in ("flash", "cudnn")} for precision in ("fp32", "bf16")}
+    wide = pd.DataFrame(columns).reindex(LABELS.values()).astype("Int64")
+    wide.insert(0, "T x T matrices at the peak", [SQUARES.get(name, 0) for name in LABELS])
+    return table(wide.rename_axis("implementation"), "n",
+                 note=f"By formula: batch {batch:.0f}, d {d:.0f}, {device_gib:.0f} GiB. FlexAttention ends where its mask"
+                      " is made.")
+
+
+def attention_account(tables: Tables) -> pd.DataFrame | None:
+    """The bytes of the shortest sequence that ran out of memory, by formula."""
+    row = first_out_of_memory(tables)
+    if row is None:
+        return None
+    parts = peak_parts(row["implementation"], row["batch_size"], row["d_model"], row["sequence"], row["precision"])
+    frame = pd.DataFrame({"part": [*parts, "together"],
+                          "at the peak, GiB": [size / 2**30 for size in (*parts.values(), sum(parts.values()))]})
+    return table(frame, note=f"{LABELS[row['implementation']]}, {PRECISION_LABELS[row['precision']]}, sequence"
+                             f" {row['sequence']:,}, of {row['device_gib']:.0f} GiB.")
+
+
+def first_out_of_memory(tables: Tables) -> pd.Series | None:
+    """The shortest sequence, of those measured, at which naive attention runs out of memory."""
+    rows = tables["attention.passes"]
+    rows = rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")].sort_values("sequence")
+    return rows.iloc[0] if len(rows) else None
+
+
+def attention_checks(tables: Tables) -> pd.DataFrame | None:
+    """The largest relative error of an output or a gradient against float64."""
+    checks = tables["attention.checks"]
+    if checks.empty:
+        return None
+    worst = checks.assign(error=checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1))
+    wide = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
+    wide = wide[[name for name in PRECISION_LABELS if name in wide]]
+    wide.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
+    wide = wide.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in wide.index])
+    shown = wide.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
+    return table(shown.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
+                 note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
+
+
+def attention_refused(tables: Tables) -> pd.DataFrame | None:
+    """What does not run, and torch's reason."""
+    cells = tables["attention.cells"]
+    rows = cells[cells["status"].isin(["unsupported", "failed"])].drop_duplicates(["implementation", "precision"])
+    if rows.empty:
+        return None
+    return table(pd.DataFrame({"implementation": rows["implementation"].map(LABELS),
+                               "precision": rows["precision"].map(PRECISION_LABELS), "reason": rows["reason"]}))
+
+
+def attention_kernels(tables: Tables) -> pd.DataFrame | None:
+    """How many kernels a pass has, and the longest, at the longest sequence of the grid."""
+    cells = chosen(tables["attention.cells"])
+    cells = cells[cells["gpu_ms"].notna() & (cells["sequence"] <= GRID_ENDS)]
+    cells = cells[cells["sequence"] == cells["sequence"].max()]
+    if cells.empty:
+        return None
+    return table(pd.DataFrame({"implementation": cells["implementation"].map(LABELS), "phase": cells["phase"],
+                               "operations": cells["operations"].astype(int), "GPU time, ms": cells["gpu_ms"],
+                               "longest kernel": cells["kernel"].str.slice(0, MOST_NAME)}),
+                 note=f"Sequence {cells['sequence'].iloc[0]:,} ({where(cells)}).")
+
+
+PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {one.__name__: one for one in (
+    attention_times, attention_walls, attention_memory, handout_attention, attention_dimensions, attention_compiled,
+    attention_precisions, attention_ends, attention_account, attention_checks, attention_refused, attention_kernels)}

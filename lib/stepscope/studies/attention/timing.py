@@ -1,77 +1,116 @@
-"""A pass of attention on the clocks: the first, in which compiling happens, and the timed ones."""
-from collections.abc import Callable
+"""A pass of attention by both clocks: by the host's, and its kernels from a capture of a few passes."""
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from timeit import default_timer
 
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
 
-from stepscope.step.summary import flags, median_interval
-from stepscope.step.timing import PhaseClock
-from stepscope.studies.attention.config import Config
-from stepscope.studies.attention.implementations import Inputs
+from stepscope.step.stats import location
+from stepscope.studies.attention.config import PASSES, Config
+from stepscope.studies.attention.implementations import Implementations, Inputs, each
+from stepscope.studies.attention.memory import memory_pass
+from stepscope.traces.in_process import RANGE, CaptureError, captured_operations, gpu_time, profiled
+from stepscope.traces.torch_trace import read_events
 
-LEAST_WARMUPS = 2
-PASS_COLUMNS = ["forward_ms", "backward_ms", "enqueue_ms"]
-STATISTICS = ("median_ms", "ci_low_ms", "ci_high_ms", "mean_ms", "std_ms", "flags")
-SUMMARY = ["passes", "enqueue_ms", *(f"{phase}_{part}" for phase in ("forward", "backward", "pass")
-                                     for part in STATISTICS)]
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+Cell = tuple[str, int]  # implementation and sequence
+MOST_NAME = 160  # characters of a kernel's name that are kept
 
 
-def first_pass(call: Callable[[], Tensor], inputs: Inputs, device: str) -> tuple[Tensor, dict[str, float]]:
-    """A forward and backward pass by the host's clock, compiling whatever has to be compiled."""
-    started = default_timer()
-    output = call()
-    synchronize(device)
-    middle = default_timer()
-    output.backward(inputs.gradient)
-    synchronize(device)
-    ended = default_timer()
-    return output, {"first_forward_ms": (middle - started) * 1e3, "first_backward_ms": (ended - middle) * 1e3}
+def waiter(device: str) -> Callable[[], None]:
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def time_all(calls: Implementations, config: Config, cells: Sequence[Cell]) -> pd.DataFrame:
+    """Of these cells wall times and memory: a row for each implementation, sequence and phase."""
+    rows = []
+    for name, inputs in each(config, cells):
+        call = calls.prepare(name, inputs)
+        memory = memory_pass(call, inputs, inputs.held_bytes(name), config.device)
+        walls = timed_passes(call, inputs, config)
+        for phase in PASSES:
+            wall = location(walls[phase])
+            sizes = {"saved": memory["saved"], "in_use": memory["in_use"], "peak": memory.get(phase, float("nan"))}
+            rows.append({"implementation": name, "sequence": inputs.sequence, "phase": phase, "passes": len(walls),
+                         "wall_ms": wall["median"], "wall_std_ms": wall["std"],
+                         **{f"{size}_mib": value / 2**20 for size, value in sizes.items()}})
+    return pd.DataFrame(rows, columns=["implementation", "sequence", "phase", "passes", "wall_ms", "wall_std_ms",
+                                       "saved_mib", "in_use_mib", "peak_mib"])
 
 
 def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> pd.DataFrame:
-    """Warm-up, then the timed passes; columns forward_ms, backward_ms, enqueue_ms (the host's part of
-    both)."""
-    clock = PhaseClock(config.device, phases=2)
+    """Wall times of forward and of backward in ms, a row a pass, after warm-ups: as many as fit into
+    ``cell_seconds``, within the configuration's bounds."""
+    wait = waiter(config.device)
 
-    def once() -> tuple[float, float, float, float]:
+    def once() -> tuple[float, float]:
         inputs.clear_gradients()
-        clock.start()
-        with clock("forward"):
-            output = call()
-        with clock("backward"):
-            output.backward(inputs.gradient)
-        (_, forward, enqueued), (_, backward, enqueued_too), (_, wall, _) = clock.stop()
-        return forward, backward, enqueued + enqueued_too, wall
+        wait()
+        started = default_timer()
+        output = call()
+        wait()
+        middle = default_timer()
+        output.backward(inputs.gradient)
+        wait()
+        return (middle - started) * 1e3, (default_timer() - middle) * 1e3
 
-    spent_ms, warmups, wall_ms = 0.0, 0, 0.0
-    budget_ms = config.cell_seconds * 1e3
-    while warmups < config.warmup_steps and (warmups < LEAST_WARMUPS or spent_ms < budget_ms / 4):
-        *_, wall_ms = once()
-        spent_ms, warmups = spent_ms + wall_ms, warmups + 1
-    affordable = int(budget_ms / wall_ms) if wall_ms else config.timed_steps
+    spent_ms, last_ms, warmups = 0.0, 0.0, 0
+    while warmups < config.warmup_steps and spent_ms < config.cell_seconds * 1e3 / 4:
+        last_ms = sum(once())
+        spent_ms, warmups = spent_ms + last_ms, warmups + 1
+    affordable = int(config.cell_seconds * 1e3 / last_ms)
     passes = min(config.timed_steps, max(config.least_passes, affordable))
-    return pd.DataFrame([once()[:3] for _ in range(passes)], columns=PASS_COLUMNS)
+    return pd.DataFrame([once() for _ in range(passes)], columns=list(PASSES))
 
 
-def summarized(cells: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Cells with ``passes`` and, of forward, backward and both (``pass``), what :data:`STATISTICS` names."""
-    rows: dict[int, dict] = {}
-    for cell, group in samples.groupby("cell"):
-        row = {"passes": len(group), "enqueue_ms": group["enqueue_ms"].median()}
-        whole = group["forward_ms"] + group["backward_ms"]
-        phases = {"forward": group["forward_ms"], "backward": group["backward_ms"], "pass": whole}
-        for phase, times in phases.items():
-            times = times.to_numpy(dtype=float)
-            low, high = median_interval(times)
-            std = times.std(ddof=1) if len(times) > 1 else float("nan")
-            of_phase = (pd.Series(times).median(), low, high, times.mean(), std, "; ".join(flags(times)))
-            row |= {f"{phase}_{statistic}": value for statistic, value in zip(STATISTICS, of_phase)}
-        rows[cell] = row
-    return cells.join(pd.DataFrame(rows.values(), index=list(rows), columns=SUMMARY))
+def capture_all(calls: Implementations, config: Config, cells: Sequence[Cell]
+                ) -> tuple[torch.profiler.profile | None, str]:
+    """Some passes of every cell in one session of torch.profiler, or None and why not. After all timing: once
+    CUPTI has watched a process, its launches stay longer."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (config.device == "cuda")]
+    try:
+        with profiled(activities) as profiler:
+            for name, inputs in each(config, cells):
+                index = cells.index((name, inputs.sequence))
+                with suppress(torch.OutOfMemoryError):  # it has been timed, and stays so
+                    captured_passes(calls.prepare(name, inputs), inputs, config, index)
+    except RuntimeError as error:  # of CUPTI, when the capture begins or ends
+        return None, f"torch.profiler: {' '.join(str(error).split())[:200]}"
+    return profiler, ""
+
+
+def captured_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config, index: int) -> None:
+    """The device is waited for inside each range, so that it holds all that its phase launched, on any thread."""
+    wait = waiter(config.device)
+    for number in range(config.captured_passes):
+        inputs.clear_gradients()
+        wait()
+        with record_function(f"{RANGE}/{index}/{number}/forward"):
+            output = call()
+            wait()
+        with record_function(f"{RANGE}/{index}/{number}/backward"):
+            output.backward(inputs.gradient)
+            wait()
+
+
+def read_capture(profiler: torch.profiler.profile, cells: Sequence[Cell]) -> tuple[pd.DataFrame, str]:
+    """Each cell's and phase's ``gpu_ms``, ``operations`` and longest ``kernel``; or nothing, and why."""
+    columns = ["implementation", "sequence", "phase", "gpu_ms", "operations", "kernel"]
+    try:
+        with TemporaryDirectory(prefix="stepscope-") as folder:
+            trace = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(trace))
+            found = captured_operations(read_events(trace))
+    except (CaptureError, ValueError) as error:  # a trace that cannot be read is a TraceError, a ValueError
+        return pd.DataFrame(columns=columns), str(error)
+    rows = []
+    for (index, phase), own in found.groupby(["index", "phase"]):
+        lasted = (own["end"] - own["start"]).groupby(own["name"]).sum()
+        name, sequence = cells[index]
+        rows.append({"implementation": name, "sequence": sequence, "phase": phase, **gpu_time(own),
+                     "kernel": str(lasted.idxmax())[:MOST_NAME]})
+    return pd.DataFrame(rows, columns=columns), "its kernels are not in the capture"
