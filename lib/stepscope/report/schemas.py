@@ -34,7 +34,7 @@ WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *P
 TIMES: dict[str, Any] = WITHIN | {
     name: measured() for name in (
         "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "replayed_ms",
-        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "busy", "tflops", "mfu", "mfu_measured",
+        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "busy", "compile_s", "tflops", "mfu", "mfu_measured",
         "mfu_at_clock", "tokens_per_s")} | {
     "replay_reason": word(), "status": word(*STATUSES), "reason": word()}
 OPERATIONS: dict[str, Any] = WITHIN | {

@@ -13,5 +13,6 @@ class Config(StepConfig):
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
+    compile: Literal["none"] = "none"
     warmup_steps: int = Field(3, ge=0, le=10**6)  # of each mode; the process is warm after the first
     numerics: bool = False  # the experiments on number formats, too

@@ -1,14 +1,16 @@
 """Each precision in each mode on the same weights and batch, in one process."""
-import pandas as pd
+from collections.abc import Sequence
 
-from stepscope.config import PHASES, ConfigError, require_device
+import pandas as pd
+import torch
+
+from stepscope.config import ConfigError, require_device
 from stepscope.step.ceilings import measure_ceilings, with_rates
-from stepscope.step.clocks import WHOLE
 from stepscope.step.training_step import build_step, release
 from stepscope.step.turn import turn
 from stepscope.studies.mixed_precision.config import Config
 from stepscope.studies.mixed_precision.numerics import numerics
-from stepscope.traces.in_process import Counts, take
+from stepscope.traces.in_process import Counts, Taken, short_reason, take, without_readings
 
 # Beside fp32, which the benchmark times. A CPU has no TF32, and its fp16 is far slower than anything else.
 PRECISIONS = {"cuda": ("tf32", "bf16", "fp16"), "cpu": ("bf16",)}
@@ -20,27 +22,36 @@ def measure(config: Config) -> dict[str, pd.DataFrame]:
 
     What does not fit in memory, or what the device lacks, is a row with its status and the reason; it is never
     replaced by another precision.
-
-    Raises:
-        torch.OutOfMemoryError: the weights alone do not fit.
     """
-    lacking = {name: reason for name in PRECISIONS[config.device] if (reason := _lacks(config, name))}
-    precisions = tuple(name for name in PRECISIONS[config.device] if name not in lacking)
+    torch.zeros(1, device=config.device)  # making a GPU's context takes a second, and no turn
+    asked = PRECISIONS[config.device]
+    lacking = {name: reason for name in asked if (reason := _lacks(config, name))}
+    precisions = [name for name in asked if name not in lacking]
     tables = {}
     with turn():
         if config.numerics:
             tables["numerics"] = numerics(config, precisions)
             release(config.device)
-        step = build_step(config, precision=precisions[0])
-        counts = Counts(steps=config.timed_steps, warmups=config.warmup_steps)
-        taken = take([step.of(mode, name) for name in precisions for mode in MODES], counts)
-        del step
+        taken = _take(config, precisions)
         release(config.device)
         ceilings = measure_ceilings(config.device, precisions).set_index("ceiling")["value"]
-    times, _, operations = taken.tables()
-    times = with_rates(times, config, {name: ceilings[f"matmul_{name}"] for name in precisions})
-    times = pd.concat([times, _unsupported(lacking)], ignore_index=True)
-    return {"times": times, "operations": operations} | tables
+    parts = [one.tables() for one in taken]
+    times = with_rates(pd.concat([part[0] for part in parts], ignore_index=True), config,
+                       {name: ceilings[f"matmul_{name}"] for name in precisions})
+    absent = [without_readings(MODES, name, "unsupported", reason).tables()[0] for name, reason in lacking.items()]
+    return {"times": pd.concat([times, *absent], ignore_index=True),
+            "operations": pd.concat([part[2] for part in parts], ignore_index=True)} | tables
+
+
+def _take(config: Config, precisions: Sequence[str]) -> list[Taken]:
+    """Every precision and mode of one model; where its weights do not fit, that is the reading of each."""
+    try:
+        step = build_step(config, precision=precisions[0])
+    except torch.OutOfMemoryError as error:
+        reason = short_reason(error)
+        return [without_readings(MODES, name, "oom", reason) for name in precisions]
+    steps = [step.of(mode, name) for name in precisions for mode in MODES]
+    return [take(steps, Counts(config.timed_steps, config.warmup_steps))]
 
 
 def _lacks(config: Config, precision: str) -> str:
@@ -50,8 +61,3 @@ def _lacks(config: Config, precision: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def _unsupported(lacking: dict[str, str]) -> pd.DataFrame:
-    return pd.DataFrame([{"precision": name, "mode": mode, "phase": WHOLE, "status": "unsupported",
-                          "reason": reason} for name, reason in lacking.items() for mode in PHASES])

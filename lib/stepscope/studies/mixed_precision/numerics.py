@@ -5,7 +5,7 @@ Every experiment returns rows of one long table, :data:`COLUMNS`: ``case`` is th
 place on an experiment's axis (a scale, a step; 0 where it has none), and what was found is a number (``value``)
 or a type's name (``dtype``).
 """
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -38,7 +38,7 @@ SEEDS, STEPS = 3, 200  # of training: what another draw of the weights alone cha
 LAYERS, CONTEXT, BYTES = 4, 128, 256  # of training, at most: enough to learn, and seconds a precision
 
 
-def numerics(config: StepConfig, precisions: tuple[str, ...]) -> pd.DataFrame:
+def numerics(config: StepConfig, precisions: Sequence[str]) -> pd.DataFrame:
     """Every experiment on the run's device: :data:`COLUMNS`, unique by the first four.
 
     Args:
@@ -60,7 +60,7 @@ def sums(device: str) -> Iterator[tuple]:
         result = Fraction(summed(of_sum, of_term, upcast, device).item())
         stored = ADDITIONS * Fraction(torch.tensor(TERM, dtype=of_term).item())
         for quantity, value in {"result": result, "storing": stored - 10, "adding": result - stored}.items():
-            yield "sums", way, quantity, 0, float(value), None
+            yield "sums", way, quantity, 0, float(value), ""
 
 
 def summed(of_sum: torch.dtype, of_term: torch.dtype, upcast: bool, device: str) -> Tensor:
@@ -104,7 +104,7 @@ def toy(device: str) -> Iterator[tuple]:
         seen = {"parameters": parameters} | seen | {"logits": logits.dtype, "loss": loss.dtype,
                                                     "gradients": grads}
         for tensor, dtype in seen.items():
-            yield "toy", autocast, tensor, 0, None, NAMES[dtype]
+            yield "toy", autocast, tensor, 0, float("nan"), NAMES[dtype]
 
 
 def _note(seen: dict[str, torch.dtype], name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -153,8 +153,8 @@ def norm(device: str) -> Iterator[tuple]:
             truth = layer_norm(given.double())
             for part, value in layer_norm(given.to(device)).items():
                 error, lost = _off(value.double().cpu(), truth[part])
-                yield "norm error", NAMES[low], part, scale, error, None
-                yield "norm lost", NAMES[low], part, scale, lost, None
+                yield "norm error", NAMES[low], part, scale, error, ""
+                yield "norm lost", NAMES[low], part, scale, lost, ""
 
 
 def _off(value: Tensor, true: Tensor) -> tuple[float, float]:
@@ -165,7 +165,7 @@ def _off(value: Tensor, true: Tensor) -> tuple[float, float]:
 
 # Gradients
 
-def gradients(config: StepConfig, precisions: tuple[str, ...]) -> Iterator[tuple]:
+def gradients(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
     """The first step's gradients of the run's model in each precision on the same weights and batch, fp16's also
     without loss scaling.
 
@@ -181,10 +181,10 @@ def gradients(config: StepConfig, precisions: tuple[str, ...]) -> Iterator[tuple
         norm_off = _norm(found) / step.scaler.get_scale() / true_norm - 1
         values = {"zero": zero / nonzero, "norm off": abs(norm_off), "loss off": abs(loss / true_loss - 1)}
         for quantity, value in values.items():
-            yield "gradients", case, quantity, 0, value, None
+            yield "gradients", case, quantity, 0, value, ""
 
 
-def _cases(exact: Step, precisions: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
+def _cases(exact: Step, precisions: Sequence[str]) -> Iterator[tuple[str, Step]]:
     for precision in precisions:
         step = exact.of(precision=precision)
         if step.scaler.is_enabled():
@@ -207,7 +207,7 @@ def _norm(tensors: list[Tensor]) -> float:
 
 # Training
 
-def training(config: StepConfig, precisions: tuple[str, ...]) -> Iterator[tuple]:
+def training(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
     """The loss over :data:`STEPS` steps of the run's model with at most :data:`LAYERS` layers on the same text:
     fp32 from three seeds, the others from the first."""
     context = min(config.context_length, CONTEXT)
@@ -218,7 +218,7 @@ def training(config: StepConfig, precisions: tuple[str, ...]) -> Iterator[tuple]
                                       vocab_size=BYTES))
         case = f"fp32, seed {seed}" if precision == "fp32" else precision
         for at, loss in enumerate(_losses(step, batches)):
-            yield "training", case, "loss", at, loss, None
+            yield "training", case, "loss", at, loss, ""
 
 
 def _losses(step: Step, batches: Tensor) -> list[float]:
