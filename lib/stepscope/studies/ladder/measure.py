@@ -28,7 +28,7 @@ from stepscope.step.training_step import out_of_memory_names, release
 from stepscope.step.turn import turn
 from stepscope.step.watch import highest_clock_mhz
 from stepscope.studies.ladder import bounds
-from stepscope.studies.ladder.changes import (
+from stepscope.studies.ladder.trainer import (
     COMPILED,
     WARMUPS,
     Program,
@@ -49,6 +49,10 @@ BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILL = 0.92  # of the GPU's memory, by the formula of what a step needs
 KERNELS = ["change", "batch_size", "name", "family", "count", "gpu_ms"]
+STEPS = ["change", "batch_size", "status", "reason", "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy",
+         "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu",
+         "mfu_measured", "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms",
+         "energy_ms"]
 GRAPHS_PEER = "hugging_face_graphs"  # whose graphs keep their memory: it comes last
 
 
@@ -272,7 +276,7 @@ class Ladder:
                 row["replayed_ms"] = after["wall_ms"]
             if "wall_ms" in row:
                 row |= self.rates(row, ceilings, limit_w)
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=STEPS)
 
     def rates(self, row: dict[str, Any], ceilings: dict[str, float], limit_w: float) -> dict[str, float]:
         config = self.config.step(batch_size=row["batch_size"])
@@ -307,3 +311,12 @@ def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, f
     if ladder.curves:
         tables["curves"] = pd.concat(ladder.curves, ignore_index=True)[COLUMNS]
     return tables, ceilings | kept_up | {"power_limit_w": limit_w}
+
+
+def finding(steps: pd.DataFrame) -> str:
+    """One sentence for a sweep's progress."""
+    timed = steps[steps["wall_ms"].notna()]
+    if timed.empty:
+        return "no change could be timed"
+    first, last = timed.iloc[0], timed[timed["change"].isin(CHANGES)].iloc[-1]
+    return f"{first['change']} {first['wall_ms']:.4g} ms, {last['change']} {last['wall_ms']:.4g} ms a step"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stepscope.config import ConfigError
 from stepscope.step.text import text_batches
-from stepscope.studies.ladder.changes import Trainer
+from stepscope.studies.ladder.trainer import Trainer
 from stepscope.studies.ladder.config import Config
 
 SEEDS = 3  # of fp32: what another draw of the weights alone changes

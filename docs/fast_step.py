@@ -1,0 +1,118 @@
+"""A plain PyTorch training step with every change of the ladder that needs no code of ours.
+
+Self-contained: `python fast_step.py` trains the model below for some steps on random tokens and prints milliseconds a step.
+On a CPU what only a GPU has (TF32, fused kernels, the CUDA graph) is passed over.
+"""
+import argparse
+from timeit import default_timer
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """One pre-norm layer: causal attention with RoPE, then SwiGLU."""
+
+    def __init__(self, width: int, hidden: int, heads: int, context: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+        half = width // heads // 2
+        angle = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C) -> (B, T, C)
+        y = self.norm1(x)
+        q, k, v = (project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k = (z * self.cos.to(z.dtype) + torch.cat((-z.chunk(2, -1)[1], z.chunk(2, -1)[0]), -1) * self.sin.to(z.dtype)
+                for z in (q, k))
+        x = x + self.o(attend(q, k, v).transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, hidden: int, layers: int, heads: int, vocabulary: int, context: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, hidden, heads, context) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def read_out(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, V)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.read_out(x)
+
+
+# <fast step>
+torch.set_float32_matmul_precision("high")                                       # TF32
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)               # fused attention
+
+
+def make_step(model, tokens, targets):
+    """tokens and targets keep their place: copy each next batch into them, then call the step."""
+    on_gpu = tokens.is_cuda
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=on_gpu, capturable=on_gpu)  # fused AdamW
+    for block in model.blocks:
+        block.compile(dynamic=False)                                             # compiled blocks
+    model.read_out = torch.compile(model.read_out, dynamic=False)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):           # bf16 autocast
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    if not on_gpu:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):                                                       # compile, make AdamW's moments
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):                                   # CUDA graph of the whole step
+        loss = step()
+    return lambda: (graph.replay(), loss)[1]
+# </fast step>
+
+
+def main(arguments: list[str] | None = None) -> float:
+    """Train on random tokens; milliseconds a step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in {"width": 768, "hidden": 3072, "layers": 12, "heads": 12, "vocabulary": 10_000,
+                          "context": 512, "batch": 4, "steps": 20}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = Model(given.width, given.hidden, given.layers, given.heads, given.vocabulary, given.context)
+        tokens, targets = torch.randint(given.vocabulary, (2, given.batch, given.context)).unbind()
+    step = make_step(model, tokens, targets)
+    first = step().item()
+    start = default_timer()
+    for _ in range(given.steps):
+        loss = step()
+    last, ms = loss.item(), (default_timer() - start) / given.steps * 1e3
+    print(f"{ms:.4g} ms a step on {device}; loss {first:.4f} to {last:.4f} on one batch")
+    return ms
+
+
+if __name__ == "__main__":
+    main()
