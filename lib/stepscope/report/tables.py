@@ -14,11 +14,11 @@ import pandas as pd
 NONE = "–"
 MOST_ROWS = 15
 MOST_TEXT = 200  # characters of a text that a record brought
-# What follows a number in words. "n" counts, "" has no unit, "short" is "3.41 billion".
+# What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
 UNITS = {"ms": " ms", "us": " µs", "µs": " µs", "s": " s", "h": " h", "min": " min", "%": "%", "x": "x", "GiB": " GiB",
          "MiB": " MiB", "KiB": " KiB", "B": " B", "n": "", "": "", "MHz": " MHz", "W": " W", "J": " J",
          "TFLOP/s": " TFLOP/s", "TB/s": " TB/s", "GB/s": " GB/s", "GFLOP": " GFLOP", "TFLOP": " TFLOP",
-         "tokens/s": " tokens/s", "short": ""}
+         "tokens/s": " tokens/s", "billion": ""}
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
 SUFFIXES = {unit.lower().replace("/", "_per_"): unit for unit in UNITS if unit} | {
     "gibs": "GiB", "tflops": "TFLOP/s", "tokens_per_s": "tokens/s"}
@@ -34,7 +34,7 @@ def digits(value: Any, unit: str = "") -> str:
         return NONE
     value = float(value) * (100 if unit == "%" else 1)
     size = abs(value)
-    if unit == "short":
+    if unit == "billion":
         for scale, word in ((1e9, " billion"), (1e6, " million")):
             if size >= scale * 0.9995:
                 return digits(value / scale) + word
@@ -152,7 +152,7 @@ def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]]
         if not comma or unit not in UNITS:
             words, unit = heading, common if any(isinstance(value, float) for value in values) else ""
         elif unit not in IN_CELLS:
-            words = f"{words}, {UNITS[unit].strip() or unit}" if unit not in ("n", "short") else words
+            words = f"{words}, {UNITS[unit].strip() or unit}" if unit not in ("n", "billion") else words
         headings.append(escape(words))
         units.append(unit if all(numeric) else "text")
         sign = unit if unit in IN_CELLS else ""

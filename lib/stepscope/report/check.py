@@ -1,0 +1,44 @@
+"""Is a report what its records say? Text is compared by the byte, pictures by what they show."""
+import re
+from pathlib import Path
+
+from stepscope.files import read_within
+from stepscope.report.render import compose
+
+NEARLY = 0.05  # points, of a drawing's coordinates: another machine's last digit
+MOST_BYTES = 2**28
+
+
+def check(runs: Path, out: Path) -> list[str]:
+    """How the report in ``out`` differs from what the records say now, a sentence a file; nothing is written.
+
+    Raises:
+        As :func:`stepscope.report.render.render`.
+    """
+    report = compose(runs, out)
+    differences = [difference for name, text in report.texts.items() if (difference := _compared(out, name, text))]
+    return [f"left out: {error}" for error in report.errors] + differences
+
+
+def _compared(out: Path, name: str, expected: str) -> str:
+    try:
+        found = read_within(out, name, MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})"
+    if name.endswith((".svg", ".html")):
+        return "" if alike(found, expected) else f"{name}: shows something else than the records say"
+    if found == expected:
+        return ""
+    lines = zip([*found.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])
+    number, old, new = next((n, *pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
+    return f"{name}, line {number}: is {old[:120]!r}, but the records say {new[:120]!r}"
+
+
+def alike(old: str, new: str) -> bool:
+    """Whether two drawings have the same words and tags, and nearly the same numbers in the tags."""
+    pieces = [re.split(r"(<[^>]*>)", re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text)) for text in (old, new)]
+    if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
+        return False
+    tags = [re.split(r"(-?\d+(?:\.\d+)?)", "".join(part[1::2])) for part in pieces]
+    return tags[0][::2] == tags[1][::2] and all(
+        abs(float(a) - float(b)) <= NEARLY for a, b in zip(tags[0][1::2], tags[1][1::2]))

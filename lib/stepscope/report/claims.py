@@ -1,0 +1,210 @@
+"""Chapters: hand-written markdown with three tags, into which numbers, tables and figures are put.
+
+    {% claim launch_bound %}{size} waits {idle:%} of its time.{% endclaim %}   {% table times %}   {% figure busy %}
+
+A claim is a function of the tables: the numbers of its sentence where it holds, None where it does not, a LookupError
+where there is no data. What is not said vanishes, and the paragraph and section that then say nothing.
+"""
+import importlib
+import inspect
+import re
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+
+from stepscope import StepscopeError, studies
+from stepscope.report.load import Tables
+from stepscope.report.style import Figure, Picture
+from stepscope.report.tables import Shown, escape, markdown, missing
+
+TAG = re.compile(r"\{%\s*(?P<kind>\w+)(?:\s+(?P<name>\w+))?\s*%\}")
+SAID, NOT_SAID = "\x01", "\x00"  # stand in a text for what was said, and for what was not
+FENCED = re.compile(r"^```.*?^```[^\n]*$", re.DOTALL | re.MULTILINE)
+HOLDS, FAILS, NO_DATA = "", "does not hold", "no data"
+
+
+class ChapterError(StepscopeError, SyntaxError):
+    """A chapter that cannot be told; the text names it and the line."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Told:
+    """One tag, and what became of it: "" where it was said, else why not."""
+
+    kind: str
+    name: str
+    why: str
+
+
+def _modules(name: str) -> Iterator[ModuleType]:
+    places = [f"stepscope.studies.{study}.{name}" for study in studies.STUDIES]
+    for place in [*places, f"stepscope.report.{name}_across"]:
+        if find_spec(place):
+            yield importlib.import_module(place)
+
+
+def collect(kind: str) -> dict[str, Callable]:
+    """Every study's claims, figures or tables, and those that join studies, by name.
+
+    Raises:
+        ChapterError: two have one name.
+    """
+    found: dict[str, Callable] = {}
+    for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
+        own = module.PRINTED if kind == "table" else {
+            name: function for name, function in inspect.getmembers(module, inspect.isfunction)
+            if function.__module__ == module.__name__ and not name.startswith("_")}
+        if doubled := found.keys() & own.keys():
+            raise ChapterError(f"{module.__name__}: another study has a {kind} called {min(doubled)}")
+        found |= own
+    return found
+
+
+class Teller:
+    """Tells chapters of one set of tables. ``figures`` gathers the pictures that were asked for, by name."""
+
+    def __init__(self, tables: Tables, where: str = "figures") -> None:
+        self.tables, self.where = tables, where
+        self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
+        self.told: list[Told] = []
+        self.figures: dict[str, Figure] = {}
+
+    def chapter(self, text: str, name: str, where: str | None = None) -> str:
+        """A chapter as markdown; empty where it has tags and none of them could be said.
+
+        Args:
+            name: of its file, for errors.
+            where: the folder of figures as seen from the page.
+
+        Raises:
+            ChapterError: an unknown name, field or unit, or a tag that is not closed, with its line.
+        """
+        self.where = where or self.where
+        code: list[str] = []  # what is in fences is left as it is
+
+        def kept(block: re.Match) -> str:
+            code.append(block[0])
+            return f"\x02{len(code) - 1}\x02" + "\n" * block[0].count("\n")
+
+        told = "".join(self._pieces(FENCED.sub(kept, text), name))
+        told = _without_empty(told)
+        return re.sub(r"\x02(\d+)\x02\n*", lambda at: code[int(at[1])] + "\n\n", told).strip() + "\n" if told else ""
+
+    def _pieces(self, text: str, chapter: str) -> Iterator[str]:
+        place, opened = 0, None
+        for tag in TAG.finditer(text):
+            at = f"{chapter}, line {text.count(chr(10), 0, tag.start()) + 1}"
+            kind, name = tag["kind"], tag["name"]
+            between = text[place:tag.start()]
+            if kind == "endclaim":
+                if opened is None:
+                    raise ChapterError(f"{at}: endclaim without a claim")
+                yield self._claim(opened, between, at)
+                opened = None
+            elif kind not in self.known or not name:
+                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, table and figure")
+            elif opened is not None:
+                raise ChapterError(f"{at}: claim {opened} is not closed before {tag[0]}")
+            elif name not in self.known[kind]:
+                raise ChapterError(f"{at}: no {kind} is called {name}")
+            else:
+                yield between
+                if kind == "claim":
+                    opened = name
+                else:
+                    yield self._table(name) if kind == "table" else self._figure(name)
+            place = tag.end()
+        if opened is not None:
+            raise ChapterError(f"{chapter}: claim {opened} is not closed")
+        yield text[place:]
+
+    def _made(self, kind: str, name: str) -> object:
+        """What a function makes of the tables; None where it could not, which is noted."""
+        why, made = HOLDS, None
+        try:
+            made = self.known[kind][name](self.tables)
+            why = HOLDS if made is not None else FAILS if kind == "claim" else NO_DATA
+        except LookupError:
+            why = NO_DATA
+        except Exception as error:  # noqa: BLE001 of any table: it is named, and the rest of the report stands
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if isinstance(made, dict) and (empty := [field for field, value in made.items() if missing(value)]):
+            made, why = None, f"has no number for {', '.join(map(str, empty))}"
+        self.told.append(Told(kind, name, why))
+        return made
+
+    def _claim(self, name: str, sentence: str, at: str) -> str:
+        values = self._made("claim", name)
+        return NOT_SAID if values is None else SAID + formatted(sentence, values, f"{at}: claim {name}")
+
+    def _table(self, name: str) -> str:
+        frame = self._made("table", name)
+        if frame is not None and not len(frame):
+            self.told[-1] = Told("table", name, NO_DATA)
+        return SAID + markdown(frame) if frame is not None and len(frame) else NOT_SAID
+
+    def _figure(self, name: str) -> str:
+        picture = self.figures.get(name) or self._made("figure", name)
+        if picture is None:
+            return NOT_SAID
+        self.figures[name] = picture
+        message = picture.message if isinstance(picture, Picture) else name.replace("_", " ")
+        return f"{SAID}![{escape(message)}]({self.where}/{name}.svg)"
+
+
+def formatted(sentence: str, values: dict, at: str) -> str:
+    """A claim's sentence with its values, by the one formatter.
+
+    Raises:
+        ChapterError: a field that the claim does not have, or a unit that does not fit.
+    """
+    out = ""
+    try:
+        for literal, name, unit, _ in string.Formatter().parse(sentence):
+            out += literal
+            if name is not None:
+                value = values[name]
+                inside = out.count("`") % 2 and isinstance(value, str)
+                out += _code(value) if inside else format(Shown(value), unit or "")
+    except KeyError as error:
+        raise ChapterError(f"{at} has no field {error}, only {', '.join(values)}") from None
+    except ValueError as error:
+        raise ChapterError(f"{at}, {{{name}:{unit}}}: {error}") from None
+    return out
+
+
+def _code(text: str) -> str:
+    """Text inside backticks, which end at the next backtick and need no escape."""
+    return "".join(c if c.isprintable() and c != "`" else "'" for c in text[:200]) or "?"
+
+
+def _without_empty(text: str) -> str:
+    """Leave out sections that have tags and said nothing, and of the others such paragraphs."""
+    if NOT_SAID in text and SAID not in text:
+        return ""
+    first, *others = re.split(r"^(?=#{2,} )", text, flags=re.MULTILINE)
+    if not first.strip() and others:  # the chapter's own heading: it stays where anything below it does
+        heading, newline, rest = others[0].partition("\n")
+        first, others = "", [heading + newline + _live(rest), *map(_live, others[1:])]
+    else:
+        others = [*map(_live, others)]
+    paragraphs = re.split(r"\n{2,}", "".join([first, *others]))
+    return "\n\n".join(kept for paragraph in paragraphs if (kept := _paragraph(paragraph)))
+
+
+def _live(section: str) -> str:
+    return "" if NOT_SAID in section and SAID not in section else section
+
+
+def _paragraph(paragraph: str) -> str:
+    if NOT_SAID in paragraph and SAID not in paragraph:
+        rest = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
+        if not rest:  # nothing is left but a question
+            return ""
+    text = re.sub(r"[ \n]?\x00", "", paragraph).replace(SAID, "")
+    return re.sub(r"(?<=\S) {2,}", " ", text).strip("\n ")

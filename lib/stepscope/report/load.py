@@ -1,0 +1,240 @@
+"""From a runs folder to tables: read, checked once, joined over all runs of a study.
+
+What is wrong in a run is said in one sentence, and that run is left out; nothing of a folder ends in a traceback.
+"""
+import importlib
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pandera.pandas as pa
+import pyarrow.parquet as pq
+from pandera.errors import SchemaError, SchemaErrors
+
+from stepscope import PROJECT, StepscopeError, studies
+from stepscope.config import shown
+from stepscope.files import open_within
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+
+Tables = dict[str, pd.DataFrame]
+
+MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
+QUIET_S = 2.0
+
+
+class RunsError(StepscopeError, ValueError):
+    """A runs folder that holds nothing to read."""
+
+
+class TableError(StepscopeError, ValueError):
+    """A run's table that cannot be used; the text names run, table, column, and what was expected."""
+
+
+@dataclass
+class Read:
+    """What a runs folder holds: tables by "<study>.<table>", only of studies that have runs, and ``runs``."""
+
+    records: list[Record]
+    tables: Tables = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+
+def load(runs: str | Path = "") -> Tables:
+    """All tables of a runs folder, for questions of one's own: ``load()["benchmark.times"]``.
+
+    Args:
+        runs: the folder; empty: the committed reference.
+
+    Each is tidy: one row a key, the configuration of its run in its first columns, units in the names. ``runs`` has
+    a row a run, "<study>.results" what each run found besides tables.
+
+    Raises:
+        RunsError: there is no such folder, or no run in it that can be used.
+    """
+    if not runs and not PROJECT:
+        raise RunsError("runs: an installed package has no reference; name a folder of runs")
+    found = read(Store(Path(runs) if runs else Path(str(PROJECT), "runs", "h200")))
+    if not found.records:
+        raise RunsError(f"{runs or 'runs/h200'}: {found.errors[0] if found.errors else 'holds no run'}")
+    for error in found.errors:
+        print(error, file=sys.stderr)
+    return found.tables
+
+
+def read(store: Store) -> Read:
+    """Read a runs folder; what cannot be used is left out and named in ``errors``.
+
+    Raises:
+        RunsError: there is no such folder.
+    """
+    if not store.root.is_dir():
+        raise RunsError(f"{store.root}: no such runs folder")
+    started = time.monotonic()
+    records, errors = store.records(check_files=True)
+    found = Read(records, errors=[str(error) for error in errors])
+    if time.monotonic() - started > QUIET_S or len(records) > 500:
+        print(f"Reading {len(records):,} runs.", file=sys.stderr)
+    kept = []
+    for name in studies.STUDIES:
+        own = [record for record in records if record.study == name]
+        if own:
+            module = importlib.import_module(f"stepscope.studies.{name}.tables")
+            kept += _study(store, module, name, own, found)
+    found.records = kept
+    if kept:
+        found.tables["runs"] = _runs(kept)
+    return found
+
+
+def _study(store: Store, module: ModuleType, name: str, records: list[Record], found: Read) -> list[Record]:
+    """Put a study's tables into ``found``; the records whose tables could be used, or that have none."""
+    raw: dict[str, Tables] = {}
+    for record in records:
+        try:
+            raw[record.run_id] = {table: _file(store, record, table) for table in module.SCHEMAS
+                                  if record.done and table in record.tables}
+            if record.status == "ok" and not raw[record.run_id]:
+                raise TableError(f"{name}/{record.run_id}: the run was done, and its record names no table")
+        except TableError as error:
+            found.errors.append(str(error))
+    for table, schema in module.SCHEMAS.items():
+        for run in _unlike(schema, {run: own[table] for run, own in raw.items() if table in own}):
+            found.errors.append(f"{name}/{run}: its table {table} cannot be used: {_why(schema, raw.pop(run)[table])}")
+    usable = {record.run_id: record for record in records if record.run_id in raw}
+    tables = {table: _joined(module, schema, usable, {run: own[table] for run, own in raw.items() if table in own})
+              for table, schema in module.SCHEMAS.items()}
+    tables = {table: frame for table, frame in tables.items() if len(frame)}
+    older = _replaced(module, tables, usable)
+    tables = {table: frame[~frame["run_id"].isin(older)].reset_index(drop=True) for table, frame in tables.items()}
+    if tables and hasattr(module, "tables"):
+        try:
+            tables |= module.tables(tables)
+        except Exception as error:  # noqa: BLE001 of any table that is not there
+            found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
+    kept = [record for run, record in usable.items() if run not in older]
+    results = [_config(module, record) | {"run_id": record.run_id} | record.results for record in kept if record.done]
+    if results:
+        tables["results"] = pd.DataFrame(results)
+    found.tables |= {f"{name}.{table}": frame for table, frame in tables.items()}
+    return kept
+
+
+def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
+    """One table's file, which is as large as it says before anything of it is read."""
+    path = f"{record.study}/{record.run_id}/{record.tables[table].file}"
+    try:
+        with open_within(store.root, path) as file:
+            parquet = pq.ParquetFile(file)
+            size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.num_row_groups))
+            if parquet.metadata.num_rows > MOST_ROWS or size > MOST_BYTES:
+                raise TableError(f"{path}: has {parquet.metadata.num_rows:,} rows, more than any run leaves")
+            return parquet.read().to_pandas(ignore_metadata=True)
+    except TableError:
+        raise
+    except Exception as error:  # noqa: BLE001 pyarrow raises of many kinds for what is no Parquet
+        raise TableError(f"{path}: cannot be read as Parquet ({_said(error)})") from None
+
+
+def _unlike(schema: pa.DataFrameSchema, frames: Tables) -> list[str]:
+    """The runs whose table is not as the schema says. All are checked at once, and one by one where that fails."""
+    if not frames:
+        return []
+    named = [run for run, frame in frames.items() if set(frame) != set(schema.columns) or frame.empty]
+    others = [frame for run, frame in frames.items() if run not in named]
+    if not named and _fits(_without_key(schema), pd.concat(others, ignore_index=True)) and all(
+            not frame.duplicated(schema.unique).any() for frame in others):
+        return []
+    return [run for run, frame in frames.items() if run in named or not _fits(schema, frame)]
+
+
+def _without_key(schema: pa.DataFrameSchema) -> pa.DataFrameSchema:
+    return pa.DataFrameSchema(schema.columns, strict=schema.strict, checks=schema.checks, coerce=schema.coerce)
+
+
+def _fits(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> bool:
+    try:
+        schema.validate(frame)
+    except Exception:  # noqa: BLE001 pandera's own, and what its checks meet in odd types
+        return False
+    return True
+
+
+def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
+    """What is wrong with a table, in words of one line."""
+    if frame.empty and set(frame) == set(schema.columns):
+        return "it has no rows"
+    try:
+        schema.validate(frame, lazy=True)
+    except (SchemaErrors, SchemaError) as error:
+        cases = getattr(error, "failure_cases", None)
+        if not isinstance(cases, pd.DataFrame) or cases.empty:
+            return _said(error)
+        case = cases.iloc[0]
+        where = "its key" if case["check"] == "multiple_fields_uniqueness" else f"column {shown(case['column'])}"
+        value = case["failure_case"]
+        value = shown(value.item() if hasattr(value, "item") else value)
+        wrong = {"column_in_schema": f"column {value} is not expected",
+                 "column_in_dataframe": f"column {value} is missing",
+                 "multiple_fields_uniqueness": f"{where} is not unique"}
+        return wrong.get(str(case["check"]), f"{where}: {case['check']} fails for {value}")
+    except Exception as error:  # noqa: BLE001 of odd types
+        return _said(error)
+    return "it does not fit beside the others"
+
+
+def _said(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}"
+
+
+def _config(module: ModuleType, record: Record) -> dict:
+    """The columns of a run's configuration; a shape without a name is named by its dimensions."""
+    config = {name: record.config[name] for name in module.CONFIG}
+    if config.get("size") == "custom":
+        config["size"] = " ".join(f"{letter}{record.config[name]}" for letter, name in zip(
+            "dflh", ("d_model", "d_ff", "num_layers", "num_heads")))
+    return config
+
+
+def _joined(module: ModuleType, schema: pa.DataFrameSchema, records: dict[str, Record], frames: Tables) -> pd.DataFrame:
+    """One table of all runs, typed by its schema, with the columns of their configurations and ``run_id``."""
+    if not frames:
+        return pd.DataFrame()
+    joined = _without_key(schema).validate(pd.concat(frames.values(), ignore_index=True))
+    lengths = [len(frame) for frame in frames.values()]
+    configs = [_config(module, records[run]) for run in frames]
+    added = {name: _repeated([config[name] for config in configs], lengths)
+             for name in module.CONFIG if name not in joined}
+    return pd.DataFrame(added | dict(joined.items()) | {"run_id": _repeated(frames, lengths)})
+
+
+def _repeated(values: Iterable, lengths: list[int]) -> pd.Series:
+    return pd.Series(list(values)).repeat(lengths).reset_index(drop=True)
+
+
+def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) -> set[str]:
+    """Of runs that say something of the same key the older ones."""
+    older: set[str] = set()
+    age = {run: place for place, run in enumerate(
+        sorted(records, key=lambda run: (records[run].started_at, run), reverse=True))}
+    for table, frame in tables.items():
+        newest_first = frame[["run_id", *module.KEYS[table]]].sort_values("run_id", key=lambda runs: runs.map(age),
+                                                                         kind="stable")
+        again = newest_first.duplicated(list(module.KEYS[table]))
+        older |= set(newest_first["run_id"][again])
+    return older
+
+
+def _runs(records: list[Record]) -> pd.DataFrame:
+    rows = [{"study": record.study, "run_id": record.run_id, "status": record.status, "cause": record.cause or "",
+             "seconds": record.duration_s, "measuring_s": record.measuring_s, "started_at": record.started_at,
+             **{f"machine_{name}": value for name, value in record.machine.items() if isinstance(value, str | int | float)},
+             **{name: record.software.get(name) for name in ("torch", "cuda", "driver")},
+             **{name: value for name, value in record.config.items() if isinstance(value, str | int | float)}}
+            for record in records]
+    return pd.DataFrame(rows)

@@ -1,0 +1,102 @@
+"""One HTML file of the report: the markdown through markdown-it, its HTML off, into one template.
+
+Pictures are inside, evidence is folded, and its policy lets nothing run or load.
+"""
+import base64
+import hashlib
+import html
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from urllib.parse import quote
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+TEMPLATE = Path(__file__).with_name("page.html")
+STYLE = Path(__file__).with_name("page.css")
+SAFE = "/ :;=,'()&?!@*+$-._~"  # of a picture's text what stands in its address as it is
+
+
+@dataclass(frozen=True)
+class Section:
+    """A page beside the writeup, which this file has folded: its path in the report's folder, and its markdown."""
+
+    path: str
+    text: str
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"\W+", "-", self.path.removesuffix(".md"))
+
+
+def page(writeup: str, sections: list[Section], figures: dict[str, str]) -> str:
+    """The whole report as HTML.
+
+    Args:
+        writeup: the main text, markdown.
+        sections: what stands folded behind it.
+        figures: SVG by name, for images "figures/<name>.svg".
+    """
+    anchors = {section.path: section.anchor for section in sections} | {"writeup.md": "top"}
+    writer = _Writer(figures, anchors)
+    body = writer.html(writeup, "")
+    style = STYLE.read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    title = next(iter(re.findall(r"<h1[^>]*>(.*?)</h1>", body)), "Report")
+    contents = "".join(f'<li><a href="#{anchor}">{words}</a></li>' for anchor, words in
+                       re.findall(r'<h2 id="([^"]+)">(.*?)</h2>', body))
+    folded = []
+    for section in sections:
+        heading, _, rest = section.text.partition("\n")
+        summary = html.escape(heading.lstrip("# "))
+        folded.append(f'<details id="{section.anchor}"><summary>{summary}</summary>\n'
+                      f"{writer.html(rest, section.anchor + '-')}</details>")
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=re.sub(r"<[^>]+>", "", title), style=style, digest=digest, contents=contents, body=body,
+        folded="\n".join(folded))
+
+
+class _Writer:
+    """Markdown as HTML. Raw HTML is text, links lead within the page or to https, images are the figures."""
+
+    def __init__(self, figures: dict[str, str], anchors: dict[str, str]) -> None:
+        self.figures, self.anchors = figures, anchors
+        self.markdown = MarkdownIt("commonmark", {"html": False, "typographer": False}).enable("table")
+
+    def html(self, text: str, prefix: str) -> str:
+        """One text; ``prefix`` makes its headings' anchors the page's own."""
+        tokens = self.markdown.parse(text)
+        for place, token in enumerate(tokens):
+            if token.type == "heading_open":
+                words = re.sub(r"[^a-z0-9]+", "-", tokens[place + 1].content.lower()).strip("-")
+                token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
+            if align := token.attrGet("style"):  # the policy allows no style on an element
+                token.attrs = {"class": "right" if "right" in str(align) else "left"}
+            if token.children:
+                token.children = [self._inline(child) for child in token.children]
+        made = str(self.markdown.renderer.render(tokens, self.markdown.options, {}))
+        made = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", made)
+        made = made.replace("<th ", '<th scope="col" ').replace("<th>", '<th scope="col">')
+        table = '<div class="scroll" role="region" aria-label="table" tabindex="0"><table>'
+        return made.replace("<table>", table).replace("</table>", "</table></div>")
+
+    def _inline(self, token: Token) -> Token:
+        if token.type == "link_open":
+            token.attrs = {"href": self._href(str(token.attrGet("href") or ""))}
+        elif token.type == "image":
+            name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
+            drawn = self.figures.get(name[1], "") if name else ""
+            size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"|height="([\d.]+)pt"[^>]*? width="([\d.]+)pt"', drawn)
+            width, height = (size[1] or size[4], size[2] or size[3]) if size else ("0", "0")
+            token.attrs = {"src": f"data:image/svg+xml,{quote(drawn.strip(), safe=SAFE)}", "alt": "",
+                           "width": round(float(width) * 4 / 3), "height": round(float(height) * 4 / 3)}
+        return token
+
+    def _href(self, link: str) -> str:
+        path, _, anchor = link.removeprefix("../").removeprefix("evidence/").partition("#")
+        for known, place in self.anchors.items():
+            if path and path in (known, known.removeprefix("evidence/")):
+                return f"#{place if not anchor else anchor if place == 'top' else f'{place}-{anchor}'}"
+        return link if link.startswith(("https://", "#")) or re.fullmatch(r"(?!//)[\w./+-]+", link) else "#"
