@@ -10,3 +10,6 @@ class Config(StepConfig):
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"  # type: ignore[assignment]
     compile: Literal["none"] = "none"  # ranges within what is compiled would change it
+    # The watched process takes as many steps as their length asks for.
+    warmup_steps: Literal[5] = 5  # type: ignore[assignment]
+    timed_steps: Literal[10] = 10  # type: ignore[assignment]

@@ -21,7 +21,8 @@ from stepscope.report.style import (
     figure,
 )
 from stepscope.report.tables import number
-from stepscope.studies.nsys.tables import Tables, by_family
+from stepscope.step.stats import launch_bound, union
+from stepscope.studies.nsys.tables import Tables, at_reference, by_family, profiles, reference
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: BLUE, "fused attention": SKY, ATTENTION_SOFTMAX: PINK, "elementwise": AMBER, "optimizer": GREEN,
@@ -67,7 +68,7 @@ def lanes(timeline: pd.DataFrame, message: str = "") -> Figure | None:
     if rows.empty:
         return None
     running = rows[rows["start_ns"] + rows["duration_ns"] > 0]
-    drawn, axes = figure(message or "A millisecond of forward on the CPU and on the GPU", 1.9)
+    drawn, axes = figure(message or "A millisecond of forward on the CPU and on the GPU", 2.3)
     host = rows[(rows["launch_ns"] < LANE_NS) & (rows["launch_ns"] + rows["launch_duration_ns"] > 0)]
     axes.broken_barh(list(zip(host["launch_ns"] / 1e3, host["launch_duration_ns"] / 1e3)), (1.15, 0.7), color=MUTED)
     for family, own in running.groupby(running["family"].where(running["family"].isin([*COLORS]), "all else")):
@@ -81,4 +82,37 @@ def lanes(timeline: pd.DataFrame, message: str = "") -> Figure | None:
 
 
 def launches_timeline(tables: Tables) -> Figure | None:
+    """A millisecond of the launch-bound forward: the smallest size, in bf16 where it was profiled."""
+    for precision in ("bf16", "fp32"):
+        try:
+            rows = profiles(tables, "timeline", precision)
+        except LookupError:
+            continue
+        context = reference(rows) if precision == "bf16" else rows["context_length"].min()
+        own = rows[(rows["context_length"] == context) & (rows["size"] == rows["size"].iloc[0])]
+        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy {number(busy(own), '%')} of this"
+                          " millisecond" + ", and waits for launches" * launch_bound(busy(own)))
     return None
+
+
+def busy(timeline: pd.DataFrame) -> float:
+    """The share of the drawn window in which an operation runs."""
+    start = timeline["start_ns"].clip(0, LANE_NS).to_numpy()
+    end = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, LANE_NS).to_numpy()
+    return union(start, end) / LANE_NS
+
+
+def kernel_families(tables: Tables) -> Figure | None:
+    """Each phase of a full step by family, in shares of the step, the smallest and the largest size at the
+    reference context."""
+    rows = at_reference(tables, "step")
+    sizes = list(dict.fromkeys([rows["size"].iloc[0], rows["size"].iloc[-1]]))
+    rows = rows[rows["size"].isin(sizes) & rows["phase"].isin(PHASE_NAMES)]
+    order = [(size, phase) for size in sizes for phase in PHASE_NAMES if phase in set(rows["phase"])]
+    wide = by_family(rows, ("size", "phase")).reindex(order)
+    wide = wide.div(wide.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
+    matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
+    drawn, axes = figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(order))
+    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in order])
+    drawn.legend(loc="outside lower center", ncols=3)
+    return drawn

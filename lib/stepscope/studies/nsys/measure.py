@@ -181,7 +181,7 @@ def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def finding(tables: dict[str, pd.DataFrame]) -> str:
+def finding(tables: dict[str, pd.DataFrame], device: str) -> str:
     """What one run says of forward, in two sentences."""
     clocks = three_clocks(tables["clocks"]) if len(tables["clocks"]) else pd.DataFrame(columns=["mode"])
     forward = clocks[clocks["mode"] == "forward"]
@@ -191,8 +191,8 @@ def finding(tables: dict[str, pd.DataFrame]) -> str:
     rows = tables["operations"][tables["operations"]["mode"] == "forward"]
     kernels = rows.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns", ascending=False)
     busy = whole["gpu_ms"] / whole["plain_ms"]
-    bound = "launch-bound" if launch_bound(busy) else "GPU-bound"
+    bound = "" if device == "cpu" else ", launch-bound" if launch_bound(busy) else ", GPU-bound"
     top = kernels.iloc[0]
     return (f"Forward: {number(whole['gpu_ms'], 'ms')} of GPU time, {number(whole['plain_ms'], 'ms')} of wall time:"
-            f" {number(busy, '%')} busy, {bound}. {short_name(kernels.index[0])} takes"
+            f" {number(busy, '%')} busy{bound}. {short_name(kernels.index[0])} takes"
             f" {number(top['total_ns'] / kernels['total_ns'].sum(), '%')} of it in {int(top['count'])} launches.")

@@ -2,8 +2,10 @@
 import pandas as pd
 import pandera.pandas as pa
 
+from stepscope.config import SIZES
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import table
+from stepscope.step.clocks import WHOLE
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
 
@@ -53,4 +55,162 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
     return wide[wide.sum().sort_values(ascending=False).index]
 
 
-PRINTED: dict = {}
+# Over all runs
+
+REFERENCE = 512  # the context at which sizes are compared, where it was profiled
+NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
+
+
+def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
+    """A table of the profiles of the plain program in one precision, sizes in order.
+
+    Raises:
+        LookupError: there is none.
+    """
+    rows = tables[f"nsys.{name}"]
+    rows = rows[(rows["precision"] == precision) & (rows["attention"] == "naive") & (rows["optimizer"] == "foreach")]
+    if rows.empty:
+        raise LookupError(f"no profile in {precision}")
+    order = rows["size"].map({size: at for at, size in enumerate(SIZES)})
+    return rows.assign(order=order).sort_values(["order", "context_length"], kind="stable").drop(columns="order")
+
+
+def reference(rows: pd.DataFrame) -> int:
+    """The context at which sizes are compared: 512, else the longest there is."""
+    contexts = rows["context_length"]
+    return int(REFERENCE if (contexts == REFERENCE).any() else contexts.max())
+
+
+def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
+    """The operations of a mode at the reference context."""
+    rows = profiles(tables, "operations", precision)
+    return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
+
+
+def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
+    """A row a size, context, mode and phase in ms: plain_ms (wall time without a profiler; of whole modes), and of
+    captured steps host_ms, projected_ms (first operation to last) and gpu_ms; all medians."""
+    keys = ["size", "context_length", "mode", "phase"]
+    rows = profiles(tables, "clocks", precision)
+    captured = rows["captured"].astype(bool)
+    table = rows[captured].groupby(keys, sort=False)[["host_ns", "projected_ns", "busy_ns"]].median() / 1e6
+    table.columns = ["host_ms", "projected_ms", "gpu_ms"]
+    return table.join(rows[~captured].groupby(keys)["wall_ms"].median().rename("plain_ms")).reset_index()
+
+
+def forward_clocks(tables: Tables) -> pd.DataFrame:
+    """A row a size and context: one forward pass by the host's clock and by nsys."""
+    rows = clocks(tables)
+    return rows[(rows["mode"] == "forward") & (rows["phase"] == WHOLE)].reset_index(drop=True)
+
+
+def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
+    """A row a size and context: the kernel with the most time in a mode, its launches, and its share."""
+    keys = ["size", "context_length"]
+    rows = profiles(tables, "operations")
+    rows = rows[rows["mode"] == mode]
+    summed = rows.groupby([*keys, "name"], sort=False)[["count", "total_ns"]].sum().reset_index()
+    summed["share"] = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
+    return summed.loc[summed.groupby(keys, sort=False)["total_ns"].idxmax()].set_index(keys)
+
+
+def shares(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
+    """Shares of a mode's operations by family (columns, the largest first), a row a size and context."""
+    rows = profiles(tables, "operations", precision)
+    wide = by_family(rows[rows["mode"] == mode], ("size", "context_length"))
+    return wide.div(wide.sum(axis=1), axis=0)
+
+
+def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
+    """A row a size and context: of one forward pass the ms of attention's softmax and of its two matmuls (scores,
+    values), the ratio of their times, and of their FLOPs: softmax's five operations an element of the T x T scores
+    (max, subtract, exponentiate, sum, divide) over the matmuls' 4 D."""
+    rows = profiles(tables, "operations")
+    rows = rows[rows["mode"] == "forward"]
+    keys = [rows["size"], rows["context_length"]]
+    product = (rows["family"] == MATMUL) & rows["region"].isin(["attention.scores", "attention.value"])
+    found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6 for name, which in (
+        ("softmax_ms", rows["region"] == "attention.softmax"), ("matmul_ms", product))})
+    head_dim = [SIZES[size].d_model / SIZES[size].num_heads for size in found.index.get_level_values("size")]
+    return found.assign(times=found["softmax_ms"] / found["matmul_ms"], flops=[5 / (4 * d) for d in head_dim])
+
+
+def beside_in_process(tables: Tables) -> pd.DataFrame:
+    """GPU time by nsys beside the benchmark's, by torch.profiler in another process: a row a size, context, mode
+    and phase, with ``off``, their difference as a share."""
+    keys = ["size", "context_length", "mode", "phase"]
+    own = tables["benchmark.times"]
+    own = own[(own["precision"] == "fp32") & (own["attention"] == "naive") & (own["compile"] == "none")
+              & (own["optimizer"] == "foreach") & (own["repeat"] == 0)]
+    both = clocks(tables)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys, suffixes=("", "_in_process"))
+    return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
+
+
+# What is printed
+
+def forward_times(tables: Tables) -> pd.DataFrame:
+    """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU time."""
+    names = {"plain_ms": "wall, plain", "projected_ms": "nsys, first to last", "gpu_ms": "nsys, GPU time"}
+    long = forward_clocks(tables).rename(columns=names).melt(
+        ["size", "context_length"], list(names.values()), "forward, ms", "ms")
+    wide = long.pivot_table(index=["size", "forward, ms"], columns="context_length", values="ms", sort=False)
+    order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
+    return table(wide.reindex(order), unit="ms")
+
+
+def first_kernel(tables: Tables) -> pd.DataFrame:
+    """(b) At the reference context the kernel with the most time in forward, and in forward + backward."""
+    forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
+    rows = forward.join(both, rsuffix="_both").reset_index()
+    rows = rows[rows["context_length"] == reference(rows)]
+    names = short_names([*rows["name"], *rows["name_both"].dropna()], 60)
+    return pd.DataFrame({
+        "size": rows["size"], "first in forward": rows["name"].map(names), "launches": rows["count"],
+        "share of forward, %": rows["share"],
+        "first in forward + backward": rows["name_both"].map(names).where(rows["name_both"] != rows["name"], "the same"),
+        "share, %": rows["share_both"]}).set_index("size")
+
+
+def forward_families(tables: Tables) -> pd.DataFrame:
+    """(c) At the reference context the shares of forward by family, a column a size."""
+    return _by_size(shares(tables, "forward"))
+
+
+def step_families(tables: Tables) -> pd.DataFrame:
+    """(d) At the reference context the shares of forward and of a full step by family, of the least and the largest
+    size."""
+    wide = {mode: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
+    sizes = list(dict.fromkeys([wide["step"].columns[0], wide["step"].columns[-1]]))
+    return pd.DataFrame({f"{size.removesuffix(', %')}, {NAMES[mode]}, %": frame.get(size)
+                         for size in sizes for mode, frame in wide.items()}).sort_values(
+                             f"{sizes[-1].removesuffix(', %')}, {NAMES['step']}, %", ascending=False)
+
+
+def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
+    rows = wide.reset_index()
+    rows = rows[rows["context_length"] == reference(rows)].drop(columns="context_length").set_index("size").T
+    return rows[rows.max(axis=1) >= least].rename_axis("family").rename(columns=lambda size: f"{size}, %")
+
+
+def attention_softmax(tables: Tables) -> pd.DataFrame:
+    """(e) Softmax against the matmuls inside attention, in one forward pass, at the reference context."""
+    rows = softmax_and_matmuls(tables).reset_index()
+    rows = rows[rows["context_length"] == reference(rows)]
+    return pd.DataFrame({"size": rows["size"], "softmax, ms": rows["softmax_ms"], "matmuls, ms": rows["matmul_ms"],
+                         "time, %": rows["times"], "FLOPs, %": rows["flops"]}).set_index("size")
+
+
+def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
+    """The largest difference of GPU time by nsys from the benchmark's in-process captures, over all contexts; a row
+    a size, a column a mode."""
+    rows = beside_in_process(tables)
+    rows = rows[rows["phase"] == WHOLE]
+    wide = rows.assign(off=rows["off"].abs()).pivot_table(index="size", columns="mode", values="off", aggfunc="max",
+                                                          sort=False)
+    profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
+    return wide.rename(columns=lambda mode: f"{NAMES[mode]}, %").join(profiles_of)
+
+
+PRINTED = {"forward_times": forward_times, "first_kernel": first_kernel, "forward_families": forward_families,
+           "step_families": step_families, "attention_softmax": attention_softmax,
+           "nsys_beside_in_process": nsys_beside_in_process}

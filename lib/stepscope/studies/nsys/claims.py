@@ -1,0 +1,185 @@
+"""What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError where
+there are no such profiles."""
+from stepscope.report.tables import ratio
+from stepscope.step.clocks import WHOLE
+from stepscope.step.stats import LAUNCH_BOUND, SAME
+from stepscope.studies.nsys.tables import (
+    Tables,
+    at_reference,
+    beside_in_process,
+    clocks,
+    first_kernels,
+    forward_clocks,
+    profiles,
+    reference,
+    shares,
+    softmax_and_matmuls,
+)
+from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
+from stepscope.traces.kernel_names import short_name
+
+Numbers = dict | None
+AGREE = 0.05  # of a wall time: what a reader calls the same
+WEIGHS = 0.05  # of forward: a share that is not trivial
+
+
+def every_kernel_counted(tables: Tables) -> Numbers:
+    """All profiles; the operations of one step of each are those of every captured step."""
+    operations, captured = tables["nsys.operations"], tables["nsys.clocks"]
+    keys = ["size", "context_length", "precision", "attention", "optimizer", "mode"]
+    steps = captured[captured["captured"].astype(bool) & (captured["phase"] == WHOLE)]
+    same = steps["operations"].groupby([steps[key] for key in keys]).agg(["min", "max"])
+    named = operations["count"].groupby([operations[key] for key in keys]).sum().reindex(same.index)
+    if len(same) and ((same["min"] == named) & (same["max"] == named)).all():
+        return {"profiles": len(same), "operations": int(named.sum())}
+    return None
+
+
+def forward_matches_wall(tables: Tables) -> Numbers:
+    """(a) Where forward is GPU-bound, nsys's first to last operation is the plain wall time."""
+    rows = forward_clocks(tables)
+    bound = rows[rows["gpu_ms"] >= LAUNCH_BOUND * rows["plain_ms"]]
+    off = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
+    if len(bound) and off.max() < AGREE:
+        return {"bound": len(bound), "passes": len(rows), "most": off.max()}
+    return None
+
+
+def forward_slower_under_nsys(tables: Tables) -> Numbers:
+    """(a) Where the GPU waits most for launches, a profiler makes it wait longer."""
+    rows = forward_clocks(tables)
+    rows = rows[rows["gpu_ms"] < LAUNCH_BOUND * rows["plain_ms"]]
+    row = rows.loc[(rows["gpu_ms"] / rows["plain_ms"]).idxmin()] if len(rows) else None
+    if row is not None and row["projected_ms"] > (1 + AGREE) * row["plain_ms"]:
+        return {"size": row["size"], "context": int(row["context_length"]), "wall": row["plain_ms"],
+                "nsys": row["projected_ms"], "gpu": row["gpu_ms"]}
+    return None
+
+
+def forward_total(tables: Tables) -> Numbers:
+    """(a) The largest size at the reference context."""
+    rows = forward_clocks(tables)
+    row = rows[rows["context_length"] == reference(rows)].iloc[-1]
+    return {"size": row["size"], "context": int(row["context_length"]), "gpu": row["gpu_ms"],
+            "wall": row["plain_ms"], "busy": row["gpu_ms"] / row["plain_ms"]}
+
+
+def first_kernel_is_a_matmul(tables: Tables) -> Numbers:
+    """(b) In every profile of forward the kernel with the most time is a matmul; the largest size's."""
+    rows, first = at_reference(tables, "forward"), first_kernels(tables, "forward")
+    family = profiles(tables, "operations").drop_duplicates("name").set_index("name")["family"]
+    row = first.loc[(rows["size"].iloc[-1], reference(rows))]
+    if set(first["name"].map(family)) == {MATMUL}:
+        return {"size": rows["size"].iloc[-1], "context": reference(rows), "kernel": short_name(row["name"]),
+                "launches": int(row["count"]), "share": row["share"], "profiles": len(first)}
+    return None
+
+
+def first_kernel_changes(tables: Tables) -> Numbers:
+    """(b) In some profiles another kernel is first over forward + backward: a matmul, too."""
+    forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
+    common = forward.join(both, rsuffix="_both", how="inner")
+    kept = int((common["name"] == common["name_both"]).sum())
+    family = profiles(tables, "operations").drop_duplicates("name").set_index("name")["family"]
+    if kept < len(common) and set(common["name_both"].map(family)) == {MATMUL}:
+        return {"changed": len(common) - kept, "kept": kept, "profiles": len(common)}
+    return None
+
+
+def rest_of_forward(tables: Tables) -> Numbers:
+    """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends, and what leads it."""
+    wide = shares(tables, "forward").reset_index()
+    rows = wide[wide["context_length"] == reference(wide)].set_index("size")
+    rest = 1 - rows[MATMUL]
+    small = rows.drop(columns=["context_length", MATMUL]).iloc[0].astype(float).sort_values(ascending=False)
+    if len(rest) > 1 and rest.is_monotonic_decreasing:
+        return {"small": rest.index[0], "large": rest.index[-1], "context": reference(wide),
+                "small_rest": rest.iloc[0], "large_rest": rest.iloc[-1], "first": small.index[0],
+                "first_share": small.iloc[0], "second": small.index[1], "second_share": small.iloc[1]}
+    return None
+
+
+def nontrivial_kernels(tables: Tables) -> Numbers:
+    """(c) The families beside matmuls that take over 5% of the smallest size's forward."""
+    rows = shares(tables, "forward").reset_index()
+    row = rows[rows["context_length"] == reference(rows)].iloc[0].drop(["size", "context_length", MATMUL])
+    heavy = row[row >= WEIGHS].sort_values(ascending=False)
+    return {"families": " and ".join(heavy.index), "share": float(heavy.sum())} if len(heavy) else None
+
+
+def softmax_grows(tables: Tables) -> Numbers:
+    """(c) Attention's softmax takes a larger share the longer the context, for the smallest size."""
+    rows = shares(tables, "forward")[ATTENTION_SOFTMAX]
+    own = rows[rows.index.get_level_values("size") == rows.index[0][0]].droplevel("size").sort_index()
+    if len(own) > 1 and own.is_monotonic_increasing:
+        return {"size": rows.index[0][0], "short": int(own.index[0]), "long": int(own.index[-1]),
+                "short_share": own.iloc[0], "long_share": own.iloc[-1]}
+    return None
+
+
+def matmul_share_falls(tables: Tables) -> Numbers:
+    """(d) The matmuls' share of a full step is below forward's in every profile at the reference context."""
+    forward, step = (shares(tables, mode)[MATMUL] for mode in ("forward", "step"))
+    context = reference(forward.reset_index())
+    both = forward.rename("forward").to_frame().join(step.rename("step"), how="inner").xs(context, level=1)
+    if len(both) and (both["step"] < both["forward"]).all():
+        return {"size": both.index[0], "context": context, "forward": both["forward"].iloc[0],
+                "step": both["step"].iloc[0], "large": both.index[-1], "large_forward": both["forward"].iloc[-1],
+                "large_step": both["step"].iloc[-1]}
+    return None
+
+
+def optimizer_share(tables: Tables) -> Numbers:
+    """(d) AdamW's phase in a full step at the shortest and the longest context, of the largest size."""
+    rows = profiles(tables, "operations")
+    rows = rows[(rows["mode"] == "step") & (rows["size"] == rows["size"].iloc[-1])]
+    keys = rows["context_length"]
+    part = rows["total_ns"].where(rows["phase"] == "optimizer", 0).groupby(keys).sum() / rows["total_ns"].groupby(keys).sum()
+    if len(part) > 1 and part.is_monotonic_decreasing:
+        return {"size": rows["size"].iloc[0], "short": int(part.index[0]), "long": int(part.index[-1]),
+                "short_share": part.iloc[0], "long_share": part.iloc[-1]}
+    return None
+
+
+def softmax_beside_flops(tables: Tables) -> Numbers:
+    """(e) Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
+    rows = softmax_and_matmuls(tables)
+    row = rows.xs(reference(rows.reset_index()), level=1).iloc[0]
+    least = (rows["times"] / rows["flops"]).min()
+    if least > 2:
+        return {"size": rows.index[0][0], "context": reference(rows.reset_index()), "softmax": row["softmax_ms"],
+                "matmul": row["matmul_ms"], "times": row["times"], "flops": row["flops"], "least": least}
+    return None
+
+
+def softmax_in_bf16(tables: Tables) -> Numbers:
+    """(e) bf16 speeds up attention's matmuls; the softmax stays in fp32 and takes as long."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        rows = at_reference(tables, "forward", precision)
+        rows = rows[rows["size"] == rows["size"].iloc[-1]]
+        inside = rows["region"].isin(["attention.scores", "attention.value"]) & (rows["family"] == MATMUL)
+        found[precision] = [rows.loc[which, "total_ns"].sum() / 1e6
+                            for which in (rows["region"] == "attention.softmax", inside)]
+    if found["bf16"][1] < found["fp32"][1] / 2 and found["bf16"][0] > 0.9 * found["fp32"][0]:
+        return {"size": rows["size"].iloc[0], "matmul_fp32": found["fp32"][1], "matmul_bf16": found["bf16"][1],
+                "softmax": found["bf16"][0], "gain": ratio(found["fp32"][1], found["bf16"][1])}
+    return None
+
+
+def nsys_agrees_in_process(tables: Tables) -> Numbers:
+    """GPU time of whole modes by nsys and by torch.profiler in another process differs by less than SAME."""
+    rows = beside_in_process(tables)
+    whole = rows[rows["phase"] == WHOLE]
+    if len(whole) and whole["off"].abs().max() < SAME:
+        return {"cells": len(whole), "most": whole["off"].abs().max(), "median": whole["off"].abs().median()}
+    return None
+
+
+def backward_over_forward(tables: Tables) -> Numbers:
+    """Backward's GPU time over forward's in full steps at the reference context: the least and the most."""
+    rows = clocks(tables)
+    rows = rows[(rows["mode"] == "step") & (rows["context_length"] == reference(rows))]
+    wide = rows.pivot(index="size", columns="phase", values="gpu_ms")
+    times = wide["backward"] / wide["forward"]
+    return {"least": times.min(), "most": times.max(), "context": reference(rows)} if times.min() > 1.5 else None
