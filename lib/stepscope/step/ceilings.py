@@ -72,7 +72,7 @@ def sheet_tflops(precision: str, device: str) -> float:
 
 
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
-    """Add what wall times amount to: ``tflops`` (matmuls, achieved); model FLOPs utilisation (PaLM, appendix B)
+    """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs utilisation (PaLM, appendix B)
     as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate measured here, and ``mfu_at_clock``
     of the data sheet's rate scaled by the mode's SM clock over the highest; of the whole, ``tokens_per_s``.
 
@@ -82,7 +82,7 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
     """
     flops = phase_flops(config)
     work = pd.Series([step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
-                      for row in times.itertuples()], index=times.index, dtype=float)
+                      for row in times.itertuples()], index=times.index, dtype=float).replace(0, float("nan"))
     rate = work / times["wall_ms"] / 1e9
     sheet = times["precision"].map({name: sheet_tflops(name, config.device)
                                     for name in times["precision"].unique()}).astype(float)

@@ -23,6 +23,7 @@ from stepscope.step.clocks import SAMPLE_COLUMNS, WHOLE, NotReplayed, keep_up, p
 from stepscope.step.stats import location, union
 from stepscope.step.training_step import Step, build_step, out_of_memory_names, release
 from stepscope.step.turn import turn
+from stepscope.traces.export import TraceError
 from stepscope.traces.families import families
 from stepscope.traces.torch_trace import read_events, work
 
@@ -30,7 +31,7 @@ LONG_MS = 1000.0  # of steps that last longer, fewer are enough where the median
 KEYS = ["mode", "precision"]
 TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms",
                 "operations", "busy", "replayed_ms", "replay_reason", "peak_gib", "reserved_gib", "sm_clock_mhz",
-                "power_w", "step_j", "status", "reason"]
+                "power_w", "step_j", "compile_s", "status", "reason"]
 TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason"]
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
 KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
@@ -86,7 +87,7 @@ class Taken:
         operations = pd.DataFrame()
         try:
             operations = self._operations()
-        except (CaptureError, ValueError) as error:  # a trace that cannot be read is a TraceError, a ValueError
+        except (CaptureError, TraceError, OSError) as error:
             self.reason = str(error)
         rows, named = [], []
         for index, mode in enumerate(self.modes):
@@ -95,7 +96,8 @@ class Taken:
             if len(own):
                 named.append(by_name(own).assign(**mode.key))
         samples = [mode.samples.assign(**mode.key) for mode in self.modes if len(mode.samples)]
-        times = pd.DataFrame(rows).reindex(columns=TIME_COLUMNS).fillna(dict.fromkeys(TEXTS, ""))
+        unread = {name: "" if name in TEXTS else np.nan for name in TIME_COLUMNS}
+        times = pd.DataFrame([unread | row for row in rows], columns=TIME_COLUMNS)
         times = times.astype({name: str if name in TEXTS else float for name in TIME_COLUMNS})
         return (times, _stacked(samples, [*KEYS, *SAMPLE_COLUMNS]),
                 _stacked(named, OPERATION_COLUMNS))

@@ -1,40 +1,53 @@
-"""The benchmarking study's tables over all of its records."""
+"""The benchmarking study's tables: what is in a run's files, and what is printed of all runs."""
 import pandas as pd
+import pandera.pandas as pa
 
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
-from stepscope.runs.tables import load_table, runs_frame
-from stepscope.step.rates import with_rates
-from stepscope.step.summary import summarize
-from stepscope.step.timing import WHOLE
-from stepscope.studies.benchmark.config import Config
+from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
+from stepscope.report.tables import headed, table
+from stepscope.step.clocks import WHOLE
 
-# What a run's summary has (see with_rates), so that the table has it also where no run was done.
-SUMMARY = ["n", "mean_ms", "std_ms", "median_ms", "ci_low_ms", "ci_high_ms", "enqueue_ms", "trailing_ms",
-           "sm_clock_mhz", "sm_clock_least_mhz", "flags", "flops", "tflops", "utilisation", "tokens_per_s"]
+CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile", "optimizer",
+          "repeat")
+CELL = ("mode", "phase")
+SCHEMAS = {
+    "times": tidy(CELL, **TIMES),
+    "samples": tidy((*CELL, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
+                    warmup=pa.Column(bool, coerce=True), wall_ms=measured(nullable=False),
+                    enqueue_ms=measured(nullable=False)),
+    "operations": tidy((*CELL, "name"), **OPERATIONS),
+}
+KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"), "operations": (*CONFIG, *CELL, "name")}
+WARMUPS = (0, 1, 2, 5)
+HEADINGS = {"wall_ms": "wall, ms", "wall_std_ms": "std, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %",
+            "operations": "operations, n", "replayed_ms": "replayed, ms", "peak_gib": "peak, GiB", "mfu": "MFU, %",
+            "mfu_measured": "of a large matmul, %", "tokens_per_s": "tokens/s, n", "sm_clock_mhz": "SM clock, MHz",
+            "power_w": "power, W", "step_j": "energy, J", "status": "status", "reason": "reason"}
 
 
-def all_times(store: Store, records: list[Record]) -> pd.DataFrame:
-    """The tidy table of a whole store: a row for each run and phase with the run's configuration and results.
+def one_run(times: pd.DataFrame) -> pd.DataFrame:
+    """What a run's times are read by: a row a mode and phase, columns that say nothing left out."""
+    shown = times[[*CELL, *HEADINGS]].replace("", None).dropna(axis="columns", how="all").rename(columns=HEADINGS)
+    return table(shown)
 
-    Runs that ended out of memory have one row, phase ``step``, without times; where all did, the columns are
-    the same.
-    """
-    records = [record for record in records if record.study == "benchmark" and record.done]
-    if not records:
-        return pd.DataFrame()
-    samples, ceilings = load_table(store, records, "samples"), load_table(store, records, "ceilings")
-    runs, frames = runs_frame(records), []
-    for record in records:
-        if record.status == "ok":
-            config = Config(**record.config)
-            rows, ceiling = (table[table["run_id"] == record.run_id] for table in (samples, ceilings))
-            times = with_rates(summarize(rows, ["phase"]), config, ceiling)
-            frames.append(times.assign(run_id=record.run_id))
-        else:
-            frames.append(pd.DataFrame([{"run_id": record.run_id, "phase": WHOLE}]))
-    times = pd.concat(frames, ignore_index=True)
-    times = times.reindex(columns=dict.fromkeys([*times, *SUMMARY]))
-    host_gib = {record.run_id: record.machine.get("ram_gib") for record in records}  # tells hosts apart
-    runs["host_gib"] = runs["run_id"].map(host_gib).astype(float)
-    return runs.merge(times, on="run_id", validate="one_to_many")
+
+def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation of ten full steps after so many warm-up steps of a cold process, and how many
+    times the warm mean the mean is; by any columns of :data:`CONFIG` that are there."""
+    by = [column for column in CONFIG if column in samples]
+    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values([*by, "step"])
+    found = []
+    for key, own in steps.groupby(by, sort=False) if by else [((), steps)]:
+        wall_ms = own["wall_ms"].to_numpy()
+        count = int((~own["warmup"]).sum())
+        for warmups in WARMUPS:
+            ten = wall_ms[warmups:warmups + count]
+            if len(ten) == count > 1:
+                found.append({**dict(zip(by, key)), "warmups": warmups, "mean_ms": ten.mean(),
+                              "std_ms": ten.std(ddof=1), "first_ms": ten[0]})
+    return pd.DataFrame(found, columns=[*by, "warmups", "mean_ms", "std_ms", "first_ms"])
+
+
+def largest(operations: pd.DataFrame) -> pd.DataFrame:
+    """Of a run's full step, the names that take the most GPU time."""
+    of_step = operations[operations["mode"] == "step"].nlargest(10, "gpu_ms")
+    return headed(of_step[["phase", "name", "family", "count", "gpu_ms"]])

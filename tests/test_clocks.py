@@ -1,0 +1,412 @@
+"""The clocks: no wall time before the device is waited for, GPU time as a union, replays and their reasons, energy."""
+import math
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from stepscope.config import PHASES, StepConfig
+from stepscope.step import ceilings, clocks, stats, watch
+from stepscope.step.clocks import (
+    SAMPLE_COLUMNS,
+    WHOLE,
+    NotReplayed,
+    PhaseClock,
+    capture_failure,
+    keep_up,
+    plain_steps,
+    replay_ms,
+)
+from stepscope.step.training_step import build_step
+from stepscope.step.watch import Reading, Watch, power_w
+from stepscope.traces import in_process
+from stepscope.traces.in_process import CaptureError, captured_operations
+
+TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1}
+
+
+@pytest.fixture
+def tiny():
+    return lambda **fields: build_step(StepConfig(**TINY | fields))
+
+
+class FakeGpu:
+    """A GPU with a queue and a host with a clock: launching takes the host 1 ms, and only waiting for the device
+    brings the host's clock to where the work is done."""
+
+    def __init__(self, monkeypatch):
+        self.host_ms, self.done_ms, self.waits = 0.0, 0.0, 0
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(clocks, "default_timer", lambda: self.host_ms / 1e3)
+
+    def launch(self, work_ms):
+        self.host_ms += 1
+        self.done_ms = max(self.done_ms, self.host_ms) + work_ms
+
+    def synchronize(self):
+        self.host_ms, self.waits = max(self.host_ms, self.done_ms), self.waits + 1
+
+    def event(self, enable_timing):
+        assert enable_timing
+        found = SimpleNamespace()
+
+        def record():
+            found.at_ms, found.waits = max(self.host_ms, self.done_ms), self.waits
+
+        def elapsed_time(end):
+            assert end.waits < self.waits, "read before the device was waited for"
+            return end.at_ms - found.at_ms
+        found.record, found.elapsed_time = record, elapsed_time
+        return found
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return FakeGpu(monkeypatch)
+
+
+def phased(gpu, clock, **work_ms):
+    clock.start()
+    for phase, each in work_ms.items():
+        with clock(phase):
+            gpu.launch(each)
+    return {name: (round(ms, 6), round(enqueue_ms, 6)) for name, ms, enqueue_ms in clock.stop()}
+
+
+def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
+    found = phased(gpu, PhaseClock("cuda"), forward=10, loss=20, backward=300, optimizer=40)
+    assert found == {"forward": (11, 1), "loss": (20, 1), "backward": (300, 1), "optimizer": (40, 1), WHOLE: (371, 4)}
+    assert gpu.waits == 2  # before and after: no phase waited
+
+
+def test_what_ran_before_is_in_no_step(gpu):
+    clock = PhaseClock("cuda")
+    gpu.launch(5000)
+    assert phased(gpu, clock, forward=10)[WHOLE] == (11, 1)
+    gpu.launch(5000)
+    assert phased(gpu, clock, forward=2, loss=3) == {"forward": (3, 1), "loss": (3, 1), WHOLE: (6, 2)}
+
+
+def test_of_a_launch_bound_step_the_launches_are_the_wall_time(gpu):
+    found = phased(gpu, PhaseClock("cuda"), forward=0.1, loss=0.1, backward=0.1, optimizer=0.1)
+    assert found[WHOLE] == (4.1, 4)
+
+
+def test_keeping_up_waits_for_each_step(gpu):
+    class Kept(SimpleNamespace):
+        def __call__(self):
+            gpu.launch(99)
+    step = Kept(device="cuda", clear_gradients=lambda: None)
+    assert keep_up(step, 0.25) == 3 and gpu.host_ms == 300
+    assert keep_up(step, 0) == 1
+
+
+# Plain steps
+
+@pytest.mark.parametrize("mode", PHASES)
+def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
+    after = []
+    samples = plain_steps(tiny(mode=mode), 3, 2, lambda: after.append(len(after)))
+    assert list(samples.columns) == SAMPLE_COLUMNS and after == [0, 1, 2, 3, 4]
+    assert list(samples[["step", "warmup", "phase"]].itertuples(index=False, name=None)) == [
+        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], WHOLE]]
+    phases, whole = samples[samples["phase"] != WHOLE], samples[samples["phase"] == WHOLE].set_index("step")
+    assert (phases["wall_ms"] == phases["enqueue_ms"]).all()  # on a CPU nothing is asynchronous
+    assert (phases.groupby("step")["wall_ms"].sum() <= whole["wall_ms"]).all()
+
+
+def test_gradients_are_cleared_before_each_step(tiny):
+    step, seen = tiny(mode="forward_backward"), []
+    step.model.register_forward_pre_hook(
+        lambda model, args: seen.append(any(p.grad is not None for p in model.parameters())))
+    plain_steps(step, 3)
+    assert seen == [False] * 3
+
+
+def test_what_is_read_between_steps_is_in_no_step(tiny, monkeypatch):
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(clocks, "default_timer", lambda: float(next(ticks)))
+    samples = plain_steps(tiny(mode="forward"), 3, 0, lambda: [clocks.default_timer() for _ in range(100)])
+    assert samples[samples["phase"] == WHOLE]["wall_ms"].tolist() == [2000] * 3
+
+
+def test_a_step_that_does_not_fit_is_named():
+    shape = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "context_length": 1, "device": "cpu"}
+    step = build_step(StepConfig(**shape, batch_size=2**20, vocab_size=2**24, mode="forward"))
+    with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
+        plain_steps(step, 1)
+
+
+# Replays
+
+class Graphs:
+    """CUDA graphs that capture nothing: what is called between capture and replay, in order."""
+
+    def __init__(self, monkeypatch, gpu, replay=7.0, fail=None):
+        self.gpu, self.called, self.fail = gpu, [], fail
+        self.replay = lambda: (self.called.append("replay"), gpu.launch(replay))
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, made in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: self,
+                           "default_stream": lambda: stream, "stream": self.stream, "graph": self.graph,
+                           "set_stream": lambda to: self.called.append("stream restored"),
+                           "empty_cache": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, made)
+
+    @contextmanager
+    def stream(self, stream):
+        self.called.append("warm-up")
+        yield
+
+    @contextmanager
+    def graph(self, graph, stream):
+        self.called.append("capture")
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+
+
+class FakeStep(SimpleNamespace):
+    device, mode, scaler = "cuda", "step", torch.amp.GradScaler("cpu", enabled=False)
+
+    def clear_gradients(self):
+        self.graphs.called.append("cleared")
+
+    def __call__(self):
+        self.graphs.called.append(("step", self.optimizer.param_groups[0]["capturable"]))
+        if self.graphs.called.count(("step", True)) == 2 and self.graphs.fail:
+            raise self.graphs.fail
+
+
+def optimizer():
+    weight = torch.zeros(1)
+    return SimpleNamespace(param_groups=[{"capturable": False}], state={weight: {"step": torch.tensor(3.0)}})
+
+
+def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(monkeypatch, gpu):
+    graphs = Graphs(monkeypatch, gpu)
+    step = FakeStep(graphs=graphs, optimizer=optimizer())
+    assert replay_ms(step, 3) == pytest.approx([8.0] * 3)  # launching the graph, and its work
+    assert graphs.called == ["cleared", "warm-up", ("step", True), "cleared", "capture", ("step", True),
+                             *["replay"] * 3, "cleared"]
+    assert step.optimizer.param_groups[0]["capturable"] is False and not step.optimizer.state
+
+
+def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeypatch, gpu):
+    graphs = Graphs(monkeypatch, gpu, fail=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Including x"))
+    step = FakeStep(graphs=graphs, optimizer=optimizer())
+    with pytest.raises(NotReplayed, match="out of memory: CUDA out of memory. Tried 2 GiB.$"):
+        replay_ms(step, 3)
+    assert graphs.called[-2:] == ["stream restored", "cleared"] and "replay" not in graphs.called
+    assert step.optimizer.param_groups[0]["capturable"] is False
+
+
+def test_the_reason_of_a_broken_capture_is_what_went_wrong_first():
+    try:
+        try:
+            raise ValueError("a read on the host\nand a stack")
+        except ValueError:
+            raise RuntimeError("capture invalidated")  # noqa: B904
+    except RuntimeError as error:
+        assert capture_failure(error) == "ValueError: a read on the host"
+
+
+def test_what_cannot_be_captured_says_why(tiny, monkeypatch):
+    with pytest.raises(NotReplayed, match="a CPU has no CUDA graphs"):
+        replay_ms(tiny(), 1)
+    scaled = SimpleNamespace(device="cuda", mode="step", scaler=torch.amp.GradScaler("cpu", enabled=True))
+    with pytest.raises(NotReplayed, match="GradScaler"):
+        replay_ms(scaled, 1)
+    assert not clocks.not_capturable(SimpleNamespace(device="cuda", mode="forward", scaler=scaled.scaler))
+
+
+def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
+    step = tiny()
+    step()
+    with clocks.capturable(step.optimizer):
+        assert step.optimizer.param_groups[0]["capturable"]
+    step.clear_gradients()
+    step()
+    assert len(step.optimizer.state) == len(list(step.model.parameters()))
+
+
+# GPU time
+
+@pytest.mark.parametrize("intervals, covered", [
+    ([], 0), ([(0, 5)], 5), ([(0, 5), (5, 9)], 9), ([(0, 10), (2, 3), (4, 12)], 12), ([(20, 25), (0, 5)], 10),
+    ([(0, 100), (1, 2), (50, 60), (90, 110), (200, 201)], 111), ([(3, 3)], 0)])
+def test_a_union_counts_each_moment_once(intervals, covered):
+    starts, ends = np.array(intervals, dtype=int).reshape(-1, 2).T
+    assert stats.union(starts, ends) == covered
+
+
+def test_a_union_is_that_of_counting_every_moment():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        starts = rng.integers(0, 80, 12)
+        ends = starts + rng.integers(0, 9, 12)
+        assert stats.union(starts, ends) == len({t for a, b in zip(starts, ends) for t in range(a, b)})
+
+
+def event(cat, name, start, end, correlation=None, tid="1"):
+    return {"cat": cat, "name": name, "tid": tid, "start": start, "end": end, "correlation": correlation,
+            "device": 0, "stream": 7}
+
+
+def phase_range(index, number, phase, start, end):
+    return event("user_annotation", f"stepscope/{index}/{number}/{phase}", start, end)
+
+
+def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread():
+    events = [phase_range(0, 0, "forward", 0, 10), phase_range(0, 0, "loss", 10, 20), phase_range(1, 0, "forward", 40, 50),
+              event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1), event("kernel", "late", 100, 107, 1),
+              event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"), event("kernel", "second", 110, 111, 2),
+              event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3), event("gpu_memset", "Memset", 120, 122, 3),
+              event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4)]
+    found = captured_operations(events)
+    assert found[["index", "number", "phase", "name"]].values.tolist() == [
+        [0, 0, "forward", "late"], [0, 0, "loss", "second"], [1, 0, "forward", "Memset"]]
+    assert (found["end"] - found["start"]).tolist() == [7, 1, 2]
+
+
+def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown():
+    events = [phase_range(0, 0, "forward", 0, 10), event("kernel", "lost", 3, 4, 1)]
+    with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):
+        captured_operations(events)
+    with pytest.raises(CaptureError, match="none of the phases"):
+        captured_operations(events[1:])
+
+
+def test_names_are_summed_a_step_and_gpu_time_is_the_median_steps_union():
+    rows = [(number, "forward", name, start * 1_000_000, end * 1_000_000) for number, longest in ((0, 4), (1, 40), (2, 6))
+            for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))]
+    own = pd.DataFrame(rows, columns=["number", "phase", "name", "start", "end"])
+    assert in_process.gpu_time(own) == {"gpu_ms": 7.0, "operations": 3.0}
+    named = in_process.by_name(own).set_index("name")
+    assert named["count"].to_dict() == {"gemm": 1, "add": 2}
+    assert named["gpu_ms"].to_dict() == pytest.approx({"gemm": 50 / 3, "add": 3})
+
+
+# Energy
+
+def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
+    """Readings at constant power of an energy counter that is brought up to date now and then."""
+    times = [i * every_s for i in range(round(seconds / every_s) + 1)]
+    return [Reading(t, 1800.0, 7e6 + power * counter_every_s * math.floor(t / counter_every_s + 1e-9)) for t in times]
+
+
+@pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
+def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds):
+    assert power_w(steady(seconds)) == pytest.approx(500)
+
+
+def test_power_is_unknown_where_the_counter_is():
+    nan = float("nan")
+    assert math.isnan(power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(power_w(steady(0.15)))
+    assert math.isnan(watch.median_clock([Reading(0, nan, nan)]))
+    assert watch.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
+
+
+def test_joules_are_of_the_counted_steps_alone(monkeypatch):
+    """A second of warm-up at another power before, and what comes after, change nothing."""
+    mode = SimpleNamespace(step=None)
+    counted = [Reading(t, 1980.0, 300.0 * t) for t in np.linspace(10, 14, 11)]
+    assert in_process.energy(mode, counted) == pytest.approx({"power_w": 300, "step_j": 300 * 0.4})
+
+
+def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
+    class Watched:
+        readings, power_w = [Reading(0, 0, 0), Reading(0.4, 0, 0)], 250.0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+    monkeypatch.setattr(watch, "Watch", Watched)
+    monkeypatch.setattr(in_process, "keep_up", lambda step, seconds: 8)
+    short = [Reading(t, 1980.0, 0.0) for t in np.linspace(0, 0.2, 11)]
+    assert in_process.energy(SimpleNamespace(step=None), short) == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
+
+
+def test_a_watch_reads_from_a_thread_until_it_is_left():
+    began, seen = time.monotonic(), []
+
+    def read():
+        seen.append(time.monotonic() - began)
+        return Reading(seen[-1], 1000.0, 200.0 * seen[-1])
+    with Watch(read) as watched:
+        while len(seen) < 6:
+            time.sleep(0.01)
+    assert len(watched.readings) == len(seen) and not watched.thread.is_alive()
+    assert watched.power_w == pytest.approx(200) and watched.sm_clock_mhz == 1000
+
+
+def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
+    monkeypatch.setattr(watch, "nvml_device", lambda: "a GPU beside")
+    monkeypatch.setattr(watch.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
+    for uses, clock_mhz in ((False, float("nan")), (True, 345.0)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses=uses: uses)
+        assert watch.sm_clock_mhz() == pytest.approx(clock_mhz, nan_ok=True)
+
+
+# Ceilings and rates
+
+def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
+    lasts = iter([1000.0, 1000.0, 2.0, 2.0, 2.0, 2.0, 2.0] * 2)
+
+    class Clock:
+        def __init__(self, device, phases):
+            pass
+
+        def start(self):
+            pass
+
+        def __call__(self, name):
+            return contextmanager(lambda: (yield))()
+
+        def stop(self):
+            return [("work", next(lasts), 0.0)]
+    monkeypatch.setattr(ceilings, "PhaseClock", Clock)
+    found = ceilings.measure_ceilings("cpu", ["fp32"]).set_index("ceiling")["value"]
+    assert found["matmul_fp32"] == pytest.approx(2 * 512**3 / 2e-3 / 1e12)
+    assert found["copy"] == pytest.approx(2 * (64 << 20) / 2e-3 / 1e12)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("name, bf16", [("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H100 PCIe", 756),
+                                        ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)])
+def test_a_data_sheet_is_that_of_the_device(name, bf16):
+    assert ceilings.data_sheet(name).get("bf16") == bf16
+
+
+def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monkeypatch):
+    monkeypatch.setattr(ceilings, "sheet_tflops", lambda precision, device: 100.0)
+    monkeypatch.setattr(ceilings.watch, "highest_clock_mhz", lambda: 2000.0)
+    config = StepConfig(**TINY)
+    flops = ceilings.step_flops(config, "step")
+    wall_ms = flops / 40 / 1e9  # 40 TFLOP/s
+    times = pd.DataFrame({"mode": "step", "precision": "fp32", "phase": ["loss", WHOLE], "wall_ms": wall_ms,
+                          "sm_clock_mhz": [np.nan, 1000.0]})
+    loss, whole = (row for _, row in ceilings.with_rates(times, config, {"fp32": 80.0}).iterrows())
+    assert (whole["tflops"], whole["mfu"], whole["mfu_measured"], whole["mfu_at_clock"]) == pytest.approx((40, .4, .5, .8))
+    assert whole["tokens_per_s"] == pytest.approx(8 / wall_ms * 1e3)
+    assert np.isnan(loss["tflops"]) and np.isnan(loss["tokens_per_s"])
+
+
+# What is said of samples
+
+def test_location_of_samples_is_numpys():
+    found = stats.location([3.0, 1.0, 2.0, 10.0])
+    assert found == pytest.approx({"median": 2.5, "std": np.std([1, 2, 3, 10], ddof=1), "q1": 1.75, "q3": 4.75})
+    assert math.isnan(stats.location([1.0])["std"]) and math.isnan(stats.location([])["median"])
+
+
+def test_one_threshold_tells_launch_bound_and_one_constant_the_same():
+    assert [stats.launch_bound(busy) for busy in (0.949, 0.95, float("nan"))] == [True, False, False]
+    assert stats.differ(100, 101.5) and not stats.differ(100, 100.9) and not stats.differ(100, 102.9, capped=True)

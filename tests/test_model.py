@@ -1,0 +1,424 @@
+"""The model against independent ones: parameter counts, numerics, FLOPs, and what its operations move."""
+from contextlib import contextmanager
+from functools import partial, partialmethod
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stepscope.config import SIZES, StepConfig
+from stepscope.step import ranges
+from stepscope.step.flops import (
+    forward_bytes,
+    forward_floors_ms,
+    forward_flops,
+    parameter_count,
+    phase_flops,
+    step_flops,
+)
+from stepscope.step.model import Attention, RMSNorm, SwiGLU, TransformerLM, rope_tables
+from stepscope.step.training_step import build_step
+
+HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200,
+           "2.7B": 3_406_809_600}
+SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24,
+         "batch_size": 3, "device": "cpu"}
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def step_config(**fields):
+    return StepConfig(**{"device": "cpu"} | fields)
+
+
+@contextmanager
+def recording(domain):
+    """Let ``domain`` take the NVTX domain's place; a range is then pushed as its name."""
+    domain.get_event_attributes = lambda message: message
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges, "_domain", domain)
+        ranges._attributes.cache_clear()
+        try:
+            yield domain
+        finally:
+            ranges._attributes.cache_clear()
+
+
+@contextmanager
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def wide_model(**fields):
+    """A model in float64 whose norms are not all ones, with a batch of tokens and targets."""
+    config = step_config(**SHAPE | fields)
+    torch.manual_seed(1)
+    with float64():
+        model = TransformerLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
+    return model, *torch.randint(config.vocab_size, (2, config.batch_size, config.context_length)).unbind()
+
+
+def loss_and_gradients(model, logits, targets):
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss, dict(zip(dict(model.named_parameters()),
+                          torch.autograd.grad(loss, list(model.parameters()))))
+
+
+# Parameters
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
+    config = step_config(size=size, context_length=128)
+    with torch.device("meta"):  # shapes without memory
+        count = sum(parameter.numel() for parameter in TransformerLM(config).parameters())
+    assert count == parameter_count(config) == HANDOUT.get(size, count)
+
+
+def test_the_step_has_a_gradient_for_every_parameter_and_for_nothing_else():
+    step = build_step(step_config(**SHAPE, mode="forward_backward"))
+    step()
+    assert all(parameter.grad is not None for parameter in step.model.parameters())
+    # no mask, no table saved
+    assert set(step.model.state_dict()) == {name for name, _ in step.model.named_parameters()}
+
+
+# Numerics
+
+NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+         "blocks": "model.layers",
+         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+         "attention": "self_attn", "ffn": "mlp"}
+
+
+def in_llama(name):
+    return ".".join(NAMES.get(part, part) for part in name.split("."))
+
+
+def llama_like(model, config, exact):
+    """The library's Llama with the same weights.
+
+    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm
+    and tables from complex exponentials in their place, and leaves all else (projections, rotation,
+    attention, MLP, residuals) its.
+    """
+    with float64():
+        llama = LlamaForCausalLM(LlamaConfig(
+            vocab_size=config["vocab_size"], hidden_size=config["d_model"], intermediate_size=config["d_ff"],
+            num_hidden_layers=config["num_layers"], num_attention_heads=config["num_heads"],
+            rms_norm_eps=1e-5,
+            max_position_embeddings=config["context_length"], tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            bos_token_id=None, eos_token_id=None)).double()
+    if exact:
+        for path, module in list(llama.named_modules()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                parent, _, name = path.rpartition(".")
+                setattr(llama.get_submodule(parent), name,
+                        nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
+        llama.model.rotary_emb.forward = lambda x, position_ids: complex_tables(config)
+    missing = llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()},
+                                    strict=True)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    return llama
+
+
+def complex_tables(config):
+    head_dim = config["d_model"] // config["num_heads"]
+    pair = torch.arange(head_dim // 2, dtype=torch.float64)
+    turn = torch.exp(1j * torch.arange(config["context_length"])[:, None] * torch.exp(-2 * pair / head_dim
+                                                                                      * torch.log(
+        torch.tensor(10_000.0, dtype=torch.float64))))
+    turn = torch.cat((turn, turn), dim=-1)[None]
+    return turn.real, turn.imag
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention):
+    model, tokens, targets = wide_model(attention=attention)
+    llama = llama_like(model, SHAPE, exact=True)
+    logits, expected = model(tokens), llama(tokens).logits
+    torch.testing.assert_close(logits, expected, **EXACT)
+    assert logits.std() > 0.5  # a comparison of zeros would say nothing
+    loss, gradients = loss_and_gradients(model, logits, targets)
+    expected_loss, expected_gradients = loss_and_gradients(llama, expected, targets)
+    torch.testing.assert_close(loss, expected_loss, **EXACT)
+    torch.testing.assert_close(model.loss(logits, targets), expected_loss, **EXACT)
+    assert {in_llama(name) for name in gradients} == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[in_llama(name)], **EXACT, msg=name)
+
+
+def test_logits_are_those_of_the_librarys_untouched_llama_to_its_own_precision():
+    model, tokens, _ = wide_model()
+    torch.testing.assert_close(model(tokens), llama_like(model, SHAPE, exact=False)(tokens).logits, rtol=1e-4,
+                               atol=1e-4)
+
+
+def test_the_step_is_the_librarys_forward_loss_and_adamw():
+    config = step_config(**SHAPE, mode="step")
+    step = build_step(config)
+    other = llama_like(step.model, SHAPE, exact=False).float()
+    adamw = torch.optim.AdamW(other.parameters())
+    for _ in range(3):
+        step.clear_gradients()
+        step()
+        adamw.zero_grad()
+        functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
+        adamw.step()
+    for name, parameter in step.model.named_parameters():  # three of Adam's steps of 1e-3
+        torch.testing.assert_close(parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4,
+                                   msg=name)
+
+
+@pytest.mark.parametrize("dtype, rounding",
+                         [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
+    norm = RMSNorm(48).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(48))
+    x = (torch.randn(99, 48, dtype=torch.float64) * 1e-2).to(dtype)  # small, so that eps and its place count
+    assert norm(x).dtype == dtype
+    expected = functional.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=rounding, atol=0)
+
+
+def test_swiglu_is_torchs():
+    with float64():
+        ffn, x = SwiGLU(48, 80), torch.randn(2, 5, 48)
+    gate, up = (functional.linear(x, projection.weight) for projection in (ffn.gate_proj, ffn.up_proj))
+    torch.testing.assert_close(ffn(x), functional.linear(functional.silu(gate) * up, ffn.down_proj.weight),
+                               **EXACT)
+
+
+def test_naive_attention_is_torchs():
+    with float64():
+        attention = Attention(48, 4, "naive")
+        q, k, v = torch.randn(3, 2, 4, 24, 12).unbind()
+    future = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    scores = attention.mask(attention.scores(q, k), future)
+    torch.testing.assert_close(attention.softmax(scores), scores.softmax(-1), **EXACT)
+    torch.testing.assert_close(attention.value(attention.softmax(scores), v),
+                               functional.scaled_dot_product_attention(q, k, v, is_causal=True), **EXACT)
+
+
+def test_softmax_holds_where_exponentials_overflow():
+    scores = torch.tensor([[1000.0, 999.0, float("-inf")], [-1000.0, -1001.0, -1002.0]], dtype=torch.float64)
+    torch.testing.assert_close(Attention(48, 4, "naive").softmax(scores), scores.softmax(-1), **EXACT)
+
+
+def test_rope_turns_by_the_distance_only_and_keeps_lengths():
+    with float64():
+        cos, sin = rope_tables(32, 12)
+        q, k = torch.randn(2, 12).unbind()
+        attention = Attention(48, 4, "naive")
+    assert cos.dtype == torch.float64 and cos.shape == sin.shape == (32, 12)
+    turned_q, turned_k = attention.rope(q.expand(1, 1, 32, 12), k.expand(1, 1, 32, 12), cos, sin)
+    products = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
+    for distance in (-3, 0, 7):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal), **EXACT)
+    assert (products.diagonal(7)[0] - products.diagonal(0)[0]).abs() > 1e-3
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(1, 1, 32), **EXACT)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_no_token_sees_a_later_one_and_every_token_sees_all_earlier(attention):
+    model, tokens, _ = wide_model(attention=attention)
+    logits = model(tokens)
+    for position in (0, 11, 23):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % SHAPE["vocab_size"]
+        moved = (model(changed) - logits).abs().amax(-1)
+        assert (moved[:, :position] == 0).all()
+        assert (moved[:, position:] > 0).all()
+
+
+# FLOPs
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
+@pytest.mark.parametrize("fields",
+                         [{}, {"size": "nano"}, {"size": "micro", "batch_size": 1, "vocab_size": 1000},
+                                    {"context_length": 1},
+                                    {"batch_size": 1, "num_heads": 1, "num_layers": 1}])
+def test_flops_are_those_that_torch_counts(mode, fields):
+    shape = {field: value for field,
+             value in SHAPE.items() if "size" not in fields or field not in SIZES["nano"]._fields}
+    config = step_config(**shape | fields, mode=mode)
+    step = build_step(config)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert counter.get_total_flops() == step_flops(config, mode) > 0
+
+
+@pytest.mark.parametrize("size, context_length", [("small", 512), ("xl", 1024), ("2.7B", 128)])
+def test_flops_of_the_handouts_sizes(size, context_length):
+    config = step_config(size=size, context_length=context_length)
+    with torch.device("meta"):
+        model = TransformerLM(config)
+        tokens = torch.zeros(config.batch_size, context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens)
+        forward = counter.get_total_flops()
+        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    assert phase_flops(config)["forward"] == forward
+    assert step_flops(config) == counter.get_total_flops() == 3 * forward
+
+
+def test_flops_by_region_are_those_that_torch_counts():
+    """Each region's own method, counted alone."""
+    config = step_config(**SHAPE)
+    model, counted, running = TransformerLM(config), {}, []
+
+    class Counting:
+        def push_range(self, name):
+            running.append((name, counter.get_total_flops(), 0))
+
+        def pop_range(self):
+            name, before, inner = running.pop()
+            whole = counter.get_total_flops() - before
+            counted[name] = counted.get(name, 0) + whole - inner
+            if running:
+                running[-1] = (*running[-1][:2], running[-1][2] + whole)
+
+    with recording(Counting()), FlopCounterMode(display=False) as counter, ranges.annotated(model):
+        model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
+    assert {name: flops for name, flops in counted.items() if flops} == forward_flops(config)
+
+
+def test_bytes_by_region_are_those_of_torchs_own_operators():
+    """What each operator below autograd reads and writes, but for tables and rows' numbers, which are small."""
+    config = step_config(**SHAPE | {"d_model": 128, "d_ff": 160, "num_layers": 1, "context_length": 128,
+                                               "batch_size": 8})
+    model, counted, open_regions = TransformerLM(config), {}, []
+
+    class Ranges:
+        def push_range(self, name):
+            open_regions.append(name)
+
+        def pop_range(self):
+            open_regions.pop()
+
+    class Moving(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            tensors, written = ([t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
+                                for tree in ((args, kwargs), found))
+            aliases = {t.untyped_storage().data_ptr() for t in tensors}
+            if not any(t.untyped_storage().data_ptr() in aliases for t in written):
+                floats = [t.numel() for t in (*tensors, *written) if t.dtype == torch.float32]
+                times = 2 if func is torch.ops.aten.masked_fill.Scalar else 1  # copied, then filled in place
+                region = open_regions[-1] if open_regions else "outside"
+                counted[region] = counted.get(region, 0) + 4 * times * sum(floats)
+            return found
+
+    with recording(Ranges()), ranges.annotated(model), torch.no_grad(), Moving():
+        model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
+    formula = forward_bytes(config)
+    assert formula.keys() == counted.keys() - {"outside"} and not counted.get("outside")
+    for region in formula.keys() - {"embedding"}:  # of whose table only some rows are read
+        assert counted[region] == pytest.approx(formula[region], rel=0.06), region
+
+
+def test_a_floor_is_the_slower_of_its_operations_each():
+    config = step_config(**SHAPE)
+    moved, flops = forward_bytes(config), forward_flops(config)
+    only_bytes, only_flops = (forward_floors_ms(config, *rates) for rates in ((1e30, 1.0), (1.0, 1e30)))
+    assert only_bytes == pytest.approx({region: n / 1e9 for region, n in moved.items()})
+    assert only_flops == pytest.approx({region: flops.get(region, 0) / 1e9 for region in moved})
+    both = forward_floors_ms(config, 1.0, 1.0)
+    assert all(max(only_bytes[r], only_flops[r]) <= both[r] <= only_bytes[r] + only_flops[r] for r in moved)
+
+
+# What a step does
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
+def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
+    step, grads = build_step(step_config(**SHAPE, mode=mode)), []
+    step.model.register_forward_hook(lambda model, args, logits: grads.append(logits.requires_grad))
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    step()
+    changed = [not torch.equal(was, now) for was, now in zip(before, step.model.parameters())]
+    assert all(changed) if mode == "step" else not any(changed)
+    assert grads == [mode != "forward"] and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_precision_is_autocasts_and_weights_stay_fp32(precision, dtype):
+    step, seen = build_step(step_config(**SHAPE)).of(precision=precision), []
+    step.model.blocks[0].ffn.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    step()
+    assert seen == [dtype] and step.scaler.is_enabled() == (precision == "fp16")
+    assert {tensor.dtype for p in step.model.parameters() for tensor in (p, p.grad)} == {torch.float32}
+
+
+def test_tf32_is_asked_for_by_the_step_that_has_it():
+    step = build_step(step_config(**SHAPE))
+    for precision, asked in (("tf32", "high"), ("fp32", "highest")):
+        step.of(precision=precision)()
+        assert torch.get_float32_matmul_precision() == asked
+
+
+def test_another_mode_is_the_same_model_optimizer_and_batch():
+    step = build_step(step_config(**SHAPE))
+    other = step.of("forward_backward", "bf16")
+    assert (other.mode, other.precision) == ("forward_backward", "bf16")
+    assert all(getattr(other, name) is getattr(step, name) for name in ("model", "optimizer", "tokens", "targets"))
+
+
+def test_one_seed_is_one_step_and_another_seed_another():
+    first, again, other = (build_step(step_config(**SHAPE, seed=seed)) for seed in (0, 0, 1))
+    for step, equal in ((again, True), (other, False)):
+        assert torch.equal(first.tokens, step.tokens) == equal
+        assert torch.equal(first.model.head.weight, step.model.head.weight) == equal
+    assert not torch.equal(first.tokens, first.targets)
+
+
+@pytest.mark.parametrize("optimizer, kind", [("foreach", (True, False)), ("fused", (False, True))])
+def test_the_optimizer_is_the_one_asked_for(optimizer, kind):
+    group = build_step(step_config(**SHAPE, optimizer=optimizer)).optimizer.param_groups[0]
+    assert (group["foreach"], group["fused"]) == kind
+    assert build_step(step_config(**SHAPE, optimizer=optimizer, mode="forward_backward")).optimizer is None
+
+
+@pytest.mark.parametrize("parts", ["blocks", "model"])
+def test_a_compiled_model_computes_the_same(parts, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    plain, compiled = (build_step(step_config(**SHAPE, compile=kind, mode="forward_backward"))
+                       for kind in ("none", parts))
+    compiled.model.load_state_dict(plain.model.state_dict())
+    for step in (plain, compiled):
+        step()
+    for (name, parameter), other in zip(plain.model.named_parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# Out of memory
+
+HUGE = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2, "batch_size": 1,
+        "context_length": 12_000_000}  # whose mask alone is 144 TB
+
+
+def test_a_model_that_does_not_fit_says_so():
+    with pytest.raises(torch.OutOfMemoryError, match="while building the model: .*can't allocate memory"):
+        build_step(step_config(**HUGE))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    step = build_step(step_config(**SHAPE))
+    step.tokens += SHAPE["vocab_size"]
+    with pytest.raises(IndexError):
+        step()
