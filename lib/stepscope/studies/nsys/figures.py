@@ -111,8 +111,9 @@ def kernel_families(tables: Tables) -> Figure | None:
     order = [(size, phase) for size in sizes for phase in PHASE_NAMES if phase in set(rows["phase"])]
     wide = by_family(rows, ("size", "phase")).reindex(order)
     wide = wide.div(wide.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
+    wide = wide.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
     matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(order))
-    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in order])
+    drawn, axes = figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
+    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in wide.index], least=0.05)
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
