@@ -6,6 +6,7 @@
 * enqueue time: how long the host took to hand the phase to the GPU.
 """
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -166,7 +167,7 @@ def capture_failure(error: BaseException | None) -> str:
         error = error.__cause__ or error.__context__
     short = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
     if short is not None:
-        return f"out of memory: {short}".partition(" Including")[0][:300]
+        return f"out of memory: {re.split(r' (?:Including|Process [0-9])', str(short))[0]}"[:300]
     return f"{type(causes[-1]).__name__}: {causes[-1]}".partition("\n")[0][:300]
 
 

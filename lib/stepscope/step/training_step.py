@@ -67,6 +67,12 @@ class Step:
         return torch.autocast(self.device, dtype=dtype) if dtype else nullcontext()
 
 
+def prepare(device: str) -> None:
+    """What takes seconds once in a process and needs no turn: the GPU's context, and what AdamW imports."""
+    from torch import _dynamo  # noqa: F401  not above: who builds no optimizer need not wait for it
+    torch.zeros(1, device=device)
+
+
 def scaler_for(device: str, precision: str) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device, enabled=precision == "fp16")
 

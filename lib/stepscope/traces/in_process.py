@@ -3,6 +3,7 @@
 Under the profiler a launch takes longer, a kernel does not; and launches stay longer afterwards. So all that is
 timed by the host is timed first, of all steps; then all are captured, and then replayed.
 """
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ def _unless_out_of_memory(mode: Mode, part: Callable[[], None]) -> None:
 
 def short_reason(error: BaseException) -> str:
     """The first sentences of torch's error: what was asked for and what there was."""
-    return " ".join(str(error).partition(" Including")[0].split())[:300]
+    return " ".join(re.split(r" (?:Including|Process \d)", str(error))[0].split())[:300]
 
 
 def plain(mode: Mode, count: int, warmups: int) -> None:
@@ -190,7 +191,9 @@ def energy(mode: Mode, seen: list[watch.Reading]) -> dict[str, float]:
 
 
 def replay(mode: Mode, replays: int) -> None:
-    """The mode as a CUDA graph, or why not."""
+    """The mode as a CUDA graph, or why not. AdamW's moments are made anew where they are needed."""
+    if mode.step.optimizer is not None:
+        mode.step.optimizer.state.clear()
     try:
         mode.replays = replay_ms(mode.step, replays)
     except NotReplayed as error:

@@ -13,7 +13,7 @@ from stepscope.step.ceilings import measure_ceilings, sheet_tflops, with_rates
 from stepscope.step.clocks import WHOLE, PhaseClock
 from stepscope.step.flops import parameter_count
 from stepscope.step.stats import launch_bound
-from stepscope.step.training_step import Step, build_step, release
+from stepscope.step.training_step import Step, build_step, prepare, release
 from stepscope.step.turn import turn
 from stepscope.studies.benchmark.config import Config
 from stepscope.traces.in_process import Counts, Taken, short_reason, take, without_readings
@@ -29,7 +29,7 @@ def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | 
     A mode that does not fit is a row with status ``oom``; where the weights do not, or where torch.compile finds
     no compiler that works (``unsupported``), each is.
     """
-    torch.zeros(1, device=config.device)  # making a GPU's context takes a second, and no turn
+    prepare(config.device)
     taken, compile_s, ceilings = _on_device(config)
     times, samples, operations = taken.tables()
     precision = {config.precision: ceilings.get(f"matmul_{config.precision}", math.nan)}
