@@ -54,7 +54,7 @@ class ConfigError(StepscopeError, ValueError):
 
 
 def size_of(name: str, edition: int | None = None) -> str:
-    """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year, it is one of ours.
+    """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year it is one of them.
 
     Raises:
         ConfigError: there is no such edition or size, or the edition has none of that name.

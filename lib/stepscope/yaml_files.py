@@ -1,18 +1,14 @@
-"""YAML files that people write or are sent: read as plain data, or refused in one sentence.
+"""YAML files that people write or are sent: read as plain data (YAML 1.2), or refused in one sentence.
 
-Beyond YAML's own rules a file may not repeat a key (the last would silently win), use aliases (a few lines
-can stand for gigabytes), nest deeply, or be large.
+Beyond YAML's own rules a file may not use aliases (a few lines can stand for gigabytes), nest deeply, or be
+large.
 """
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-try:
-    from yaml import CSafeLoader as SafeLoader
-except ImportError:  # a PyYAML without libyaml: the same, slower
-    from yaml import SafeLoader
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from stepscope import StepscopeError
 
@@ -20,29 +16,14 @@ LARGEST = 2**20    # bytes
 DEEPEST = 30       # mappings and lists within each other
 LONGEST = 10_000   # characters of one text or number
 
-# What PyYAML's constructors raise of numbers, dates and tagged values that are none, beside its own errors.
-UNREADABLE = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
+# What constructors raise of numbers, dates and tagged values that are none, beside YAML's own errors.
+UNREADABLE = (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
 
 
 class YamlFileError(StepscopeError, ValueError):
     """A file that is no YAML of the kind that is read here; the text names the file, the place and what is
     wrong.
     """
-
-
-class PlainLoader(SafeLoader):
-    """Plain data only, and no key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r:.80} is there twice",
-                                           problem_mark=key_node.start_mark)
-            if isinstance(key, Hashable):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def load_yaml(path: Path | str, limit: int = LARGEST) -> Any:
@@ -59,7 +40,7 @@ def load_yaml(path: Path | str, limit: int = LARGEST) -> Any:
     text = _text(path, limit)
     try:
         _require_plain(text)
-        return PlainLoader(text).get_single_data()
+        return YAML(typ="safe", pure=True).load(text)
     except UNREADABLE as error:
         raise YamlFileError(f"{path}: {_problem(error)}, expected plain YAML") from None
 
@@ -70,12 +51,11 @@ def _text(path: Path, limit: int) -> str:
             raise YamlFileError(f"{path}: is no regular file, expected a YAML file")
         with path.open("rb") as file:
             content = file.read(limit + 1)
-    except OSError as error:
-        raise YamlFileError(f"{path}: cannot be read ({error.strerror}), expected a YAML file") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise YamlFileError(f"{path}: cannot be read ({reason}), expected a YAML file") from None
     if len(content) > limit:
-        raise YamlFileError(
-            f"{path}: is larger than {limit:,} bytes, expected a YAML file of at most so many"
-        )
+        raise YamlFileError(f"{path}: is larger than {limit:,} bytes, expected at most so many")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -85,17 +65,17 @@ def _text(path: Path, limit: int) -> str:
 def _require_plain(text: str) -> None:
     """Go through the file's events, which takes no recursion, before anything is built of them."""
     depth = 0
-    for event in yaml.parse(text, PlainLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         problem = ""
-        if isinstance(event, yaml.AliasEvent):
+        if isinstance(event, AliasEvent):
             problem = f"the alias *{event.anchor:.80} stands for something written elsewhere"
         elif depth > DEEPEST:
             problem = f"more than {DEEPEST} levels are within each other"
-        elif isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST:
+        elif isinstance(event, ScalarEvent) and len(event.value) > LONGEST:
             problem = f"one text or number has more than {LONGEST:,} characters"
         if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 def _problem(error: Exception) -> str:

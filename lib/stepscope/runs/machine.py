@@ -65,6 +65,11 @@ def gpus_here() -> list[dict[str, Any]]:
 
     Asked of a process of its own, so that this one has no CUDA context and has not waited for torch's import.
     """
+    import pynvml
+    try:
+        pynvml.nvmlInit()  # without a driver there is nothing to wait for
+    except pynvml.NVMLError:
+        return []
     asked = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]
     told = subprocess.run(asked, capture_output=True, text=True)
     return json.loads(told.stdout.splitlines()[-1]) if told.returncode == 0 and told.stdout else []

@@ -1,4 +1,4 @@
-"""The notebook's side of a run: say what it runs on, show the code that is measured, hand over what was found."""
+"""The notebook's side of a run: say what it runs on, show the measured code, hand over what was found."""
 import ast
 import hashlib
 import inspect

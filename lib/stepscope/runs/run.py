@@ -1,8 +1,8 @@
 """One run: papermill executes the study's notebook in a kernel of its own, and its end becomes a record.
 
-A run is a process (``python -m stepscope.runs.run CONFIG FOLDER``) in a session of its own, with all it starts:
-kernel, nsys, compile workers. They bear the run's folder in their environment, by which they are found and
-killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
+A run is a process (``python -m stepscope.runs.run CONFIG FOLDER``) in a session of its own, with all it
+starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they are
+found and killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
 """
 import json
 import logging
@@ -27,7 +27,8 @@ from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, configure, free_fields
 from stepscope.runs.record import LOG, NOTEBOOK, Record
 
-NOTEBOOKS = PACKAGE / "notebooks"  # a link to the checkout's; a wheel holds them there
+# A link to the checkout's; a wheel holds them there. Another folder of them can be named.
+NOTEBOOKS = Path(os.environ.get("STEPSCOPE_NOTEBOOKS") or PACKAGE / "notebooks")
 MARK = "STEPSCOPE_RUN"  # in the environment of a run's processes: its folder
 TEMPORARY, OUTCOME, ENDED = "tmp", "outcome.json", "ended.json"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
@@ -106,8 +107,8 @@ def _record(config: RunConfig, folder: Path, status: str, cause: str | None, sta
     if not outcome.pop("finished", False) and status == "ok":
         status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
     _tidy(folder, status)
-    fields = dict(run_id=config.run_id, study=config.study, config=config.model_dump(mode="json"),
-                  started_at=started_at, duration_s=round(duration_s, 3))
+    fields = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+              "started_at": started_at, "duration_s": round(duration_s, 3)}
     try:
         return Record(status=status, cause=cause and without_machine(cause, folder), **fields, **outcome)
     except (ValidationError, TypeError) as error:

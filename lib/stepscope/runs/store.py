@@ -77,7 +77,8 @@ class Store:
                 if entry.is_symlink() and entry.is_dir():
                     raise StoreError(f"{entry.path}: is a link; remove it, or choose another --runs folder")
                 if entry.name in (*studies(), self.partial.name) and not entry.is_dir():
-                    raise StoreError(f"{entry.path}: is no folder; remove it, or choose another --runs folder")
+                    raise StoreError(f"{entry.path}: is no folder; remove it, or choose another --runs"
+                                     " folder")
             if not path.is_symlink():
                 with suppress(FileExistsError):
                     path.touch(exist_ok=False)
