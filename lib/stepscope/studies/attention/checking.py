@@ -1,5 +1,5 @@
 """Attention in float64, and how far an implementation is from it."""
-from math import inf, isfinite
+from math import inf, isfinite, nan
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ def _element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor,
 
 def errors(output: Tensor, inputs: Inputs, expected: list[Tensor]) -> dict[str, float]:
     """Relative error of the output and of each gradient: Frobenius norm of the difference over that of the
-    reference. What is missing or no number counts as infinite, since NaN would be lost in a ``max``."""
+    reference. What is missing or not finite is NaN."""
     found = (output.detach(), inputs.q.grad, inputs.k.grad, inputs.v.grad)
-    relative = [inf if a is None else float((a.double() - b).norm() / b.norm())
+    relative = [nan if a is None else float((a.double() - b).norm() / b.norm())
                 for a, b in zip(found, expected, strict=True)]
-    return {f"{name}_error": error if isfinite(error) else inf
+    return {f"{name}_error": error if isfinite(error) else nan
             for name, error in zip(QUANTITIES, relative, strict=True)}

@@ -41,7 +41,7 @@ class Config(RunConfig):
         """The context length follows from the sequences, which are put in order, each once."""
         if not isinstance(values, dict):
             return values
-        sequences = values.get("sequences") or cls.model_fields["sequences"].default
+        sequences = values.get("sequences", cls.model_fields["sequences"].default)
         if isinstance(sequences, list) and sequences and all(type(length) is int for length in sequences):
             return values | {"sequences": sorted(set(sequences)), "context_length": max(sequences)}
         return values

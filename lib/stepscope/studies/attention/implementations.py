@@ -65,7 +65,7 @@ with torch.device("meta"):
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, future: Tensor) -> Tensor:  # (B, 1, T, d) each, (T, T)
-    """The model's own attention between its projections: matmul, scale, mask, softmax in its steps, matmul."""
+    """The model's own attention between its projections: matmul, scale, mask, softmax in steps, matmul."""
     return PARTS.value(PARTS.softmax(PARTS.mask(PARTS.scores(q, k), future)), v)
 
 

@@ -13,12 +13,10 @@ from stepscope.studies.attention.checking import QUANTITIES, errors, reference
 from stepscope.studies.attention.config import COMPILED, PASSES, TOLERANCE, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs, each
 from stepscope.studies.attention.memory import device_bytes, needed_bytes
-from stepscope.studies.attention.timing import capture_all, read_capture, time_all
+from stepscope.studies.attention.timing import CAPTURED, KEY, TIMED, capture_all, read_capture, time_all
 
-CELL = ["implementation", "sequence"]
-CHECK_COLUMNS = [*CELL, *(f"{quantity}_error" for quantity in QUANTITIES), "allowed_error"]
-CELL_COLUMNS = [*CELL, "phase", "status", "reason", "wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations",
-                "kernel", "saved_mib", "in_use_mib", "peak_mib", "asked_gib", "allocated_gib", "device_gib"]
+CHECK_COLUMNS = [*KEY[:2], *(f"{quantity}_error" for quantity in QUANTITIES), "allowed_error"]
+CELL_COLUMNS = [*TIMED, *CAPTURED[len(KEY):], "status", "reason", "asked_gib", "allocated_gib", "device_gib"]
 SHAPES = 64  # for so many one function may be compiled; torch's own limit is 8
 
 
@@ -27,12 +25,12 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
 
     Returns:
         checks: of every implementation and sequence that ran, relative errors against float64.
-        cells: a row for each implementation, sequence and phase (forward, backward). ``wall_ms``: median of so
-            many ``passes``, by the host's clock with the device waited for before and after; ``gpu_ms``: in
-            which at least one kernel runs, median of the captured passes; ``operations`` and the longest
-            ``kernel`` of a pass. ``saved_mib``: made by forward and kept for backward; ``in_use_mib``: before
-            backward; ``peak_mib``: the most in use in forward, and in the whole pass. Out of memory: what was
-            asked for and allocated.
+        cells: a row for each implementation, sequence and phase (forward, backward). ``wall_ms``: median of
+            so many ``passes``, by the host's clock with the device waited for before and after; ``gpu_ms``:
+            in which at least one kernel runs, median of the captured passes; ``operations`` and the longest
+            ``kernel`` of a pass. ``saved_mib``: made by forward and kept for backward; ``in_use_mib``:
+            before backward; ``peak_mib``: the most in use in forward, and in the whole pass. Where memory
+            ran out, what was asked for and allocated.
     """
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch._dynamo.config.recompile_limit = SHAPES  # beyond it, fail rather than run what is not compiled
@@ -43,11 +41,13 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
     passed = [(row["implementation"], row["sequence"]) for row in checked if row["status"] == "ok"]
     with turn():
         timed = time_all(calls, config, passed)
-        profiler, why = capture_all(calls, config, passed)
+        profiler = capture_all(calls, config, passed)
+    captured, why = read_capture(profiler, passed)
     outcomes = pd.DataFrame(checked).assign(device_gib=device_gib)
-    cells = outcomes.merge(pd.DataFrame({"phase": PASSES}), how="cross").merge(timed, on=[*CELL, "phase"], how="left")
-    captured, why = read_capture(profiler, passed) if profiler else (pd.DataFrame(columns=[*CELL, "phase"]), why)
-    cells = cells.merge(captured, on=[*CELL, "phase"], how="left").reindex(columns=CELL_COLUMNS)
+    cells = outcomes.merge(pd.DataFrame({"phase": PASSES}), how="cross")
+    for found in (timed, captured):
+        cells = cells.merge(found, on=KEY, how="left")
+    cells = cells.reindex(columns=CELL_COLUMNS)
     cells.loc[(cells["status"] == "ok") & cells["gpu_ms"].isna(), "reason"] = why
     cells["kernel"] = cells["kernel"].fillna("").astype(str)
     checks = outcomes.reindex(columns=CHECK_COLUMNS).dropna(subset="allowed_error")
@@ -62,7 +62,8 @@ def check_all(calls: Implementations, config: Config, device_gib: float) -> list
         if not rows or rows[-1]["sequence"] != inputs.sequence:
             expected = reference(inputs)
             release(config.device)
-        needed = needed_bytes(name, config.batch_size, config.d_model, inputs.sequence, config.precision) / 2**30
+        shape = config.batch_size, config.d_model, inputs.sequence, config.precision
+        needed = needed_bytes(name, *shape) / 2**30
         row = {"implementation": name, "sequence": inputs.sequence}
         if name in COMPILED and needed > device_gib:  # compiling it takes seconds, and tells no more
             row |= {"status": "oom", "reason": f"needs {needed:.0f} GiB by formula: not compiled"}
@@ -90,9 +91,12 @@ def check(name: str, calls: Implementations, inputs: Inputs, expected: list[Tens
         if "CUDA error" in str(error):
             raise  # the process is spoilt: nothing after it would be a measurement
         return {"status": "unsupported", "reason": refusal(error, warned)}
-    allowed, worst = TOLERANCE[precision], max(found.values())
-    outcome = {"status": "ok", "reason": ""} if worst < allowed else {
-        "status": "failed", "reason": f"relative error {worst:.2g}, and {precision} is allowed {allowed:.2g}"}
+    allowed, wrong = TOLERANCE[precision], []
+    for quantity, error in found.items():
+        if not error < allowed:  # nor is NaN
+            wrong.append(f"{quantity} {error:.2g}")
+    outcome = {"status": "ok", "reason": ""} if not wrong else {
+        "status": "failed", "reason": f"{', '.join(wrong)}, and {precision} is allowed {allowed:.2g}"}
     return found | outcome | {"allowed_error": allowed}
 
 

@@ -22,9 +22,11 @@ MAKING_MASK = 10
 
 
 def peak_parts(name: str, batch: int, d: int, sequence: int, precision: str) -> dict[str, int]:
-    """Bytes in use at the peak of a forward and its backward, by what they are. Fused kernels save one number
-    a row besides the output (its log-sum-exp, Dao et al. 2022, algorithm 1); backward makes another (Dao 2023,
-    algorithm 2)."""
+    """Bytes in use at the peak of a forward and its backward, by what they are.
+
+    Fused kernels save one number a row besides the output, its log-sum-exp (Dao et al. 2022, algorithm 1);
+    backward makes another (Dao 2023, algorithm 2).
+    """
     item = 2 if precision in ("bf16", "fp16") else 4
     rows, hidden = batch * sequence * 4, batch * sequence * d * item
     square = batch * sequence**2 * (4 if name == "math" else item)

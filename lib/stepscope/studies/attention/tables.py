@@ -1,5 +1,6 @@
 """The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
 from collections.abc import Callable
+from itertools import product
 
 import pandas as pd
 import pandera.pandas as pa
@@ -14,12 +15,13 @@ Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("d_model", "precision", "batch_size")
 CELL = ("implementation", "sequence")
-KEY = {"implementation": word(*IMPLEMENTATIONS), "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
+KEY = {"implementation": word(*IMPLEMENTATIONS),
+       "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
 MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
             "asked_gib", "allocated_gib", "device_gib")
 SCHEMAS = {
-    "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(), kernel=word(),
-                  **{name: measured() for name in MEASURES}),
+    "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
+                  kernel=word(), **{name: measured() for name in MEASURES}),
     "checks": tidy(CELL, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
                    allowed_error=measured(nullable=False)),
 }
@@ -56,20 +58,22 @@ def tables(frames: Tables) -> Tables:
 
 def of_run(config: Config, frames: Tables) -> Tables:
     """One run's tables as those of all runs are, for its notebook."""
-    own = {name: frame.assign(**{field: getattr(config, field) for field in CONFIG}) for name, frame in frames.items()}
+    fields = {field: getattr(config, field) for field in CONFIG}
+    own = {name: frame.assign(**fields) for name, frame in frames.items()}
     return {f"attention.{name}": frame for name, frame in (own | tables(own)).items()}
 
 
 def chosen(rows: pd.DataFrame, precision: str = PRECISION, d: int = HEAD) -> pd.DataFrame:
     """The rows of one head dimension and precision: these, or the first there are."""
     for column, value in (("d_model", d), ("precision", precision)):
-        rows = rows[rows[column] == (value if (rows[column] == value).any() else rows[column].iloc[0])] if len(rows) else rows
+        if len(rows):
+            rows = rows[rows[column] == (value if (rows[column] == value).any() else rows[column].iloc[0])]
     return rows
 
 
 def where(rows: pd.DataFrame) -> str:
-    first = rows.iloc[0]
-    return f"batch {first['batch_size']}, d {first['d_model']}, {PRECISION_LABELS[first['precision']]}, causal"
+    batch, d, precision = rows[["batch_size", "d_model", "precision"]].iloc[0]
+    return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
 
 
 def finding(config: Config, cells: pd.DataFrame) -> str:
@@ -80,8 +84,8 @@ def finding(config: Config, cells: pd.DataFrame) -> str:
         return "Nothing could be timed."
     last = timed[timed["sequence"] == timed["sequence"].max()].sort_values("gpu_ms")
     times = ", ".join(f"{number(row.gpu_ms, 'ms')} {LABELS[row.implementation]}" for row in last.itertuples())
-    return (f"Attention at {last['sequence'].iloc[0]:,} positions ({where(last)}), GPU time of forward and backward:"
-            f" {times}.")
+    return (f"Attention at {last['sequence'].iloc[0]:,} positions ({where(last)}), GPU time of forward and"
+            f" backward: {times}.")
 
 
 def attention_times(tables: Tables) -> pd.DataFrame | None:
@@ -89,22 +93,23 @@ def attention_times(tables: Tables) -> pd.DataFrame | None:
 
 
 def attention_walls(tables: Tables) -> pd.DataFrame | None:
-    return _pivot(tables, "wall_ms", "ms", "Wall time of forward and backward, ms, synchronised after each", ("min", "row"))
+    return _pivot(tables, "wall_ms", "ms", "Wall time of forward and backward, ms", ("min", "row"))
 
 
 def attention_memory(tables: Tables) -> pd.DataFrame | None:
     return _pivot(tables, "saved_mib", "MiB", "Saved for backward besides q, k, v and the output, MiB")
 
 
-def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple[str, ...] | None = None) -> pd.DataFrame | None:
+def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple[str, ...] | None = None
+           ) -> pd.DataFrame | None:
     """A row a sequence, a column an implementation, at the d and precision that are spoken of."""
     rows = chosen(tables["attention.passes"])
     rows = rows[rows[value].notna()]
     if rows.empty:
         return None
     pivot = rows.pivot(index="sequence", columns="implementation", values=value)
-    pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS).rename_axis(columns=None)
-    return table(pivot, unit, bold, note=f"{words} ({where(rows)}).")
+    pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS)
+    return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({where(rows)}).")
 
 
 def handout_attention(tables: Tables) -> pd.DataFrame | None:
@@ -114,7 +119,7 @@ def handout_attention(tables: Tables) -> pd.DataFrame | None:
     if cells.empty:
         return None
     wide = cells.pivot(index="sequence", columns=["implementation", "phase"], values="wall_ms")
-    wide = wide[[(name, phase) for name in ("naive", "compiled") for phase in PASSES if (name, phase) in wide]]
+    wide = wide[[key for key in product(("naive", "compiled"), PASSES) if key in wide]]
     wide.columns = [f"{name} {phase}, ms" for name, phase in wide.columns]
     naive = cells[(cells["implementation"] == "naive") & (cells["phase"] == "backward")].set_index("sequence")
     wide.insert(1, "in use before backward, MiB", naive["in_use_mib"])
@@ -122,10 +127,10 @@ def handout_attention(tables: Tables) -> pd.DataFrame | None:
 
 
 def attention_dimensions(tables: Tables) -> pd.DataFrame | None:
-    """All of the assignment's points: naive attention in fp32, by wall time, and the memory before backward."""
+    """All of the assignment's points: naive attention in fp32, wall time, and the memory before backward."""
     cells = tables["attention.cells"]
-    cells = cells[(cells["precision"] == "fp32") & (cells["implementation"] == "naive") & cells["wall_ms"].notna()]
-    cells = cells[cells["sequence"] <= GRID_ENDS]
+    cells = cells[(cells["precision"] == "fp32") & (cells["implementation"] == "naive")]
+    cells = cells[cells["wall_ms"].notna() & (cells["sequence"] <= GRID_ENDS)]
     if cells.empty:
         return None
     forward, backward = (cells[cells["phase"] == phase] for phase in PASSES)
@@ -160,8 +165,9 @@ def attention_precisions(tables: Tables) -> pd.DataFrame | None:
     wide = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
     wide = wide.reindex([name for name in IMPLEMENTATIONS if name in wide.index]).rename(index=LABELS)
     wide = wide[[name for name in PRECISION_LABELS if name in wide]].rename(columns=PRECISION_LABELS)
+    at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
     return table(wide.rename_axis(columns=None), "ms", ("min", "column"),
-                 note=f"GPU time of forward and backward, ms, sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}.")
+                 note=f"GPU time of forward and backward, ms, {at}.")
 
 
 def attention_ends(tables: Tables) -> pd.DataFrame | None:
@@ -171,14 +177,17 @@ def attention_ends(tables: Tables) -> pd.DataFrame | None:
     if cells.empty:
         return None
     batch, d, device_gib = cells[["batch_size", "d_model", "device_gib"]].iloc[0]
-    columns = {f"{PRECISION_LABELS[precision]}, longest": {
-        LABELS[name]: longest(name, int(batch), int(d), precision, device_gib * 2**30) for name in IMPLEMENTATIONS
-        if precision == "bf16" or name not in ("flash", "cudnn")} for precision in ("fp32", "bf16")}
-    wide = pd.DataFrame(columns).reindex(LABELS.values()).astype("Int64")
-    wide.insert(0, "T x T matrices at the peak", [SQUARES.get(name, 0) for name in LABELS])
-    return table(wide.rename_axis("implementation"), "n",
-                 note=f"By formula: batch {batch:.0f}, d {d:.0f}, {device_gib:.0f} GiB. FlexAttention ends where its mask"
-                      " is made.")
+
+    def end(name: str, precision: str) -> float | None:
+        if precision == "fp32" and name in ("flash", "cudnn"):
+            return None  # they have no fp32
+        return longest(name, int(batch), int(d), precision, device_gib * 2**30)
+    wide = pd.DataFrame({"implementation": LABELS.values(),
+                         "T x T matrices at the peak": [float(SQUARES.get(name, 0)) for name in LABELS],
+                         **{f"longest, {precision}": [end(name, precision) for name in LABELS]
+                            for precision in ("fp32", "bf16")}})
+    at = f"batch {batch:.0f}, d {d:.0f}, {device_gib:.0f} GiB"
+    return table(wide, "n", note=f"By formula: {at}. FlexAttention ends where its mask is made.")
 
 
 def attention_account(tables: Tables) -> pd.DataFrame | None:
@@ -186,10 +195,11 @@ def attention_account(tables: Tables) -> pd.DataFrame | None:
     row = first_out_of_memory(tables)
     if row is None:
         return None
-    parts = peak_parts(row["implementation"], row["batch_size"], row["d_model"], row["sequence"], row["precision"])
-    frame = pd.DataFrame({"part": [*parts, "together"],
-                          "at the peak, GiB": [size / 2**30 for size in (*parts.values(), sum(parts.values()))]})
-    return table(frame, note=f"{LABELS[row['implementation']]}, {PRECISION_LABELS[row['precision']]}, sequence"
+    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
+    parts["together"] = sum(parts.values())
+    sizes = [size / 2**30 for size in parts.values()]
+    frame = pd.DataFrame({"part": parts.keys(), "at the peak, GiB": sizes})
+    return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, sequence"
                              f" {row['sequence']:,}, of {row['device_gib']:.0f} GiB.")
 
 
@@ -217,12 +227,13 @@ def attention_checks(tables: Tables) -> pd.DataFrame | None:
 
 def attention_refused(tables: Tables) -> pd.DataFrame | None:
     """What does not run, and torch's reason."""
-    cells = tables["attention.cells"]
-    rows = cells[cells["status"].isin(["unsupported", "failed"])].drop_duplicates(["implementation", "precision"])
+    rows = tables["attention.cells"]
+    rows = rows[rows["status"].isin(["unsupported", "failed"])]
+    rows = rows.drop_duplicates(["implementation", "precision"])
     if rows.empty:
         return None
-    return table(pd.DataFrame({"implementation": rows["implementation"].map(LABELS),
-                               "precision": rows["precision"].map(PRECISION_LABELS), "reason": rows["reason"]}))
+    return table(pd.DataFrame({"implementation": rows["implementation"].map(LABELS), "reason": rows["reason"],
+                               "precision": rows["precision"].map(PRECISION_LABELS)}))
 
 
 def attention_kernels(tables: Tables) -> pd.DataFrame | None:
@@ -239,5 +250,6 @@ def attention_kernels(tables: Tables) -> pd.DataFrame | None:
 
 
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {one.__name__: one for one in (
-    attention_times, attention_walls, attention_memory, handout_attention, attention_dimensions, attention_compiled,
-    attention_precisions, attention_ends, attention_account, attention_checks, attention_refused, attention_kernels)}
+    attention_times, attention_walls, attention_memory, handout_attention, attention_dimensions,
+    attention_compiled, attention_precisions, attention_ends, attention_account, attention_checks,
+    attention_refused, attention_kernels)}

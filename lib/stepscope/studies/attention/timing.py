@@ -17,6 +17,9 @@ from stepscope.studies.attention.memory import memory_pass
 from stepscope.traces.in_process import RANGE, CaptureError, captured_operations, gpu_time, profiled
 from stepscope.traces.torch_trace import read_events
 
+KEY = ["implementation", "sequence", "phase"]
+TIMED = [*KEY, "passes", "wall_ms", "wall_std_ms", "saved_mib", "in_use_mib", "peak_mib"]
+CAPTURED = [*KEY, "gpu_ms", "operations", "kernel"]
 Cell = tuple[str, int]  # implementation and sequence
 MOST_NAME = 160  # characters of a kernel's name that are kept
 
@@ -34,12 +37,10 @@ def time_all(calls: Implementations, config: Config, cells: Sequence[Cell]) -> p
         walls = timed_passes(call, inputs, config)
         for phase in PASSES:
             wall = location(walls[phase])
-            sizes = {"saved": memory["saved"], "in_use": memory["in_use"], "peak": memory.get(phase, float("nan"))}
-            rows.append({"implementation": name, "sequence": inputs.sequence, "phase": phase, "passes": len(walls),
-                         "wall_ms": wall["median"], "wall_std_ms": wall["std"],
-                         **{f"{size}_mib": value / 2**20 for size, value in sizes.items()}})
-    return pd.DataFrame(rows, columns=["implementation", "sequence", "phase", "passes", "wall_ms", "wall_std_ms",
-                                       "saved_mib", "in_use_mib", "peak_mib"])
+            sizes = (memory["saved"], memory["in_use"], memory.get(phase, float("nan")))
+            rows.append((name, inputs.sequence, phase, len(walls), wall["median"], wall["std"],
+                         *(size / 2**20 for size in sizes)))
+    return pd.DataFrame(rows, columns=TIMED)
 
 
 def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> pd.DataFrame:
@@ -68,9 +69,9 @@ def timed_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config) -> 
 
 
 def capture_all(calls: Implementations, config: Config, cells: Sequence[Cell]
-                ) -> tuple[torch.profiler.profile | None, str]:
-    """Some passes of every cell in one session of torch.profiler, or None and why not. After all timing: once
-    CUPTI has watched a process, its launches stay longer."""
+                ) -> torch.profiler.profile | str:
+    """Some passes of every cell in one session of torch.profiler, or why there is none. After all timing:
+    once CUPTI has watched a process, its launches stay longer."""
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (config.device == "cuda")]
     try:
         with profiled(activities) as profiler:
@@ -79,12 +80,12 @@ def capture_all(calls: Implementations, config: Config, cells: Sequence[Cell]
                 with suppress(torch.OutOfMemoryError):  # it has been timed, and stays so
                     captured_passes(calls.prepare(name, inputs), inputs, config, index)
     except RuntimeError as error:  # of CUPTI, when the capture begins or ends
-        return None, f"torch.profiler: {' '.join(str(error).split())[:200]}"
-    return profiler, ""
+        return f"torch.profiler: {' '.join(str(error).split())[:200]}"
+    return profiler
 
 
 def captured_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config, index: int) -> None:
-    """The device is waited for inside each range, so that it holds all that its phase launched, on any thread."""
+    """The device is waited for inside each range, which so holds all that its phase launched."""
     wait = waiter(config.device)
     for number in range(config.captured_passes):
         inputs.clear_gradients()
@@ -97,20 +98,21 @@ def captured_passes(call: Callable[[], Tensor], inputs: Inputs, config: Config, 
             wait()
 
 
-def read_capture(profiler: torch.profiler.profile, cells: Sequence[Cell]) -> tuple[pd.DataFrame, str]:
-    """Each cell's and phase's ``gpu_ms``, ``operations`` and longest ``kernel``; or nothing, and why."""
-    columns = ["implementation", "sequence", "phase", "gpu_ms", "operations", "kernel"]
+def read_capture(profiler: torch.profiler.profile | str, cells: Sequence[Cell]) -> tuple[pd.DataFrame, str]:
+    """Each cell's and phase's ``gpu_ms``, ``operations`` and longest ``kernel``; and why some have none."""
+    if isinstance(profiler, str):
+        return pd.DataFrame(columns=CAPTURED), profiler
     try:
         with TemporaryDirectory(prefix="stepscope-") as folder:
             trace = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(trace))
             found = captured_operations(read_events(trace))
     except (CaptureError, ValueError) as error:  # a trace that cannot be read is a TraceError, a ValueError
-        return pd.DataFrame(columns=columns), str(error)
+        return pd.DataFrame(columns=CAPTURED), str(error)
     rows = []
     for (index, phase), own in found.groupby(["index", "phase"]):
         lasted = (own["end"] - own["start"]).groupby(own["name"]).sum()
         name, sequence = cells[index]
         rows.append({"implementation": name, "sequence": sequence, "phase": phase, **gpu_time(own),
                      "kernel": str(lasted.idxmax())[:MOST_NAME]})
-    return pd.DataFrame(rows, columns=columns), "its kernels are not in the capture"
+    return pd.DataFrame(rows, columns=CAPTURED), "its kernels are not in the capture"

@@ -1,0 +1,334 @@
+"""The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
+import warnings
+
+import pandas as pd
+import pytest
+import torch
+from pandera.errors import SchemaError
+from torch._dynamo.utils import counters
+
+from stepscope.config import ConfigError, configure
+from stepscope.report.tables import markdown
+from stepscope.studies.attention import checking, claims, figures, implementations, measure, memory, timing
+from stepscope.studies.attention import tables as attention
+from stepscope.studies.attention.checking import QUANTITIES, errors, reference
+from stepscope.studies.attention.implementations import Implementations, Inputs
+
+SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16], "timed_steps": 3,
+         "warmup_steps": 1, "cell_seconds": 0.05}
+ON_CPU = ("naive", "flash", "math")
+GIB = 2**30
+
+
+def small(**fields):
+    return configure("attention", **SMALL | fields)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """One run of everything, compiled too: configuration, files' tables, and the graphs compiled in the turn."""
+    config, compiled_in_turn = small(), []
+
+    def counting(calls, config, cells):
+        before = counters["stats"]["unique_graphs"]
+        found = timing.time_all(calls, config, cells)
+        compiled_in_turn.append(counters["stats"]["unique_graphs"] - before)
+        return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "time_all", counting)
+        return config, measure.measure_attention(config), compiled_in_turn
+
+
+# -- the configuration -----------------------------------------------------------------------------------------
+
+
+def test_sequences_are_put_in_order_and_the_longest_is_the_context():
+    config = small(sequences=[64, 16, 64])
+    assert (config.sequences, config.context_length) == ([16, 64], 64)
+    assert config.whole_gpu and config.run_id == small(sequences=[16, 64]).run_id
+
+
+@pytest.mark.parametrize("field, value", [
+    ("sequences", []), ("sequences", [0]), ("sequences", ["long"]), ("sequences", 64), ("sequences", [2**40]),
+    ("implementations", ["fa4"]), ("implementations", []), ("cell_seconds", 0.0), ("cell_seconds", float("inf")),
+    ("warmup_steps", 0), ("captured_passes", 0), ("d_model", "wide")])
+def test_what_cannot_be_run_is_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=field):
+        small(**{field: value})
+
+
+# -- checked against float64 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name):
+    inputs = Inputs(small(), 16)
+    output = Implementations().prepare(name, inputs)()
+    output.backward(inputs.gradient)
+    found = errors(output, inputs, reference(inputs))
+    assert list(found) == [f"{quantity}_error" for quantity in QUANTITIES]
+    assert all(0 < error < 1e-6 for error in found.values())
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_first_token_sees_itself_only(name):
+    inputs = Inputs(small(), 16)
+    assert torch.allclose(Implementations().prepare(name, inputs)()[:, :, 0], inputs.v[:, :, 0])
+
+
+def test_the_reference_is_the_definition():
+    inputs = Inputs(small(), 8)
+    output, dq, *_ = reference(inputs)
+    q, k, v = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v))
+    for b in range(2):
+        for i in range(8):
+            weights = torch.exp(k[b, 0, :i + 1] @ q[b, 0, i] / 8**0.5)
+            assert torch.allclose(output[b, 0, i], weights / weights.sum() @ v[b, 0, :i + 1])
+    step, moved = 1e-6, Inputs(small(), 8)  # dq against the difference quotient of one number
+    with torch.no_grad():
+        for x in (moved.q, moved.k, moved.v, moved.gradient):
+            x.data = x.data.double()
+        moved.q[0, 0, 5, 3] += step
+    change = ((reference(moved)[0] - output) * inputs.gradient.double()).sum() / step
+    assert float(dq[0, 0, 5, 3]) == pytest.approx(float(change), rel=1e-4)
+
+
+def test_the_reference_of_a_long_sequence_is_made_of_some_queries_at_a_time(monkeypatch):
+    inputs = Inputs(small(), 32)
+    whole = reference(inputs)
+    monkeypatch.setattr(checking, "SQUARE", 32 * 5)  # five of 32 queries, and a rest of two
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(whole, reference(inputs), strict=True))
+
+
+def run_of(monkeypatch, broken, **fields):
+    """One run of naive and flash where naive's scores, or its whole, are ``broken``."""
+    for part, change in broken.items():
+        monkeypatch.setattr(implementations.PARTS, part, change)
+    return measure.measure_attention(small(sequences=[16], implementations=["naive", "flash"], **fields))
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_a_wrong_implementation_is_caught_and_not_timed(factor, monkeypatch):
+    scores = implementations.PARTS.scores
+    tables = run_of(monkeypatch, {"scores": lambda q, k: factor * scores(q, k)})
+    cells = tables["cells"].set_index(["implementation", "phase"])
+    assert (cells.loc["naive", "status"] == "failed").all() and cells.loc["naive", "wall_ms"].isna().all()
+    assert (cells.loc["flash", "status"] == "ok").all() and (cells.loc["flash", "wall_ms"] > 0).all()
+    assert "fp32 is allowed 2e-05" in cells["reason"].loc["naive", "forward"]
+    attention.SCHEMAS["cells"].validate(tables["cells"])
+    attention.SCHEMAS["checks"].validate(tables["checks"])
+
+
+def test_one_without_gradients_is_caught(monkeypatch):
+    value = implementations.PARTS.value
+    tables = run_of(monkeypatch, {"value": lambda weights, v: value(weights, v.detach())})
+    assert tables["cells"].set_index(["implementation", "phase"])["status"]["naive", "backward"] == "failed"
+
+
+def test_a_mask_that_lets_one_position_too_many_through_is_caught(monkeypatch):
+    mask = implementations.PARTS.mask
+    tables = run_of(monkeypatch, {"mask": lambda scores, future: mask(scores, future.triu(2))}, precision="bf16")
+    assert tables["cells"].set_index(["implementation", "phase"])["status"]["naive", "forward"] == "failed"
+
+
+# -- what a run leaves -----------------------------------------------------------------------------------------
+
+
+def test_every_cell_has_a_row_a_phase_and_keys_are_unique(measured):
+    config, tables, _ = measured
+    cells = tables["cells"]
+    assert len(cells) == len(config.sequences) * len(config.implementations) * 2
+    for name, schema in attention.SCHEMAS.items():
+        schema.validate(tables[name])
+        with pytest.raises(SchemaError):
+            schema.validate(pd.concat([tables[name], tables[name].tail(1)], ignore_index=True))
+
+
+def test_what_a_cpu_lacks_has_torchs_reason(measured):
+    cells = measured[1]["cells"]
+    status = cells.groupby("implementation")["status"].unique().map(list).to_dict()
+    assert status == {"naive": ["ok"], "compiled": ["ok"], "flash": ["ok"], "math": ["ok"],
+                      "efficient": ["unsupported"], "cudnn": ["unsupported"], "flex": ["unsupported"]}
+    reasons = cells[cells["status"] == "unsupported"].groupby("implementation")["reason"].first()
+    assert "FlexAttention does not support backward on CPU" in reasons["flex"]
+    assert "No viable backend" in reasons["cudnn"]
+    assert not reasons.str.contains("/").any() and (cells["reason"] == "")[cells["status"] == "ok"].all()
+
+
+def test_both_clocks_and_the_kernels_of_what_ran(measured):
+    config, tables, _ = measured
+    ok = tables["cells"][tables["cells"]["status"] == "ok"]
+    assert (ok["passes"] <= config.timed_steps).all() and (ok["passes"] >= config.least_passes).all()
+    assert (ok[["wall_ms", "gpu_ms", "operations"]] > 0).all(axis=None) and ok["wall_std_ms"].notna().all()
+    kernels = ok.set_index(["implementation", "sequence", "phase"])["kernel"]
+    assert kernels["flash", 16, "forward"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    naive = ok[(ok["implementation"] == "naive") & (ok["sequence"] == 16)].set_index("phase")["operations"]
+    assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
+    assert tables["cells"]["gpu_ms"].notna().equals(tables["cells"]["status"] == "ok")
+
+
+def test_nothing_is_compiled_while_it_holds_the_gpu(measured):
+    assert measured[2] == [0]
+
+
+def test_timing_and_capturing_are_in_one_turn_and_checking_is_not(monkeypatch):
+    order = []
+
+    class Turn:
+        def __enter__(self):
+            order.append("taken")
+
+        def __exit__(self, *exception):
+            order.append("given back")
+    monkeypatch.setattr(measure, "turn", Turn)
+    for name in ("check_all", "time_all", "capture_all", "read_capture"):
+        original = getattr(measure, name)
+        monkeypatch.setattr(measure, name, lambda *args, name=name, original=original: (
+            order.append(name), original(*args))[1])
+    measure.measure_attention(small(sequences=[8], implementations=["flash"]))
+    assert order == ["check_all", "taken", "time_all", "capture_all", "given back", "read_capture"]
+
+
+def test_passes_are_as_many_as_asked_for_or_as_time_allows():
+    inputs = Inputs(small(), 8)
+    call = Implementations().prepare("flash", inputs)
+    assert len(timing.timed_passes(call, inputs, small(timed_steps=30, cell_seconds=10.0))) == 30
+    assert len(timing.timed_passes(call, inputs, small(timed_steps=30, cell_seconds=1e-9, least_passes=4))) == 4
+
+
+def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
+    class Broken:
+        def __init__(self, activities):
+            raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+    monkeypatch.setattr(timing, "profiled", Broken)
+    config = small(sequences=[8], implementations=["flash"])
+    tables = measure.measure_attention(config)
+    cells = tables["cells"]
+    assert (cells["status"] == "ok").all() and (cells["wall_ms"] > 0).all() and cells["gpu_ms"].isna().all()
+    assert cells["reason"].str.contains("MULTIPLE_SUBSCRIBERS").all()
+    attention.SCHEMAS["cells"].validate(cells)
+    of_run = attention.of_run(config, tables)
+    assert attention.attention_times(of_run) is None and figures.attention_time(of_run) is None
+    assert attention.attention_walls(of_run) is not None and "Nothing" in attention.finding(config, cells)
+
+
+def test_torchs_warnings_say_why_no_kernel_fits():
+    warned = [warnings.WarningMessage(f"{text} (Triggered internally at /build/x.cpp:1.)", UserWarning, "x", 1)
+              for text in ("Flash attention kernel not used because:", "Head dim is 512, at most 256.",
+                           "Memory efficient attention has been runtime disabled.")]
+    said = measure.refusal(RuntimeError("No available kernel. Aborting execution."), warned)
+    assert said == "Head dim is 512, at most 256."
+    assert measure.refusal(RuntimeError("failed in /usr/some/file.py badly"), warned) == "failed in file.py badly"
+
+
+# -- out of memory ---------------------------------------------------------------------------------------------
+
+ERROR = ("CUDA out of memory. Tried to allocate 128.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 134.07"
+         " GiB is free. Including non-PyTorch memory, this process has 5.72 GiB memory in use. Of the allocated memory"
+         " 512.00 MiB is allocated by PyTorch, and 1.50 MiB is reserved by PyTorch but unallocated.")
+
+
+def test_what_was_asked_for_and_allocated_is_read_from_torchs_error():
+    found = measure.out_of_memory(torch.OutOfMemoryError(ERROR))
+    assert found == {"status": "oom", "reason": "asked for 128 GiB with 0.5 GiB allocated", "asked_gib": 128.0,
+                     "allocated_gib": 0.5}
+    other = measure.out_of_memory(torch.OutOfMemoryError("while running naive: no words of torch"))
+    assert other["reason"] == "while running naive: no words of torch" and other["asked_gib"] != other["asked_gib"]
+
+
+def test_out_of_memory_is_a_result_and_the_others_go_on(monkeypatch):
+    def full(q, k):
+        raise torch.OutOfMemoryError(ERROR)
+    tables = run_of(monkeypatch, {"scores": full})
+    cells = tables["cells"].set_index(["implementation", "phase"])
+    assert cells["status"].to_dict() == {("naive", "forward"): "oom", ("naive", "backward"): "oom",
+                                         ("flash", "forward"): "ok", ("flash", "backward"): "ok"}
+    assert cells.loc[("naive", "forward"), "asked_gib"] == 128 and cells["wall_ms"].isna().sum() == 2
+    assert set(tables["checks"]["implementation"]) == {"flash"}
+
+
+def test_what_cannot_fit_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(measure, "device_bytes", lambda device: 1000.0)
+    tables = measure.measure_attention(small(sequences=[16], implementations=["compiled", "flash"]))
+    cells = tables["cells"].set_index(["implementation", "phase"])
+    assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
+    assert "not compiled" in cells["reason"]["compiled", "forward"]
+
+
+def test_what_spoils_the_process_ends_the_run(monkeypatch):
+    def spoilt(q, k):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_of(monkeypatch, {"scores": spoilt})
+
+
+# -- formulas --------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_of_the_pairs_that_are_seen():
+    from torch.utils.flop_counter import FlopCounterMode
+    inputs = Inputs(small(), 16)
+    with FlopCounterMode(display=False) as counted:
+        Implementations().prepare("naive", inputs)().backward(inputs.gradient)
+    whole_squares = 3 * attention.forward_flops(2, 8, 16) * 16**2 / (16 * 17 / 2)
+    assert counted.get_total_flops() == whole_squares
+
+
+# Peaks that torch 2.11's allocator counted on an H200, batch 8: bytes by implementation, precision, d, sequence.
+PEAKS = {("naive", "fp32", 64, 16384): 52009893888, ("naive", "bf16", 64, 4096): 1652621312,
+         ("compiled", "fp32", 16, 16384): 26089619456, ("math", "fp32", 128, 16384): 34896609280,
+         ("math", "bf16", 64, 16384): 34544287744}
+
+
+@pytest.mark.parametrize("cell", PEAKS)
+def test_the_formula_gives_what_a_gpus_allocator_counted(cell):
+    name, precision, d, sequence = cell
+    parts = memory.peak_parts(name, 8, d, sequence, precision)
+    assert sum(parts.values()) == pytest.approx(PEAKS[cell], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_naive_attention_has_six_matrices_at_its_peak(precision):
+    """As the CPU's allocator counts them, in the model's own code."""
+    config = small(precision=precision)
+    inputs = Inputs(config, 256)
+    call = Implementations().prepare("naive", inputs)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        call().backward(inputs.gradient)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    square = 2 * 256**2 * (4 if precision == "fp32" else 2)
+    assert peak / square == pytest.approx(6, rel=0.1)
+
+
+@pytest.mark.parametrize("name, squares", [("naive", 2), ("math", 1)])
+def test_what_is_saved_for_backward_grows_with_the_square(name, squares):
+    inputs = Inputs(small(), 256)
+    call = Implementations().prepare(name, inputs)
+    saved = memory.memory_pass(call, inputs, inputs.held_bytes(name), "cpu")["saved"]
+    assert saved == pytest.approx(squares * 2 * 256**2 * 4, rel=0.1)
+
+
+def test_a_fused_kernel_saves_one_number_a_row():
+    inputs = Inputs(small(), 256)
+    call = Implementations().prepare("flash", inputs)
+    assert memory.memory_pass(call, inputs, inputs.held_bytes("flash"), "cpu")["saved"] == 2 * 256 * 4
+
+
+def test_held_are_inputs_and_mask():
+    inputs = Inputs(small(), 32)
+    tensors = 4 * 2 * 32 * 8 * 4
+    assert inputs.held_bytes("flash") == tensors and inputs.held_bytes("naive") == tensors + 32**2
+
+
+@pytest.mark.parametrize("name", attention.IMPLEMENTATIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_longest_sequence_fits_and_the_next_does_not(name, precision):
+    shape, available = (8, 64), 80 * GIB
+    end = memory.longest(name, *shape, precision, available)
+    assert memory.needed_bytes(name, *shape, end, precision) <= available
+    assert memory.needed_bytes(name, *shape, end + 1, precision) > available
+    assert (end < 200_000) == (name in memory.SQUARES or name == "flex")
