@@ -1,7 +1,7 @@
 """What the tables of several studies have in common, as columns that pandera checks.
 
-Numbers are finite and at least 0, and empty where nothing was measured. Types are brought about where the values
-allow it, since a column without any value has none in Parquet.
+Numbers are finite and at least 0, and empty where nothing was measured. Types are brought about where the
+values allow it, since a column without any value has none in Parquet.
 """
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +33,9 @@ WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *P
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
 TIMES: dict[str, Any] = WITHIN | {
     name: measured() for name in (
-        "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "replayed_ms",
-        "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "busy", "compile_s", "tflops", "mfu", "mfu_measured",
-        "mfu_at_clock", "tokens_per_s")} | {
+        "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "busy",
+        "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "tflops",
+        "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
     "replay_reason": word(), "status": word(*STATUSES), "reason": word()}
 OPERATIONS: dict[str, Any] = WITHIN | {
     "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}

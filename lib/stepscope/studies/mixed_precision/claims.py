@@ -1,25 +1,22 @@
-"""What the mixed-precision study can say: each function gives one sentence's numbers where it holds, else None."""
+"""What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
 from typing import Any
 
-from stepscope.config import SIZES
 from stepscope.report.tables import ratio
-from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND, SAME, SAME_CAPPED
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
     LOST,
     Tables,
-    beside_fp32,
     gains,
     kinds,
     losses_off,
     numbers,
     reference,
+    steps,
     trend,
     whole,
     wide,
 )
-from stepscope.traces.families import MATMUL
 
 Claim = dict[str, Any] | None
 
@@ -52,24 +49,20 @@ def precision_fp16(tables: Tables) -> Claim:
 
 
 def precision_why(tables: Tables) -> Claim:
-    size = str(gains(tables, "bf16").index[-1])
-    step, found = kinds(tables, size), trend(tables).loc[size]
-    slower = 1 / found["all else, x"]
-    if found["matmuls, x"] > 2 and slower > 1 + SAME:
-        return {"size": size, "matmul": found["matmuls, x"], "rest": slower,
+    found = trend(tables).iloc[-1]
+    step, slower = kinds(tables, str(found.name)), 1 / found["rest"]
+    if found["matmul"] > 2 and slower > 1 + SAME:
+        return {"size": found.name, "matmul": found["matmul"], "rest": slower,
                 "casts": step.loc["cast", "bf16"] / step["bf16"].sum()}
     return None
 
 
 def precision_trend(tables: Tables) -> Claim:
     """The larger the model, the larger the share of its matmuls, and the more these gain."""
-    found, sizes = trend(tables), list(SIZES)
-    found = found.loc[sorted(found.index, key=sizes.index)]
-    first, last = found.iloc[0], found.iloc[-1]
-    share, gain = "matmuls in fp32, %", "matmuls, x"
-    if len(found) > 1 and last[share] > first[share] and last[gain] > first[gain]:
-        return {"small": found.index[0], "large": found.index[-1], "small_share": first[share],
-                "large_share": last[share], "small_matmul": first[gain], "large_matmul": last[gain]}
+    first, last = trend(tables).iloc[0], trend(tables).iloc[-1]
+    if last["share"] > first["share"] and last["matmul"] > first["matmul"]:
+        return {"small": first.name, "large": last.name, "small_share": first["share"],
+                "large_share": last["share"], "small_matmul": first["matmul"], "large_matmul": last["matmul"]}
     return None
 
 
@@ -80,21 +73,19 @@ def answer_trend(tables: Tables) -> Claim:
 
 def precision_launch(tables: Tables) -> Claim:
     """Shapes whose full step is GPU-bound in fp32 and launch-bound in bf16."""
-    rows = beside_fp32(tables)
-    rows = rows[(rows["precision"] == "bf16") & (rows["mode"] == "step") & (rows["phase"] == WHOLE)]
-    rows = rows.dropna(subset=["busy", "busy_fp32"])
+    rows = steps(tables, "bf16").dropna(subset=["busy", "busy_fp32"])
     count = int(((rows["busy"] < LAUNCH_BOUND) & (rows["busy_fp32"] >= LAUNCH_BOUND)).sum())
     return {"count": count, "of": len(rows)} if count > 1 else None
 
 
 def precision_memory(tables: Tables) -> Claim:
+    """bf16 hardly lowers the full step's peak, and raises forward's."""
     rows = whole(tables, precision="bf16").dropna(subset=["peak_gib", "peak_gib_fp32"])
     size = rows[rows["mode"] == "step"]["size"].iloc[-1]
-    own = rows[rows["size"] == size].set_index("mode")
-    step, forward = own.loc["step"], own.loc["forward"]
-    if 0.9 * step["peak_gib_fp32"] < step["peak_gib"] < step["peak_gib_fp32"] and forward["peak_gib"] > forward["peak_gib_fp32"]:
-        return {"size": size, "low": step["peak_gib"], "high": step["peak_gib_fp32"],
-                "forward": forward["peak_gib_fp32"], "forward_low": forward["peak_gib"]}
+    peaks = rows[rows["size"] == size].set_index("mode")[["peak_gib_fp32", "peak_gib"]]
+    (high, low), (forward, forward_low) = peaks.loc["step"], peaks.loc["forward"]
+    if 0.9 * high < low < high and forward_low > forward:
+        return {"size": size, "low": low, "high": high, "forward": forward, "forward_low": forward_low}
     return None
 
 
@@ -107,7 +98,7 @@ def precision_energy(tables: Tables) -> Claim:
 def sums_bf16(tables: Tables) -> Claim:
     found = wide(tables, "sums").droplevel("at")["result"]
     bf16, fp16 = found["bf16 into bf16"], found["fp16 into fp16"]
-    return {"bf16": f"{bf16:g}", "fp16": f"{fp16:.2f}"} if abs(bf16 - 10) > 1 > abs(fp16 - 10) > 0.01 else None
+    return {"bf16": f"{bf16:g}", "fp16": f"{fp16:.2f}"} if 10 - bf16 > 1 > 10 - fp16 > 0.01 else None
 
 
 def answer_sums(tables: Tables) -> Claim:
@@ -122,19 +113,18 @@ def answer_sums(tables: Tables) -> Claim:
 
 
 def answer_toy(tables: Tables) -> Claim:
-    """What is fp32 and what is low under autocast, on a GPU."""
+    """Under autocast on a GPU only what matmuls give is low."""
     found = wide(tables, "toy", "dtype").droplevel("at")
-    expected = {"parameters": "fp32", "LayerNorm's output": "fp32", "loss": "fp32", "gradients": "fp32"}
-    low = {name: found[name] for name in ("first layer's output", "logits")}
-    kept = all((found[name] == dtype).all() for name, dtype in expected.items())
-    return {"wide": "fp32"} if kept and all((values == values.index).all() for values in low.values()) else None
+    matmuls = found[["first layer's output", "logits"]]
+    kept = found.drop(columns=matmuls.columns).eq("fp32").all(axis=None)
+    low = matmuls.eq(found.index.to_series(), axis=0).all(axis=None)
+    return {"wide": "fp32"} if kept and low else None
 
 
 def answer_norm(tables: Tables) -> Claim:
     """fp16's squares overflow, bf16's never; a running sum of them in bf16 is far off."""
     lost, error = wide(tables, "norm lost"), wide(tables, "norm error")
-    large = lost.loc["fp16"]["squares"]
-    overflow = [at for at, share in large.items() if share > LOST and at >= 1]
+    overflow = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale >= 1]
     off = error["variance by a running sum"]["bf16", 1.0]
     if overflow and (lost.loc["bf16"] < LOST).all(axis=None) and off > 0.05:
         return {"overflow": int(min(overflow)), "terms": FEATURES, "off": off}
@@ -142,13 +132,14 @@ def answer_norm(tables: Tables) -> Claim:
 
 
 def norm_inside(tables: Tables) -> Claim:
-    """PyTorch's own norm is right where the parts overflow."""
+    """PyTorch's own norm of fp16 is right where the parts overflow."""
     error = wide(tables, "norm error").loc["fp16"]
     broken = error[error["output"] == 1]
-    return {"scale": int(broken.index[0])} if (broken["PyTorch's output"] < LOST).all() and len(broken) else None
+    scale = int(broken.index[0])
+    return {"scale": scale} if (broken["PyTorch's output"] < LOST).all() else None
 
 
-def gradients_lost(tables: Tables) -> Claim:
+def health(tables: Tables) -> Claim:
     zero = wide(tables, "gradients").droplevel("at")["zero"]
     share, rest = zero["fp16, unscaled"], max(zero["fp16, scaled"], zero["bf16"])
     size = str(numbers(tables, "gradients")["size"].iloc[0])

@@ -2,33 +2,42 @@
 import pandas as pd
 from matplotlib.ticker import NullLocator
 
-from stepscope.report.style import BLUE, FILL, INK, ORANGE, PRECISION_COLORS, SIZE_COLORS, Picture, bars, figure, label_ends
+from stepscope.report.style import (
+    BLUE,
+    FILL,
+    INK,
+    ORANGE,
+    PRECISION_COLORS,
+    SIZE_COLORS,
+    Picture,
+    bars,
+    figure,
+    label_ends,
+)
 from stepscope.report.tables import number
 from stepscope.step.clocks import WHOLE
-from stepscope.studies.mixed_precision.tables import LOST, NAMES, Tables, beside_fp32, wide
+from stepscope.studies.mixed_precision.tables import LOST, NAMES, Tables, gains, reference, steps, wide
 
 SMALLEST = 1e-5  # share of gradients: one that is smaller is not drawn and not told to its digits
 
 
 def precision_gain(tables: Tables) -> Picture | None:
     """bf16's speedup of the full step over the context, a line a size."""
-    rows = beside_fp32(tables)
-    rows = rows[(rows["phase"] == WHOLE) & (rows["mode"] == "step") & (rows["precision"] == "bf16")]
-    lines = rows.pivot(index="context_length", columns="size", values="gain")[rows["size"].unique()]
-    if lines.isna().all(axis=None):
+    rows, ends = steps(tables, "bf16").dropna(subset=["gain"]), gains(tables, "bf16")
+    if ends.empty:
         return None
-    best, least = lines.stack().idxmax(), lines.stack().idxmin()
-    made, axes = figure(f"bf16 speeds up a step {number(lines.min(axis=None), 'x')} ({least[1]}, context {least[0]:,})"
-                        f" to {number(lines.max(axis=None), 'x')} ({best[1]}, context {best[0]:,})")
-    for size in lines:
-        line = lines[size].dropna()
+    low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.idxmin(), ends.idxmax()))
+    made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
+    contexts, last = sorted(rows["context_length"].unique()), {}
+    for size in rows["size"].unique():
+        line = rows[rows["size"] == size].set_index("context_length")["gain"].sort_index()
         axes.plot(line.index, line, marker="o", color=SIZE_COLORS.get(size, INK))
-    axes.set(xscale="log", xlabel="context", ylabel="speedup over fp32 in GPU time", ylim=(0, None))
+        last[size] = (line.index[-1], line.iloc[-1])
+    axes.set(xscale="log", xlabel="context", ylabel="speedup in GPU time", ylim=(0, None))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(lines.index, [f"{context:,}" for context in lines.index])
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.axhline(1, color=INK, linewidth=0.8)
-    label_ends(axes, {size: (line.index[-1], line.iloc[-1]) for size in lines if len(line := lines[size].dropna())},
-               SIZE_COLORS)
+    label_ends(axes, last, SIZE_COLORS)
     return made
 
 
@@ -41,11 +50,12 @@ def norms(tables: Tables) -> Picture | None:
     for low in ("fp16", "bf16"):
         axes.plot(error[low].index, error[low], marker="o", color=PRECISION_COLORS[low])
     axes.set(xscale="log", yscale="log", xlabel="scale of the inputs", ylabel="output's relative error")
-    label_ends(axes, {low: (error[low].index[-1], error[low].iloc[-1]) for low in ("fp16", "bf16")}, PRECISION_COLORS)
+    ends = {low: (error[low].index[-1], error[low].iloc[-1]) for low in ("fp16", "bf16")}
+    label_ends(axes, ends, PRECISION_COLORS)
     return made
 
 
-def gradients_lost(tables: Tables) -> Picture | None:
+def health(tables: Tables) -> Picture | None:
     """The share of gradients that fp16 makes zero, without and with loss scaling."""
     zero = wide(tables, "gradients").droplevel("at")["zero"]
     if "fp16, unscaled" not in zero:
@@ -57,20 +67,20 @@ def gradients_lost(tables: Tables) -> Picture | None:
     return made
 
 
-def run_step(times: pd.DataFrame) -> Picture | None:
-    """One run: each precision's full step by both clocks."""
+def run_step(times: pd.DataFrame, device: str) -> Picture | None:
+    """One run: each precision's full step by both clocks, and replayed."""
     rows = times[(times["mode"] == "step") & (times["phase"] == WHOLE) & times["gpu_ms"].notna()]
     if rows.empty:
         return None
-    labels, values, colors = [], [], []
-    for row in rows.itertuples():
-        for clock, ms in (("wall", row.wall_ms), ("GPU time", row.gpu_ms), ("replayed", row.replayed_ms)):
-            if pd.notna(ms):
-                labels.append(f"{NAMES[row.precision]}, {clock}")
-                values.append(ms)
-                colors.append(FILL if clock == "wall" else PRECISION_COLORS[row.precision])
+    work = "GPU time" if device == "cuda" else "operators"
+    clocks = {"wall_ms": "wall", "gpu_ms": work, "replayed_ms": "replayed"}
+    found = [(f"{NAMES[row['precision']]}, {words}", row[clock], words, row["precision"])
+             for _, row in rows.iterrows() for clock, words in clocks.items() if pd.notna(row[clock])]
+    labels, values, kinds, precisions = zip(*found)
     least = rows.loc[rows["gpu_ms"].idxmin()]
-    made, axes = figure(f"{NAMES[least['precision']]}'s full step takes {number(least['gpu_ms'], 'ms')} of GPU time",
+    wall, busy = (number(least[clock], "ms") for clock in ("wall_ms", "gpu_ms"))
+    made, axes = figure(f"{NAMES[least['precision']]}'s full step: {wall} of wall time, {busy} of {work}",
                         height=0.7 + 0.3 * len(labels))
+    colors = [FILL if kind == "wall" else PRECISION_COLORS[name] for kind, name in zip(kinds, precisions)]
     bars(axes, labels, values, [number(value, "ms") for value in values], colors)
     return made

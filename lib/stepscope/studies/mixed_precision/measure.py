@@ -18,10 +18,11 @@ MODES = ("step", "forward_backward", "forward")
 
 
 def measure(config: Config) -> dict[str, pd.DataFrame]:
-    """The run's tables (see ``tables.SCHEMAS``): times, operations, and numerics if the configuration has them.
+    """The run's tables (see ``tables.SCHEMAS``): times, operations, and numerics if the configuration has
+    them.
 
-    What does not fit in memory, or what the device lacks, is a row with its status and the reason; it is never
-    replaced by another precision.
+    What does not fit in memory, or what the device lacks, is a row with its status and the reason; it is
+    never replaced by another precision.
     """
     torch.zeros(1, device=config.device)  # making a GPU's context takes a second, and no turn
     asked = PRECISIONS[config.device]
@@ -38,7 +39,8 @@ def measure(config: Config) -> dict[str, pd.DataFrame]:
     parts = [one.tables() for one in taken]
     times = with_rates(pd.concat([part[0] for part in parts], ignore_index=True), config,
                        {name: ceilings[f"matmul_{name}"] for name in precisions})
-    absent = [without_readings(MODES, name, "unsupported", reason).tables()[0] for name, reason in lacking.items()]
+    absent = [without_readings(MODES, name, "unsupported", reason).tables()[0]
+              for name, reason in lacking.items()]
     return {"times": pd.concat([times, *absent], ignore_index=True),
             "operations": pd.concat([part[2] for part in parts], ignore_index=True)} | tables
 

@@ -1,9 +1,9 @@
 """Number formats: what sums, autocast and a norm do in fp16 and bf16, what becomes of gradients, and whether
 training stays the same.
 
-Every experiment returns rows of one long table, :data:`COLUMNS`: ``case`` is the format or the way, ``at`` the
-place on an experiment's axis (a scale, a step; 0 where it has none), and what was found is a number (``value``)
-or a type's name (``dtype``).
+Every experiment returns rows of one long table, :data:`COLUMNS`: ``case`` is the format or the way, ``at``
+the place on an experiment's axis (a scale, a step; 0 where it has none), and what was found is a number
+(``value``) or a type's name (``dtype``).
 """
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -54,8 +54,8 @@ def numerics(config: StepConfig, precisions: Sequence[str]) -> pd.DataFrame:
 # Sums
 
 def sums(device: str) -> Iterator[tuple]:
-    """0.01 added a thousand times: the result, and its distance from 10 in two parts, computed exactly: what was
-    lost in storing 0.01 (a thousand times over), and what in adding."""
+    """0.01 added a thousand times: the result, and its distance from 10 in two parts, computed exactly: what
+    was lost in storing 0.01 (a thousand times over), and what in adding."""
     for way, (of_sum, of_term, upcast) in WAYS.items():
         result = Fraction(summed(of_sum, of_term, upcast, device).item())
         stored = ADDITIONS * Fraction(torch.tensor(TERM, dtype=of_term).item())
@@ -140,9 +140,10 @@ def running_sum(x: Tensor) -> Tensor:
 def norm(device: str) -> Iterator[tuple]:
     """Each part of LayerNorm in fp16 and bf16 against float64, for normal inputs times a scale.
 
-    float64 gets the inputs as the type rounds them, so that an error is the computation's and not the input's.
-    ``norm error``: median relative error, where a value that is inf or NaN counts as 1. ``norm lost``: the share
-    of values that are inf or NaN, or 0 where they should not be. Scales at which inputs overflow have no rows.
+    float64 gets the inputs as the type rounds them, so that an error is the computation's and not the
+    input's. ``norm error``: median relative error, where a value that is inf or NaN counts as 1. ``norm
+    lost``: the share of values that are inf or NaN, or 0 where they should not be. Scales at which inputs
+    overflow have no rows.
     """
     x = torch.randn(ROWS, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for low in AUTOCAST_DTYPES.values():
@@ -166,8 +167,8 @@ def _off(value: Tensor, true: Tensor) -> tuple[float, float]:
 # Gradients
 
 def gradients(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
-    """The first step's gradients of the run's model in each precision on the same weights and batch, fp16's also
-    without loss scaling.
+    """The first step's gradients of the run's model in each precision on the same weights and batch, fp16's
+    also without loss scaling.
 
     ``zero`` is the share of the elements that are not 0 in fp32 and are 0 here: underflow. ``norm off`` and
     ``loss off`` are relative distances from fp32's.
@@ -188,7 +189,8 @@ def _cases(exact: Step, precisions: Sequence[str]) -> Iterator[tuple[str, Step]]
     for precision in precisions:
         step = exact.of(precision=precision)
         if step.scaler.is_enabled():
-            yield f"{precision}, unscaled", replace(step, scaler=torch.amp.GradScaler(step.device, enabled=False))
+            unscaled = torch.amp.GradScaler(step.device, enabled=False)
+            yield f"{precision}, unscaled", replace(step, scaler=unscaled)
         yield f"{precision}, scaled" if step.scaler.is_enabled() else precision, step
 
 
@@ -208,8 +210,8 @@ def _norm(tensors: list[Tensor]) -> float:
 # Training
 
 def training(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
-    """The loss over :data:`STEPS` steps of the run's model with at most :data:`LAYERS` layers on the same text:
-    fp32 from three seeds, the others from the first."""
+    """The loss over :data:`STEPS` steps of the run's model with at most :data:`LAYERS` layers on the same
+    text: fp32 from three seeds, the others from the first."""
     context = min(config.context_length, CONTEXT)
     batches = text_batches(STEPS, config.batch_size, context).to(config.device)
     for precision, seed in [*(("fp32", seed) for seed in range(SEEDS)), *((name, 0) for name in precisions)]:
