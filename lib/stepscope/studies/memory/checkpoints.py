@@ -1,5 +1,4 @@
 """Time and peak of a step under activation checkpoints: of settings of one level, and of nested arrangements."""
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +90,6 @@ def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config)
         fields = fields | {"state_gib": torch.cuda.memory_allocated() / GIB}
     with arranged(step.model, parts), counted(step.model) as runs:
         taken = take([step], Counts(steps=config.timed_steps, warmups=config.warmup_steps, captured=1, replays=0))
-    gc.collect()
     return Cell(fields | {"block_runs": runs[0]}, taken)
 
 

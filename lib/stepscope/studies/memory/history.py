@@ -113,26 +113,28 @@ def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[in
 
 def _check(table: pd.DataFrame, recording: Recording) -> None:
     """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
-    known, live = sum(recording.before.values()), live_bytes(table).sum(axis=0)
+    known, live = sum(recording.before.values()), live_bytes(table, _ends(recording)[-1]).sum(axis=0)
     start = recording.start.allocations + recording.start.frees
     if known != recording.start.requested:
-        raise StepscopeError(f"{recording.mode}: weights, optimizer state, batch and workspaces are {known} bytes,"
-                             f" but the allocator says {recording.start.requested}")
+        raise StepscopeError(f"{recording.mode}: weights, optimizer state, batch and workspaces are {known:,}"
+                             f" bytes, but the allocator says {recording.start.requested:,}")
     for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
         first = begin.allocations + begin.frees - start
-        told = {"ends with": (live[at], end.requested),
-                "peaks at": (live[first:at + 1].max(), end.peak_requested)}
+        told = {"ends with {:,} bytes": (known + live[at], end.requested),
+                "peaks at {:,} bytes": (known + live[first:at + 1].max(), end.peak_requested),
+                "has {:,} allocations": ((table["allocated_at"] < at).sum(),
+                                         end.allocations - recording.start.allocations)}
         for what, (ours, theirs) in told.items():
-            if known + ours != theirs:
-                raise StepscopeError(f"{recording.mode}, {phase}: the history {what} {known + int(ours)} bytes, but"
-                                     f" the allocator says {theirs}")
+            if ours != theirs:
+                raise StepscopeError(f"{recording.mode}, by the end of {phase}: the history {what.format(ours)}, but the"
+                                     f" allocator says {theirs:,}")
 
 
-def live_bytes(table: pd.DataFrame) -> np.ndarray:
-    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event."""
+def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
+    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event, up to ``end`` at least."""
     freed = table[np.isfinite(table["freed_at"])]
-    events = int(max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)) + 2
-    live = np.zeros((len(LIVE), events), dtype=np.int64)
+    last = max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)
+    live = np.zeros((len(LIVE), max(int(last) + 1, end) + 1), dtype=np.int64)
     row = {kind: number for number, kind in enumerate(LIVE)}
     for sign, rows, event in ((1, table, "allocated_at"), (-1, freed, "freed_at")):
         at = rows["kind"].map(row).to_numpy(int), rows[event].to_numpy(int) + 1

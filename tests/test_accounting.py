@@ -1,0 +1,223 @@
+"""The memory formulas: against what storages live on a CPU, what an H200's allocator said, and its rules of rounding;
+and what fits."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from memory_recording import CudaAutocast, stand_in
+from stepscope.config import StepConfig
+from stepscope.step import accounting
+from stepscope.step.accounting import GIB, MIB, AccountingError
+from stepscope.step.flops import parameter_count
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.memory.arrangements import arranged, every
+
+SHAPES = [{"d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "context_length": 32, "vocab_size": 40,
+           "batch_size": 3},
+          {"d_model": 12, "d_ff": 90, "num_layers": 2, "num_heads": 3, "context_length": 40, "vocab_size": 30,
+           "batch_size": 2},
+          {"d_model": 40, "d_ff": 40, "num_layers": 4, "num_heads": 4, "context_length": 10,
+           "vocab_size": 400, "batch_size": 1},
+          {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "context_length": 70, "vocab_size": 20,
+           "batch_size": 2}]
+H200 = Path(__file__).parent / "data/memory/h200.csv"
+
+
+def config_of(shape, **fields):
+    return StepConfig(device="cpu", **shape, **fields)
+
+
+def on_gpu(**fields):
+    return StepConfig(device="cpu", **fields).model_copy(update={"device": "cuda"})
+
+
+def peak_of_step(config, mode, monkeypatch, blocks=0):
+    """Bytes that a steady step's storages take at most, asked for."""
+    if config.precision == "bf16":
+        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    storages = stand_in(monkeypatch)
+    with storages:
+        step = build_step(config, mode)
+        layers = config.num_layers
+        with arranged(step.model, every(layers, blocks) if blocks else list(range(layers))):
+            for _ in range(2):
+                step.clear_gradients()
+                storages.reset_peak()
+                step()
+    return storages.bytes["requested_bytes"]["peak"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+def test_the_peak_is_what_lives(shape, attention, precision, mode, monkeypatch):
+    config = config_of(shape, precision=precision, attention=attention)
+    assert peak_of_step(config, mode, monkeypatch) == accounting.peak(config, mode).requested
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_peak_of_a_step_with_the_fused_optimizer(shape, attention, monkeypatch):
+    config = config_of(shape, attention=attention, optimizer="fused")
+    assert peak_of_step(config, "step", monkeypatch) == accounting.peak(config).requested
+
+
+@pytest.mark.parametrize("attention, mode, optimizer", [("naive", "forward_backward", "foreach"), ("sdpa", "step", "fused")])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_peak_with_checkpoints(blocks, attention, mode, optimizer, monkeypatch):
+    config = config_of(SHAPES[0] | {"num_layers": 5}, attention=attention, optimizer=optimizer)
+    assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
+
+
+def test_what_the_foreach_optimizer_adds_is_the_root_of_all_second_moments():
+    config = on_gpu(size="2.7B", context_length=128)
+    top = accounting.peak(config)
+    weights = 4 * parameter_count(config)
+    assert (top.phase, top.kinds["temporaries"], top.kinds["gradients"]) == ("optimizer", weights, weights)
+    assert top.kinds["optimizer state"] == 2 * weights == 2 * top.kinds["weights"]
+    fused = accounting.peak(config.model_copy(update={"optimizer": "fused"}))
+    assert fused.phase == "backward" and fused.allocated < top.allocated
+
+
+# -- what an H200's allocator said ---------------------------------------------------------------------------
+
+def measured(source):
+    """Peaks of the runs of an earlier reference, each with its configuration."""
+    rows = pd.read_csv(H200)
+    for row in rows[rows["source"] == source].itertuples():
+        yield row, on_gpu(size=row.size, context_length=row.context_length, precision=row.precision,
+                          attention=row.attention, optimizer=row.optimizer)
+
+
+@pytest.mark.parametrize("source, least", [("history", 26), ("checkpoints", 34)])
+def test_an_h200_asked_for_what_the_formulas_say(source, least):
+    off = [accounting.peak(config, row.mode, row.blocks_per_checkpoint).requested - row.requested_bytes
+           for row, config in measured(source)]
+    # a fused kernel's own workspace is known to within 512 bytes
+    assert len(off) >= least and max(map(abs, off)) <= 512 and off.count(0) >= len(off) - 1
+
+
+def test_what_an_h200s_allocator_counted_is_predicted():
+    """Rounding depends on what was freed before, so that it is predicted for fresh memory only."""
+    off = {(row.size, row.context_length, row.mode):
+           accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1 for row, config in measured("benchmark")}
+    assert len(off) >= 60 and max(map(abs, off.values())) < 0.025
+    assert max(abs(share) for key, share in off.items() if key[0] == "2.7B") < 0.01
+    assert sum(abs(share) < 0.01 for share in off.values()) >= len(off) - 3
+
+
+def test_the_ladders_last_step_is_predicted():
+    """With fp32 moments, as it was measured; small's CUDA graph has a pool that is a part of so little."""
+    off = {row.size: accounting.last_step_bytes(config, moment=4) / MIB / row.allocated_mib - 1
+           for row, config in measured("ladder")}
+    assert max(abs(share) for size, share in off.items() if size != "small") < 0.015 and abs(off["small"]) < 0.05
+
+
+# -- rounding ------------------------------------------------------------------------------------------------
+
+def allocate(size, number):
+    """Bytes that c10's caching allocator counts for tensors made one after another: its rules, step by step."""
+    free, counted = [], 0
+    small = size <= 2**20
+    for _ in range(number):
+        block = max(512, -(-size // 512) * 512)
+        fitting = [one for one in free if one >= block]
+        if fitting:
+            segment = min(fitting)
+            free.remove(segment)
+        elif block <= 2**20:
+            segment = 2 * 2**20
+        else:
+            segment = 20 * 2**20 if block < 10 * 2**20 else -(-block // 2**21) * 2**21
+        left = segment - block
+        if left >= 512 if small else left > 2**20:
+            free.append(left)
+            counted += block
+        else:
+            counted += segment
+    return counted
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 700_000, MIB - 512, MIB - 1, MIB, MIB + 1, MIB + 512, 2 * MIB, 5 * MIB,
+                                  6_553_600, 19 * MIB // 2, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1, 13 * MIB, 102_400_000])
+def test_rounding_is_the_allocators(size):
+    for number in (1, 2, 3, 7, 20):
+        assert accounting.rounding(size, number) == allocate(size, number) - number * size
+
+
+def test_a_tensor_of_exactly_a_mebibyte_is_a_small_one():
+    """Two share a segment of 2 MiB. One byte more, and nineteen share 20 MiB, of which the last takes the rest."""
+    assert accounting.rounding(MIB, 38) == 0
+    assert accounting.rounding(MIB + 1, 19) == 19 * 511 + 20 * MIB - 19 * (MIB + 512)
+
+
+def test_rounding_and_workspaces_are_a_gpus_alone():
+    config = config_of(SHAPES[0])
+    assert accounting.peak(config).kinds["rounding"] == accounting.peak(config).kinds["workspaces"] == 0
+    top = accounting.peak(config.model_copy(update={"device": "cuda"}), "forward")
+    assert top.kinds["workspaces"] == accounting.WORKSPACE and top.kinds["rounding"] > 0
+    assert accounting.peak(config.model_copy(update={"device": "cuda"})).kinds["workspaces"] == 2 * accounting.WORKSPACE
+    fused = config.model_copy(update={"attention": "sdpa"})
+    at, beside = (next(one for one in accounting.instants(each, "forward_backward")
+                       if one.operation == accounting.FUSED_BACKWARD)
+                  for each in (fused, fused.model_copy(update={"device": "cuda"})))
+    assert beside.temporaries - at.temporaries == accounting.value(accounting.FUSED_FORMULAS["fp32"].kernel, fused) > 0
+
+
+# -- what fits -----------------------------------------------------------------------------------------------
+
+def test_the_largest_that_fits_fits_and_one_more_does_not():
+    config = on_gpu(size="2.7B", context_length=512)
+    rows = accounting.fit(config, 80)
+    assert [row.step for row in rows] == list(accounting.STEPS)
+    for row, (fields, bytes_of) in zip(rows, accounting.STEPS.values()):
+        own = config.model_copy(update=fields)
+        for field, most in (("context_length", row.largest_context), ("batch_size", row.largest_batch)):
+            at, beyond = (bytes_of(own.model_copy(update={field: most + more})) for more in (0, 1))
+            assert at <= 80 * GIB < beyond, (row.step, field)
+        assert row.peak_gib == bytes_of(own) / GIB
+
+
+def test_what_the_reference_ran_fits():
+    """A step of the 2.7B model at context 512 and batch 4 was measured at 65.6 GiB: on 80 it fits."""
+    plain, _, checkpointed, last = accounting.fit(on_gpu(size="2.7B", context_length=512), 80)
+    assert plain.fits == "yes" and plain.largest_batch >= 4 and plain.largest_context >= 512
+    assert plain.peak_gib == pytest.approx(65.56, rel=0.01)
+    assert last.peak_gib < checkpointed.peak_gib < plain.peak_gib
+    config = on_gpu(size="2.7B", context_length=512)
+    fewer = accounting.last_step_bytes(config, moment=4) - accounting.last_step_bytes(config)
+    assert fewer == 4 * parameter_count(config)  # two moments, two bytes less each
+
+
+def test_fits_tight_and_not():
+    config = on_gpu(size="small", context_length=512)
+    peak_gib = accounting.fit(config, 80)[0].peak_gib
+    said = {share: accounting.fit(config, peak_gib / share)[0].fits for share in (0.5, 0.89, 0.91, 0.999, 1.001)}
+    assert list(said.values()) == ["yes", "yes", "tight", "tight", "no"]
+    nothing = accounting.fit(config, 0.5)[0]
+    assert (nothing.fits, nothing.largest_context, nothing.largest_batch) == ("no", 0, 0)
+
+
+def test_fit_does_not_ask_what_precision_or_attention_a_configuration_has():
+    plain, other = (accounting.fit(on_gpu(size="small", context_length=512, **fields), 24)
+                    for fields in ({}, {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}))
+    assert plain == other
+
+
+def test_there_is_no_formula_for_what_is_compiled():
+    config = config_of(SHAPES[0], compile="blocks")
+    with pytest.raises(AccountingError, match="compile"):
+        accounting.peak(config)
+    assert accounting.predicted_gib(config) is None
+    assert accounting.predicted_gib(config_of(SHAPES[0])) == accounting.peak(config_of(SHAPES[0])).allocated / GIB
+
+
+def test_fit_imports_neither_torch_nor_pandas():
+    code = ("import sys; from stepscope.config import StepConfig; from stepscope.step.accounting import fit;"
+            "fit(StepConfig(size='small', context_length=512, device='cpu'), 24);"
+            "print([name for name in ('torch', 'pandas', 'numpy') if name in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

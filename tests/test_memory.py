@@ -1,0 +1,403 @@
+"""The memory study: allocations that have to add up and have their place, what a block saves, checkpoints, snapshots,
+tables."""
+import gc
+import pickle
+import pickletools
+import weakref
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from memory_recording import CudaAutocast, stand_in
+from stepscope import StepscopeError
+from stepscope.config import ConfigError, configure
+from stepscope.step import accounting, ranges
+from stepscope.step.accounting import GIB, MIB
+from stepscope.step.flops import parameter_count
+from stepscope.step.training_step import Step, build_step
+from stepscope.studies.memory import arrangements, block, checkpoints, history, recording, snapshot
+from stepscope.studies.memory.history import LIVE, column
+from stepscope.studies.memory.tables import KEYS, SCHEMAS, of_run
+from test_accounting import SHAPES
+
+
+def config_of(shape, **fields):
+    return configure("memory", device="cpu", **shape, **fields)
+
+
+def recorded(config, monkeypatch):
+    if config.precision == "bf16":
+        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    with stand_in(monkeypatch):
+        return recording.record_modes(config)
+
+
+def bytes_of(row):
+    """A row's bytes by kind."""
+    return {kind: round(row[column(kind)] * GIB) for kind in LIVE}
+
+
+# -- one step's history --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_is_predicted_and_its_parts_add_up(shape, precision, monkeypatch):
+    config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
+    _, recordings = recorded(config, monkeypatch)
+    rows = history.tables(config, recordings)["peaks"]
+    for mode in config.modes:
+        whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
+        assert whole["requested_gib"] == whole["predicted_requested_gib"] == accounting.peak(config, mode).requested / GIB
+        assert sum(bytes_of(whole).values()) == round(whole["requested_gib"] * GIB)
+        assert whole[column("rounding")] == whole["peak_gib"] - whole["requested_gib"] >= 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_backward_needs_is_of_the_kinds_that_the_formulas_say(shape, precision, monkeypatch):
+    config = config_of(shape, precision=precision, modes=["forward_backward"])
+    _, (one,) = recorded(config, monkeypatch)
+    table, end = history.classified(one, config), history._ends(one)[1]
+    live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
+    assert live == {kind: accounting.after_loss(config, "forward_backward")[kind] for kind in LIVE}
+
+
+def test_a_full_steps_allocations_have_their_place(monkeypatch):
+    config = config_of(SHAPES[0], optimizer="fused")
+    _, recordings = recorded(config, monkeypatch)
+    step, weights = recordings[1], 4 * parameter_count(config)
+    table = history.classified(step, config)
+    rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
+    assert [phase for mode, phase in rows.index if mode == "step"] == ["forward", "loss", "backward", "optimizer", "whole"]
+    assert bytes_of(rows.loc["step", "optimizer"])["gradients"] == weights
+    assert bytes_of(rows.loc["step", "forward"])["gradients"] == 0
+    assert bytes_of(rows.loc["step", "forward"])["optimizer state"] == 2 * weights + 4 * (9 * 3 + 3)
+    assert bytes_of(rows.loc["forward", "forward"])["optimizer state"] == 0
+    top = rows.loc["step"].drop("whole")["peak_gib"].idxmax()
+    assert rows.loc["step", "whole"]["peak_in"] == top and rows.loc["step", "whole"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
+    scores = table[(table["region"] == "attention.softmax") & (table["phase"] == "forward")]
+    assert scores.groupby("layer").size().tolist() == [5, 5, 5]
+    back = table[(table["phase"] == "backward") & (table["region"] == "attention.softmax")]
+    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]  # backward meets the last layer first
+    assert table.loc[table["phase"] == "backward", "kind"].isin(["gradients", "temporaries"]).all()
+
+
+def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
+    config = config_of(SHAPES[0])
+    _, recordings = recorded(config, monkeypatch)
+    monkeypatch.setattr(history, "POINTS", 60)
+    for one, table in ((one, history.classified(one, config)) for one in recordings):
+        line = history.timeline(one, table)
+        total = line[[column(kind) for kind in LIVE]].sum(axis=1)
+        assert 30 <= len(line) <= 60 and line["event"].is_unique and line["event"].is_monotonic_increasing
+        top = max(end.peak_requested for _, _, end in one.phases)
+        assert round(total.max() * GIB) == top
+        assert list(dict.fromkeys(line["phase"])) == [name for name, *_ in one.phases if name != "loss"] or "loss" in set(line["phase"])
+
+
+def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
+    config = config_of(SHAPES[0], modes=["forward"])
+    _, recordings = recorded(config, monkeypatch)
+    rows = history.tables(config, recordings)["allocations"]
+    assert rows["mib"].is_monotonic_decreasing and rows["rank"].tolist() == list(range(1, len(rows) + 1))
+    T = config.context_length
+    scores = rows[rows["region"] == "attention.softmax"].iloc[0]
+    assert scores["mib"] == 4 * config.batch_size * config.num_heads * T * T / MIB
+    # shifted, exponentiated, divided: three in each of three layers
+    assert scores["count"] == 9
+
+
+@pytest.mark.parametrize("which", [0, 100, 250])
+def test_a_history_that_does_not_add_up_is_refused(which, monkeypatch):
+    config = config_of(SHAPES[0], modes=["forward"])
+    _, (one,) = recorded(config, monkeypatch)
+    del one.snapshot["device_traces"][0][which]
+    with pytest.raises(StepscopeError, match="the allocator says"):
+        history.tables(config, [one])
+
+
+def test_memory_that_nobody_owns_is_refused(monkeypatch):
+    config = config_of(SHAPES[0], modes=["forward"])
+    _, (one,) = recorded(config, monkeypatch)
+    one.before["weights"] -= 4
+    with pytest.raises(StepscopeError, match="but the allocator says"):
+        history.tables(config, [one])
+
+
+def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
+    monkeypatch.setattr(torch.Tensor, "backward", full)
+    config = config_of(SHAPES[0])
+    _, recordings = recorded(config, monkeypatch)
+    tables = history.tables(config, recordings)
+    whole = tables["peaks"].set_index(["mode", "phase"])
+    assert whole.loc["forward", "whole"]["status"] == "ok"
+    failed = whole.loc["step", "whole"]
+    assert failed["status"] == "oom" and "warming up, step 0" in failed["reason"] and "Including" not in failed["reason"]
+    assert pd.isna(failed["peak_gib"]) and failed["predicted_gib"] == accounting.peak(config).allocated / GIB
+    assert set(tables["timeline"]["mode"]) == {"forward"}
+    for name, table in tables.items():
+        SCHEMAS[name].validate(table)
+
+
+def test_weights_that_do_not_fit_are_a_result(monkeypatch):
+    def full(*arguments, **named):
+        raise torch.OutOfMemoryError("while building the model")
+    monkeypatch.setattr(recording, "build_step", full)
+    config = config_of(SHAPES[0])
+    step, recordings = recording.record_modes(config)
+    assert step is None and history.tables(config, recordings)["peaks"]["status"].tolist() == ["oom", "oom"]
+
+
+def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
+    before = ranges._domain
+    recorded(config_of(SHAPES[0], modes=["forward"]), monkeypatch)
+    assert type(ranges._domain) is type(before)
+
+
+def test_without_a_gpu_there_are_predictions_and_the_reason():
+    config = config_of(SHAPES[0])
+    tables = history.tables(config, [])
+    assert tables["peaks"]["status"].tolist() == ["unsupported"] * 2 and tables["peaks"]["predicted_gib"].gt(0).all()
+    assert tables["timeline"].empty and tables["allocations"].empty
+    for name, table in tables.items():
+        SCHEMAS[name].validate(table)
+
+
+# -- what one block saves ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_block_saves_what_the_formula_says(shape, attention, precision, monkeypatch):
+    if precision == "bf16":
+        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    config = config_of(shape, precision=precision, attention=attention)
+    table, sizes = block.saved_by_block(build_step(config))
+    formulas = accounting.formulas_of(config)
+    saved, copies, gradients = (accounting.value(formula, config)
+                                for formula in (formulas.saved, formulas.copies, accounting.BLOCK_GRADIENTS))
+    assert sizes == {"block_saved_bytes": saved + copies, "block_copies_bytes": copies, "block_gradient_bytes": gradients}
+    sums = (table["mib"] * table["count"]).groupby(table["what"]).sum() * MIB
+    assert (sums["saved by a block"], sums["gradients of a block"]) == (saved + copies, gradients)
+    its_input = table[table["tensor"] == block.INPUT]
+    assert (its_input["mib"] * MIB).tolist() == [4 * config.batch_size * config.context_length * config.d_model]
+    own = table[table["what"] == "saved by a block"]
+    assert (own["mib"] * own["count"]).is_monotonic_decreasing and own["region"].ne("").all()
+    assert not table.duplicated(["what", "rank"]).any()
+
+
+def test_a_saved_tensor_is_named_by_the_line_that_makes_it():
+    table, _ = block.saved_by_block(build_step(config_of(SHAPES[0])))
+    scores = table[table["source"].str.contains("torch.exp")]
+    assert scores["region"].tolist() == ["attention.softmax"]
+    assert "exponentials / " in table["source"][table["region"] == "attention.softmax"].str.cat(sep=" ")
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("blocks", [1, 5, 8])
+def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as_told(blocks, monkeypatch):
+    """What is kept is right to the byte: beyond it is the same for every number of blocks."""
+    beyond = {}
+    for number in (4, blocks):
+        config = config_of(SHAPES[0] | {"num_layers": number}, stacks=[number])
+        storages = stand_in(monkeypatch)
+        gradients = []
+        with storages:
+            step = build_step(config, "forward_backward")
+            step()
+            for name, arrange in arrangements.ARRANGEMENTS.items():
+                step.model.zero_grad(set_to_none=False)
+                state = storages.bytes["requested_bytes"]["current"]
+                storages.reset_peak()
+                with arrangements.arranged(step.model, arrange(number)), checkpoints.counted(step.model) as runs:
+                    step()
+                    top = storages.bytes["requested_bytes"]["peak"] - state
+                    gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
+                    step.model(step.tokens)
+                assert runs == [arrangements.block_runs(arrange(number))]
+                stream, of_block = (accounting.value(formula, config)
+                                    for formula in ("4X", accounting.FORMULAS["fp32"].saved))
+                beyond.setdefault(name, set()).add(top - arrangements.kept(arrange(number), stream, of_block))
+        assert all(torch.equal(gradients[0], other) for other in gradients)
+    assert all(len(found) == 1 for name, found in beyond.items() if blocks > 1), beyond
+
+
+@pytest.mark.parametrize("power", range(1, 8))
+def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
+    """In inputs of blocks kept (beside one block at work, or as many as stand at a checkpoint) and in runs."""
+    blocks = 2**power
+    runs, inputs = ({name: make(arrange(blocks)) for name, arrange in arrangements.ARRANGEMENTS.items()}
+                    for make in (arrangements.block_runs, lambda parts: arrangements.kept(parts, 1, 0)))
+    assert inputs["every block"] == blocks and inputs["halved"] == power + 1
+    assert inputs["from the start"] == inputs["none"] == 1
+    assert arrangements.kept(list(range(blocks)), 0, 1) == blocks
+    assert arrangements.kept(arrangements.every(blocks, 4), 0, 1) == min(4, blocks)
+    assert all(arrangements.kept(arrangements.ARRANGEMENTS[name](blocks), 0, 1) == 1
+               for name in ("every block", "halved", "from the start"))
+    assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
+    assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
+    assert runs["from the start"] == blocks + blocks * (blocks + 1) // 2
+
+
+def test_the_last_checkpoint_of_one_level_may_hold_fewer_blocks():
+    assert arrangements.every(5, 2) == [[0, 1], [2, 3], [4]]
+    assert arrangements.every(4, 4) == [[0, 1, 2, 3]] and arrangements.halved(3) == [[0], [[1], [2]]]
+    assert arrangements.from_the_start(3) == [[[[0], 1], 2]]
+
+
+def test_each_setting_has_its_row():
+    config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward", "forward_backward"], checkpoints=[1, 2, 0],
+                       timed_steps=1, warmup_steps=0)
+    table = checkpoints.table(checkpoints.measure(config))
+    SCHEMAS["checkpoints"].validate(table)
+    rows = table.set_index(["mode", "arrangement"])
+    assert list(rows.index) == [("forward", "none"), ("forward_backward", "every 1"), ("forward_backward", "every 2"),
+                                ("forward_backward", "none")]
+    assert rows["block_runs"].tolist() == [3, 6, 6, 3]
+    assert rows["predicted_gib"].tolist() == [accounting.peak(config, mode, blocks).allocated / GIB for mode, blocks in (
+        ("forward", 0), ("forward_backward", 1), ("forward_backward", 2), ("forward_backward", 0))]
+    assert (rows["status"] == "ok").all() and rows[["wall_ms", "gpu_ms"]].gt(0).all(axis=None)
+
+
+def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
+    config = config_of(SHAPES[1], stacks=[4], timed_steps=1, warmup_steps=0)
+    table = checkpoints.table(checkpoints.measure(config))
+    SCHEMAS["checkpoints"].validate(table)
+    assert table["arrangement"].tolist() == list(arrangements.ARRANGEMENTS) and set(table["blocks"]) == {4}
+    assert (table["block_runs"] == table["expected_runs"]).all()
+    kept = table.set_index("arrangement")["expected_kept_gib"]
+    assert kept["none"] > kept["square root"] > kept["every block"] > kept["from the start"]
+
+
+def test_what_does_not_fit_has_its_row_too(monkeypatch):
+    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0)
+    forward = arrangements.run
+
+    def full(parts, x, model):
+        if parts == [0, 1]:
+            raise torch.OutOfMemoryError("too much")
+        return forward(parts, x, model)
+    monkeypatch.setattr(arrangements, "run", full)
+    rows = checkpoints.table(checkpoints.measure(config)).set_index("arrangement")
+    assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
+    assert pd.isna(rows.loc["none", "wall_ms"]) and pd.isna(rows.loc["none", "block_runs"])
+    assert "too much" in rows.loc["none", "reason"]
+
+
+def test_a_model_is_gone_before_the_next_is_built(monkeypatch):
+    """Nothing in it is part of a cycle: twice a large model would not fit."""
+    alive, built = [], []
+
+    def noted(*arguments, **named):
+        alive.append(sum(model() is not None for model in built))
+        step = build_step(*arguments, **named)
+        built.append(weakref.ref(step.model))
+        return step
+    monkeypatch.setattr(checkpoints, "build_step", noted)
+    monkeypatch.setattr(checkpoints, "take", lambda steps, counts: [step() for step in steps])
+    gc.collect()
+    assert len(checkpoints.measure(config_of(SHAPES[1], stacks=[1, 2]))) == 10
+    assert alive == [0] * 2
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"stacks": [4], "checkpoints": [1]}, "stacks"), ({"checkpoints": [9]}, "checkpoints: got 9, but there are 3 blocks"),
+    ({"modes": []}, "modes"), ({"modes": ["other"]}, "modes"), ({"mode": "forward"}, "mode"), ({"stacks": [0]}, "stacks")])
+def test_wrong_configurations_are_told(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        config_of(SHAPES[0], **fields)
+
+
+# -- snapshots -----------------------------------------------------------------------------------------------
+
+# The instructions that torch/utils/viz/MemoryViz.js carries out.
+VIEWER = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE",
+          "DICT", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET",
+          "LONG_BINPUT", "MARK", "MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM", "SETITEMS",
+          "SHORT_BINUNICODE", "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("called",)
+
+
+def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(monkeypatch):
+    config = config_of(SHAPES[0], modes=["forward"])
+    _, (one,) = recorded(config, monkeypatch)
+    stack = [{"filename": f"{place}/stepscope/step/model.py", "line": 24, "name": "forward"}
+             for place in ("/home/someone/lib", "/home/someone/site-packages")]
+    stack += [{"filename": "/tmp/ipykernel_1/2.py", "line": 1, "name": "<module>"}]
+    for entry in one.snapshot["device_traces"][0]:
+        entry |= {"frames": [dict(frame) for frame in stack], "addr": entry["addr"] + 2**46,
+                  "time_us": 1.75e15, "stream": 0, "user_metadata": "/home/someone"}
+    content = snapshot.portable(one.snapshot)
+    assert {opcode.name for opcode, *_ in pickletools.genops(content)} <= VIEWER
+    assert b"someone" not in content and b"ipykernel" not in content
+    kept, frames = pickle.loads(content), [{"filename": "stepscope/step/model.py", "line": 24, "name": "forward"}] * 2
+    for entry, original in zip(kept["device_traces"][0], one.snapshot["device_traces"][0], strict=True):
+        assert entry == original | {"frames": frames, "user_metadata": ""}
+    assert len({id(entry["frames"]) for entry in kept["device_traces"][0]}) == 1
+
+
+def test_nothing_reads_a_pickle():
+    """What does not read one runs none: the history is this process's own."""
+    import inspect
+    for module in (snapshot, recording, history):
+        assert not {"Unpickler", "load(", "loads("} & set(inspect.getsource(module).split())
+        assert ".load" not in inspect.getsource(module)
+
+
+def test_places_are_the_projects():
+    frames = [{"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
+              {"filename": "/somewhere/lib/stepscope/step/ranges.py", "line": 2, "name": "call"},
+              {"filename": "/somewhere/lib/stepscope/step/model.py", "line": 103, "name": "forward"}]
+    adamw = [{"filename": "/a/site-packages/torch/optim/adamw.py", "line": 7, "name": "step"},
+             {"filename": "/somewhere/lib/stepscope/step/training_step.py", "line": 9, "name": "__call__"}]
+    trace = [{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
+             {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
+             {"action": "alloc", "addr": 3, "size": 4, "frames": adamw},
+             {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 9, "size": 9},
+             {"action": "free_requested", "addr": 1, "size": 8}]
+    table = snapshot.allocations({"device_traces": [trace]})
+    assert table["line"].tolist() == ["stepscope/step/model.py:103", "", "torch/optim/adamw.py:7"]
+    assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
+    assert history.source("stepscope/step/model.py:1").startswith('"""') and not history.source("torch/optim/adamw.py:7")
+
+
+@pytest.mark.parametrize("wrong", [{}, {"device_traces": []}, {"device_traces": [[{"action": "alloc"}]]},
+                                   {"device_traces": [[3]]}, {"device_traces": [None]}])
+def test_a_history_of_another_shape_is_named(wrong):
+    with pytest.raises(StepscopeError, match="history of device 0"):
+        snapshot.allocations(wrong)
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
+    config = config_of(SHAPES[0])
+    step, recordings = recorded(config, monkeypatch)
+    tables = history.tables(config, recordings)
+    saved, _ = block.saved_by_block(step)
+    tables["allocations"] = history.together([tables["allocations"], saved], history.LINE_COLUMNS)
+    for name, table in tables.items():
+        SCHEMAS[name].validate(table)
+        full = of_run(config, tables)[f"memory.{name}"]
+        assert not full.duplicated(list(KEYS[name])).any() and set(KEYS[name]) <= set(full)
+
+
+@pytest.mark.parametrize("column_, value", [("peak_gib", np.inf), ("peak_gib", -1.0), ("phase", "other"),
+                                            ("status", "fine"), ("layer", 1e300)])
+def test_a_wrong_value_is_found(column_, value, monkeypatch):
+    import pandera.errors
+    config = config_of(SHAPES[0], modes=["forward"])
+    _, recordings = recorded(config, monkeypatch)
+    table = history.tables(config, recordings)["peaks"]
+    table[column_] = value
+    with pytest.raises(pandera.errors.SchemaError):
+        SCHEMAS["peaks"].validate(table)
