@@ -4,11 +4,12 @@ the time that the energy of a step takes at the GPU's power limit.
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
     energy bound = joules of a step / power limit
 
-* multiplied: forward and both of backward's, attention's only below the diagonal (a causal model needs no more);
+* multiplied: forward and both of backward's, attention's only below the diagonal (a causal model needs no
+  more);
 * moved: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, in bf16 4),
-  and writes the latter and the bf16 weight (2): 28 bytes, with bf16 moments 20. In fp32 it is 28, too: weight,
-  gradient and two moments are read, all but the gradient written. Weights and activations that matmuls
-  read are within the matmuls' own rate.
+  and writes the latter and the bf16 weight (2): 28 bytes, with bf16 moments 20. In fp32 it is 28, too:
+  weight, gradient and two moments are read, all but the gradient written. Weights and activations that
+  matmuls read are within the matmuls' own rate.
 
 Both rates are measured in the same process, on matmuls and copies so large that launches and caches do not
 count (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs all

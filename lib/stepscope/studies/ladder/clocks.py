@@ -17,7 +17,7 @@ MOST_STEPS = 300  # of a burst
 
 
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
-    """Milliseconds of each of so many steps: on a GPU by events between them, on a CPU by the host's clock."""
+    """Milliseconds of each of some steps: on a GPU by events between them, on a CPU by the host's clock."""
     if device != "cuda":
         clock = [default_timer()]
         for _ in range(steps):
@@ -39,7 +39,7 @@ def steps_in(seconds: float, step_ms: float) -> int:
 
 
 def watched(step: Callable[[], Any], device: str, step_ms: float) -> dict[str, float]:
-    """The step kept up for half a second: its ``sm_clock_mhz``, ``power_w`` and ``step_j``; empty on a CPU."""
+    """The step kept up for half a second: ``sm_clock_mhz``, ``power_w``, ``step_j``; empty on a CPU."""
     if device != "cuda":
         return {}
     steps = steps_in(WATCHED_S, step_ms)

@@ -1,29 +1,21 @@
 """What a run of the ladder has: which changes it measures, and what it measures beside them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from stepscope.config import StepConfig
 
+Change = Literal[
+    "fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments",
+    "chunked", "fp8",
+]  # fmt: skip
 # In their order, each one change on the last.
-CHANGES = (
-    "fp32",
-    "tf32",
-    "bf16",
-    "sdpa",
-    "fused",
-    "blocks",
-    "cuda_graph",
-    "bf16_weights",
-    "bf16_moments",
-)
+CHANGES: tuple[Change, ...] = get_args(Change)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
-BEYOND = ("chunked", "fp8")
+BEYOND: tuple[Change, ...] = get_args(Change)[9:]
 FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
 PEERS = ("hugging_face", "hugging_face_graphs")
-Change = Literal["fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments",
-                 "chunked", "fp8"]
 Peer = Literal["hugging_face", "hugging_face_graphs"]
 
 
@@ -38,10 +30,12 @@ class Config(StepConfig):
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
     changes: list[Change] = Field([*CHANGES], min_length=1)
-    peers: list[Peer] = []
-    batches: list[Annotated[int, Field(ge=1, le=2**20)]] = []  # the changes at each of these; empty: at batch_size
+    peers: list[Peer] = Field([])
+    # the changes at each of these; empty: at batch_size
+    batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill: bool = False  # also the last step at the batch that fills the memory
-    training_steps: int = Field(0, ge=0, le=10**6)  # of every change, and of three fp32 seeds, on text; 0: none
+    # of every change, and of three fp32 seeds, on text; 0: none
+    training_steps: int = Field(0, ge=0, le=10**6)
 
     @property
     def whole_gpu(self) -> bool:  # type: ignore[override]

@@ -14,6 +14,10 @@ def steps_here(steps: pd.DataFrame, label: str) -> Figure | None:
     if timed.empty:
         return None
     drawn, axes = figure(f"A step of {label}, change by change", height=0.9 + 0.3 * len(timed))
-    bars(axes, [name_of(change) for change in timed["change"]], list(timed["wall_ms"]),
-         [number(value, "ms") for value in timed["wall_ms"]])
+    bars(
+        axes,
+        [name_of(change) for change in timed["change"]],
+        list(timed["wall_ms"]),
+        [number(value, "ms") for value in timed["wall_ms"]],
+    )
     return drawn

@@ -1,7 +1,8 @@
 """All changes of one shape in one process: time, memory, power, and whether the gradients agree.
 
-Under the profiler launches take longer, and stay so afterwards: so every change is timed first, then captured.
-Weights are there only while a change is measured. What is compiled is compiled outside of the GPU's turn.
+Under the profiler launches take longer, and stay so afterwards: so every change is timed first, then
+captured. Weights are there only while a change is measured. What is compiled is compiled outside of the GPU's
+turn.
 """
 
 import gc
@@ -28,6 +29,8 @@ from stepscope.step.training_step import out_of_memory_names, release
 from stepscope.step.turn import turn
 from stepscope.step.watch import highest_clock_mhz
 from stepscope.studies.ladder import bounds
+from stepscope.studies.ladder.clocks import back_to_back, capture, steps_in, watched
+from stepscope.studies.ladder.config import CHANGES, FILLED, Config
 from stepscope.studies.ladder.trainer import (
     COMPILED,
     WARMUPS,
@@ -36,11 +39,8 @@ from stepscope.studies.ladder.trainer import (
     Unsupported,
     captured,
     changes_of,
-    lacking,
     precision_of,
 )
-from stepscope.studies.ladder.clocks import back_to_back, capture, steps_in, watched
-from stepscope.studies.ladder.config import CHANGES, FILLED, Config
 from stepscope.studies.ladder.training import COLUMNS, train
 from stepscope.traces.in_process import CaptureError, by_name, captured_operations, gpu_time
 from stepscope.traces.torch_trace import read_events
@@ -49,17 +49,42 @@ BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILL = 0.92  # of the GPU's memory, by the formula of what a step needs
 KERNELS = ["change", "batch_size", "name", "family", "count", "gpu_ms"]
-STEPS = ["change", "batch_size", "status", "reason", "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy",
-         "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu",
-         "mfu_measured", "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms",
-         "energy_ms"]
+STEPS = [
+    "change",
+    "batch_size",
+    "status",
+    "reason",
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "replayed_ms",
+    "peak_gib",
+    "reserved_gib",
+    "sm_clock_mhz",
+    "power_w",
+    "step_j",
+    "tokens_per_s",
+    "mfu",
+    "mfu_measured",
+    "mfu_at_clock",
+    "loss_off",
+    "gradient_off",
+    "compile_s",
+    "matmul_ms",
+    "moved_ms",
+    "bound_ms",
+    "energy_ms",
+]
 GRAPHS_PEER = "hugging_face_graphs"  # whose graphs keep their memory: it comes last
 
 
 @contextmanager
 def compiler_cache(device: str) -> Iterator[None]:
-    """An empty folder for compiled code, so that what compiling takes does not depend on what ran before; on a
-    CPU the user's own."""
+    """An empty folder for compiled code, so that what compiling takes does not depend on what ran before; on
+    a CPU the user's own."""
     if device != "cuda":
         yield
         return
@@ -81,7 +106,11 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: sampled(parameter.grad) for name, parameter in trainer.named.items() if parameter.grad is not None}
+    return {
+        name: sampled(parameter.grad)
+        for name, parameter in trainer.named.items()
+        if parameter.grad is not None
+    }
 
 
 def off(trainer: Trainer, loss: float, reference: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
@@ -98,6 +127,7 @@ def off(trainer: Trainer, loss: float, reference: tuple[float, dict[str, Tensor]
 
 def filling_batch(config: Config, memory_bytes: int) -> int:
     """The largest multiple of four whose step needs at most :data:`FILL` of the memory, by formula."""
+
     def needed(batch: int) -> int:
         return last_step_bytes(config.step(batch_size=batch, device="cuda"))
 
@@ -229,7 +259,11 @@ class Ladder:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         self.replay(cell, trainer)
-        if config.training_steps and cell.batch == max(config.batches or [config.batch_size]) and not trainer.peer:
+        if (
+            config.training_steps
+            and cell.batch == max(config.batches or [config.batch_size])
+            and not trainer.peer
+        ):
             self.curves.append(train(config, trainer))
 
     def replay(self, cell: Cell, trainer: Trainer) -> None:
@@ -242,7 +276,9 @@ class Ladder:
         elif cell.name == "fused":
             with suppress(torch.OutOfMemoryError):
                 graph = captured(trainer.plain_step, trainer.clear_gradients)
-                cell.row["replayed_ms"] = location(back_to_back(graph, "cuda", self.config.timed_steps))["median"]
+                cell.row["replayed_ms"] = location(back_to_back(graph, "cuda", self.config.timed_steps))[
+                    "median"
+                ]
 
     def captured(self, cell: Cell, trainer: Trainer) -> None:
         step_ms = self.warm(trainer)

@@ -52,7 +52,9 @@ def rounded_by_chance(x: Tensor, bits: Tensor) -> Tensor:
     return kept.view(torch.float32).bfloat16()
 
 
-def adamw_(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None) -> None:
+def adamw_(
+    master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None
+) -> None:
     """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
 
     Args:

@@ -1,7 +1,7 @@
 """The same model and step with more and more changes, each built from the set of them.
 
-A change's model and compiled code (:class:`Program`) are made once. Its weights, optimizer and batch are there
-only while it is measured (:class:`Trainer`), since a GPU need not hold them for all at once.
+A change's model and compiled code (:class:`Program`) are made once. Its weights, optimizer and batch are
+there only while it is measured (:class:`Trainer`), since a GPU need not hold them for all at once.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,15 @@ from stepscope.studies.ladder.cross_entropy import chunked_cross_entropy
 from stepscope.studies.ladder.optimizer import MasterAdamW
 
 RATE = 3e-4  # AdamW's learning rate, of every change
-MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "bf16_weights", "chunked", "fp8"}  # what a program is made of
+MODEL_CHANGES = {
+    "tf32",
+    "bf16",
+    "sdpa",
+    "blocks",
+    "bf16_weights",
+    "chunked",
+    "fp8",
+}  # what a program is made of
 COMPILED = {"blocks", *PEERS}
 WARMUPS = 3  # before a capture, on a stream of their own: kernels are loaded and chosen, and states made
 RECOMPILES = 256  # for how many shapes one function may be compiled; torch's limit is 8
@@ -114,8 +122,8 @@ def build_program(config: Config, changes: frozenset[str]) -> Program:
 
 
 def hugging_face_program(config: Config, name: str) -> Program:
-    """Hugging Face's Llama of the same shape, compiled whole, under bf16 autocast; ``hugging_face_graphs`` with
-    mode="reduce-overhead", which makes CUDA graphs of forward and backward.
+    """Hugging Face's Llama of the same shape, compiled whole, under bf16 autocast; ``hugging_face_graphs``
+    with mode="reduce-overhead", which makes CUDA graphs of forward and backward.
 
     Raises:
         Unsupported: transformers is not installed.
@@ -150,8 +158,8 @@ def hugging_face_program(config: Config, name: str) -> Program:
 
 
 def captured(step: Callable[[], Tensor], clear: Callable[[], None]) -> Callable[[], Tensor]:
-    """Capture ``step`` (its inputs in place, everything on the GPU) as one CUDA graph, which the host enqueues
-    with one call; what is returned replays it and gives its loss.
+    """Capture ``step`` (its inputs in place, everything on the GPU) as one CUDA graph, which the host
+    enqueues with one call; what is returned replays it and gives its loss.
 
     Args:
         clear: frees the gradients, so that the graph's own do not stand beside the warm-up's.
@@ -189,8 +197,14 @@ class Trainer:
         torch.OutOfMemoryError: it does not fit.
     """
 
-    def __init__(self, config: Config, name: str, programs: dict[Any, Program], batch: int | None = None,
-                 changes: frozenset[str] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        programs: dict[Any, Program],
+        batch: int | None = None,
+        changes: frozenset[str] | None = None,
+    ):
         lack = lacking(config.device)
         if name in lack:
             raise Unsupported(lack[name])
@@ -200,8 +214,9 @@ class Trainer:
         key = name if self.peer else (self.changes & MODEL_CHANGES, self.batch)
         if key not in programs:
             _allow_recompiling()
-            programs[key] = (hugging_face_program(config, name) if self.peer
-                             else build_program(config, self.changes))
+            programs[key] = (
+                hugging_face_program(config, name) if self.peer else build_program(config, self.changes)
+            )
         self.program = programs[key]
         self.named = dict(self.program.model.named_parameters())
         try:
@@ -214,26 +229,36 @@ class Trainer:
     def _load(self) -> None:
         torch.set_float32_matmul_precision("high" if "tf32" in self.changes else "highest")
         for name, parameter in self.named.items():
-            parameter.data = torch.empty(self.program.shapes[name], dtype=parameter.dtype, device=parameter.device)
+            parameter.data = torch.empty(
+                self.program.shapes[name], dtype=parameter.dtype, device=parameter.device
+            )
         if "bf16_weights" in self.changes:
             moments = torch.bfloat16 if "bf16_moments" in self.changes else torch.float32
             self.optimizer: Any = MasterAdamW(self.program.model, RATE, moments)
         else:
             fused = "fused" in self.changes or self.peer
             # a fused step's count is on the GPU anyway, so that it can be captured
-            self.optimizer = torch.optim.AdamW(self.named.values(), lr=RATE, fused=fused, foreach=not fused,
-                                               capturable=fused and self.config.device == "cuda")
+            self.optimizer = torch.optim.AdamW(
+                self.named.values(),
+                lr=RATE,
+                fused=fused,
+                foreach=not fused,
+                capturable=fused and self.config.device == "cuda",
+            )
         generator = torch.Generator(self.config.device).manual_seed(self.config.seed)
         self.tokens, self.targets = torch.randint(
-            self.config.vocab_size, (2, self.batch, self.config.context_length), generator=generator,
-            device=self.config.device).unbind()
+            self.config.vocab_size,
+            (2, self.batch, self.config.context_length),
+            generator=generator,
+            device=self.config.device,
+        ).unbind()
         self.step: Callable[[], Tensor] = self.plain_step
         self.reset(self.config.seed)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Weights drawn from a seed, the same ones for every change, and an optimizer that has not stepped; in
-        place."""
+        """Weights drawn from a seed, the same ones for every change, and an optimizer that has not stepped;
+        in place."""
         ours = isinstance(self.optimizer, MasterAdamW)
         places = self.optimizer.masters() if ours else self.named
         generator = torch.Generator(self.config.device).manual_seed(seed)
@@ -271,8 +296,8 @@ class Trainer:
         return loss
 
     def capture(self) -> None:
-        """From here on a step is one CUDA graph, where that is among the changes. Weights have moved on by some
-        steps after it."""
+        """From here on a step is one CUDA graph, where that is among the changes. Weights have moved on by
+        some steps after it."""
         if "cuda_graph" in self.changes:
             self.step = captured(self.plain_step, self.clear_gradients)
             if isinstance(self.optimizer, MasterAdamW):

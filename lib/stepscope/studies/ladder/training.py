@@ -1,5 +1,5 @@
-"""Is it still the same training? Every change from the same weights over the same text (step/text.py), beside three
-seeds in fp32."""
+"""Is it still the same training? Every change from the same weights over the same text (step/text.py), beside
+three seeds in fp32."""
 
 import pandas as pd
 import torch
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from stepscope.config import ConfigError
 from stepscope.step.text import text_batches
-from stepscope.studies.ladder.trainer import Trainer
 from stepscope.studies.ladder.config import Config
+from stepscope.studies.ladder.trainer import Trainer
 
 SEEDS = 3  # of fp32: what another draw of the weights alone changes
 COLUMNS = ["change", "seed", "step", "loss"]
@@ -32,10 +32,14 @@ def train(config: Config, trainer: Trainer) -> pd.DataFrame:
         ConfigError: the vocabulary has no room for bytes.
     """
     if config.vocab_size < 256:
-        raise ConfigError(f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
+        raise ConfigError(
+            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least"
+        )
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
     for seed in range(config.seed, config.seed + (SEEDS if trainer.name == "fp32" else 1)):
         curve = losses(trainer, batches, seed)
-        frames.append(pd.DataFrame({"change": trainer.name, "seed": seed, "step": range(len(curve)), "loss": curve}))
+        frames.append(
+            pd.DataFrame({"change": trainer.name, "seed": seed, "step": range(len(curve)), "loss": curve})
+        )
     return pd.concat(frames, ignore_index=True)

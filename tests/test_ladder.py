@@ -1,0 +1,507 @@
+"""The ladder: its optimizer and loss against plain formulas, its changes against fp32, its bounds, its run."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stepscope.config import ConfigError, StepConfig, configure
+from stepscope.step.flops import parameter_count
+from stepscope.studies.ladder import bounds, checks, clocks, fp8, measure, trainer
+from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
+from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
+from stepscope.studies.ladder.measure import Ladder, gradients_of, measure_ladder, off, sampled
+from stepscope.studies.ladder.optimizer import MasterAdamW, adamw_, hashed, rounded_by_chance
+from stepscope.studies.ladder.trainer import Trainer, Unsupported, changes_of, precision_of
+from stepscope.studies.ladder.training import SEEDS, train
+
+EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
+BF16 = frozenset({"bf16", "sdpa", "fused", "bf16_weights"})
+LOW = BF16 | {"bf16_moments"}
+
+
+@pytest.fixture
+def config():
+    def make(**fields):
+        shape = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
+        return configure(
+            "ladder", **{"device": "cpu", "context_length": 16, "batch_size": 2, "changes": EAGER} | shape | fields)
+
+    return make
+
+
+class Small(nn.Module):
+    """A matrix and a vector, as a model has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(5, 7))
+        self.vector = nn.Parameter(torch.randn(3))
+
+
+# -- the optimizer --------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_is_torchs_adamw_over_200_steps():
+    assert checks.against_torch("cpu") < 1e-6
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_the_optimizer_is_numpys_formula_bit_by_bit(moments):
+    compared, unequal = checks.against_formula("cpu", moments)
+    assert compared == 2 * 130 * 70 + 130 and unequal == 0
+
+
+def test_a_wrong_formula_would_be_seen(monkeypatch):
+    monkeypatch.setattr(checks, "WEIGHT_DECAY", 0.011)
+    _, unequal = checks.against_formula("cpu", torch.float32)
+    assert unequal > 5000
+
+
+def plain_adamw(weight, gradients, rate):
+    """Two moments and a weight as numbers of Python, each operation rounded to fp32."""
+
+    def f(value):
+        return torch.tensor(value, dtype=torch.float32).item()
+
+    m = v = 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        m = f(f(m * f(0.9)) + f(gradient * f(1 - 0.9)))
+        v = f(f(v * f(0.999)) + f(f(gradient * gradient) * f(1 - 0.999)))
+        correction, step = f(1 / math.sqrt(1 - 0.999**t)), f(rate / (1 - 0.9**t))
+        change = f(m / f(f(f(math.sqrt(v)) * correction) + f(1e-8)))
+        weight = f(f(weight * f(1 - rate * 0.01)) - f(step * change))
+    return weight
+
+
+def test_the_optimizer_is_the_formula_and_writes_the_low_copy():
+    model = Small()
+    own = MasterAdamW(model, 3e-3)
+    before = own.masters()["matrix"].clone()
+    gradients = torch.randn(4, 5, 7, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for gradient in gradients:
+        model.matrix.grad, model.vector.grad = gradient.clone(), torch.ones(3)
+        own.step()
+    after = own.masters()["matrix"]
+    for row, column in ((0, 0), (1, 3), (4, 6)):
+        expected = plain_adamw(before[row, column].item(), gradients[:, row, column].tolist(), 3e-3)
+        assert after[row, column].item() == expected
+    assert torch.equal(model.matrix, after.bfloat16()) and model.matrix.dtype == torch.bfloat16
+    assert model.vector.data_ptr() == own.masters()["vector"].data_ptr()
+    assert model.vector.dtype == torch.float32
+    before_low = model.matrix.detach().clone()
+    own.masters()["matrix"].add_(2e-5)  # too little for bf16: only a master weight keeps it
+    own.reset()
+    assert (model.matrix == before_low).float().mean() > 0.9
+    assert not torch.equal(own.masters()["matrix"], before_low.float())
+
+
+def test_masters_begin_where_the_model_is():
+    model, before = Small(), Small()
+    own = MasterAdamW(model, 1e-2, torch.bfloat16)
+    assert torch.equal(own.masters()["matrix"], before.matrix)
+    assert torch.equal(model.matrix, before.matrix.bfloat16()) and torch.equal(model.vector, before.vector)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    own.step()
+    assert (model.vector < before.vector).all()
+    own.zero_grad()
+    assert model.matrix.grad is None
+
+
+def test_what_is_stored_of_the_moments_is_what_was_asked_for():
+    sizes = {}
+    for moments in (torch.float32, torch.bfloat16):
+        own = MasterAdamW(Small(), 1e-2, moments)
+        flats = (own.master, own.m, own.v, own.low)
+        assert len({flat.numel() for flat in flats}) == 1
+        sizes[moments] = sum(flat.element_size() for flat in flats)
+    assert sizes == {torch.float32: 14, torch.bfloat16: 10}
+    # a step reads and writes all that, but the low copy only once, and reads a bf16 gradient
+    moved = {name: 2 * size for name, size in zip(("fp32", "bf16"), sizes.values())}
+    assert moved == bounds.MOVED_BYTES
+
+
+# -- rounding by chance ---------------------------------------------------------------------------------------
+
+
+def test_rounding_by_chance_is_right_in_the_mean_and_only_to_neighbours():
+    generator = torch.Generator().manual_seed(0)
+    for value in (1.0, 1.001, 0.3333, 1e-12, 7.77e5):
+        x = torch.full((200_000,), value)
+        rounded = rounded_by_chance(x, torch.randint(2**16, x.shape, generator=generator)).double()
+        low, high = rounded.min().item(), rounded.max().item()
+        assert low <= x[0].item() <= high and high <= low * (1 + 2**-7)
+        assert rounded.mean().item() == pytest.approx(x[0].item(), rel=1e-4)
+    assert len(rounded.unique()) == 2
+
+
+def test_what_bf16_can_hold_is_not_rounded():
+    x = torch.randn(1000).bfloat16().float().abs()
+    assert torch.equal(rounded_by_chance(x, torch.full(x.shape, 0xFFFF)).float(), x)
+
+
+def test_the_hash_is_numpys_and_its_bits_are_even():
+    index = torch.arange(100_000) + 2**31 - 50_000  # across where 32-bit integers would turn negative
+    bits = hashed(index, torch.tensor(7))
+    assert bits.min() >= 0 and bits.max() < 2**16
+    assert bits.double().mean().item() == pytest.approx(2**15, rel=0.01)
+    for place in range(16):
+        assert (bits >> place & 1).double().mean().item() == pytest.approx(0.5, abs=0.01)
+    other = hashed(index, torch.tensor(8))
+    assert abs(np.corrcoef(bits, other)[0, 1]) < 0.02 and abs(np.corrcoef(bits[1:], bits[:-1])[0, 1]) < 0.02
+    v = torch.rand(100_000) + 0.5
+    mine = rounded_by_chance(v, bits).float().numpy()
+    assert np.array_equal(mine, checks.chance_bf16(v.numpy(), index.numpy(), 7))
+
+
+def test_numpys_nearest_is_torchs():
+    x = torch.randn(10_000)
+    x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 0.0, -1 - 2**-8])  # ties go to the even neighbour
+    assert np.array_equal(checks.nearest_bf16(x.numpy()), x.bfloat16().float().numpy())
+
+
+def test_rounded_to_nearest_a_second_moment_cannot_fall():
+    found = checks.falling_moment()
+    assert found["v_nearest"] > 0.99 and found["v_fp32"] == pytest.approx(0.351, abs=0.005)
+    assert found["v_by_chance"] == pytest.approx(found["v_fp32"], rel=0.01)
+
+
+def test_bf16_moments_follow_fp32s_over_a_thousand_steps():
+    """Gradients whose size falls: weights end where fp32 moments bring them, within the noise of rounding."""
+    ends = {}
+    for moments in (torch.float32, torch.bfloat16):
+        generator, model = torch.Generator().manual_seed(3), nn.Linear(64, 64, bias=False)
+        nn.init.zeros_(model.weight)
+        own = MasterAdamW(model, 1e-3, moments)
+        for step in range(1000):
+            drawn = torch.randn(64, 64, generator=generator) + 0.3
+            model.weight.grad = (drawn * (1.0 if step < 200 else 0.1)).bfloat16()
+            own.step()
+        ends[moments] = own.masters()["weight"].clone()
+    exact, low = ends.values()
+    assert low.mean().item() == pytest.approx(exact.mean().item(), rel=0.02)
+    assert ((low - exact).norm() / exact.norm()).item() < 0.06
+
+
+def test_the_same_steps_are_rounded_the_same():
+    def run():
+        model = Small()
+        own = MasterAdamW(model, 1e-2, torch.bfloat16)
+        for number in range(20):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * number)
+            own.step()
+        return own
+
+    first, second = run(), run()
+    assert torch.equal(first.v, second.v) and torch.equal(first.master, second.master)
+    assert first.count.item() == 20
+    first.reset()
+    assert first.count.item() == 0 and not first.v.any()
+
+
+def test_the_plain_formula_leaves_moments_in_their_type():
+    master, gradient = torch.ones(4), torch.ones(4)
+    m, v = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)
+    adamw_(master, m, v, gradient, torch.tensor([1.0, 0.01, 1.0]), torch.zeros(4, dtype=torch.int64))
+    assert m.dtype == v.dtype == torch.bfloat16
+    assert m[0].item() == pytest.approx(0.1, rel=2**-8) and v[0].item() == pytest.approx(0.001, rel=2**-7)
+
+
+# -- loss and FP8 ---------------------------------------------------------------------------------------------
+
+
+def test_chunked_cross_entropy_is_cross_entropy():
+    torch.manual_seed(0)
+    tokens = CHUNK + 9  # the last chunk is another length
+    hidden = torch.randn(1, tokens, 8, requires_grad=True)
+    weight = torch.randn(21, 8, requires_grad=True)
+    targets = torch.randint(21, (1, tokens))
+    (2 * chunked_cross_entropy(hidden, weight, targets, torch.float32)).backward()
+    got = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    (2 * functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten())).backward()
+    for mine, theirs in zip(got, (hidden.grad, weight.grad)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_fp8_matmuls_are_near_and_are_not_the_same():
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=False)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    plain = layer(x)
+    plain.square().sum().backward()
+    expected, x.grad = x.grad, None
+    fp8.use_fp8(layer)
+    low = layer(x)
+    low.square().sum().backward()
+    for mine, theirs in ((low, plain), (x.grad, expected)):
+        assert 1e-4 < ((mine - theirs).norm() / theirs.norm()).item() < 0.08
+
+
+def gradient_off(config, changes, reference=None, monkeypatch=None):
+    made = Trainer(config, "fp32", {}, changes=frozenset(changes))
+    loss = made.gradients().item()
+    return off(made, loss, reference) if reference else (loss, gradients_of(made))
+
+
+def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
+    """Rounded to 4 significant bits with any range matmuls are off as much, to 3 bits, as e5m2 has, more."""
+
+    def rounded(bits):
+        def rounds(x):
+            fraction, exponent = torch.frexp(x.float())
+            return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
+
+        return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
+
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
+    mine, found = config(d_model=64, d_ff=128, num_layers=4, num_heads=2), {}
+    reference = gradient_off(mine, ())
+    for name, matmul in {"fp8": fp8.matmul, "4 bits": rounded(4), "3 bits": rounded(3)}.items():
+        monkeypatch.setattr(fp8, "matmul", matmul)
+        found[name] = gradient_off(mine, {"fp8"}, reference)["gradient_off"]
+    assert 0.7 < found["fp8"] / found["4 bits"] < 1.4 < found["3 bits"] / found["4 bits"]
+
+
+def test_fp8_is_as_much_coarser_in_a_model_as_its_mantissa_is_shorter(config, monkeypatch):
+    """Four bits against eight: what the gradient is off is several times bf16's, and less than 16 times."""
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
+    reference = gradient_off(config(), ())
+    assert gradient_off(config(), (), reference)["gradient_off"] == 0
+    bf16, low = (gradient_off(config(), changes, reference)["gradient_off"] for changes in (BF16, BF16 | {"fp8"}))
+    assert 4 < low / bf16 < 16
+
+
+# -- changes --------------------------------------------------------------------------------------------------
+
+
+def test_each_change_is_one_more_than_the_last():
+    assert len(CHANGES) == 9 and changes_of("fp32") == frozenset()
+    for before, after in pairwise(CHANGES):
+        assert changes_of(after) - changes_of(before) == {after}
+    last = changes_of(CHANGES[-1])
+    assert changes_of("fp8") - last == {"fp8"} and changes_of(FILLED) - last == {"chunked"}
+    assert [precision_of(name) for name in ("fp32", "tf32", "blocks", "fp8", *PEERS)] == [
+        "fp32", "tf32", "bf16", "fp8", "bf16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sdpa"}, {"chunked"}, {"sdpa", "fused", "chunked"}, BF16, LOW | {"chunked"}],
+    ids=lambda changes: "-".join(sorted(changes)),
+)
+def test_every_change_gives_fp32s_loss_and_gradients(config, changes):
+    plain = Trainer(config(), "fp32", {})
+    expected_loss = plain.gradients().item()
+    expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
+    made = Trainer(config(), "fp32", {}, changes=frozenset(changes))
+    tolerance = 0.03 if "bf16" in changes else 1e-5
+    assert made.gradients().item() == pytest.approx(expected_loss, rel=tolerance / 10)
+    assert made.named.keys() == expected.keys()
+    for name, parameter in made.named.items():
+        there = expected[name]
+        assert ((parameter.grad.float() - there).norm() / there.norm()).item() < tolerance, name
+    first, later = made.plain_step().item(), [made.plain_step().item() for _ in range(3)][-1]
+    assert later < first
+
+
+@pytest.mark.parametrize("changes", [frozenset(), BF16, LOW], ids=["fp32", "bf16_weights", "bf16_moments"])
+def test_a_reset_trains_as_a_fresh_one(config, changes):
+    programs = {}
+    made = Trainer(config(), "fp32", programs, changes=changes)
+    first = [made.step().item() for _ in range(3)]
+    made.reset(0)
+    assert [made.step().item() for _ in range(3)] == first
+    made.reset(1)
+    assert [made.step().item() for _ in range(3)] != first
+    made.unload()
+    assert all(parameter.numel() == 0 for parameter in made.program.model.parameters())
+    again = Trainer(config(), "fp32", programs, changes=changes)
+    assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
+
+
+def test_weights_are_the_same_for_every_change(config):
+    plain, low = Trainer(config(), "fp32", {}), Trainer(config(), "fp32", {}, changes=LOW)
+    for name, master in low.optimizer.masters().items():
+        assert torch.equal(master, plain.named[name])
+
+
+def test_what_a_cpu_lacks_is_said(config):
+    for name in ("tf32", "cuda_graph", "fp8", "hugging_face_graphs"):
+        with pytest.raises(Unsupported, match="CPU|GPU"):
+            Trainer(config(), name, {})
+
+
+def test_hugging_faces_llama_has_our_shape(config, monkeypatch):
+    """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    made = Trainer(config(), "hugging_face", {})
+    assert made.peer and made.changes == {"hugging_face"}
+    assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(config())
+    first = made.plain_step().item()
+    assert first == pytest.approx(math.log(300), abs=0.5)
+    assert [made.plain_step().item() for _ in range(5)][-1] < first
+
+
+# -- clocks, memory, bounds -----------------------------------------------------------------------------------
+
+
+def test_steps_are_timed_one_after_another():
+    done = []
+    times = clocks.back_to_back(lambda: done.append(1), "cpu", 7)
+    assert len(times) == len(done) == 7 and min(times) >= 0
+    assert clocks.steps_in(0.4, 100) == 4 and clocks.steps_in(0.4, 1e-3) == clocks.MOST_STEPS
+    assert clocks.watched(done.clear, "cpu", 1.0) == {} and done
+
+
+def test_a_sample_stands_for_a_large_tensor(monkeypatch):
+    monkeypatch.setattr(measure, "COMPARED", 10)
+    assert len(sampled(torch.arange(95.0))) == 10 and sampled(torch.arange(95.0))[1] == 10
+    assert len(sampled(torch.arange(9.0))) == 9
+
+
+def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(config):
+    shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
+    memory = 140 * 2**30
+    batch = measure.filling_batch(shape, memory)
+
+    def needed(batch):
+        return measure.last_step_bytes(shape.step(batch_size=batch, device="cuda"))
+
+    assert batch % 4 == 0 and needed(batch) <= measure.FILL * memory < needed(batch + 4)
+
+
+def test_the_bounds_formulas():
+    shape = StepConfig(size="2.7B", context_length=512, device="cpu")
+    flops = bounds.needed_flops(shape)
+    plain = 6 * (parameter_count(shape) - 10_000 * 2560 - 65 * 2560) * 2048  # all matrices but the embedding
+    pairs = 12 * 32 * 2048 * 2560 * 513 / 2
+    assert flops == pytest.approx(plain + pairs, rel=1e-9)
+    found = {moments: bounds.lower_bound(shape, moments, {"matmul_bf16": 780.0, "copy": 4.2})
+             for moments in ("fp32", "bf16")}
+    for moments, row in found.items():
+        assert row["matmul_ms"] == pytest.approx(flops / 780e9)
+        assert row["moved_ms"] == pytest.approx({"fp32": 28, "bf16": 20}[moments] * 3.41e9 / 4.2e9, rel=0.002)
+        assert row["bound_ms"] == row["matmul_ms"] + row["moved_ms"]
+
+
+def test_the_compilers_cache_is_empty_on_a_gpu_and_gone_afterwards(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    import os
+
+    with measure.compiler_cache("cuda"):
+        place = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert place.is_dir() and not list(place.iterdir())
+        assert Path(os.environ["TRITON_CACHE_DIR"]).parent == place
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine" and "TRITON_CACHE_DIR" not in os.environ
+    assert not place.exists()
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------
+
+
+def test_a_ladder_without_compiling_on_a_cpu(config):
+    tables, results = measure_ladder(config(timed_steps=3, warmup_steps=1, training_steps=2))
+    steps = tables["steps"].set_index("change")
+    assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
+    assert (steps["wall_ms"] > 0).all() and (steps["gpu_ms"] > 0).all() and (steps["busy"] > 0).all()
+    assert steps.loc["fp32", "gradient_off"] == 0 and 0 < steps.loc["bf16", "gradient_off"] < 0.1
+    assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
+    kernels = tables["kernels"]
+    assert set(kernels["change"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
+    curves = tables["curves"]
+    assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
+    assert not curves.duplicated(["change", "seed", "step"]).any()
+    assert results["matmul_bf16"] > 0 and math.isnan(results["power_limit_w"])
+    assert "fp32" in measure.finding(tables["steps"])
+
+
+def test_each_batch_is_measured_at_its_own(config):
+    tables, _ = measure_ladder(config(changes=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2))
+    steps = tables["steps"]
+    assert list(zip(steps["change"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
+    assert config(batches=[1]).whole_gpu and config(fill=True).whole_gpu and not config().whole_gpu
+    assert set(tables["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
+
+
+def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
+    def refuse(self, cell, made, time=Ladder.time):
+        if cell.name == "bf16":
+            raise RuntimeError("no kernel at /home/somebody/file.cu for it")
+        if cell.name == "sdpa":
+            raise torch.OutOfMemoryError("short of memory. Including much more")
+        time(self, cell, made)
+
+    monkeypatch.setattr(Ladder, "time", refuse)
+    tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
+    steps = tables["steps"].set_index("change")
+    assert steps["status"].to_dict() == {
+        "fp32": "ok", "tf32": "unsupported", "bf16": "failed", "sdpa": "oom", "fused": "ok"}
+    assert steps.loc["bf16", "reason"] == "no kernel at file.cu for it"
+    assert steps.loc["sdpa", "reason"] == "while measuring sdpa: short of memory."
+    assert steps.loc["fused", "wall_ms"] > 0
+
+
+def test_a_capture_that_fails_leaves_the_times(config, monkeypatch):
+    def refuse(self, cell, made):
+        raise RuntimeError("CUPTI is taken")
+
+    monkeypatch.setattr(Ladder, "captured", refuse)
+    tables, _ = measure_ladder(config(changes=["fp32"], timed_steps=2))
+    row = tables["steps"].iloc[0]
+    assert row["status"] == "ok" and row["reason"] == "not captured: CUPTI is taken"
+    assert row["wall_ms"] > 0 and math.isnan(row["gpu_ms"]) and tables["kernels"].empty
+    assert list(tables["kernels"].columns) == measure.KERNELS
+
+
+def test_training_needs_room_for_bytes(config):
+    small = config(vocab_size=100, training_steps=2)
+    with pytest.raises(ConfigError, match="256"):
+        train(small, Trainer(small, "fp32", {}))
+
+
+def test_every_change_trains_alike(config):
+    """Over 30 steps on text each loss curve is nearer to fp32's than another seed's is."""
+    mine, curves = config(training_steps=30, context_length=32), {}
+    for name, changes in {"fp32": frozenset(), "bf16_weights": BF16, "bf16_moments": LOW}.items():
+        made = Trainer(mine, "fp32", {}, changes=changes)
+        curves[name] = train(mine, made)
+        made.unload()
+    by_seed = curves["fp32"].pivot(index="step", columns="seed", values="loss")
+    apart = (by_seed[0] - by_seed[1]).abs().mean()
+    for name in ("bf16_weights", "bf16_moments"):
+        own = curves[name].pivot(index="step", columns="seed", values="loss")[0]
+        assert (own - by_seed[0]).abs().mean() < apart
+
+
+def test_which_fields_a_run_has(config):
+    with pytest.raises(ConfigError, match="changes"):
+        config(changes=["wide"])
+    with pytest.raises(ConfigError, match="changes"):
+        config(changes=[])
+    with pytest.raises(ConfigError, match="batches"):
+        config(batches=[0])
+    assert config().run_id != config(peers=["hugging_face"]).run_id
+    assert isinstance(pd.DataFrame(columns=measure.STEPS), pd.DataFrame)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_is_the_formula_bit_by_bit():
+    for moments in (torch.float32, torch.bfloat16):
+        assert checks.against_formula("cuda", moments)[1] == 0
+
+
+def test_the_modules_are_small():
+    folder = Path(trainer.__file__).parent
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 430 for path in folder.glob("*.py"))
