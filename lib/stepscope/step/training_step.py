@@ -110,6 +110,8 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
     """
     if parts == "none":
         return
+    from torch._inductor import config as inductor  # not above: it imports the compiler
+    inductor.cpp.enable_kernel_profile = True  # a CPU's compiled loops are seen by torch.profiler, as kernels are
     if parts == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)
