@@ -332,3 +332,160 @@ def test_the_longest_sequence_fits_and_the_next_does_not(name, precision):
     assert memory.needed_bytes(name, *shape, end, precision) <= available
     assert memory.needed_bytes(name, *shape, end + 1, precision) > available
     assert (end < 200_000) == (name in memory.SQUARES or name == "flex")
+
+
+# -- what is said ----------------------------------------------------------------------------------------------
+
+# GPU time of forward and backward at 16,384 positions, d 64, as an H200 measured it, in ms by precision.
+TIMES = {"bf16": {"naive": 76.7, "compiled": 17.2, "flash": 3.64, "efficient": 9.97, "cudnn": 2.34, "math": 82.0,
+                  "flex": 4.59},
+         "fp32": {"naive": 136.0, "compiled": 56.9, "efficient": 29.9, "math": 78.9, "flex": 215.0},
+         "tf32": {"naive": 108.0, "compiled": 28.4, "efficient": 29.8, "math": 50.8, "flex": 31.4}}
+SAVED = {"naive": 2, "compiled": 2, "math": 1}
+
+
+def cell(name, precision, sequence, d, device_gib=139.5):
+    """Both phases of one cell, at times that grow with the square and memory by formula."""
+    row = {"implementation": name, "precision": precision, "batch_size": 8, "d_model": d, "sequence": sequence,
+           "device_gib": device_gib, "status": "ok", "reason": "", "kernel": "a_kernel", "passes": 3.0,
+           "operations": 9.0, "asked_gib": float("nan"), "allocated_gib": float("nan")}
+    parts, square = memory.peak_parts(name, 8, d, sequence, precision), 8 * sequence**2 * (4 if precision != "bf16" else 2)
+    empty = dict.fromkeys(("wall_ms", "wall_std_ms", "gpu_ms", "saved_mib", "in_use_mib", "peak_mib"), float("nan"))
+    if name not in TIMES[precision]:
+        row |= empty | {"status": "unsupported", "reason": "no fp32"}
+    elif sum(parts.values()) > device_gib * GIB:
+        row |= empty | {"status": "oom", "reason": "asked", "asked_gib": square / GIB,
+                        "allocated_gib": device_gib - 0.5 * square / GIB}
+    else:
+        gpu_ms = TIMES[precision][name] * (sequence / 16384) ** 2
+        saved = (SAVED[name] * square if name in SAVED else 8 * sequence * 4) / 2**20
+        row |= {"wall_ms": max(gpu_ms, 0.3), "wall_std_ms": 0.01, "gpu_ms": gpu_ms, "saved_mib": saved,
+                "in_use_mib": saved + 100, "peak_mib": sum(parts.values()) / 2**20}
+    share = {"forward": 1 / 3, "backward": 2 / 3}
+    return [row | {"phase": phase, **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")}}
+            for phase, part in share.items()]
+
+
+@pytest.fixture
+def grid():
+    """Tables as of a whole sweep, and 2026's sequences."""
+    points = [(precision, 64, sequence) for precision in TIMES for sequence in (256, 1024, 4096, 8192, 16384)]
+    points += [(precision, 64, sequence) for precision in ("bf16", "fp32") for sequence in (32768, 65536)]
+    points += [("fp32", d, 1024) for d in (16, 32, 128)]
+    cells = pd.DataFrame([row for precision, d, sequence in points for name in attention.IMPLEMENTATIONS
+                          for row in cell(name, precision, sequence, d)])
+    ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
+    checks = ok[[*attention.CONFIG, *attention.CELL]].assign(
+        **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
+    frames = {"cells": cells, "checks": checks}
+    for name, frame in (frames | attention.tables(frames)).items():
+        assert not frame.duplicated(list(attention.KEYS[name])).any()
+    return {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
+
+
+CLAIMS = {name: claim for name, claim in vars(claims).items()
+          if callable(claim) and getattr(claim, "__module__", "") == claims.__name__ and not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_each_claim_holds_on_such_a_grid_and_has_all_its_numbers(name, grid):
+    found = CLAIMS[name](grid)
+    assert found and all(isinstance(value, str) or value == value for value in found.values())
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_without_data_nothing_is_claimed(name, measured):
+    config, tables, _ = measured
+    try:
+        found = CLAIMS[name](attention.of_run(config, tables))
+    except LookupError:
+        found = None
+    assert found is None or name == "attention_checked"
+
+
+def changed(grid, column, value, **where):
+    """The grid with another value in some cells, and all that follows."""
+    frames = {name.removeprefix("attention."): frame for name, frame in grid.items()}
+    cells = frames["cells"].copy()
+    these = pd.Series(True, cells.index)
+    for name, wanted in where.items():
+        these &= cells[name].isin(wanted if isinstance(wanted, list) else [wanted])
+    cells.loc[these, column] = value
+    frames |= {"cells": cells} | attention.tables({"cells": cells})
+    return {f"attention.{name}": frame for name, frame in frames.items()}
+
+
+@pytest.mark.parametrize("name, column, value, cells", [
+    ("attention_gain", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
+    ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16"}),
+    ("attention_saved", "saved_mib", 8192.0, {"implementation": "cudnn"}),
+    ("attention_fp32", "status", "ok", {"implementation": "flash", "precision": "fp32"}),
+    ("attention_compile", "gpu_ms", 100.0, {"implementation": "compiled"}),
+    ("attention_tf32", "gpu_ms", 10.0, {"implementation": "efficient", "precision": "tf32"}),
+    ("attention_short", "wall_ms", 0.0001, {"sequence": 256}),
+    ("attention_checked", "status", "failed", {"implementation": "flex", "sequence": 256}),
+    ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
+    ("answer_attention_oom", "status", "oom", {"implementation": "math", "sequence": 16384}),
+    ("answer_attention_account", "asked_gib", 0.1, {"implementation": "naive"}),
+    ("answer_attention_growth", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
+    ("answer_attention_compiled", "gpu_ms", 100.0, {"implementation": "compiled"}),
+    ("answer_attention_long", "status", "ok", {"implementation": "math", "sequence": 65536})])
+def test_where_it_is_not_so_it_is_not_said(name, column, value, cells, grid):
+    assert CLAIMS[name](changed(grid, column, value, **cells)) is None
+
+
+def test_the_numbers_of_the_sentences(grid):
+    gain = claims.attention_gain(grid)
+    assert gain["kernel"] == "cuDNN" and gain["gain"] == pytest.approx(76.7 / 2.34)
+    saved = claims.attention_saved(grid)
+    assert saved["naive"] == 8 and saved["fused"] == 0.5  # GiB, MiB
+    oom = claims.answer_attention_oom(grid)
+    assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
+    assert 16384 < oom["end"] < 32768
+    growth = claims.answer_attention_growth(grid)
+    assert growth["long"] / growth["short"] == 16 and growth["fused_long"] / growth["fused_short"] == 4
+    long = claims.answer_attention_long(grid)
+    assert (long["kernel"], long["matrix"], long["best"]) == ("cuDNN", 64, pytest.approx(2.34 * 16))
+
+
+@pytest.mark.parametrize("name", attention.PRINTED)
+def test_tables_are_short_and_hold_no_more_than_numbers_and_words(name, grid):
+    frame = attention.PRINTED[name](grid)
+    assert 0 < len(frame) <= 15
+    text = markdown(frame)
+    assert "nan" not in text.lower() and "None" not in text and "_mib" not in text
+
+
+@pytest.mark.parametrize("name", attention.PRINTED)
+def test_tables_of_a_cpus_run_are_printed_or_absent(name, measured):
+    config, tables, _ = measured
+    frame = attention.PRINTED[name](attention.of_run(config, tables))
+    assert frame is None or "|" in markdown(frame)
+    assert (frame is None) == (name in ("attention_ends", "attention_account"))
+
+
+def test_the_fastest_of_each_sequence_is_bold(grid):
+    lines = markdown(attention.attention_times(grid)).splitlines()
+    longest = next(line for line in lines if line.startswith("| 16,384"))
+    assert "**2.34**" in longest and longest.count("**") == 2
+    beyond = next(line for line in lines if line.startswith("| 65,536")).split("|")
+    assert beyond[2].strip() == "–"  # naive is out of memory
+
+
+def test_the_account_sums_to_what_is_needed(grid):
+    account = attention.attention_account(grid).set_index("part").iloc[:, 0]
+    assert account["T x T matrices"] == 192 and account["mask"] == 1
+    assert account["together"] == pytest.approx(account.drop("together").sum())
+
+
+def test_the_figures_title_is_its_message(grid):
+    assert figures.attention_time(grid).message == (
+        "Never store T x T: at 16,384 positions cuDNN is 32.8x faster than naive")
+    without = changed(grid, "gpu_ms", float("nan"), precision=["bf16", "fp32", "tf32"])
+    assert figures.attention_time(without) is None
+
+
+def test_a_runs_finding_names_the_fastest_first(measured):
+    config, tables, _ = measured
+    found = attention.finding(config, tables["cells"])
+    assert found.startswith("Attention at 16 positions (batch 2, d 8, fp32, causal)") and "ms naive" in found

@@ -15,7 +15,7 @@ from stepscope.studies.attention.tables import (
 Claim = dict | None
 
 
-def at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: int = HEAD) -> pd.DataFrame:
+def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: int = HEAD) -> pd.DataFrame:
     """Passes at one point of the grid that were timed, by implementation, the fastest first."""
     rows = tables["attention.passes"]
     rows = rows[(rows["precision"] == precision) & (rows["sequence"] == sequence) & (rows["d_model"] == d)]
@@ -23,7 +23,7 @@ def at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: in
 
 
 def attention_gain(tables: Tables) -> Claim:
-    rows = at(tables)
+    rows = _at(tables)
     naive, best = rows.loc["naive"], rows.iloc[0]
     if best.name in SQUARES:
         return None
@@ -33,7 +33,7 @@ def attention_gain(tables: Tables) -> Claim:
 
 def attention_saved(tables: Tables) -> Claim:
     """The fused kernel is the fastest one; it saves one number a row, the naive one T x T matrices."""
-    rows = at(tables)
+    rows = _at(tables)
     naive, fused = rows.loc["naive", "saved_mib"], rows.iloc[0]["saved_mib"]
     if naive > 100 * fused:
         return {"naive": naive / 1024, "fused": fused, "sequence": GRID_ENDS}
@@ -42,15 +42,15 @@ def attention_saved(tables: Tables) -> Claim:
 
 def attention_kernel(tables: Tables) -> Claim:
     """The code that follows asks for cuDNN's kernel first."""
-    best, second = at(tables).iloc[:2]["gpu_ms"].items()
-    gain = ratio(second[1], best[1])
-    if best[0] == "cudnn" and gain > 1 + SAME:
-        return {"best": LABELS[best[0]], "second": LABELS[second[0]], "gain": gain}
+    times = _at(tables)["gpu_ms"]
+    (best, second), gain = times.index[:2], ratio(times.iloc[1], times.iloc[0])
+    if best == "cudnn" and gain > 1 + SAME:
+        return {"best": LABELS[best], "second": LABELS[second], "gain": gain}
     return None
 
 
 def attention_fp32(tables: Tables) -> Claim:
-    cells, rows = tables["attention.cells"], at(tables, "fp32")
+    cells, rows = tables["attention.cells"], _at(tables, "fp32")
     half_only = cells[(cells["precision"] == "fp32") & cells["implementation"].isin(["flash", "cudnn"])]
     best = rows.iloc[0]
     if set(half_only["status"]) != {"unsupported"} or best.name in SQUARES:
@@ -60,7 +60,7 @@ def attention_fp32(tables: Tables) -> Claim:
 
 def attention_compile(tables: Tables) -> Claim:
     """Compiled, naive attention is faster, and still saves T x T matrices."""
-    naive, compiled = (at(tables).loc[name] for name in ("naive", "compiled"))
+    naive, compiled = (_at(tables).loc[name] for name in ("naive", "compiled"))
     gain = ratio(naive["gpu_ms"], compiled["gpu_ms"])
     if gain > 1 + SAME and compiled["saved_mib"] > naive["saved_mib"] / 2:
         return {"gain": gain, "saved": compiled["saved_mib"] / 1024}
@@ -68,7 +68,7 @@ def attention_compile(tables: Tables) -> Claim:
 
 
 def attention_tf32(tables: Tables) -> Claim:
-    fp32, tf32 = at(tables, "fp32")["gpu_ms"], at(tables, "tf32")["gpu_ms"]
+    fp32, tf32 = _at(tables, "fp32")["gpu_ms"], _at(tables, "tf32")["gpu_ms"]
     compiled, efficient = (ratio(fp32[name], tf32[name]) for name in ("compiled", "efficient"))
     if compiled > 1.2 and abs(efficient - 1) < 0.03:
         return {"compiled": compiled, "best": LABELS[tf32.index[0]], "best_ms": tf32.iloc[0]}
@@ -76,15 +76,11 @@ def attention_tf32(tables: Tables) -> Claim:
 
 
 def attention_short(tables: Tables) -> Claim:
-    """The shortest sequence is launch-bound whatever the implementation: choosing one gains less than a CUDA
-    graph."""
-    rows = tables["attention.passes"]
-    rows = rows[rows["precision"] == "bf16"]
-    rows = at(tables, sequence=int(rows["sequence"].min())) if len(rows) else at(tables)
-    busy = rows["gpu_ms"] / rows["wall_ms"]
-    if busy.max() < 0.5 and len(rows):
-        return {"sequence": int(rows["sequence"].iloc[0]), "idle": 1 - busy.max(),
-                "naive_wall": rows.loc["naive", "wall_ms"], "naive_gpu": rows.loc["naive", "gpu_ms"]}
+    """At the grid's shortest sequence the GPU idles most of the time, whatever the implementation."""
+    rows = _at(tables, sequence=256)
+    naive, busy = rows.loc["naive"], (rows["gpu_ms"] / rows["wall_ms"]).max()
+    if busy < 0.5:
+        return {"sequence": 256, "idle": 1 - busy, "wall": naive["wall_ms"], "gpu": naive["gpu_ms"]}
     return None
 
 
@@ -119,24 +115,38 @@ def answer_attention_oom(tables: Tables) -> Claim:
         return None
     matrix = parts["T x T matrices"] / SQUARES["naive"] / 2**30
     return {"memory": have, "grid": GRID_ENDS, "sequence": int(row["sequence"]), "squares": SQUARES["naive"],
-            "square": matrix, "need": need, "asked": row["asked_gib"], "allocated": row["allocated_gib"],
+            "square": matrix, "need": need,
             "end": longest("naive", row["batch_size"], row["d_model"], "fp32", have * 2**30)}
+
+
+def answer_attention_account(tables: Tables) -> Claim:
+    """Where that pass failed: what it had and what it asked for, one T x T matrix more than fits."""
+    row = first_out_of_memory(tables)
+    if row is None or row["asked_gib"] + row["allocated_gib"] < row["device_gib"]:
+        return None
+    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
+    matrix = parts["T x T matrices"] / SQUARES["naive"] / 2**30
+    if abs(row["asked_gib"] / matrix - 1) > 0.01:
+        return None
+    return {"batch": int(row["batch_size"]), "sequence": int(row["sequence"]), "asked": row["asked_gib"],
+            "allocated": row["allocated_gib"], "memory": row["device_gib"]}
 
 
 def answer_attention_growth(tables: Tables) -> Claim:
     """What naive attention saves for backward is 16 times as much at four times the sequence."""
-    short, long = (at(tables, "fp32", sequence)["saved_mib"] for sequence in (GRID_ENDS // 4, GRID_ENDS))
-    fused = next(name for name in ("efficient", "flash", "flex") if name in long.index)
-    if abs(long["naive"] / short["naive"] / 16 - 1) < 0.01 and abs(long[fused] / short[fused] / 4 - 1) < 0.05:
+    short, long = (_at(tables, "fp32", sequence)["saved_mib"] for sequence in (GRID_ENDS // 4, GRID_ENDS))
+    grown = long / short
+    if abs(grown["naive"] / 16 - 1) < 0.01 and abs(grown["efficient"] / 4 - 1) < 0.01:
         return {"short": short["naive"], "short_sequence": GRID_ENDS // 4, "long": long["naive"],
-                "long_sequence": GRID_ENDS, "fused_short": short[fused], "fused_long": long[fused]}
+                "long_sequence": GRID_ENDS, "fused": LABELS["efficient"], "fused_short": short["efficient"],
+                "fused_long": long["efficient"]}
     return None
 
 
 def answer_attention_compiled(tables: Tables) -> Claim:
     found: dict = {"sequence": GRID_ENDS}
     for precision in ("fp32", "bf16"):
-        times = at(tables, precision)["gpu_ms"]
+        times = _at(tables, precision)["gpu_ms"]
         found |= {precision: times["naive"], f"{precision}_compiled": times["compiled"],
                   f"{precision}_gain": ratio(times["naive"], times["compiled"])}
     return found if min(found["fp32_gain"], found["bf16_gain"]) > 1 + SAME else None
@@ -147,9 +157,9 @@ def answer_attention_long(tables: Tables) -> Claim:
     rows = tables["attention.passes"]
     rows = rows[(rows["sequence"] == 65536) & (rows["precision"] == "bf16") & (rows["d_model"] == HEAD)]
     status = rows.set_index("implementation")["status"]
-    best = at(tables, "bf16", 65536).iloc[0]
+    best = _at(tables, "bf16", 65536).iloc[0]
     if {status[name] for name in SQUARES} == {"oom"}:
-        matrices = peak_parts("naive", best["batch_size"], HEAD, 65536, "bf16")["T x T matrices"]
-        return {"sequence": 65536, "matrix": matrices / SQUARES["naive"] / 2**30, "memory": best["device_gib"],
+        matrix = best["batch_size"] * 65536**2 * 2 / 2**30
+        return {"sequence": 65536, "matrix": matrix, "memory": best["device_gib"],
                 "kernel": LABELS[best.name], "best": best["gpu_ms"], "saved": best["saved_mib"]}
     return None

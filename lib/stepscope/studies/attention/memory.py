@@ -27,6 +27,7 @@ def peak_parts(name: str, batch: int, d: int, sequence: int, precision: str) -> 
     Fused kernels save one number a row besides the output, its log-sum-exp (Dao et al. 2022, algorithm 1);
     backward makes another (Dao 2023, algorithm 2).
     """
+    batch, d, sequence = int(batch), int(d), int(sequence)  # a table's integers would overflow
     item = 2 if precision in ("bf16", "fp16") else 4
     rows, hidden = batch * sequence * 4, batch * sequence * d * item
     square = batch * sequence**2 * (4 if name == "math" else item)
@@ -42,7 +43,7 @@ def peak_parts(name: str, batch: int, d: int, sequence: int, precision: str) -> 
 
 def needed_bytes(name: str, batch: int, d: int, sequence: int, precision: str) -> int:
     """The most in use at any time; for FlexAttention also while its mask is made."""
-    item = 2 if precision in ("bf16", "fp16") else 4
+    batch, d, item = int(batch), int(d), 2 if precision in ("bf16", "fp16") else 4
     making = MAKING_MASK * sequence**2 + 4 * batch * sequence * d * item if name == "flex" else 0
     return max(making, sum(peak_parts(name, batch, d, sequence, precision).values()))
 
