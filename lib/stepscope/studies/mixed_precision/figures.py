@@ -67,7 +67,7 @@ def health(tables: Tables) -> Picture | None:
     return made
 
 
-def run_step(times: pd.DataFrame, device: str) -> Picture | None:
+def precision_step(times: pd.DataFrame, device: str) -> Picture | None:
     """One run: each precision's full step by both clocks, and replayed."""
     rows = times[(times["mode"] == "step") & (times["phase"] == WHOLE) & times["gpu_ms"].notna()]
     if rows.empty:
