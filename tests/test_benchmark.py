@@ -11,7 +11,7 @@ from stepscope.step.clocks import WHOLE
 from stepscope.studies.benchmark import measure as measuring
 from stepscope.studies.benchmark.config import Config
 from stepscope.studies.benchmark.measure import MODES, finding, measure
-from stepscope.studies.benchmark.tables import SCHEMAS, one_run, warm_up
+from stepscope.studies.benchmark.tables import SCHEMAS, largest, one_run, warm_up
 from stepscope.traces import in_process
 from stepscope.traces.in_process import launch_rate
 
@@ -98,6 +98,7 @@ def test_weights_that_do_not_fit_are_a_row_a_mode():
     assert times[["mode", "phase", "status"]].values.tolist() == [[mode, WHOLE, "oom"] for mode in MODES]
     assert times["reason"].str.contains("building the model").all() and results["parameters"] > 0
     assert "building the model" in finding(times)
+    assert warm_up(tables["samples"]).empty and largest(tables["operations"]).empty
 
 
 @pytest.mark.parametrize("broken", ["profiled", "read_events", "captured_operations"])
