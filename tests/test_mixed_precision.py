@@ -157,6 +157,16 @@ def test_gradients_of_fp32_are_those_of_fp32(config):
     assert 0 < found["norm off"]["bf16"] < 0.05 and 0 < found["loss off"]["bf16"] < 0.01
 
 
+def test_what_overflows_has_no_number(config, monkeypatch):
+    for name in ("sums", "toy", "norm", "training"):
+        monkeypatch.setattr(numerics, name, lambda *asked: ())
+    monkeypatch.setattr(numerics, "gradients", lambda *asked: [("gradients", "fp16", "norm off", 0, np.inf, ""),
+                                                               ("gradients", "fp16", "zero", 0, 0.5, "")])
+    found = numerics.numerics(config, ["fp16"])
+    tables.SCHEMAS["numerics"].validate(found)
+    assert np.isnan(found["value"][0]) and found["value"][1] == 0.5
+
+
 def test_training_is_over_the_same_text_from_the_same_weights(config, monkeypatch):
     monkeypatch.setattr(numerics, "STEPS", 12)
     curves = table(numerics.training(config, ("bf16",))).pivot(index="at", columns="case", values="value")

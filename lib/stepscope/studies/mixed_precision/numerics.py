@@ -48,7 +48,8 @@ def numerics(config: StepConfig, precisions: Sequence[str]) -> pd.DataFrame:
     rows = [*sums(device), *toy(device), *norm(device), *gradients(config, precisions),
             *training(config, precisions)]
     table = pd.DataFrame(rows, columns=COLUMNS)
-    return table.astype({"at": "float64", "value": "float64"})
+    table = table.astype({"at": "float64", "value": "float64"})
+    return table.replace({"value": {float("inf"): float("nan")}})  # what overflowed has no number
 
 
 # Sums
