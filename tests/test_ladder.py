@@ -423,7 +423,7 @@ def test_a_ladder_without_compiling_on_a_cpu(config):
     curves = tables["curves"]
     assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     assert not curves.duplicated(["change", "seed", "step"]).any()
-    assert results["matmul_bf16"] > 0 and math.isnan(results["power_limit_w"])
+    assert results["matmul_bf16"] > 0 and "power_limit_w" not in results and results["parameters"] > 0
     assert "fp32" in measure.finding(tables["steps"])
 
 
@@ -461,8 +461,7 @@ def test_a_capture_that_fails_leaves_the_times(config, monkeypatch):
     tables, _ = measure_ladder(config(changes=["fp32"], timed_steps=2))
     row = tables["steps"].iloc[0]
     assert row["status"] == "ok" and row["reason"] == "not captured: CUPTI is taken"
-    assert row["wall_ms"] > 0 and math.isnan(row["gpu_ms"]) and tables["kernels"].empty
-    assert list(tables["kernels"].columns) == measure.KERNELS
+    assert row["wall_ms"] > 0 and math.isnan(row["gpu_ms"]) and "kernels" not in tables
 
 
 def test_training_needs_room_for_bytes(config):

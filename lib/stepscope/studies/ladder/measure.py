@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stepscope.step.accounting import last_step_bytes
 from stepscope.step.ceilings import measure_ceilings, sheet_tflops
-from stepscope.step.flops import step_flops
+from stepscope.step.flops import parameter_count, step_flops
 from stepscope.step.stats import location
 from stepscope.step.training_step import out_of_memory_names, release
 from stepscope.step.turn import turn
@@ -346,7 +346,13 @@ def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, f
     tables = {"steps": ladder.steps(ceilings, limit_w), "kernels": kernels}
     if ladder.curves:
         tables["curves"] = pd.concat(ladder.curves, ignore_index=True)[COLUMNS]
-    return tables, ceilings | kept_up | {"power_limit_w": limit_w}
+    tables = {name: table for name, table in tables.items() if len(table)}
+    results = ceilings | kept_up | {
+        "parameters": parameter_count(config),
+        "power_limit_w": limit_w,
+        "sheet_bf16": sheet_tflops("bf16", config.device),
+    }
+    return tables, {name: value for name, value in results.items() if not math.isnan(value)}
 
 
 def finding(steps: pd.DataFrame) -> str:

@@ -11,7 +11,7 @@ from stepscope.studies.ladder.config import Config
 from stepscope.studies.ladder.trainer import Trainer
 
 SEEDS = 3  # of fp32: what another draw of the weights alone changes
-COLUMNS = ["change", "seed", "step", "loss"]
+COLUMNS = ["change", "batch_size", "seed", "step", "loss"]
 
 
 def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
@@ -39,7 +39,6 @@ def train(config: Config, trainer: Trainer) -> pd.DataFrame:
     frames = []
     for seed in range(config.seed, config.seed + (SEEDS if trainer.name == "fp32" else 1)):
         curve = losses(trainer, batches, seed)
-        frames.append(
-            pd.DataFrame({"change": trainer.name, "seed": seed, "step": range(len(curve)), "loss": curve})
-        )
+        named = {"change": trainer.name, "batch_size": trainer.batch, "seed": seed}
+        frames.append(pd.DataFrame(named | {"step": range(len(curve)), "loss": curve}))
     return pd.concat(frames, ignore_index=True)
