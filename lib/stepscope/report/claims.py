@@ -56,11 +56,12 @@ def collect(kind: str) -> dict[str, Callable]:
     """
     found: dict[str, Callable] = {}
     for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
-        own = module.PRINTED if kind == "table" else {
+        own = getattr(module, "PRINTED", {}) if kind == "table" else {
             name: function for name, function in inspect.getmembers(module, inspect.isfunction)
             if function.__module__ == module.__name__ and not name.startswith("_")}
-        if doubled := found.keys() & own.keys():
-            raise ChapterError(f"{module.__name__}: another study has a {kind} called {min(doubled)}")
+        if doubled := sorted(found.keys() & own.keys()):
+            other = found[doubled[0]].__module__
+            raise ChapterError(f"{module.__name__}: {other} has a {kind} called {', '.join(doubled)}, too")
         found |= own
     return found
 
@@ -189,11 +190,9 @@ def _without_empty(text: str) -> str:
         return ""
     first, *others = re.split(r"^(?=#{2,} )", text, flags=re.MULTILINE)
     if not first.strip() and others:  # the chapter's own heading: it stays where anything below it does
-        heading, newline, rest = others[0].partition("\n")
-        first, others = "", [heading + newline + _live(rest), *map(_live, others[1:])]
-    else:
-        others = [*map(_live, others)]
-    paragraphs = re.split(r"\n{2,}", "".join([first, *others]))
+        heading, _, rest = others[0].partition("\n")
+        first, others = f"{heading}\n\n{_live(rest)}", others[1:]
+    paragraphs = re.split(r"\n{2,}", "".join([first, *map(_live, others)]))
     return "\n\n".join(kept for paragraph in paragraphs if (kept := _paragraph(paragraph)))
 
 
@@ -206,5 +205,6 @@ def _paragraph(paragraph: str) -> str:
         rest = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
         if not rest:  # nothing is left but a question
             return ""
+    paragraph = re.sub(r"[^.!?\n\x01]*:[ \n]?\x00", "", paragraph)  # what only leads to what is not said
     text = re.sub(r"[ \n]?\x00", "", paragraph).replace(SAID, "")
     return re.sub(r"(?<=\S) {2,}", " ", text).strip("\n ")

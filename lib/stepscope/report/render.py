@@ -102,7 +102,7 @@ def compose(runs: Path, out: Path) -> Report:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}; nothing can be rendered")
     teller, report = Teller(found.tables), Report(errors=found.errors)
     main, missing, preset = [], [], all(record.config["device"] == "cpu" for record in found.records)
-    for path in sorted(CHAPTERS.glob("[0-9]*.md")):
+    for path in sorted(CHAPTERS.glob("[0-9][0-9]-*.md")):
         path = CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
         text = _source(path)
         told = teller.chapter(text, path.name)
@@ -132,10 +132,10 @@ def _source(path: Path) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Fenced blocks named by a file have the part of it between its lines ``# begin`` and ``# end``."""
+    """Fenced blocks named by a file have the part of it between its lines ``# <name>`` and ``# </name>``."""
     def code(block: re.Match) -> str:
-        part = re.search(r"^# begin.*?\n(.*?)^# end", _source(CHAPTERS / f"{block[1]}.py"), re.DOTALL | re.MULTILINE)
-        return f"```python\n{part[1].strip() if part else ''}\n```"
+        _, _, part = _source(CHAPTERS / f"{block[1]}.py").partition(f"# <{block[1].replace('_', ' ')}>\n")
+        return f"```python\n{part.partition('# </')[0].strip()}\n```"
     return re.sub(r"^```python (\w+)\n(?:```)?$", code, text, flags=re.MULTILINE)
 
 

@@ -1,0 +1,29 @@
+"""Claims that join studies, or are of no study: each gives one sentence's numbers where it holds, else None."""
+import pandas as pd
+
+from stepscope.report.load import Tables
+from stepscope.step.clocks import WHOLE
+
+Claim = dict | None
+
+
+def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
+    """The run of the benchmark with the most parameters, and its times of a full step by phase."""
+    runs = tables["benchmark.results"]
+    runs = runs[runs["compile"] == "none"].sort_values(["parameters", "context_length"], kind="stable")
+    largest = runs.iloc[-1]
+    times = tables["benchmark.times"]
+    return largest, times[(times["run_id"] == largest["run_id"]) & (times["mode"] == "step")].set_index("phase")
+
+
+def cpu_step(tables: Tables) -> Claim:
+    run, phases = _largest_here(tables)
+    cpu = tables["runs"].set_index(["study", "run_id"]).loc[("benchmark", run["run_id"])]
+    return {"size": run["size"], "parameters": run["parameters"], "context": run["context_length"],
+            "batch": run["batch_size"], "wall": phases.loc[WHOLE, "wall_ms"], "cpu": str(cpu["machine_device_name"])}
+
+
+def cpu_phases(tables: Tables) -> Claim:
+    _, phases = _largest_here(tables)
+    return {phase: phases.loc[phase, "wall_ms"] / phases.loc[WHOLE, "wall_ms"]
+            for phase in ("forward", "backward", "optimizer")}
