@@ -10,6 +10,7 @@ from stepscope.studies.attention.tables import (
     LABELS,
     Tables,
     first_out_of_memory,
+    rounded,
 )
 
 Claim = dict | None
@@ -116,7 +117,7 @@ def answer_attention_oom(tables: Tables) -> Claim:
     matrix = parts["T x T matrices"] / SQUARES["naive"] / 2**30
     return {"memory": have, "grid": GRID_ENDS, "sequence": int(row["sequence"]), "squares": SQUARES["naive"],
             "square": matrix, "need": need,
-            "end": longest("naive", row["batch_size"], row["d_model"], "fp32", have * 2**30)}
+            "end": rounded(longest("naive", row["batch_size"], row["d_model"], "fp32", have * 2**30))}
 
 
 def answer_attention_account(tables: Tables) -> Claim:

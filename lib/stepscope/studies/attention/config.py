@@ -29,7 +29,7 @@ class Config(RunConfig):
     warmup_steps: int = Field(3, ge=1, le=1000)
     timed_steps: Steps = 100
     sequences: list[Length] = Field([256, 1024, 4096, 8192, 16384], min_length=1, max_length=100)
-    implementations: list[Implementation] = Field(list(IMPLEMENTATIONS), min_length=1, max_length=7)
+    implementations: list[Implementation] = Field(list(get_args(Implementation)), min_length=1, max_length=7)
     # A cell that would take longer is timed fewer times,
     cell_seconds: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
     least_passes: Steps = 3        # but so often at least

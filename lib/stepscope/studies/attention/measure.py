@@ -91,10 +91,8 @@ def check(name: str, calls: Implementations, inputs: Inputs, expected: list[Tens
         if "CUDA error" in str(error):
             raise  # the process is spoilt: nothing after it would be a measurement
         return {"status": "unsupported", "reason": refusal(error, warned)}
-    allowed, wrong = TOLERANCE[precision], []
-    for quantity, error in found.items():
-        if not error < allowed:  # nor is NaN
-            wrong.append(f"{quantity} {error:.2g}")
+    allowed = TOLERANCE[precision]
+    wrong = [f"{name} {value:.2g}" for name, value in found.items() if not value < allowed]  # nor is NaN
     outcome = {"status": "ok", "reason": ""} if not wrong else {
         "status": "failed", "reason": f"{', '.join(wrong)}, and {precision} is allowed {allowed:.2g}"}
     return found | outcome | {"allowed_error": allowed}

@@ -181,7 +181,7 @@ def attention_ends(tables: Tables) -> pd.DataFrame | None:
     def end(name: str, precision: str) -> float | None:
         if precision == "fp32" and name in ("flash", "cudnn"):
             return None  # they have no fp32
-        return longest(name, int(batch), int(d), precision, device_gib * 2**30)
+        return rounded(longest(name, batch, d, precision, device_gib * 2**30))
     wide = pd.DataFrame({"implementation": LABELS.values(),
                          "T x T matrices at the peak": [float(SQUARES.get(name, 0)) for name in LABELS],
                          **{f"longest, {precision}": [end(name, precision) for name in LABELS]
@@ -203,10 +203,17 @@ def attention_account(tables: Tables) -> pd.DataFrame | None:
                              f" {row['sequence']:,}, of {row['device_gib']:.0f} GiB.")
 
 
+def rounded(sequence: int) -> int:
+    """Three significant digits: a formula's end is an upper limit."""
+    return int(float(f"{sequence:.3g}"))
+
+
 def first_out_of_memory(tables: Tables) -> pd.Series | None:
-    """The shortest sequence, of those measured, at which naive attention runs out of memory."""
+    """The shortest sequence, of those measured, at which naive attention runs out of memory; of several
+    precisions the one that needs most."""
     rows = tables["attention.passes"]
-    rows = rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")].sort_values("sequence")
+    rows = rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")]
+    rows = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False])
     return rows.iloc[0] if len(rows) else None
 
 
