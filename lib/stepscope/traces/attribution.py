@@ -83,7 +83,7 @@ def attribute(records: Records, phases: tuple[str, ...]) -> tuple[pd.DataFrame, 
     """
     path, operations, ranges, launches = records.path, records.operations, records.ranges, records.launches
     _check_span(records)
-    launch = _find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
+    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
     launched = launch >= 0
     thread, _, launch_start, launch_end = launches[:, launch[launched]]
     own_process = records.process[launched]
@@ -207,7 +207,7 @@ def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: 
     return innermost[np.searchsorted(events, points + offset[n:], side="right") - 1], parents, depths
 
 
-def _find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
+def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
     """The column of launches with each process and correlation id; -1 for none."""
     _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
     # Correlation ids are unique in a process; an operation without one (-1) finds nothing.

@@ -35,6 +35,7 @@ from stepscope.traces.families import FAMILIES, families
 DOMAINS = ("", "stepscope")
 ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
@@ -53,7 +54,7 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
     Returns:
         operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
             family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's
-            table of its kind), and what :func:`~stepscope.traces.attribution.attribute` adds.
+            table of its kind), bytes (of a copy or fill; -1: not known), and what :func:`~stepscope.traces.attribution.attribute` adds.
         ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns,
             process, thread, step.
 
@@ -75,7 +76,7 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
             raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program"
-                             " that runs some")
+                             f" that runs some{_diagnosis(connection)}")
         if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
             raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
                              " their kernels (nsys profile --cuda-graph-trace=node)")
@@ -100,18 +101,15 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
     return pd.DataFrame(rows, index=pd.Index(ACTIVITIES, name="kind"), columns=["operations", "duration_ns"])
 
 
-# All that load_trace reads of an export: its tables, the columns it needs, and the rows.
+def device_names(path: Path | str) -> dict[int, str]:
+    """The names of the GPUs that nsys saw, by id, as far as the export has them."""
+    with _reading(path) as connection:
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({GPUS})")}
+        rows = _rows(connection, GPUS, ["id", "name"]) if {"id", "name"} <= columns else ()
+        return {device: str(name) for device, name in rows if isinstance(device, int)}
+
+
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]
-_READ = {
-    ACTIVITIES["kernel"]: ([*_OPERATION, "demangledName"], "1"),
-    ACTIVITIES["memcpy"]: ([*_OPERATION, "copyKind"], "1"),
-    ACTIVITIES["memset"]: (_OPERATION, "1"),
-    LAUNCHES: (["start", "end", "globalTid", "correlationId"], "1"),
-    GRAPHS: (["start", "end"], "1"),
-    NVTX: (["start", "end", "eventType", "text", "globalTid", "textId", "domainId"],
-           f"eventType IN ({PUSH_POP}, {DOMAIN_CREATE})"),
-    COPY_KINDS: (["id", "label"], "1"),
-}
 
 
 @contextmanager
@@ -123,12 +121,20 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):
-                if view in (*_READ, STRINGS):
+                if view in (*ACTIVITIES.values(), LAUNCHES, GRAPHS, NVTX, STRINGS, COPY_KINDS, DIAGNOSTICS, GPUS):
                     raise TraceError(f"{path}: {view} is a view, expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: {' '.join(str(error).split())}, expected the sqlite export of a capture"
                          " (nsys export --type sqlite)") from error
+
+
+def _diagnosis(connection: sqlite3.Connection) -> str:
+    """What nsys itself says of a capture without kernels, for an error's end."""
+    rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
+    said = sorted({(-severity, " ".join(str(text).split())[:200]) for severity, text in rows
+                   if isinstance(severity, int)})
+    return "; nsys says: " + " ".join(text for _, text in said[:2]) if said else ""
 
 
 def _uri(path: Path | str) -> str:
@@ -219,21 +225,23 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     found: list[np.ndarray] = []
     names: dict[str, int] = {}
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
-        *values, name_id = _integers(path, table, ["rowid AS row", *_OPERATION, f"{name_ids[kind]} AS name"])
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        size = "coalesce(bytes, -1) AS bytes" if "bytes" in columns else "-1 AS bytes"
+        *values, name_id = _integers(path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"])
         ids, index = np.unique(name_id, return_inverse=True)
         labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
     parts = np.concatenate(found, axis=1)
-    kinds, name, row, start, end, device, stream, correlation, process = parts[:, np.argsort(parts[3],
+    kinds, name, row, start, end, device, stream, correlation, process, size = parts[:, np.argsort(parts[3],
                                                                                              kind="stable")]
     return pd.DataFrame({
         "kind": pd.Categorical.from_codes(kinds, list(ACTIVITIES)),
         "name": pd.Categorical.from_codes(name, list(names)),
         "family": pd.Categorical.from_codes(families(names).codes[name], FAMILIES),
         "start_ns": start, "duration_ns": end - start, "device": device, "stream": stream,
-        "correlation_id": correlation, "row": row,
+        "correlation_id": correlation, "row": row, "bytes": size,
     }), process
 
 

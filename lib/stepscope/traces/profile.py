@@ -1,0 +1,374 @@
+"""What a capture says, as text: a line a fact. ``stepscope profile FILE`` prints it.
+
+wall = compute + exposed copies and communication + idle, by unions of intervals: what is exposed is the time in which
+nothing else runs. A step on the GPU lasts until the next one's first operation begins.
+"""
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from stepscope import PACKAGE
+from stepscope.step.stats import LAUNCH_BOUND, union
+from stepscope.traces.attribution import OUTSIDE, TraceError
+from stepscope.traces.capture import Capture, load_capture, named_ranges
+from stepscope.traces.families import MATMUL, OTHER
+from stepscope.traces.kernel_names import short_name
+
+COMMUNICATION, GENERATED = "communication", "compiler-generated"
+KINDS_OF_COMMUNICATION = [("reduce-scatter", r"reduce_?scatter"), ("all-gather", r"all_?gather"),
+                          ("all-reduce", r"all_?reduce"), ("all-to-all", r"all_?to_?all|send_?recv|dispatch|combine"),
+                          ("broadcast", r"broadcast")]
+HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
+FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
+LATE_NS = 0          # a launch that ends so much after its GPU fell idle made it wait
+WORTH, MOST = 0.01, 3  # of the step: less is not advised; so many things to do
+SHOWN = 60           # characters of a name
+
+
+@dataclass
+class Device:
+    """One GPU's operations within the steps, and their windows."""
+
+    capture: Capture
+    number: int
+    all_operations: pd.DataFrame
+
+    @cached_property
+    def windows(self) -> np.ndarray:
+        """(steps, 2) ns: each step from its first operation to the next step's, the last one to its last."""
+        rows = self.all_operations
+        steps = rows[rows["step"] >= 0]
+        ends = rows["start_ns"] + rows["duration_ns"]
+        if steps.empty:
+            return np.array([[rows["start_ns"].min(), ends.max()]])
+        begin = np.sort(steps.groupby("step")["start_ns"].min().to_numpy())
+        return np.stack([begin, np.append(begin[1:], ends[steps.index].max())], axis=1)
+
+    @cached_property
+    def operations(self) -> pd.DataFrame:
+        """Those that begin within the windows, with ``end_ns`` and the part that each is: compute, copies to and
+        from the host, communication."""
+        rows = self.all_operations
+        rows = rows[(rows["start_ns"] >= self.windows[0, 0]) & (rows["start_ns"] < self.windows[-1, 1])]
+        host = (rows["kind"] == "memcpy") & _matching(rows["name"], HOST_COPY)
+        part = np.where(rows["family"] == COMMUNICATION, COMMUNICATION, np.where(host, "copies", "compute"))
+        return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
+
+    @property
+    def steps(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def accounts(self) -> pd.DataFrame:
+        """A row a step, ms: wall, and what it is the sum of."""
+        found = []
+        for begin, end in self.windows:
+            rows = self.operations[(self.operations["end_ns"] > begin) & (self.operations["start_ns"] < end)]
+            compute = self.union(rows[rows["part"] == "compute"], begin, end)
+            local = self.union(rows[rows["part"] != COMMUNICATION], begin, end)
+            busy = self.union(rows, begin, end)
+            found.append({"wall": end - begin, "compute": compute, "exposed copies": local - compute,
+                          "exposed communication": busy - local, "idle": end - begin - busy})
+        return pd.DataFrame(found) / 1e6
+
+    def union(self, rows: pd.DataFrame, begin: int | None = None, end: int | None = None) -> float:
+        begin, end = begin or self.windows[0, 0], end or self.windows[-1, 1]
+        starts = rows["start_ns"].to_numpy().clip(begin, end)
+        return union(starts, rows["end_ns"].to_numpy().clip(begin, end))
+
+    def exposed_ms(self, which: pd.Series) -> float:
+        """Ms a step in which only these operations run."""
+        return (self.union(self.operations) - self.union(self.operations[~which])) / 1e6 / self.steps
+
+    def ms(self, rows: pd.DataFrame) -> float:
+        """The sum of operations' times, ms a step."""
+        return rows["duration_ns"].sum() / 1e6 / self.steps
+
+    @cached_property
+    def gaps(self) -> pd.DataFrame:
+        """Pauses of the GPU: ms, whether the next operation's launch was late, its phase, and how far ahead."""
+        rows = self.operations.sort_values("start_ns")
+        reached = rows["end_ns"].cummax().shift()
+        gap = rows["start_ns"] - reached
+        launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).astype("Float64").to_numpy(float, na_value=np.nan)
+        found = pd.DataFrame({"ms": gap / 1e6, "late": launched > reached.to_numpy() + LATE_NS,
+                              "phase": rows["phase"].astype(str), "name": rows["name"].astype(str)})
+        return found[gap > 0]
+
+    @cached_property
+    def ahead_ms(self) -> float:
+        """How long before it runs an operation was launched: the median."""
+        launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
+        return float((self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")).median()) / 1e6
+
+
+def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None,
+                 device: int | None = None, csv: Path | str | None = None) -> str:
+    """What a capture says, a line a fact.
+
+    Args:
+        step, phases: as of ``load_capture``.
+        device: the GPU that is looked into; None takes the one that works most.
+        csv: where the operations go, one a line.
+
+    Raises:
+        TraceError: the capture cannot be read, or has no such GPU, step or phase.
+        OSError: the CSV cannot be written.
+    """
+    capture = load_capture(path, step, phases)
+    if csv is not None:
+        capture.operations.to_csv(csv, index=False)
+    gpus = {int(number): Device(capture, int(number), rows.reset_index(drop=True))
+            for number, rows in capture.operations.groupby("device")}
+    if not gpus:
+        raise TraceError(f"{path}: all {capture.left_out:,} operations were launched before"
+                         f" {'its first step' if capture.steps else 'the capture'}, expected some within")
+    if device is not None and device not in gpus:
+        raise TraceError(f"{path}: has no work of GPU {device}, expected one of {', '.join(map(str, gpus))}")
+    most = max(gpus, key=lambda number: gpus[number].operations["duration_ns"].sum()) if device is None else device
+    lines = [_header(capture, gpus, most)]
+    lines += [line for number, one in gpus.items() for line in _steps(one, len(gpus) > 1)]
+    lines += _looked_into(gpus[most])
+    return "\n".join(lines)
+
+
+def _looked_into(one: Device) -> list[str]:
+    matmuls, generated = _rates(one)
+    facts = {"phase": _phases(one), "family": _families(one), _bound(one)[0]: _bound(one)[1],
+             "communication": _communication(one), "copies": _copies(one), "matmul": matmuls, "generated": generated}
+    lines = [f"{name:<13}{text}" for name, text in facts.items() if text]
+    advice = [f"{place}. {what}: {_ms(saved)} ms ({_percent(saved / one.accounts['wall'].mean())})"
+              for place, (saved, what) in enumerate(_advice(one), start=1)]
+    if advice:
+        lines += [f"{'to do, most it can save:' if place == 0 else '':<25}{text}" for place, text in enumerate(advice)]
+    return [*lines, f"{'not told':<13}{_not_told(one)}"]
+
+
+def _header(capture: Capture, gpus: Mapping[int, Device], most: int) -> str:
+    parts = []
+    if capture.rank:
+        parts.append(f"rank {capture.rank[0]} of {capture.rank[1]}")
+    name = clean(capture.gpus.get(most, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
+    parts.append(name or f"GPU {most}" if len(gpus) == 1 else f"{len(gpus)} GPUs, most work on GPU {most} {name}".rstrip())
+    one = gpus[most]
+    steps = f"{len(capture.steps)} steps ({_numbered(capture.steps)})" if len(capture.steps) > 1 else (
+        f"1 step ({clean(capture.steps[0])})" if capture.steps else "no steps found: all of it is one")
+    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operations"
+    if capture.left_out:
+        text += f"; {capture.left_out:,} ({_ms(capture.left_out_ns / 1e6)} ms) launched before are left out"
+    if after := len(one.all_operations) - len(one.operations):
+        text += f"; {after:,} after the last step are left out"
+    return text
+
+
+def _numbered(names: list[str]) -> str:
+    """ProfilerStep#10-13 of names that differ in their number, else the first one's name."""
+    found = [re.fullmatch(r"(.*?)(\d+)", name) for name in (names[0], names[-1])]
+    if found[0] and found[1] and found[0][1] == found[1][1]:
+        return clean(f"{found[0][0]}-{found[1][2]}")
+    return clean(names[0])
+
+
+def _steps(one: Device, several: bool) -> list[str]:
+    accounts = one.accounts
+    mean = accounts.mean()
+    each = " ".join(_ms(value) for value in accounts["wall"].head(8)) + (" ..." if len(accounts) > 8 else "")
+    parts = [f"{name} {_ms(mean[name])}" for name in ("compute", "exposed copies", "exposed communication", "idle")
+             if name in ("compute", "idle") or mean[name] >= 0.0005 * mean["wall"]]
+    label = f"GPU {one.number}" if several else "step on GPU" if one.capture.steps else "on GPU"
+    shown = f" ({each})" if len(accounts) > 1 else ""
+    return [f"{label:<13}{_ms(mean['wall'])} ms{shown}: {', '.join(parts)}"]
+
+
+def _phases(one: Device) -> str:
+    rows = one.operations
+    found = rows.groupby("phase", observed=True)["duration_ns"].sum() / 1e6 / one.steps
+    names = named_ranges(one.capture.ranges[one.capture.ranges["role"] == "region"])
+    if set(found.index) == {OUTSIDE}:
+        return "none found" + (f"; ranges: {', '.join(map(clean, names))} (phases= says which is which)" if names else "")
+    overlap = one.ms(rows) - one.union(rows) / 1e6 / one.steps
+    text = " | ".join(f"{clean(name)} {_ms(value)}" for name, value in found.items() if name != OUTSIDE) + " ms"
+    text += f" (kernel sums; {_ms(overlap)} ms of it overlaps)" if overlap >= 0.0005 * one.accounts["wall"].mean() else ""
+    outside = found.get(OUTSIDE, 0.0)
+    if outside > 0.01 * found.sum():
+        text += f"; outside {_ms(outside)} ms" + (f", ranges: {', '.join(map(clean, names))}" if names else "")
+    return text
+
+
+def _families(one: Device) -> str:
+    found = one.operations.groupby("family", observed=True)["duration_ns"].sum().sort_values(ascending=False)
+    found = found[found > 0] / 1e6 / one.steps
+    text = " | ".join(f"{name} {_ms(value)}" for name, value in found.head(5).items())
+    text += f" | rest {_ms(found.iloc[5:].sum())}" if len(found) > 5 else ""
+    if found.get(OTHER, 0) > 0.01 * found.sum():
+        other = one.operations[one.operations["family"] == OTHER]
+        named = other.groupby("name", observed=True)["duration_ns"].sum().idxmax()
+        text += f" (of no known family {_ms(found[OTHER])}, most: {clean(named)})"
+    return f"{text} ms"
+
+
+def _bound(one: Device) -> tuple[str, str]:
+    mean, gaps = one.accounts.mean(), one.gaps
+    if one.operations["launch_start_ns"].isna().all():
+        return "bound", "not told: the capture holds no launches"
+    late = gaps[gaps["late"]]
+    waiting = late["ms"].sum() / one.steps
+    if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
+        longest = f", longest gap {_us(gaps['ms'].max())}" if len(gaps) else ""
+        return "GPU-bound", f"the host is {_ms(one.ahead_ms)} ms ahead{longest}"
+    worst = late.loc[late["ms"].idxmax()]
+    return "launch-bound", (
+        f"the GPU waits {_ms(waiting)} ms a step ({_percent(waiting / mean['wall'])}) for launches,"
+        f" {len(one.operations) / one.steps:,.0f} operations a step; longest gap {_us(worst['ms'])} before"
+        f" {clean(short_name(worst['name']))}")
+
+
+def _communication(one: Device) -> str:
+    rows = one.operations[one.operations["part"] == COMMUNICATION]
+    if rows.empty:
+        return ""
+    whole, exposed = one.union(rows) / 1e6 / one.steps, one.accounts["exposed communication"].mean()
+    text = f"{_ms(whole)} ms, {_percent(1 - exposed / whole if whole else 0)} hidden"
+    kinds, taken = {}, pd.Series(False, one.operations.index)
+    for kind, pattern in [*KINDS_OF_COMMUNICATION, ("other", "")]:
+        own = (one.operations["part"] == COMMUNICATION) & ~taken & _matching(one.operations["name"],
+                                                                            re.compile(pattern, re.IGNORECASE))
+        kinds[kind], taken = one.exposed_ms(own), taken | own
+    said = [f"{kind} {_ms(value)}" for kind, value in sorted(kinds.items(), key=lambda item: -item[1])
+            if value >= 0.05 * exposed and value > 0]
+    text += f"; exposed: {', '.join(said)} ms" if said else ""
+    phases = {phase: one.exposed_ms(pd.Series(one.operations.index.isin(own.index), one.operations.index))
+              for phase, own in rows.groupby("phase", observed=True)}
+    first = max(phases, key=lambda phase: phases[phase])
+    if exposed and phases[first] > 0.5 * exposed and first != OUTSIDE:
+        text += f", {_percent(phases[first] / exposed)} of it launched by the {clean(first)}"
+    return text
+
+
+def _copies(one: Device) -> str:
+    said = []
+    for name, rows in one.operations[one.operations["part"] == "copies"].groupby("name", observed=True):
+        if one.ms(rows) > WORTH * one.accounts["wall"].mean():
+            known = rows[rows["bytes"] >= 0]
+            rate = known["bytes"].sum() / max(1, known["duration_ns"].sum())
+            said.append(f"{clean(name)} {_ms(one.ms(rows))} ms" + (f" at {rate:.3g} GB/s" if len(known) else ""))
+    return "; ".join(said)
+
+
+def _matmul_rates(one: Device) -> pd.DataFrame:
+    """By dtype: ms a step and TFLOP/s of the matmuls whose shapes are known; fp32 on tensor cores is TF32."""
+    rows = one.operations[one.operations["flops"] > 0]
+    first = ~rows.duplicated("operator")  # one operator's FLOPs, of however many kernels
+    cores = _matching(rows["name"], re.compile(r"tf32|s1688|s16816|tensorop", re.IGNORECASE))
+    rows = rows.assign(dtype=rows["dtype"].mask((rows["dtype"] == "fp32") & cores, "tf32"),
+                       flops=rows["flops"].where(first, 0))
+    found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
+    return pd.DataFrame({"ms": found["duration_ns"] / 1e6 / one.steps, "tflops": found["flops"] / found["duration_ns"] / 1e3})
+
+
+def _rates(one: Device) -> tuple[str, str]:
+    rates, sheet = _matmul_rates(one), data_sheet(one.capture.gpus.get(one.number, ""))
+    said = []
+    for dtype, row in rates.sort_values("ms", ascending=False).iterrows():
+        most = sheet.get("bf16" if dtype == "fp16" else str(dtype))
+        of = f" ({_percent(row.tflops / most)} of {most:,.0f})" if most else ""
+        said.append(f"{clean(str(dtype))} {row.tflops:,.3g} TFLOP/s{of}")
+    whole = one.operations.loc[one.operations["family"] == MATMUL, "duration_ns"].sum() / 1e6 / one.steps
+    matmul = ", ".join(said)
+    if said and whole and rates["ms"].sum() < 0.9 * whole:
+        matmul += f"; shapes are known of {_percent(rates['ms'].sum() / whole)} of their time"
+    made = _generated(one)
+    if made.empty:
+        return matmul, ""
+    rate = made["bytes"].sum() / made["duration_ns"].sum() / 1e3
+    most = f" ({_percent(rate / sheet['tb_s'])} of {sheet['tb_s']})" if sheet else ""
+    return matmul, f"{rate:.3g} TB/s by argument sizes{most}"
+
+
+def _generated(one: Device) -> pd.DataFrame:
+    """Generated kernels whose arguments' sizes are known, by name."""
+    rows = one.operations
+    rows = rows[(rows["family"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
+    return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
+
+
+def _advice(one: Device) -> list[tuple[float, str]]:
+    """At most three things to do, each with the most ms a step that it can save."""
+    mean, gaps = one.accounts.mean(), one.gaps
+    found = [(mean["exposed communication"], "hide communication behind compute"),
+             (mean["exposed copies"], "hide copies to and from the host (pinned memory, a stream of their own)"),
+             (gaps.loc[gaps["late"], "ms"].sum() / one.steps, "gaps, by a CUDA graph or fewer launches")]
+    made = _generated(one)
+    if len(made) > 1:
+        rate = made["bytes"] / made["duration_ns"]
+        others = (made["bytes"].sum() - made["bytes"]) / (made["duration_ns"].sum() - made["duration_ns"])
+        saved = (made["duration_ns"] - made["bytes"] / others) / 1e6 / one.steps
+        slow = saved.idxmax()
+        found.append((saved[slow], f"{clean(short_name(str(slow)))} at the other generated kernels' "
+                      f"{others[slow] / 1e3:.3g} TB/s instead of {rate[slow] / 1e3:.3g}"))
+    rates, sheet = _matmul_rates(one), data_sheet(one.capture.gpus.get(one.number, ""))
+    for dtype in ("fp32", "tf32"):
+        if dtype in rates.index and "bf16" in sheet:
+            row = rates.loc[dtype]
+            found.append((row.ms * (1 - row.tflops / sheet["bf16"]), f"{dtype} matmuls in bf16, at the data sheet's rate"))
+    rows = one.operations
+    loose = rows[rows["family"].isin(FUSABLE) & (rows["phase"] != "optimizer")]
+    if (rows["family"] == GENERATED).sum() < 0.05 * len(rows):
+        found.append((one.ms(loose), "fuse elementwise kernels, copies, norms and softmax (torch.compile)"))
+    worth = [(saved, what) for saved, what in found if saved > WORTH * mean["wall"]]
+    return sorted(worth, reverse=True)[:MOST]
+
+
+def _not_told(one: Device) -> str:
+    rows, said = one.operations, []
+    if one.capture.rank and one.capture.rank[1] > 1:
+        said.append("other ranks")
+    if (rows["family"] == MATMUL).any() and not (rows["flops"] > 0).any():
+        said.append("matmul rates: no shapes (record_shapes=True)" if one.capture.path.rstrip(".gz").endswith("json")
+                    else "matmul rates: nsys has no shapes")
+    if unknown := int(rows["launch_start_ns"].isna().sum()):
+        said.append(f"who launched {unknown:,} operations")
+    return ", ".join([*said, "clocks", "the step without profiler"])
+
+
+def data_sheet(name: str) -> dict[str, Any]:
+    """A GPU's dense rates in TFLOP/s and its TB/s, by the words of its name; empty of one that is not listed."""
+    sheets = yaml.safe_load((PACKAGE / "step" / "data_sheets.yaml").read_text(encoding="utf-8"))
+    return next((sheet for sheet in sheets if all(word.lower() in name.lower() for word in sheet["words"])), {})
+
+
+def _matching(names: pd.Series, pattern: re.Pattern) -> pd.Series:
+    """Whether each name matches; each distinct one is asked once."""
+    if not hasattr(names, "cat"):
+        return names.map(lambda name: bool(pattern.search(name))).astype(bool)
+    found = np.array([bool(pattern.search(name)) for name in names.cat.categories], bool)
+    return pd.Series(found[names.cat.codes] if len(found) else False, names.index)
+
+
+def clean(name: str) -> str:
+    """A name from a file on one line: printable, and not too long."""
+    line = "".join(char if char.isprintable() else " " for char in str(name)[:4 * SHOWN])
+    line = " ".join(line.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN - 1]}…"
+
+
+def _ms(value: float) -> str:
+    """Milliseconds: one decimal from 1, two digits below, none from 1,000."""
+    if not np.isfinite(value):
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 0.95 else f"{value:.2g}"
+
+
+def _us(ms: float) -> str:
+    return f"{ms * 1e3:,.0f} µs" if ms < 1 else f"{_ms(ms)} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
