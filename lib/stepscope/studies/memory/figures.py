@@ -8,13 +8,15 @@ from stepscope.report.style import (
     AMBER, BLUE, FILL, GREEN, INK, MUTED, ORANGE, PALETTE, PAPER, RED, SKY, figure, label_ends,
 )
 from stepscope.report.tables import number, ratio
+from stepscope.step.accounting import GIB, peak
 from stepscope.studies.memory.history import LIVE, column
-from stepscope.studies.memory.tables import Tables, of_largest, usual, where
+from stepscope.studies.memory.tables import Tables, begins_backward, config_of, of_largest, one_level, usual, where
 
 COLORS = {"weights": BLUE, "optimizer state": GREEN, "gradients": AMBER, "saved for backward": SKY,
           "bf16 copies": ORANGE, "temporaries": RED, "workspaces": MUTED, "other": FILL}
-POINTS = 300   # of a drawn timeline: an SVG holds each
+POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.1    # of the height: what is thinner has no name in the picture
+NAMED = ("small", "medium", "large", "xl", "2.7B")
 GROWTH = ("none", "square root", "every block", "halved", "from the start")
 
 
@@ -24,25 +26,27 @@ def memory_timeline(tables: Tables) -> Figure | None:
         return None
     rows = usual(tables["memory.timeline"])
     modes = [mode for mode in ("forward", "forward_backward", "step") if (rows["mode"] == mode).any()]
-    own = where(tables["memory.peaks"], mode=modes[-1], phase="whole", size=rows["size"].iloc[0], precision="fp32",
-                context_length=rows["context_length"].iloc[0])
+    own = usual(where(tables["memory.peaks"], mode=modes[-1], phase="whole"))
     drawn, axes = figure(_message(own.iloc[0]), 3.6, 1, len(modes), sharey=True, squeeze=False,
                          width_ratios=[0.6, 1.4][-len(modes):] if len(modes) < 3 else None)
+    limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
     for axis, mode in zip(axes[0], modes):
-        _live(axis, rows[rows["mode"] == mode], "forward alone" if mode == "forward" else "a full step")
+        _live(axis, rows[rows["mode"] == mode], limit)
+        top = usual(where(tables["memory.peaks"], mode=mode, phase="whole"))["peak_gib"].iloc[0]
+        axis.texts[-1].set_text(number(top, ""))  # what is drawn is asked for; allocated is a little more
+        axis.set_title("forward alone" if mode == "forward" else "")
     axes[0, 0].set_ylabel("GiB")
-    axes[0, 0].set_ylim(0, rows[[column(kind) for kind in LIVE]].sum(axis=1).max() * 1.14)
+    axes[0, 0].set_ylim(0, limit * 1.14)
     return drawn
 
 
 def _message(whole: pd.Series) -> str:
     """Where the peak is, as a sentence."""
-    begins = whole["peak_in"] == "backward" and (pd.isna(whole["layer"]) or whole["region"] == "head")
-    place = "where backward begins" if begins else f"in {whole['peak_in']}"
+    place = "where backward begins" if begins_backward(whole) else f"in {whole['peak_in']}"
     return f"The peak is {place}: {number(whole['peak_gib'], 'GiB')}"
 
 
-def _live(axis: Axes, rows: pd.DataFrame, name: str) -> None:
+def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
     """One mode's kinds stacked and named where they are thickest, its phases marked, its peak labelled."""
     rows = _fewer(rows)
     kinds = [kind for kind in COLORS if rows[column(kind)].max() > 0]
@@ -50,18 +54,16 @@ def _live(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     x, height, total = np.arange(len(rows)), live.cumsum(axis=0), live.sum(axis=0)
     axis.stackplot(x, live, colors=[COLORS[kind] for kind in kinds], step="post", linewidth=0)
     for row, kind in enumerate(kinds):
-        at = int(live[row].argmax()) if live[row].min() < 0.9 * live[row].max() else len(x) // 2
-        wide = (live[row] > 0.5 * live[row].max()).sum() > 0.08 * len(x)
-        if live[row].max() > THICK * total.max() and wide:
-            side = "left" if at < 0.3 * len(x) else "right" if at > 0.7 * len(x) else "center"
+        thick = (live[row] > 0.5 * live[row].max()).nonzero()[0]  # a spike has no name
+        if live[row].max() > THICK * limit and len(thick) > 0.08 * len(x):
+            side = "left" if thick[0] == 0 and len(thick) < 0.5 * len(x) else "center"
+            at = 0 if side == "left" else int(thick.mean())
             axis.text(at, height[row, at] - live[row, at] / 2, kind, ha=side, va="center", color=PAPER)
     starts = rows["phase"].ne(rows["phase"].shift()).to_numpy().nonzero()[0]
     for begin, after in zip(starts, [*starts[1:], len(rows)]):
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
             axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
             axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(), va="bottom")
-    if len(starts) == 1:
-        axis.set_title(name)
     top = int(total.argmax())
     axis.plot([top], [total[top]], "v", color=INK)
     axis.annotate(number(total[top], ""), (top, total[top]), xytext=(7, 2), textcoords="offset points", color=INK)
@@ -78,14 +80,36 @@ def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.iloc[[first + int(total[first:first + stretch].argmax()) for first in range(0, len(rows), stretch)]]
 
 
+def memory_peak(tables: Tables) -> Figure | None:
+    """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at longer."""
+    one = usual(where(tables["memory.peaks"], phase="whole")).iloc[0]
+    names = [name for name in NAMED if name != one["size"]] + [one["size"]] if one["size"] in NAMED else [one["size"]]
+    context = int(one["context_length"])
+    shapes = [(name, context) for name in names] + [(one["size"], context * times) for times in (2, 4)]
+    tops = [peak(config_of(one.to_dict() | {"size": size, "context_length": length})) for size, length in shapes]
+    moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
+    drawn, axis = figure(f"{one['size']}: {number(moving[-3], '%')} of the peak grows with the context at {context:,},"
+                         f" {number(moving[-1], '%')} at {4 * context:,}", 3.6)
+    left = np.zeros(len(tops))
+    for kind, color in COLORS.items():
+        sizes = np.array([top.kinds[kind] / GIB for top in tops])
+        shown = sizes.max() > 0.02 * max(top.allocated for top in tops) / GIB
+        axis.barh(range(len(tops)), sizes, left=left, color=color, height=0.7, label=kind if shown else None)
+        left += sizes
+    axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
+    axis.invert_yaxis()
+    for row, total in enumerate(left):
+        axis.annotate(number(total, ""), (total, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axis.set_xlim(0, left.max() * 1.12)
+    axis.set_xlabel("peak of a full step, GiB")
+    axis.legend(loc="upper right")
+    axis.grid(visible=False)
+    return drawn
+
+
 def memory_checkpoints(tables: Tables) -> Figure | None:
     """Peak and GPU time over blocks a checkpoint; dashed: without checkpoints."""
-    rows = tables["memory.checkpoints"]
-    rows = rows[rows["blocks_per_checkpoint"].notna() & (rows["mode"] == "forward_backward")]
-    if rows.empty:
-        return None
-    rows = of_largest(rows[rows["size"] != "10B"])
-    rows = rows[rows["context_length"] == rows["context_length"].min()].sort_values("blocks_per_checkpoint")
+    rows = one_level(tables).sort_values("blocks_per_checkpoint")
     none, some = rows[rows["blocks_per_checkpoint"] == 0], rows[rows["blocks_per_checkpoint"] > 0]
     some = some[some["status"] == "ok"]
     peak = "peak_gib" if some["peak_gib"].notna().any() else "predicted_gib"
@@ -131,7 +155,7 @@ def memory_nested(tables: Tables) -> Figure | None:
     colors = dict(zip(GROWTH, PALETTE))
     for name in GROWTH:
         axis.plot(wide.index, wide[name], "o-", color=colors[name])
-    axis.set(xscale="log", xlabel="blocks", ylabel="GiB beyond weights and gradients" if on_gpu else "GiB kept")
+    axis.set(xscale="log", xlabel="blocks", ylabel="activations, GiB")
     axis.set_ylim(0)
     axis.set_xticks(wide.index, wide.index)
     axis.minorticks_off()

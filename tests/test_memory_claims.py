@@ -1,0 +1,220 @@
+"""The memory study's claims, tables and figures, of tables as an H200 leaves them: its peaks by the formulas that are held
+to be true elsewhere, times made up."""
+import numpy as np
+import pandas as pd
+import pytest
+
+from stepscope.config import StepConfig
+from stepscope.report.style import Figure
+from stepscope.report.tables import markdown
+from stepscope.step import accounting
+from stepscope.step.accounting import GIB, KINDS, MIB
+from stepscope.studies.memory import claims, figures
+from stepscope.studies.memory.arrangements import ARRANGEMENTS, block_runs, kept
+from stepscope.studies.memory.checkpoints import CHECKPOINT_COLUMNS
+from stepscope.studies.memory.history import LINE_COLUMNS, LIVE, PEAK_COLUMNS, TIMELINE_COLUMNS, column, typed
+from stepscope.studies.memory.tables import CONFIG, KEYS, PRINTED, SCHEMAS
+
+H200_GIB = 139.8
+
+
+def config_of(size, context, precision="fp32", attention="naive", optimizer="foreach"):
+    return StepConfig(size=size, context_length=context, precision=precision, attention=attention, optimizer=optimizer,
+                      device="cpu").model_copy(update={"device": "cuda"})
+
+
+def columns_of(config, expandable=False):
+    fields = {name: getattr(config, name) for name in CONFIG if name != "expandable_segments"} | {"expandable_segments": expandable}
+    return fields | {"run_id": "-".join(map(str, fields.values()))}
+
+
+def peak_rows(config, mode, idle=1.1):
+    """Rows of ``peaks``: of each phase the instant that needs most, by formula."""
+    top = accounting.peak(config, mode)
+    said = {"mode": mode, "predicted_gib": top.allocated / GIB, "predicted_requested_gib": top.requested / GIB}
+    if top.allocated > H200_GIB * GIB:
+        return [said | {"phase": "whole", "status": "oom", "reason": "CUDA out of memory"}]
+    best = {}
+    for instant in accounting.instants(config, mode):
+        kinds = accounting.everything(instant, config, mode)
+        if instant.phase not in best or sum(kinds.values()) > best[instant.phase]["peak_gib"] * GIB:
+            best[instant.phase] = {column(kind): size / GIB for kind, size in kinds.items()} | {
+                "peak_gib": sum(kinds.values()) / GIB, "requested_gib": (sum(kinds.values()) - kinds["rounding"]) / GIB,
+                "reserved_gib": idle * sum(kinds.values()) / GIB, "peak_in": instant.phase, "layer": instant.layer,
+                "region": instant.operation.partition(":")[0], "status": "ok"}
+    rows = [row | {"mode": mode, "phase": phase} for phase, row in best.items()]
+    return [*rows, max(rows, key=lambda row: row["peak_gib"]) | said | {"phase": "whole"}]
+
+
+def lines():
+    """``allocations`` of the 2.7B model at context 512."""
+    squares, wide = 128.0, 80.0
+    made = [("attention.scores", squares, 64), ("attention.softmax", squares, 96), ("ffn", wide, 160)]
+    saved = [("ffn", wide, 5), ("attention.softmax", squares, 1), ("attention.value", squares, 1), ("norm", 20.0, 4),
+             ("attention.value", 20.0, 2), ("attention.qkv", 20.0, 3), ("residual", 20.0, 1)]
+    gradients = [("", 100.0, 3), ("", 25.0, 4), ("", 2560 * 4 / MIB, 2)]
+    for what, rows in (("allocated in forward", made), ("saved by a block", saved), ("gradients of a block", gradients)):
+        for rank, (region, mib, count) in enumerate(rows, 1):
+            yield {"what": what, "rank": rank, "region": region, "mib": mib, "count": count, "source": "q @ k",
+                   "line": f"stepscope/step/model.py:{70 + rank}"}
+
+
+def cell(config, mode, name, layers, per, out=False, **fields):
+    fields = {"mode": mode, "arrangement": name, "blocks": layers, "blocks_per_checkpoint": per, "status": "ok"} | fields
+    if out:
+        fields = {key: value for key, value in fields.items() if key not in ("peak_gib", "gpu_ms")} | {"status": "oom"}
+    return columns_of(config) | fields
+
+
+def checkpoint_rows():
+    for size, context, settings in (("2.7B", 1024, (1, 2, 4, 6, 8, 16, 32, 0)), ("2.7B", 2048, (1, 2, 3, 4, 0)),
+                                    ("10B", 512, (1, 0)), ("10B", 2048, (1, 0)), ("10B", 4096, (1, 0))):
+        config = config_of(size, context, "bf16")
+        for per in settings:
+            gib = accounting.peak(config, "forward_backward", per).allocated / GIB
+            yield cell(config, "forward_backward", f"every {per}" if per else "none", config.num_layers, per,
+                       out=gib > H200_GIB, peak_gib=gib, predicted_gib=gib, gpu_ms=500.0 if per else 400.0, wall_ms=510.0)
+    for blocks in (4, 8, 16, 32):
+        config = config_of("2.7B", 512, "tf32")
+        stream, saved = (accounting.value(formula, config) for formula in ("4X", accounting.FORMULAS["fp32"].saved))
+        for name, arrange in ARRANGEMENTS.items():
+            runs, keeps = block_runs(arrange(blocks)), kept(arrange(blocks), stream, saved) / GIB
+            yield cell(config, "forward_backward", name, blocks, np.nan, peak_gib=blocks + keeps + 0.2, state_gib=float(blocks),
+                       expected_kept_gib=keeps, block_runs=runs, expected_runs=runs, gpu_ms=3.0 * runs, wall_ms=3.1 * runs)
+
+
+def made(rows, columns):
+    rows = pd.DataFrame(list(rows))
+    return pd.concat([rows[[*CONFIG, "run_id"]], typed(rows, columns)], axis=1)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    plain = [config_of("2.7B", context, precision) for context in (128, 256, 512, 1024, 2048) for precision in ("fp32", "bf16")]
+    fused = [config_of("2.7B", 512, precision, "sdpa", "fused") for precision in ("fp32", "bf16")]
+    runs = [(config, False, 1.15) for config in [*plain, *fused, config_of("small", 512)]] + [(plain[5], True, 1.02)]
+    peaks = [columns_of(config, expandable) | row for config, expandable, idle in runs
+             for mode in ("forward", "step") for row in peak_rows(config, mode, idle)]
+    here = columns_of(plain[4])
+    times = [here | {"mode": mode, "event": event, "phase": row["phase"]} | {column(kind): row[column(kind)] for kind in LIVE}
+             for mode in ("forward", "step") for event, row in enumerate(peak_rows(plain[4], mode)[:-1])]
+    tables = {"peaks": made(peaks, PEAK_COLUMNS), "timeline": made(times, TIMELINE_COLUMNS),
+              "allocations": made((here | row for row in lines()), LINE_COLUMNS),
+              "checkpoints": made(checkpoint_rows(), CHECKPOINT_COLUMNS)}
+    for name, table in tables.items():
+        SCHEMAS[name].validate(table.drop(columns=[*CONFIG, "run_id"]).head(7))
+        assert not table.duplicated(list(KEYS[name])).any()
+    return {f"memory.{name}": table for name, table in tables.items()}
+
+
+CLAIMS = [name for name, value in vars(claims).items() if getattr(value, "__module__", "") == claims.__name__ and name[0] != "_"]
+FIGURES = ["memory_timeline", "memory_peak", "memory_checkpoints", "memory_nested"]
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_holds_on_an_h200(name, measured):
+    said = getattr(claims, name)(measured)
+    assert said is not None and all(value is not None and value == value for value in said.values())
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_table_is_printed(name, measured):
+    assert markdown(PRINTED[name](measured)).count("\n") >= 2
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn(name, measured):
+    drawn = getattr(figures, name)(measured)
+    assert isinstance(drawn, Figure) and drawn.message and drawn._repr_png_()
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_without_data_is_no_data(name, measured):
+    empty = {key: table.head(0) for key, table in measured.items()}
+    with pytest.raises(LookupError):
+        assert getattr(claims, name)(empty) is not None
+
+
+def changed(measured, table, where, **values):
+    frame = measured[f"memory.{table}"].copy()
+    at = frame.eval(where) if where else pd.Series(True, index=frame.index)
+    assert at.any()
+    for name, value in values.items():
+        frame.loc[at, name] = value(frame[at]) if callable(value) else value
+    return measured | {f"memory.{table}": frame}
+
+
+WRONG = [
+    ("peak_parts", "peaks", "phase == 'whole' and mode == 'step'", {"peak_in": "optimizer"}),
+    ("peak_parts", "peaks", "phase == 'whole' and mode == 'step'", {"layer": 3}),
+    ("peak_context", "peaks", "phase == 'whole'", {"saved_for_backward_gib": 0.0}),
+    ("peak_foreach", "peaks", "phase == 'optimizer'", {"temporaries_gib": 9.0}),
+    ("checkpoint_gain", "checkpoints", "", {"peak_gib": 50.0}),
+    ("checkpoint_gain", "checkpoints", "", {"gpu_ms": 50.0}),
+    ("checkpoint_best", "checkpoints", "arrangement == 'every 2'", {"peak_gib": 1.0}),
+    ("checkpoint_best", "checkpoints", "arrangement == 'every 16'", {"peak_gib": 1.0}),
+    ("checkpoint_best_longest", "checkpoints", "arrangement == 'none'", {"status": "ok"}),
+    ("memory_formula", "peaks", "phase == 'whole' and context_length == 256 and mode == 'step'", {"requested_gib": 60.0}),
+    ("memory_segments", "peaks", "expandable_segments", {"reserved_gib": 99.0}),
+    ("answer_timeline", "peaks", "phase == 'forward'", {"peak_gib": 20.0}),
+    ("answer_mixed_memory", "peaks", "precision == 'bf16' and mode == 'forward'", {"peak_gib": 1.0}),
+    ("answer_mixed_memory", "peaks", "precision == 'bf16' and mode == 'step'", {"peak_gib": 200.0}),
+    ("answer_largest", "allocations", "rank == 1", {"region": "ffn"}),
+    ("answer_largest", "allocations", "what == 'allocated in forward'", {"mib": 80.0}),
+    ("block_gradients", "allocations", "what == 'gradients of a block'", {"count": 1}),
+    ("nested_start", "checkpoints", "arrangement == 'from the start'", {"block_runs": 40}),
+    ("nested_start", "checkpoints", "arrangement == 'from the start' and blocks == 32", {"peak_gib": 90.0}),
+    ("nested_halved", "checkpoints", "arrangement == 'halved'", {"peak_gib": 90.0}),
+    ("reach_state", "checkpoints", "", {"peak_gib": 999.0}),
+    ("reach_checkpoints", "checkpoints", "", {"status": "ok"}),
+]
+
+
+@pytest.mark.parametrize("name, table, where, values", WRONG)
+def test_a_claim_that_does_not_hold_is_not_said(name, table, where, values, measured):
+    assert getattr(claims, name)(changed(measured, table, where, **values)) is None
+
+
+def test_what_the_claims_say(measured):
+    parts = claims.peak_parts(measured)
+    assert (parts["size"], parts["context"]) == ("2.7B", 512) and parts["state"] == 2 * parts["weights"]
+    assert parts["peak"] == pytest.approx(65.8, abs=0.1)
+    assert claims.peak_context(measured)["context"] == 1024
+    assert claims.answer_residual(measured) == {"size": "2.7B", "batch": 4, "context": 512, "d_model": 2560, "mib": 20.0}
+    assert claims.answer_largest(measured)["count"] == 160 and claims.answer_largest(measured)["mib"] == 128
+    mixed = claims.answer_mixed_memory(measured)
+    assert mixed["forward"] == pytest.approx(0.455, abs=0.01) and mixed["copies"] == pytest.approx(6.05, abs=0.1)
+    assert claims.checkpoint_gain(measured)["more"] == pytest.approx(0.25)
+    assert claims.checkpoint_best_longest(measured)["context"] == 2048
+    gradients = claims.block_gradients(measured)
+    assert gradients["parameters"] == 4 * 2560**2 + 3 * 2560 * 10240 + 2 * 2560
+    assert claims.block_saves(measured)["five"] == pytest.approx((400 + 128 + 128 + 80 + 60) / 856)
+    assert claims.nested_start(measured)["runs"] == 32 + 32 * 33 / 2
+    assert claims.reach_state(measured)["state"] == pytest.approx(191, abs=1)
+    assert claims.memory_formula(measured)["steps"] == 26
+
+
+def test_the_sentences_are_about_the_largest_size_and_the_usual_context(measured):
+    peaks = measured["memory.peaks"]
+    short = measured | {"memory.peaks": peaks[peaks["context_length"] < 500]}
+    assert claims.answer_residual(short)["context"] == 256
+    small = measured | {"memory.peaks": peaks[peaks["size"] == "small"]}
+    assert claims.answer_residual(small)["size"] == "small"
+
+
+def test_what_is_printed_of_the_peaks(measured):
+    printed = PRINTED["handout_peaks"](measured)
+    assert list(printed.columns) == ["forward, fp32", "forward, bf16", "full step, fp32", "full step, bf16"]
+    assert list(printed.index) == [128, 256, 512, 1024, 2048] and printed.loc[2048, "full step, fp32"] != printed.loc[2048, "full step, fp32"]
+    assert "out of memory" in markdown(printed)
+    less = PRINTED["less_memory"](measured).set_index("change")
+    assert len(less) == 5 and (less["after, GiB"] < less["before, GiB"]).all()
+    kinds = PRINTED["peak_by_kind"](measured)
+    assert set(kinds.index) <= {*KINDS, "all"} and kinds.loc["all", "backward"] == pytest.approx(65.8, abs=0.1)
+
+
+def test_the_timelines_message_says_where_the_peak_is(measured):
+    assert figures.memory_timeline(measured).message.startswith("The peak is where backward begins: 65.8 GiB")
+    other = changed(measured, "peaks", "phase == 'whole'", peak_in="optimizer")
+    assert figures.memory_timeline(other).message.startswith("The peak is in optimizer")
+    assert figures.memory_timeline(measured | {"memory.timeline": measured["memory.timeline"].head(0)}) is None
