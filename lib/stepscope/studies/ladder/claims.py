@@ -200,7 +200,8 @@ def fp8_training(tables: Tables) -> Claim:
     losses = own.pivot_table(index="step", columns="change", values="loss")
     off = (losses["fp8"] - losses[LAST]).abs() / losses[LAST]
     return {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]), "most": off.max(),
-            "first": losses[LAST].iloc[0], "last": losses[LAST].iloc[-1], "fp8": losses["fp8"].iloc[-1]}  # fmt: skip
+            "first": losses[LAST].iloc[0], "last": losses[LAST].iloc[-1],
+            "fp8": losses["fp8"].iloc[-1]}  # fmt: skip
 
 
 def filled(tables: Tables) -> Claim:
@@ -240,7 +241,8 @@ def power(tables: Tables) -> Claim:
     if last["power_w"] < 0.95 * limit or last["sm_clock_mhz"] >= 0.97 * own["sm_clock_mhz"].max():
         return None
     return {"size": shape.size, "power": last["power_w"], "full": own["sm_clock_mhz"].max(),
-            "clock": last["sm_clock_mhz"], "joules": last["step_j"], "cap": limit, "bound": last["energy_ms"]}  # fmt: skip
+            "clock": last["sm_clock_mhz"], "joules": last["step_j"],
+            "cap": limit, "bound": last["energy_ms"]}  # fmt: skip
 
 
 def energy_saved(tables: Tables) -> Claim:

@@ -161,6 +161,14 @@ def trained(tables: Tables) -> pd.DataFrame:
 
 # -- printed --------------------------------------------------------------------------------------------------
 
+
+def _named(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows by change, with the changes' names as the first column."""
+    named = rows.reset_index(drop=True)
+    named.insert(0, "change", [name_of(change) for change in rows.index])
+    return named
+
+
 HEADINGS = {
     "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "gain": "faster, x", "busy": "busy, %",
     "operations": "kernels, n", "tokens_per_s": "tokens/s, n", "mfu": "MFU, %", "peak_gib": "peak, GiB",
@@ -174,8 +182,7 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     own = pd.concat([climbed(rows), rows[rows.index.isin(PEERS) & rows["wall_ms"].notna()]])
     own = own.assign(gain=[gain(rows, change) for change in own.index])
     printed = own[[*HEADINGS]].rename(columns=HEADINGS).dropna(axis="columns", how="all")
-    printed.insert(0, "change", [name_of(change) for change in own.index])
-    return table(printed, bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
+    return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
 
 
 def which_change(tables: Tables) -> pd.DataFrame | None:
@@ -277,8 +284,7 @@ def energy(tables: Tables) -> pd.DataFrame | None:
         "wall_ms": "wall, ms",
     }
     printed = own[[*names]].rename(columns=names)
-    printed.insert(0, "change", [name_of(change) for change in own.index])
-    return table(printed)
+    return table(_named(printed))
 
 
 def training_check(tables: Tables) -> pd.DataFrame:

@@ -1,0 +1,221 @@
+"""What the report says of the ladder, from a campaign's tables made here: each claim where it holds, and where not."""
+
+import inspect
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stepscope.config import StepConfig
+from stepscope.report.style import svg
+from stepscope.report.tables import markdown
+from stepscope.step.flops import parameter_count
+from stepscope.studies.ladder import claims, figures, tables
+from stepscope.studies.ladder.config import CHANGES, PEERS
+
+# wall times in ms of the nine changes, Hugging Face's two, then GPU times of the first six
+WALLS = {
+    ("small", 512): ([58.5, 35.9, 37.9, 32.9, 26.7, 21.3, 6.45, 5.51, 5.22, 18.9, 6.8], [55.9, 29, 22, 13, 7.9, 6.2]),
+    ("small", 1024): ([123, 63.8, 55.7, 47.4, 49.9, 26.6, 10.3, 9.22, 8.93, 21.5, 11.0], [122, 62, 54, 25, 14, 10]),
+    ("2.7B", 512): ([1092, 334, 258, 196, 149, 111, 109, 95.1, 89.6, 114, 113], [1090, 333, 257, 195, 148, 110]),
+}
+SHEETS = {"fp32": 67.0, "tf32": 494.5}
+
+
+def row(size, context, change, wall, gpu, batch=4, vocab=10_000):
+    config = StepConfig(size=size, context_length=context, device="cpu", batch_size=batch, vocab_size=vocab)
+    moved = {"bf16_moments": 20}.get(change, 28) * parameter_count(config) / 4.2e9
+    step_j = 0.3 * wall if change == "fp32" else 0.69 * gpu
+    clock = 1665.0 if size == "2.7B" and wall < 120 else 1980.0
+    return {
+        "size": size, "context_length": context, "vocab_size": vocab, "change": change, "batch_size": batch,
+        "status": "ok", "reason": "", "steps": 4.0, "wall_ms": wall, "wall_std_ms": 0.1, "gpu_ms": gpu,
+        "operations": 400.0, "busy": gpu / wall, "replayed_ms": np.nan, "peak_gib": 52.0, "reserved_gib": 60.0,
+        "sm_clock_mhz": clock, "power_w": 690.0, "step_j": step_j, "tokens_per_s": batch * context / wall * 1e3,
+        "mfu": 0.48, "mfu_measured": 0.6, "mfu_at_clock": 0.57, "loss_off": 1e-5, "gradient_off": 0.07,
+        "compile_s": np.nan, "matmul_ms": 54.0, "moved_ms": moved, "bound_ms": 54.0 + moved,
+        "energy_ms": step_j / 700 * 1e3}  # fmt: skip
+
+
+def a_campaign():
+    rows = []
+    for (size, context), (walls, gpus) in WALLS.items():
+        gpus = [*gpus, *walls[6:9], walls[9] * 0.6, walls[10]]
+        rows += [row(size, context, change, wall, gpu)
+                 for change, wall, gpu in zip((*CHANGES, *PEERS), walls, gpus)]  # fmt: skip
+    for batch, low, eight in ((4, 89.6, 89.9), (8, 165, 155), (16, 310, 270), (32, 600, 497)):
+        if batch > 4:
+            rows.append(row("2.7B", 512, "bf16_moments", low, low, batch))
+        rows.append(row("2.7B", 512, "fp8", eight, eight, batch))
+    rows.append(row("2.7B", 512, "filled", 920, 920, 52))
+    rows += [row("small", 512, change, wall, wall, vocab=50257)
+             for change, wall in (("fp32", 68), ("bf16_moments", 6.6), ("chunked", 6.7))]  # fmt: skip
+    steps = pd.DataFrame(rows)
+    steps.loc[steps["change"] == "chunked", "peak_gib"] = 51.0
+    shape = {"size": "2.7B", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
+    kernels = pd.DataFrame(
+        [shape | {"change": change, "name": f"{family} kernel", "family": family, "count": 2.0, "gpu_ms": share}
+         for change in ("fp32", "blocks")
+         for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
+        + [shape | {"batch_size": 52, "change": "filled", "name": family, "family": family, "count": 1.0, "gpu_ms": share}
+           for family, share in (("matrix multiply", 900.0), ("optimizer", 16.0))])  # fmt: skip
+    small = {"size": "small", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
+    noise, curves = np.random.default_rng(0), []
+    for change, seed, off in (("fp32", 0, 0), ("fp32", 1, 0.1), ("fp32", 2, -0.08),
+                              *((change, 0, 0.01) for change in CHANGES[1:])):  # fmt: skip
+        loss = 5 * np.exp(-np.arange(200) / 60) + 1.5 + off + 0.001 * noise.standard_normal(200)
+        curves += [small | {"change": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
+    for change, off in (("bf16_moments", 0), ("fp8", 0.02)):
+        curves += [shape | {"batch_size": 32, "change": change, "seed": 0, "step": step, "loss": 8 - 0.05 * step + off}
+                   for step in range(50)]  # fmt: skip
+    results = pd.DataFrame([{
+        "size": size, "context_length": 512, "vocab_size": 10_000, "power_limit_w": 700.0, "sheet_bf16": 989.5,
+        "kept_up_tflops": 667.0, "kept_up_clock_mhz": 1515.0, "kept_up_power_w": 695.0, "v_fp32": 0.3514,
+        "v_by_chance": 0.3515, "v_nearest": 1.0, "compared": 18330, "unequal": 0, "low_unequal": 0, "torch_off": 5e-8,
+        "parameters": parameter_count(StepConfig(size=size, context_length=512, device="cpu"))}
+        for size in ("small", "2.7B")])  # fmt: skip
+    return {"ladder.steps": steps, "ladder.kernels": kernels, "ladder.curves": pd.DataFrame(curves),
+            "ladder.results": results, "runs": pd.DataFrame({"study": ["ladder"], "device": ["NVIDIA H200"]})}  # fmt: skip
+
+
+@pytest.fixture
+def campaign():
+    return a_campaign()
+
+
+def public(module):
+    return [function for name, function in inspect.getmembers(module, inspect.isfunction)
+            if function.__module__ == module.__name__ and not name.startswith("_")]  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", public(claims), ids=lambda claim: claim.__name__)
+def test_every_claim_holds_on_a_campaign_and_has_its_numbers(campaign, claim):
+    found = claim(campaign)
+    assert found and all(value is not None and value == value for value in found.values())
+
+
+@pytest.mark.parametrize("claim", public(claims), ids=lambda claim: claim.__name__)
+def test_no_claim_is_made_without_data(claim):
+    with pytest.raises(LookupError):
+        claim({})
+
+
+@pytest.mark.parametrize("name", tables.PRINTED)
+def test_every_table_prints(campaign, name):
+    printed = tables.PRINTED[name](campaign)
+    text = markdown(printed)
+    assert printed is not None and len(printed) <= 15 and "nan" not in text.lower()
+
+
+@pytest.mark.parametrize("name", tables.PRINTED)
+def test_no_table_is_printed_without_data(name):
+    with pytest.raises(LookupError):
+        tables.PRINTED[name]({})
+
+
+@pytest.mark.parametrize("name", ["ladder", "fp8", "ladder_training", "joules"])
+def test_every_figure_is_drawn(campaign, name):
+    picture = getattr(figures, name)(campaign)
+    assert "<svg" in svg(picture) and picture.message
+
+
+def test_what_the_first_screen_says(campaign):
+    assert claims.headline(campaign) == {"speedup": pytest.approx(1092 / 89.6), "gpu": "H200"}
+    first = claims.first_ladder(campaign)
+    assert (first["size"], first["plain"], first["lines"], first["last"]) == ("2.7B", 1092, 111, 89.6)
+    assert first["changes"] == "Seven" and first["tokens"] == pytest.approx(2048 / 0.0896)
+    assert first["parameters"] == pytest.approx(3.41e9, rel=0.01)
+    assert claims.first_peer(campaign)["gain"] == pytest.approx(113 / 89.6)
+    assert claims.first_start(campaign)["left"] == pytest.approx(196 / 89.6)
+    assert claims.first_small(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
+
+
+def test_which_change_is_in_gpu_time_but_for_the_graph(campaign):
+    found = tables.which_change(campaign)
+    assert list(found.columns) == ["small", "2.7B"]
+    assert found.loc["TF32", "small"] == pytest.approx(55.9 / 29)
+    assert found.loc["CUDA graph of the step", "small"] == pytest.approx(21.3 / 6.45)
+    assert np.isnan(found.loc["CUDA graph of the step", "2.7B"]), "under 2%"
+    assert found.loc["bf16 moments", "2.7B"] == pytest.approx(95.1 / 89.6)
+
+
+def test_the_graph_is_the_largest_change_only_of_small(campaign):
+    assert claims.change_graph(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
+    steps = campaign["ladder.steps"]
+    steps.loc[steps["change"] == "blocks", "wall_ms"] = 7
+    assert claims.change_graph(campaign) is None and claims.first_small(campaign) is None
+
+
+def test_peers_are_compared_at_their_best(campaign):
+    found = claims.peers_all(campaign)
+    assert found == {"shapes": 3, "least": pytest.approx(11 / 8.93), "most": pytest.approx(6.8 / 5.22)}
+    printed = tables.peers(campaign)
+    assert list(printed["ours faster than the best, x"]) == pytest.approx([6.8 / 5.22, 11 / 8.93, 113 / 89.6])
+    steps = campaign["ladder.steps"]
+    steps.loc[steps["change"] == "hugging_face", "wall_ms"] = 1.0
+    assert claims.peers_all(campaign) is None and claims.first_peer(campaign) is None
+    campaign["ladder.steps"] = steps[~steps["change"].isin(PEERS)]
+    assert tables.peers(campaign) is None
+
+
+def test_where_fp8_pays(campaign):
+    found = claims.fp8_large_batch(campaign)
+    assert (found["tokens"], found["batch"], found["size"]) == (8 * 512, 32, "2.7B")
+    assert found["gain"] == pytest.approx(600 / 497) and found["joules"] == pytest.approx(1 - 497 / 600)
+    assert claims.fp8_small_batch(campaign)["batch"] == 4
+    steps = campaign["ladder.steps"]
+    steps.loc[steps["change"] == "fp8", "wall_ms"] *= 1.5
+    assert claims.fp8_large_batch(campaign) is None
+    assert figures.fp8(campaign).message.startswith("FP8 matmuls gain nothing")
+    assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
+
+
+def test_a_change_that_moves_the_loss_more_than_a_seed_is_not_said_to_be_harmless(campaign):
+    found = claims.change_training(campaign)
+    assert found["steps"] == 200 and found["most"] < 0.2
+    curves = campaign["ladder.curves"]
+    curves.loc[curves["change"] == "bf16_moments", "loss"] += 0.5
+    assert claims.change_training(campaign) is None
+    assert figures.ladder_training(campaign).message == "How far each change moves the loss"
+    assert tables.training_check(campaign)["of another seed, %"].max() > 1
+
+
+def test_power_is_said_only_where_it_is_the_limit(campaign):
+    found = claims.power(campaign)
+    assert (found["size"], found["cap"], found["clock"], found["full"]) == ("2.7B", 700, 1665, 1980)
+    assert found["bound"] == pytest.approx(found["joules"] / 0.7)
+    campaign["ladder.steps"]["power_w"] = 400.0
+    assert claims.power(campaign) is None
+
+
+def test_an_optimizer_that_differs_is_not_said_to_be_exact(campaign):
+    assert claims.optimizer_exact(campaign)["numbers"] == 18330
+    campaign["ladder.results"].loc[0, "low_unequal"] = 3
+    assert claims.optimizer_exact(campaign) is None
+    campaign["ladder.results"]["v_nearest"] = 0.352
+    assert claims.moments_rounding(campaign) is None
+
+
+def test_a_ladder_that_ended_early_is_still_shown(campaign):
+    """Of a CPU: no TF32, no CUDA graph, no energy, one size."""
+    steps = campaign["ladder.steps"]
+    own = steps[(steps["size"] == "small") & (steps["context_length"] == 512) & (steps["vocab_size"] == 10_000)]
+    own = own[~own["change"].isin(PEERS)].copy()
+    lacks = own["change"].isin(["tf32", "cuda_graph"])
+    own.loc[lacks, "status"] = "unsupported"
+    own.loc[lacks, list(tables.MEASURES)] = np.nan
+    own[["step_j", "power_w", "energy_ms", "sm_clock_mhz", "mfu"]] = np.nan
+    alone = {"ladder.steps": own, "runs": campaign["runs"]}
+    assert len(tables.ladder_steps(alone)) == 7 and tables.energy(alone) is None and tables.mfu(alone) is None
+    assert list(tables.fast_step(alone).columns) == ["small, ms"]
+    assert tables.which_change(alone).loc["bf16 autocast", "small"] == pytest.approx(55.9 / 22)
+    assert "small" in figures.ladder(alone).message and figures.joules(alone) is None
+
+
+def test_schemas_hold_what_is_written(campaign):
+    for name, schema in tables.SCHEMAS.items():
+        frame = campaign[f"ladder.{name}"].drop(columns=[*tables.CONFIG])
+        for _, own in frame.groupby([campaign[f"ladder.{name}"][column] for column in tables.CONFIG]):
+            schema.validate(own)
+        assert not campaign[f"ladder.{name}"].duplicated(list(tables.KEYS[name])).any()
+    assert set(tables.SCHEMAS["steps"].columns) == {*tables.CELL, "status", "reason", *tables.MEASURES}
