@@ -1,4 +1,5 @@
 """The benchmarking study: a run's tables on a CPU, what does not fit, what cannot be captured, and its tables."""
+import inspect
 import math
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from stepscope.config import PHASES
+from stepscope.report.style import svg
+from stepscope.report.tables import markdown
 from stepscope.step.clocks import WHOLE
+from stepscope.studies.benchmark import claims, figures
 from stepscope.studies.benchmark import measure as measuring
 from stepscope.studies.benchmark.config import Config
 from stepscope.studies.benchmark.measure import MODES, finding, measure
-from stepscope.studies.benchmark.tables import SCHEMAS, largest, one_run, warm_up
+from stepscope.studies.benchmark.tables import CONFIG, PRINTED, SCHEMAS, largest, one_run, warm_up
 from stepscope.traces import in_process
 from stepscope.traces.in_process import launch_rate
 
@@ -214,3 +218,155 @@ def test_without_a_compiler_that_works_every_mode_says_so(monkeypatch):
     monkeypatch.setattr("stepscope.step.training_step.compile_parts", lambda model, parts: None)
     times = measure(Config(**TINY, compile="blocks"))[0]["times"]
     assert (times["status"] == "unsupported").all() and times["reason"].str.contains("no C").all()
+
+
+# Over all runs
+
+GPU_MS = {"small": 10.0, "large": 100.0, "2.7B": 1000.0}  # of a full fp32 step at context 512
+SHARES = {"forward": 0.3, "loss": 0.02, "backward": 0.55, "optimizer": 0.13}
+LAUNCH_MS = {"small": 30.0, "large": 90.0, "2.7B": 80.0}
+
+
+def mode_rows(size, context, scale=1.0, fused=1.0, wall=1.0, **config):
+    """One run's times: kernels in proportion to the context, launches that do not depend on it."""
+    found = {"size": size, "context_length": context, "batch_size": 4, "vocab_size": 10_000, "precision": "fp32",
+             "attention": "naive", "compile": "none", "optimizer": "foreach", "repeat": 0} | config
+    step = GPU_MS[size] * context / 512 * scale
+    for mode, names in PHASES.items():
+        gpu = {phase: step * SHARES[phase] / (fused if phase == "optimizer" else 1) for phase in names}
+        gpu[WHOLE] = sum(gpu.values())
+        for phase, ms in gpu.items():
+            wall_ms = max(ms, LAUNCH_MS[size] * sum(SHARES[name] for name in names) * wall)
+            row = {"mode": mode, "phase": phase, "wall_ms": wall_ms, "wall_std_ms": wall_ms * (0.1 if ms < wall_ms else 0.01),
+                   "wall_q1_ms": wall_ms, "wall_q3_ms": wall_ms, "enqueue_ms": 1.0, "gpu_ms": ms, "busy": ms / wall_ms,
+                   "operations": 1000.0, "status": "ok", "reason": "", "replay_reason": ""}
+            if phase == WHOLE:
+                row |= {"replayed_ms": ms * 1.01, "peak_gib": step, "mfu": 0.5, "mfu_measured": 0.7, "mfu_at_clock": 0.6,
+                        "sm_clock_mhz": 1980.0, "power_w": 600.0, "step_j": 6.0}
+            yield found | dict.fromkeys(("replayed_ms", "peak_gib", "compile_s", "mfu"), math.nan) | row
+
+
+def named(rows):
+    """Of each phase two names: a matmul and another; compiled there are half as many of the other."""
+    for row in rows:
+        matmul = {"small": 0.6, "large": 0.7, "2.7B": 0.8}[row["size"]]
+        if row["phase"] != WHOLE:
+            kept = {name: row[name] for name in ("mode", "phase", "gpu_ms", *CONFIG)}
+            half = 2 if row["compile"] != "none" else 1
+            yield kept | {"name": "gemm", "family": "matrix multiply", "count": 100.0, "gpu_ms": row["gpu_ms"] * matmul}
+            yield kept | {"name": "add", "family": "elementwise", "count": 800.0 / half,
+                          "gpu_ms": row["gpu_ms"] * (1 - matmul) / half}
+
+
+def campaign():
+    shapes = [(size, context) for size in GPU_MS for context in (128, 512)]
+    eager = [row for shape in shapes for row in mode_rows(*shape)]
+    low = [row for shape in shapes for row in mode_rows(*shape, scale=0.25, precision="bf16")]
+    for row in low:  # mixed_precision has no repeats
+        del row["repeat"]
+    blocks = [row | {"compile_s": 12.0} for size in GPU_MS
+              for row in mode_rows(size, 512, 0.2, wall=0.5, precision="bf16", compile="blocks")]
+    model = [row | {"compile_s": 40.0} for size in GPU_MS for row in mode_rows(size, 512, 0.8, compile="model")]
+    fused = [row for size in GPU_MS for row in mode_rows(size, 512, fused=3.0, optimizer="fused")]
+    again = [row for repeat, off in ((1, 1.002), (2, 0.999))
+             for row in mode_rows("small", 512, off, wall=1 + repeat / 4, repeat=repeat)]
+    tiny = list(mode_rows("small", 16, batch_size=1))
+    own = [*eager, *blocks, *model, *fused, *again, *tiny]
+    samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.2 if i < 4 else 1) for i in range(15)],
+                            **{name: row[name] for name in CONFIG})
+               for row in own if row["mode"] == "step" and row["phase"] == WHOLE]
+    operations = pd.DataFrame(named(row | {"repeat": 0} for row in low)).drop(columns="repeat")
+    return {"benchmark.times": pd.DataFrame(own), "benchmark.samples": pd.concat(samples, ignore_index=True),
+            "benchmark.operations": pd.DataFrame(named(own)), "mixed_precision.times": pd.DataFrame(low),
+            "mixed_precision.operations": operations}
+
+
+@pytest.fixture(scope="module")
+def all_runs():
+    return campaign()
+
+
+def functions(module):
+    return {name: found for name, found in vars(module).items()
+            if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
+
+
+NOT_THERE = {"answer_warmup_two", "warmup_two_suffices", "optimizer_by_size"}  # below
+
+
+@pytest.mark.parametrize("name", sorted(functions(claims).keys() - NOT_THERE))
+def test_every_claim_has_numbers_where_it_holds_and_none_of_an_empty_folder(name, all_runs):
+    claim = functions(claims)[name]
+    found = claim(all_runs)
+    assert found and not any(pd.isna(value) for value in found.values())
+    with pytest.raises(LookupError):
+        claim({})
+
+
+def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
+    bound = claims.launch_bound_forward(all_runs)
+    assert (bound["size"], bound["context"], bound["operations"]) == ("small", 128, 1000)
+    assert bound["gpu"] == pytest.approx(10 * 0.25 * 0.25 * 0.3) and bound["wall"] == pytest.approx(9)
+    assert bound["idle"] == pytest.approx(1 - bound["gpu"] / bound["wall"]) and bound["launch"] == pytest.approx(9)
+    assert claims.phases_fp32(all_runs) == pytest.approx(
+        {"size": "2.7B", "context": 512, "forward": 0.3, "backward": 0.55, "optimizer": 0.13})
+    assert claims.fused_adamw(all_runs) == {"size": "2.7B", "gain": pytest.approx(3.0, rel=0.01)}
+    assert claims.compile_kernels(all_runs)["before"] == 2400 and claims.compile_kernels(all_runs)["after"] == 1200
+    assert claims.repeats(all_runs) == pytest.approx({"processes": 3, "shapes": 1, "gpu": 1.002 / 0.999 - 1, "wall": 0.5})
+    assert claims.launch_bound_where(all_runs)["short"] == 3 and claims.launch_bound_where(all_runs)["long"] == 2
+    assert claims.launch_rate(all_runs) == pytest.approx({"low": 30.0, "high": 30.0})
+    first = claims.answer_warmup(all_runs)
+    assert first["size"] == "small" and first["first"] == pytest.approx(30 * 49) and claims.answer_warmup_two(all_runs)
+
+
+def test_a_claim_that_does_not_hold_is_not_said(all_runs):
+    def without(change, **which):
+        times = all_runs["benchmark.times"].copy()
+        rows = np.logical_and.reduce([times[name] == value for name, value in which.items()])
+        times.loc[rows, list(change)] = list(change.values())
+        return all_runs | {"benchmark.times": times}
+    assert claims.optimizer_by_size(all_runs) is None and claims.warmup_two_suffices(all_runs) is None
+    assert claims.optimizer_by_size(without({"gpu_ms": 5.0}, size="small", phase="optimizer"))["small_share"] > 0.13
+    assert claims.fused_adamw(without({"gpu_ms": 1e6}, optimizer="fused", phase="optimizer")) is None
+    assert claims.backward_ratio(without({"gpu_ms": 1e6}, phase="backward", compile="none")) is None
+    assert claims.compile_memory(without({"peak_gib": 1e6}, compile="blocks")) is None
+    assert claims.repeats_within_same(without({"gpu_ms": 20.0}, repeat=2)) is None
+    assert claims.repeats(without({"gpu_ms": 1000.0}, repeat=2)) is None
+    assert claims.matmul_rate(without({"mfu_measured": 0.3}, phase=WHOLE)) is None
+
+
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_every_table_prints_where_it_has_data_and_is_none_without(name, all_runs):
+    printed = PRINTED[name](all_runs)
+    assert markdown(printed).count("\n") > len(printed) > 0
+    assert PRINTED[name]({}) is None
+
+
+def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):
+    assert list(PRINTED["times_by_context"](all_runs).index) == ["small", "large", "2.7B"]
+    warm = PRINTED["warmup"](all_runs)
+    assert warm.loc["small", "mean after 0, ms"] == pytest.approx(30 * (50 + 3 * 1.2 + 6) / 10)
+    assert warm.loc["small", "mean after 5, ms"] == pytest.approx(30)
+    cost = PRINTED["compile_cost"](all_runs).loc[("blocks", "bf16", "small")]
+    assert cost["break-even (steps), n"] == pytest.approx(12_000 / 15)
+    model = PRINTED["compiled_model"](all_runs)
+    assert model.loc["2.7B", "full step, ms"] == 1000 and model.loc["2.7B", "full step compiled, ms"] == 800
+
+
+@pytest.mark.parametrize("name", sorted(functions(figures)))
+def test_every_figure_is_drawn_and_says_something_or_is_not_there(name, all_runs):
+    draw = functions(figures)[name]
+    assert svg(draw(all_runs)).startswith("<svg") and draw({}) is None
+
+
+def test_modes_that_did_not_fit_are_in_no_number(all_runs):
+    times = all_runs["benchmark.times"].copy()
+    gone = (times["size"] == "2.7B") & (times["compile"] == "none") & (times["mode"] == "step")
+    measures = times.select_dtypes("number").columns.difference(CONFIG)
+    times.loc[gone, measures] = np.nan
+    times.loc[gone, "status"] = "oom"
+    runs = all_runs | {"benchmark.times": times[~gone | (times["phase"] == WHOLE)]}
+    assert claims.answer_times(runs)["size"] == claims.phases_fp32(runs)["size"] == "large"
+    assert all(PRINTED[name](runs) is not None for name in ("handout_times", "busy", "mfu", "times_by_context"))
+    for name, draw in functions(figures).items():
+        assert draw(runs) is not None, name

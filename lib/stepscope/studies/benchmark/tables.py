@@ -47,7 +47,7 @@ def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
     """Mean and standard deviation of ten full steps after so many warm-up steps of a cold process, and the first
     of the ten; by those columns of :data:`CONFIG` that are there."""
     by = [column for column in CONFIG if column in samples]
-    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values([*by, "step"])
+    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values("step", kind="stable")
     found = []
     for key, own in steps.groupby(by, sort=False) if by else [((), steps)]:
         wall_ms = own["wall_ms"].to_numpy()
@@ -147,13 +147,14 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
     Raises:
         KeyError: nothing was compiled so.
     """
-    compiled = chosen(tables["benchmark.times"], compile=parts, phase=WHOLE, attention="naive", repeat=0)
-    precision = compiled["precision"].iloc[0] if len(compiled) else "none"
-    seconds = compiled[compiled["mode"] == "step"].set_index("size")["compile_s"]
-    chosen_ones = {"mode": mode, "precision": precision, "context_length": context(tables)}
-    compiled = at_context(tables, compile=parts, precision=precision, mode=mode).drop(columns="compile_s")
-    both = compiled.join(at_context(tables, precision=precision, mode=mode), rsuffix="_eager", how="inner")
-    both = both.join(seconds).assign(**chosen_ones)
+    rows = chosen(tables["benchmark.times"], **PLAIN | {"compile": parts}, phase=WHOLE)
+    if rows.empty:
+        raise KeyError(parts)
+    precision = rows["precision"].iloc[0]
+    after = at_context(tables, compile=parts, precision=precision, mode=mode)
+    before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "busy", "peak_gib"]]
+    both = pd.concat([after, before.add_suffix("_eager")], axis=1, join="inner")
+    both["compile_s"] = rows[rows["mode"] == "step"].set_index("size")["compile_s"].reindex(both.index)
     saved_ms = both["wall_ms_eager"] - both["wall_ms"]
     return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_eager"], both["gpu_ms"])],
                        pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
@@ -170,7 +171,7 @@ def besides_matmuls(tables: Tables, parts: str) -> pd.DataFrame:
                      context_length=context(tables))
         own = own[own["family"] != MATMUL]
         found[name] = own.groupby("size", sort=False)[["count", "gpu_ms"]].sum()
-    return found[parts].join(found["none"], rsuffix="_eager", how="inner")
+    return pd.concat([found[parts], found["none"].add_suffix("_eager")], axis=1, join="inner")
 
 
 def repeated(tables: Tables) -> pd.DataFrame:
