@@ -59,21 +59,21 @@ def ladder(tables: Tables) -> Figure | None:
     colors = [ORANGE if change in PEERS else BLUE for change in shown.index]
     axes.set_xscale("log")
     axes.set_xlim(last["bound_ms"] * 0.8, walls.max() * 1.9)
-    axes.hlines(places, axes.get_xlim()[0], walls, color=colors, linewidth=1.2)
+    axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
     axes.scatter(walls, places, color=colors, s=36, zorder=3)
     for place, wall in zip(places, walls):
         axes.annotate(
             number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords="offset points", va="center"
         )
     axes.set_yticks(places, [name_of(change) for change in shown.index])
-    axes.set_ylim(len(shown) - 0.4, -1.4)
+    axes.set_ylim(len(shown) - 0.4, -1.9)
     axes.grid(False, axis="y")
-    bounds = {"lower bound": (last["bound_ms"], INK, "left"), "energy": (last["energy_ms"], MUTED, "left")}
-    for row, (name, (at, color, side)) in enumerate(bounds.items()):
+    bounds = {"lower bound": (last["bound_ms"], INK), "energy at the power limit": (last["energy_ms"], MUTED)}
+    for row, (name, (at, color)) in enumerate(bounds.items()):
         if pd.notna(at):
             axes.axvline(at, color=color, linewidth=1.2, linestyle="--", zorder=1)
-            axes.annotate(f"{name} {number(at, 'ms')}", (at, -1.3 + 0.75 * row), xytext=(4, 0), color=color,
-                          textcoords="offset points", va="center", ha=side)  # fmt: skip
+            axes.annotate(f"{name} {number(at, 'ms')}", (at, -1.6 + 0.8 * row), xytext=(4, 0), color=color,
+                          textcoords="offset points", va="center")  # fmt: skip
     _milliseconds(axes)
     axes.set_xlabel("milliseconds a step")
     return drawn

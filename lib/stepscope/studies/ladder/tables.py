@@ -22,9 +22,9 @@ KEY = {
     "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True),
 }
 MEASURES = (
-    "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib", "reserved_gib",
-    "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured", "mfu_at_clock", "loss_off",
-    "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms",
+    "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
+    "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured", "mfu_at_clock",
+    "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms",
 )  # fmt: skip
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -159,7 +159,7 @@ def trained(tables: Tables) -> pd.DataFrame:
     return curves.merge(plain[place].head(1), on=place)
 
 
-# -- printed --------------------------------------------------------------------------------------------------
+# -- printed ------------------------------------------------------------------------------------------------
 
 
 def _named(rows: pd.DataFrame) -> pd.DataFrame:
@@ -254,7 +254,8 @@ def by_batch(tables: Tables) -> pd.DataFrame:
 def mfu(tables: Tables) -> pd.DataFrame | None:
     """MFU of the last step at every shape, and of the batch that fills the memory."""
     steps = tables["ladder.steps"]
-    own = steps[steps["change"].isin([LAST, FILLED]) & steps["mfu"].notna()]
+    plain = steps["vocab_size"] == steps["vocab_size"].min()
+    own = steps[steps["change"].isin([LAST, FILLED]) & steps["mfu"].notna() & plain]
     if own.empty:
         return None
     names = {"size": "size", "context_length": "context", "batch_size": "batch", "wall_ms": "wall, ms",
