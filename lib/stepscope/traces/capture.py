@@ -24,6 +24,7 @@ from stepscope.traces.families import FAMILIES, families
 from stepscope.traces.nsys_program import export_capture, find_nsys
 from stepscope.traces.torch_trace import CATEGORIES, LAUNCHES, OPERATOR, PROCESS_KEY, RANGE, WORK, Events, read_trace
 
+OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 OPTIMIZER = re.compile(r"^Optimizer\.step#")
 STEP_WORDS, PROFILER_STEP = {"step", "steps", "iter", "iteration", "batch"}, re.compile(r"^ProfilerStep\s?#\d+$")
@@ -46,7 +47,7 @@ class Capture:
 
     operations: a row an operation in order of start: kind (kernel, memcpy, memset), name, family, device, stream,
         start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread (-1), process,
-        phase ("outside"), step (-1), bytes (of a copy or fill, or a generated kernel's arguments; -1), flops (-1)
+        phase ("outside"), range (the outermost one that is no step and no phase; ""), step (-1), bytes (of a copy or fill, or a generated kernel's arguments; -1), flops (-1)
         and dtype of a matmul whose shapes are known ("").
     ranges: name, start_ns, end_ns, process, thread, role (step, phase, region), phase.
     steps: the name of each step. left_out, left_out_ns: what was launched before.
@@ -216,8 +217,13 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
 
 def _autograd_of(ranges: pd.DataFrame) -> pd.DataFrame:
     """Autograd's ranges among nsys's, where the program ran under torch.autograd.profiler.emit_nvtx."""
-    own = [bool(AUTOGRAD.match(name)) for name in ranges["name"].cat.categories]
-    return ranges[np.array(own, bool)[ranges["name"].cat.codes]] if any(own) else ranges[:0]
+    return ranges[matching(ranges["name"], AUTOGRAD)]
+
+
+def matching(names: pd.Series, pattern: re.Pattern) -> pd.Series:
+    """Whether each name of a categorical column matches somewhere; each distinct one is asked once."""
+    found = np.array([bool(pattern.search(str(name))) for name in names.cat.categories], bool)
+    return pd.Series(found[names.cat.codes] if len(found) else False, names.index, dtype=bool)
 
 
 def plain_name(name: str) -> str:
@@ -254,13 +260,15 @@ def _attributed(records: Records, extra: dict[str, np.ndarray], autograd: pd.Dat
     own = ranges[ranges["role"] == "phase"]
     at = _within(own, records.process, launch_start)
     phase = np.where(known & (at >= 0), np.append(own["phase"].to_numpy(object), OUTSIDE)[at], phase)
+    others = ranges[(ranges["role"] == "region") & ~matching(ranges["name"], OPERATOR_RANGE)]
+    named = np.append(others["name"].astype(str).to_numpy(object), "")[_within(others, records.process, launch_start)]
     before = _before(operations, records.process, known, launch_start, steps)
     number = np.append(np.arange(len(steps)) if steps.empty else steps["step"].to_numpy(), -1)[place]
     table = operations.assign(
         launch_start_ns=pd.arrays.IntegerArray(launch_start.astype(np.int64), ~known),
         launch_duration_ns=pd.arrays.IntegerArray((launch_end - launch_start).astype(np.int64), ~known),
         process=records.process >> 24 & 0xFFFFFF, thread=np.where(known, thread & 0xFFFFFF, -1),
-        step=np.where(known, number, -1), flops=-1.0, dtype="", operator=-1)
+        step=np.where(known, number, -1), range=pd.Categorical(np.where(known, named, "")), flops=-1.0, dtype="", operator=-1)
     if extra:
         size = np.where(table["bytes"] >= 0, table["bytes"], extra["arguments"])
         table = table.assign(flops=extra["flops"], dtype=extra["dtype"], operator=extra["operator"], bytes=size)
@@ -326,15 +334,14 @@ def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | No
 
 def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
     """The ranges that are steps, with ``step``: their number in each process."""
-    names = pd.Series({name: plain_name(name) for name in ranges["name"].cat.categories}, dtype=object)
-    plain = ranges["name"].astype(str).map(names)
+    plain = ranges["name"].astype(object).map({name: plain_name(name) for name in ranges["name"].cat.categories})
     if step is not None:
         found = ranges[plain == plain_name(step)]
         if found.empty:
             raise TraceError(f"{path}: no range is named {step[:80]!r}, expected one of"
                              f" {', '.join(named_ranges(ranges)) or 'none: the capture has no ranges'}")
     else:
-        own = ranges["name"].astype(str).str.match(PROFILER_STEP.pattern)
+        own = matching(ranges["name"], PROFILER_STEP)
         found = ranges[own] if own.any() else _repeating(ranges, plain, launches)
     found = found.sort_values(["process", "start_ns"])
     reached = found.groupby("process")["end_ns"].cummax().groupby(found["process"]).shift()
@@ -348,7 +355,7 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
     total = max(1, launches.shape[1])
     for name, own in ranges.groupby(plain):
         said = set(str(name).split())
-        if not 2 <= len(own) <= 10_000 or phase_of(str(name)) or "evaluate function" in str(name):
+        if not 2 <= len(own) <= 10_000 or phase_of(str(name)) or OPERATOR_RANGE.search(str(own["name"].iloc[0])):
             continue
         if own["key"].nunique() > own["process"].nunique():
             continue  # on several threads of a process
@@ -363,8 +370,9 @@ def named_ranges(ranges: pd.DataFrame, most: int = 8) -> list[str]:
     """The names that ranges have, without numbers, those with the most time first, with how many there are."""
     if ranges.empty:
         return []
-    rows = ranges.assign(plain=ranges["name"].astype(str).map(plain_name),
-                         time=ranges["end_ns"] - ranges["start_ns"])
+    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE)]
+    rows = rows.assign(plain=rows["name"].astype(str).map(plain_name),
+                       time=rows["end_ns"] - rows["start_ns"])
     summed = rows.groupby("plain").agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
     rows = summed.sort_values("time", ascending=False).head(most)
     return [f"{str(row.name_)[:60]!r} ({row.count_})" for row in rows.rename(

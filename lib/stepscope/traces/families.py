@@ -40,7 +40,7 @@ RULES = [
     ("fused attention",
      (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
       r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
-      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^fwd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused "
+      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^[fb]wd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused "
       r"recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule|\bkda\b|wkv"
       r"|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff"
       r"|fwd (grouped )?kernel stage"),
@@ -48,7 +48,7 @@ RULES = [
       "paged")),
     ("convolution",
      (r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
-      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter"),
+      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter|im2d2col"),
      "cuDNN's, CUTLASS's and MIOpen's convolutions, direct, as products, or transformed"),
     (MATMUL,
      (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched "
@@ -56,7 +56,7 @@ RULES = [
       r"|input) proj|moe (stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b"
       r"|marlin(?!.*repack)|fmoe|fused moe kernel|mat ?vec|flatmm|[bs]gmv|einsum|\bw?mfma\b|\bw?mma\b"
       r"|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))"
-      r"|tensorop"),
+      r"|tensorop|\bxxt\b|ba plus caa|ba plus c aa"),
      ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions, "
       "experts' grouped products")),
     ("optimizer",
@@ -88,7 +88,7 @@ RULES = [
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
      (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
-      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|\bce\b|\bloss|kl ?div|\bjsd|\bscan"
+      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|classifier|\bce\b|\bloss|kl ?div|\bjsd|\bscan"
       r"|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
       r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance|\b[cp]dist\b"
       r"|quantile|\basum\b|\bnrm2\b"),
@@ -117,6 +117,7 @@ ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
 # A copy that changes the type: torch's kernels for a low type, and its general copy where loads and stores
 # cast.
 CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^aten::_to_copy$"
+FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # of a list of tensors, by whomever
 # A kernel that applies a function to each element is named after its loop; the function, a template
 # argument, may say that it copies. It may not say that it reduces: it could not.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
@@ -126,7 +127,7 @@ TEMPLATED = {"fused attention", "convolution", MATMUL}  # what TorchInductor has
 # Where no part of a name says what is done, the library whose it is: a pattern of the path's words.
 LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
              ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
-             ("communication", r"\bc10d\b"),
+             ("communication", r"\bc10d\b|^ep (intra|inter)node|^ep\b.*\b(dispatch|combine|notify)"),
              ("elementwise", r"^aten$")]
 # A library whose kernels serve one family: what prepares them, such as a table of offsets, is part of it.
 SERVES = [("convolution", r"^cask cudnn")]
@@ -149,6 +150,8 @@ def family(name: str) -> str:
         return _first(words(name.removeprefix("triton_tem_")), TEMPLATED, "compiler-generated")
     parts = split(name)
     own = _first(words(parts.own))
+    if own == "optimizer" and FOREACH_COPY.search(parts.template):
+        return "copy and cast"
     if own in PREPARES and (served := _of_scope_in(_SERVES, words(parts.scope))) != OTHER:
         return served
     if own == "elementwise":

@@ -107,24 +107,14 @@ def _without_parameters(text: str) -> str:
 
 # What says little in a template's arguments; element types are kept, since they tell precisions apart.
 _DULL = re.compile(
-    r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator|at|native|c10"
+    r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator(_call)?|at|native|ul|c10"
     r"|cuda|cutlass|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?"
     r"|binary_internal|T\d+"
 )
-# nsys writes template constants as (int)4, (bool)0
-_CASTS = re.compile(r"\((?:unsigned )?(?:int|long|bool)\)")
-
-
-def _bare(name: str) -> str:
-    """The name without its return type, its own (last) list of arguments, and its namespaces."""
-    name, depth = name.removeprefix("void ").strip(), 0
-    for at in range(len(name) - 1, -1, -1) if name.endswith(")") else ():
-        depth += (name[at] == ")") - (name[at] == "(")
-        if depth == 0:
-            name = name[:at] or name
-            break
-    name = re.sub(r"(<unnamed>|\(anonymous namespace\))::", "", name)
-    return re.sub(r"\b\w+::(?=[\w~])", "", _CASTS.sub("", name))
+def _whole(name: str) -> str:
+    """The kernel's own name and its whole template."""
+    parts = split(name)
+    return f"{parts.own}<{parts.template}>" if parts.template else parts.own or name
 
 
 def short_name(name: str) -> str:
@@ -133,7 +123,10 @@ def short_name(name: str) -> str:
 
     Different kernels may share a short name: a table of several kernels takes short_names.
     """
-    base, _, template = _bare(name).partition("<")
+    if name.startswith(("Memcpy", "Memset")):  # torch.profiler's copies: "Memcpy DtoD (Device -> Device)"
+        return name.partition(" (")[0]
+    _, base, template = split(name)
+    template = re.sub(r"\b\w+::(?=[\w~])", "", template)
     words = [w for w in dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template)) if not _DULL.fullmatch(w)]
     # CUTLASS: the wrapper's argument has the name
     if words and re.fullmatch(r"Kernel2?|device_kernel", base):
@@ -150,7 +143,7 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """
     pending = list(dict.fromkeys(names))
     shown: dict[str, str] = {}
-    for form in (lambda name: _cut(short_name(name), width), short_name, _bare):
+    for form in (lambda name: _cut(short_name(name), width), short_name, _whole):
         candidates = {name: form(name) for name in pending}
         count = Counter([*candidates.values(), *shown.values()])
         shown |= {name: text for name, text in candidates.items() if count[text] == 1}

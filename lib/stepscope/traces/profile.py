@@ -17,7 +17,7 @@ import yaml
 from stepscope import PACKAGE
 from stepscope.step.stats import LAUNCH_BOUND, union
 from stepscope.traces.attribution import OUTSIDE, TraceError
-from stepscope.traces.capture import Capture, load_capture, named_ranges
+from stepscope.traces.capture import Capture, load_capture, matching
 from stepscope.traces.families import MATMUL, OTHER
 from stepscope.traces.kernel_names import short_name
 
@@ -29,7 +29,8 @@ HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # name
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
 LATE_NS = 0          # a launch that ends so much after its GPU fell idle made it wait
 WORTH, MOST = 0.01, 3  # of the step: less is not advised; so many things to do
-SHOWN = 60           # characters of a name
+RANGES = 4           # of no phase: so many are named
+SHOWN, LABEL = 60, 15  # characters of a name, and of a line's label
 
 
 @dataclass
@@ -57,13 +58,17 @@ class Device:
         from the host, communication."""
         rows = self.all_operations
         rows = rows[(rows["start_ns"] >= self.windows[0, 0]) & (rows["start_ns"] < self.windows[-1, 1])]
-        host = (rows["kind"] == "memcpy") & _matching(rows["name"], HOST_COPY)
+        host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY)
         part = np.where(rows["family"] == COMMUNICATION, COMMUNICATION, np.where(host, "copies", "compute"))
         return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
 
     @property
     def steps(self) -> int:
         return len(self.windows)
+
+    @property
+    def each(self) -> str:
+        return " a step" if self.capture.steps else ""
 
     @cached_property
     def accounts(self) -> pd.DataFrame:
@@ -143,12 +148,12 @@ def _looked_into(one: Device) -> list[str]:
     matmuls, generated = _rates(one)
     facts = {"phase": _phases(one), "family": _families(one), _bound(one)[0]: _bound(one)[1],
              "communication": _communication(one), "copies": _copies(one), "matmul": matmuls, "generated": generated}
-    lines = [f"{name:<13}{text}" for name, text in facts.items() if text]
+    lines = [f"{name:<{LABEL}}{text}" for name, text in facts.items() if text]
     advice = [f"{place}. {what}: {_ms(saved)} ms ({_percent(saved / one.accounts['wall'].mean())})"
               for place, (saved, what) in enumerate(_advice(one), start=1)]
     if advice:
-        lines += [f"{'to do, most it can save:' if place == 0 else '':<25}{text}" for place, text in enumerate(advice)]
-    return [*lines, f"{'not told':<13}{_not_told(one)}"]
+        lines += [f"{'to do, most it can save:' if place == 0 else '':<{LABEL + 10}}{text}" for place, text in enumerate(advice)]
+    return [*lines, f"{'not told':<{LABEL}}{_not_told(one)}"]
 
 
 def _header(capture: Capture, gpus: Mapping[int, Device], most: int) -> str:
@@ -160,7 +165,7 @@ def _header(capture: Capture, gpus: Mapping[int, Device], most: int) -> str:
     one = gpus[most]
     steps = f"{len(capture.steps)} steps ({_numbered(capture.steps)})" if len(capture.steps) > 1 else (
         f"1 step ({clean(capture.steps[0])})" if capture.steps else "no steps found: all of it is one")
-    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operations"
+    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operation{'s' * (len(one.operations) != 1)}"
     if capture.left_out:
         text += f"; {capture.left_out:,} ({_ms(capture.left_out_ns / 1e6)} ms) launched before are left out"
     if after := len(one.all_operations) - len(one.operations):
@@ -184,22 +189,33 @@ def _steps(one: Device, several: bool) -> list[str]:
              if name in ("compute", "idle") or mean[name] >= 0.0005 * mean["wall"]]
     label = f"GPU {one.number}" if several else "step on GPU" if one.capture.steps else "on GPU"
     shown = f" ({each})" if len(accounts) > 1 else ""
-    return [f"{label:<13}{_ms(mean['wall'])} ms{shown}: {', '.join(parts)}"]
+    return [f"{label:<{LABEL}}{_ms(mean['wall'])} ms{shown}: {', '.join(parts)}"]
 
 
 def _phases(one: Device) -> str:
     rows = one.operations
     found = rows.groupby("phase", observed=True)["duration_ns"].sum() / 1e6 / one.steps
-    names = named_ranges(one.capture.ranges[one.capture.ranges["role"] == "region"])
-    if set(found.index) == {OUTSIDE}:
-        return "none found" + (f"; ranges: {', '.join(map(clean, names))} (phases= says which is which)" if names else "")
+    told = [f"{clean(name)} {_ms(value)}" for name, value in found.items() if name != OUTSIDE]
+    text = (" | ".join(told) + " ms") if told else "none found"
     overlap = one.ms(rows) - one.union(rows) / 1e6 / one.steps
-    text = " | ".join(f"{clean(name)} {_ms(value)}" for name, value in found.items() if name != OUTSIDE) + " ms"
-    text += f" (kernel sums; {_ms(overlap)} ms of it overlaps)" if overlap >= 0.0005 * one.accounts["wall"].mean() else ""
-    outside = found.get(OUTSIDE, 0.0)
-    if outside > 0.01 * found.sum():
-        text += f"; outside {_ms(outside)} ms" + (f", ranges: {', '.join(map(clean, names))}" if names else "")
-    return text
+    if told and overlap >= 0.0005 * one.accounts["wall"].mean():
+        text += f" (kernel sums; {_ms(overlap)} ms of it overlaps)"
+    if told and one.capture.autograd:
+        text += ", by autograd's ranges"
+    if told and found.get(OUTSIDE, 0.0) > WORTH * found.sum():
+        text += f"; outside {_ms(found[OUTSIDE])} ms"
+    return text + _ranges_outside(rows[rows["phase"] == OUTSIDE], one, WORTH * found.sum())
+
+
+def _ranges_outside(rows: pd.DataFrame, one: Device, least: float) -> str:
+    """The ranges that hold most of what is in no phase, each with its time; and how to say which phase they are."""
+    inside = rows[rows["range"] != ""]
+    found = inside.groupby("range", observed=True)["duration_ns"].sum().sort_values(ascending=False) / 1e6 / one.steps
+    found = found[found >= least].head(RANGES)
+    if found.empty:
+        return ""
+    said = ", ".join(f"{clean(name)!r} {_ms(value)}" for name, value in found.items())
+    return f"; in ranges of other names (phases= says what they are): {said} ms"
 
 
 def _families(one: Device) -> str:
@@ -222,11 +238,11 @@ def _bound(one: Device) -> tuple[str, str]:
     waiting = late["ms"].sum() / one.steps
     if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
         longest = f", longest gap {_us(gaps['ms'].max())}" if len(gaps) else ""
-        return "GPU-bound", f"the host is {_ms(one.ahead_ms)} ms ahead{longest}"
+        return "GPU-bound", f"the host is {_ms(max(one.ahead_ms, 0))} ms ahead{longest}"
     worst = late.loc[late["ms"].idxmax()]
     return "launch-bound", (
-        f"the GPU waits {_ms(waiting)} ms a step ({_percent(waiting / mean['wall'])}) for launches,"
-        f" {len(one.operations) / one.steps:,.0f} operations a step; longest gap {_us(worst['ms'])} before"
+        f"the GPU waits {_ms(waiting)} ms{one.each} ({_percent(waiting / mean['wall'])}) for launches,"
+        f" {len(one.operations) / one.steps:,.0f} operations{one.each}; longest gap {_us(worst['ms'])} before"
         f" {clean(short_name(worst['name']))}")
 
 
@@ -238,7 +254,7 @@ def _communication(one: Device) -> str:
     text = f"{_ms(whole)} ms, {_percent(1 - exposed / whole if whole else 0)} hidden"
     kinds, taken = {}, pd.Series(False, one.operations.index)
     for kind, pattern in [*KINDS_OF_COMMUNICATION, ("other", "")]:
-        own = (one.operations["part"] == COMMUNICATION) & ~taken & _matching(one.operations["name"],
+        own = (one.operations["part"] == COMMUNICATION) & ~taken & matching(one.operations["name"],
                                                                             re.compile(pattern, re.IGNORECASE))
         kinds[kind], taken = one.exposed_ms(own), taken | own
     said = [f"{kind} {_ms(value)}" for kind, value in sorted(kinds.items(), key=lambda item: -item[1])
@@ -266,7 +282,7 @@ def _matmul_rates(one: Device) -> pd.DataFrame:
     """By dtype: ms a step and TFLOP/s of the matmuls whose shapes are known; fp32 on tensor cores is TF32."""
     rows = one.operations[one.operations["flops"] > 0]
     first = ~rows.duplicated("operator")  # one operator's FLOPs, of however many kernels
-    cores = _matching(rows["name"], re.compile(r"tf32|s1688|s16816|tensorop", re.IGNORECASE))
+    cores = matching(rows["name"], re.compile(r"tf32|s1688|s16816|tensorop", re.IGNORECASE))
     rows = rows.assign(dtype=rows["dtype"].mask((rows["dtype"] == "fp32") & cores, "tf32"),
                        flops=rows["flops"].where(first, 0))
     found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
@@ -276,10 +292,10 @@ def _matmul_rates(one: Device) -> pd.DataFrame:
 def _rates(one: Device) -> tuple[str, str]:
     rates, sheet = _matmul_rates(one), data_sheet(one.capture.gpus.get(one.number, ""))
     said = []
-    for dtype, row in rates.sort_values("ms", ascending=False).iterrows():
+    for dtype, row in rates[rates["ms"] >= WORTH * rates["ms"].sum()].sort_values("ms", ascending=False).iterrows():
         most = sheet.get("bf16" if dtype == "fp16" else str(dtype))
         of = f" ({_percent(row.tflops / most)} of {most:,.0f})" if most else ""
-        said.append(f"{clean(str(dtype))} {row.tflops:,.3g} TFLOP/s{of}")
+        said.append(f"{clean(str(dtype))} {_three(row.tflops)} TFLOP/s{of}")
     whole = one.operations.loc[one.operations["family"] == MATMUL, "duration_ns"].sum() / 1e6 / one.steps
     matmul = ", ".join(said)
     if said and whole and rates["ms"].sum() < 0.9 * whole:
@@ -289,7 +305,7 @@ def _rates(one: Device) -> tuple[str, str]:
         return matmul, ""
     rate = made["bytes"].sum() / made["duration_ns"].sum() / 1e3
     most = f" ({_percent(rate / sheet['tb_s'])} of {sheet['tb_s']})" if sheet else ""
-    return matmul, f"{rate:.3g} TB/s by argument sizes{most}"
+    return matmul, f"{_three(rate)} TB/s by argument sizes{most}"
 
 
 def _generated(one: Device) -> pd.DataFrame:
@@ -301,10 +317,10 @@ def _generated(one: Device) -> pd.DataFrame:
 
 def _advice(one: Device) -> list[tuple[float, str]]:
     """At most three things to do, each with the most ms a step that it can save."""
-    mean, gaps = one.accounts.mean(), one.gaps
+    mean = one.accounts.mean()
     found = [(mean["exposed communication"], "hide communication behind compute"),
              (mean["exposed copies"], "hide copies to and from the host (pinned memory, a stream of their own)"),
-             (gaps.loc[gaps["late"], "ms"].sum() / one.steps, "gaps, by a CUDA graph or fewer launches")]
+             (mean["idle"], "gaps, by a CUDA graph or fewer launches")]
     made = _generated(one)
     if len(made) > 1:
         rate = made["bytes"] / made["duration_ns"]
@@ -321,7 +337,7 @@ def _advice(one: Device) -> list[tuple[float, str]]:
     rows = one.operations
     loose = rows[rows["family"].isin(FUSABLE) & (rows["phase"] != "optimizer")]
     if (rows["family"] == GENERATED).sum() < 0.05 * len(rows):
-        found.append((one.ms(loose), "fuse elementwise kernels, copies, norms and softmax (torch.compile)"))
+        found.append((one.ms(loose), "elementwise kernels, copies, norms and softmax, if all are fused (torch.compile)"))
     worth = [(saved, what) for saved, what in found if saved > WORTH * mean["wall"]]
     return sorted(worth, reverse=True)[:MOST]
 
@@ -344,14 +360,6 @@ def data_sheet(name: str) -> dict[str, Any]:
     return next((sheet for sheet in sheets if all(word.lower() in name.lower() for word in sheet["words"])), {})
 
 
-def _matching(names: pd.Series, pattern: re.Pattern) -> pd.Series:
-    """Whether each name matches; each distinct one is asked once."""
-    if not hasattr(names, "cat"):
-        return names.map(lambda name: bool(pattern.search(name))).astype(bool)
-    found = np.array([bool(pattern.search(name)) for name in names.cat.categories], bool)
-    return pd.Series(found[names.cat.codes] if len(found) else False, names.index)
-
-
 def clean(name: str) -> str:
     """A name from a file on one line: printable, and not too long."""
     line = "".join(char if char.isprintable() else " " for char in str(name)[:4 * SHOWN])
@@ -364,6 +372,11 @@ def _ms(value: float) -> str:
     if not np.isfinite(value):
         return "?"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 0.95 else f"{value:.2g}"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, and no exponent of a large number."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _us(ms: float) -> str:
