@@ -367,6 +367,6 @@ def test_modes_that_did_not_fit_are_in_no_number(all_runs):
     times.loc[gone, "status"] = "oom"
     runs = all_runs | {"benchmark.times": times[~gone | (times["phase"] == WHOLE)]}
     assert claims.answer_times(runs)["size"] == claims.phases_fp32(runs)["size"] == "large"
-    assert all(PRINTED[name](runs) is not None for name in ("handout_times", "busy", "mfu", "times_by_context"))
+    assert all(PRINTED[name](runs) is not None for name in ("handout_times", "busy", "mfu_ways", "times_by_context"))
     for name, draw in functions(figures).items():
         assert draw(runs) is not None, name

@@ -49,7 +49,8 @@ def _modules(name: str) -> Iterator[ModuleType]:
 
 
 def collect(kind: str) -> dict[str, Callable]:
-    """Every study's claims, figures or tables, and those that join studies, by name.
+    """Every study's claims, figures or tables, and those that join studies, by name: the public functions of one
+    argument, ``tables``, and what :data:`PRINTED` names.
 
     Raises:
         ChapterError: two have one name.
@@ -58,7 +59,8 @@ def collect(kind: str) -> dict[str, Callable]:
     for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
         own = getattr(module, "PRINTED", {}) if kind == "table" else {
             name: function for name, function in inspect.getmembers(module, inspect.isfunction)
-            if function.__module__ == module.__name__ and not name.startswith("_")}
+            if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["tables"]
+            and not name.startswith("_")}
         if doubled := sorted(found.keys() & own.keys()):
             other = found[doubled[0]].__module__
             raise ChapterError(f"{module.__name__}: {other} has a {kind} called {', '.join(doubled)}, too")
@@ -205,6 +207,6 @@ def _paragraph(paragraph: str) -> str:
         rest = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
         if not rest:  # nothing is left but a question
             return ""
-    paragraph = re.sub(r"[^.!?\n\x01]*:[ \n]?\x00", "", paragraph)  # what only leads to what is not said
+    paragraph = re.sub(r"[^.!?*\n\x01]*:[ \n]?\x00", "", paragraph)  # what only leads to what is not said
     text = re.sub(r"[ \n]?\x00", "", paragraph).replace(SAID, "")
     return re.sub(r"(?<=\S) {2,}", " ", text).strip("\n ")

@@ -119,7 +119,7 @@ def svg(drawn: Figure) -> str:
     dark = "".join(f"--c{light[1:]}:{dark};" for light, dark in DARK.items())
     style = "text{white-space:pre}@media screen and (prefers-color-scheme:dark){svg{" + dark + "}}"
     text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return text.replace('<style type="text/css">', f'<style type="text/css">{style}', 1) + "\n"
+    return text.replace('<style type="text/css">', f'<style type="text/css">{style}', 1).strip() + "\n"
 
 
 def _variable(color: str) -> str:

@@ -323,5 +323,5 @@ def _printed(make: Callable[[Tables], pd.DataFrame]) -> Callable[[Tables], pd.Da
 
 PRINTED = {name: _printed(make) for name, make in {
     "handout_times": _handout_times, "times_by_context": _times_by_context, "warmup": _warmup,
-    "launch_bound": _launch_bound, "busy": _busy, "optimizers": _optimizers, "mfu": _mfu,
+    "launch_bound": _launch_bound, "busy": _busy, "optimizers": _optimizers, "mfu_ways": _mfu,
     "compile_cost": _compile_cost, "compiled_model": _compiled_model, "repeats": _repeats}.items()}

@@ -1,0 +1,63 @@
+"""Runs that tests of the report read: the committed reference, or a folder named by $STEPSCOPE_TEST_RUNS."""
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stepscope import PROJECT
+from stepscope.report.load import Read, read
+from stepscope.runs.store import Store
+from stepscope.studies import STUDIES
+
+RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
+IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
+
+
+def needs_runs() -> None:
+    if not any(RUNS.glob("*/*/record.json")):
+        pytest.skip("no runs to read here")
+
+
+@functools.cache
+def whole() -> Read:
+    needs_runs()
+    return read(Store(RUNS))
+
+
+def few(folder: Path, each: int = 2) -> Path:
+    """A copy of some runs of every study, those of the shortest contexts, without what is large."""
+    needs_runs()
+    for study in STUDIES:
+        found = sorted((RUNS / study).glob("*/record.json"), key=lambda path: sum(
+            file.stat().st_size for file in path.parent.glob("*.parquet")))
+        for path in found[:each]:
+            place = folder / study / path.parent.name
+            place.mkdir(parents=True)
+            record = json.loads(path.read_text())
+            kept = {table["file"] for table in record["tables"].values() if table["file"].endswith(".parquet")}
+            record["tables"] = {name: one for name, one in record["tables"].items() if one["file"] in kept}
+            (place / "record.json").write_text(json.dumps(record))
+            for name in (*kept, "notebook.ipynb"):
+                if (path.parent / name).exists():
+                    shutil.copy(path.parent / name, place / name)
+    return folder
+
+
+def change_record(path: Path, change: Callable[[dict], None]) -> None:
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+    """A run's table as somebody altered it, with the digest that it then has."""
+    file = run / f"{table}.parquet"
+    change(pd.read_parquet(file)).to_parquet(file, index=False)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    change_record(run / "record.json", lambda record: record["tables"][table].update(sha256=digest))

@@ -1,0 +1,261 @@
+"""Numbers, tables, pictures, and a whole report."""
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import reports
+
+from stepscope.report import render as rendering
+from stepscope.report import style
+from stepscope.report.load import RunsError, load, read
+from stepscope.report.render import OutputError, render
+from stepscope.report.tables import Shown, brief, escape, headed, markdown, number, ratio, shown, table
+from stepscope.runs.store import Store
+
+
+@pytest.mark.parametrize(("value", "unit", "printed"), [
+    (1092.3, "ms", "1,092 ms"), (94.23, "ms", "94.2 ms"), (5.456, "ms", "5.46 ms"), (9.996, "ms", "10.0 ms"),
+    (0.001234, "ms", "0.00123 ms"), (0, "ms", "0 ms"), (21743, "ms", "21,700 ms"), (-5.456, "ms", "-5.46 ms"),
+    (21743, "tokens/s", "21,700 tokens/s"), (0.742, "%", "74%"), (0.996, "%", "99.6%"), (1, "%", "100%"),
+    (0.0456, "%", "4.6%"), (11.63, "x", "11.6x"), (3.31, "x", "3.3x"), (1.021, "x", "1.02x"), (156.2, "x", "156x"),
+    (0.564, "x", "0.56x"), (3406809600, "n", "3,406,809,600"), (3406809600, "billion", "3.41 billion"),
+    (128625408, "billion", "129 million"), (65.61, "GiB", "65.6 GiB"), (1680.4, "MHz", "1,680 MHz"),
+    (None, "ms", "–"), (math.nan, "x", "–"), (math.inf, "J", "–"), (pd.NA, "W", "–")])
+def test_numbers_have_the_digits_that_their_unit_needs(value, unit, printed):
+    assert number(value, unit) == printed
+
+
+def test_a_ratio_is_that_of_the_numbers_a_reader_sees():
+    assert ratio(1.0049, 1.9951) == 1.00 / 2.00  # not 1.0049 / 1.9951
+    assert shown(0.7449, "%") == 0.74 and shown(1092.3) == 1092
+    assert math.isnan(ratio(1, 0)) and math.isnan(ratio(None, 1))
+
+
+def test_a_value_without_its_unit_is_an_error():
+    assert f"{Shown(778)}, {Shown(94.23):ms}, {Shown('2.7B')}" == "778, 94.2 ms, 2.7B"
+    for value, unit in ((94.23, ""), ("2.7B", "ms"), (None, "ms"), (1.0, "furlongs")):
+        with pytest.raises(ValueError, match=r"unit|number"):
+            format(Shown(value), unit)
+
+
+def test_a_table_is_printed_with_units_and_the_best_in_bold():
+    frame = pd.DataFrame({"size": ["small", "a|b"], "wall_ms": [8.813, math.nan], "busy, %": [0.264, 0.996],
+                          "operations": [1778, 6], "same": [True, False]})
+    text = markdown(table(headed(frame), bold=("max", "column", "busy, %"), note="A note."))
+    assert text.splitlines() == [
+        "| size | wall, ms | busy | operations | same |", "| :-- | --: | --: | --: | :-- |",
+        "| small | 8.81 | 26% | 1,778 | yes |", "| a\\|b | – | **99.6%** | 6 | no |", "", "A note."]
+    pivot = pd.DataFrame({"small": [2.0, 3.0], "2.7B": [2.0, 1.0]}, index=pd.Index(["a", "b"], name="change"))
+    assert markdown(table(pivot, unit="ms", bold=("min", "row"))).splitlines()[2:] == [
+        "| a | 2.00 | 2.00 |", "| b | 3.00 | **1.00** |"]
+
+
+def test_a_long_table_says_how_much_it_leaves_out():
+    text = markdown(pd.DataFrame({"n": range(40)}))
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == 17
+    assert "25 more rows" in text
+    assert "more rows" not in markdown(table(pd.DataFrame({"n": range(40)}), rows=40))
+
+
+def test_a_notebooks_table_has_plain_text():
+    frame = brief(pd.DataFrame({"run_id": ["a_b"], "peak_gib": [65.61], "sm_clock_mhz": [1980.0]}))
+    assert list(frame) == ["run id", "peak, GiB", "sm clock, MHz"]
+    assert frame.iloc[0].to_list() == ["a_b", "65.6", "1,980"]
+
+
+def test_escaped_text_is_one_line_and_stays_as_it_was():
+    assert escape("a\nb\tc\x00") == "a b c\ufffd"
+    assert escape("2.7B, bf16 (step)") == "2.7B, bf16 (step)"
+    assert len(escape("x" * 10_000)) < 300
+
+
+def _picture(message: str = "The larger, the faster") -> style.Picture:
+    picture, axes = style.figure(message)
+    axes.plot([1, 2, 4], [1, 2, 3], color=style.BLUE)
+    axes.set_xlim(1, 4)
+    style.label_ends(axes, {"small": (4, 3), "2.7B": (4, 3.001)}, style.SIZE_COLORS)
+    return picture
+
+
+def test_a_picture_is_one_drawing_for_light_and_dark():
+    drawn = style.svg(_picture())
+    ElementTree.fromstring(drawn)
+    assert f"var(--c{style.BLUE[1:]},{style.BLUE})" in drawn and "prefers-color-scheme:dark" in drawn
+    unturned = set(re.findall(r"(?<![,:])(?<=: )#[0-9a-f]{6}", drawn))
+    assert not unturned, "colours that the dark scheme does not have"
+    assert style.svg(_picture()) == drawn, "drawn again it differs"
+    assert "<metadata" not in drawn and "<!--" not in drawn
+
+
+def test_text_in_a_picture_is_nine_pixels_on_a_phone():
+    drawn = style.svg(_picture("A message that is long enough to be wrapped into a second line of its title"))
+    width = float(re.search(r'width="([\d.]+)pt"', drawn)[1])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:bold )?([\d.]+)px", drawn)]
+    assert sizes and min(sizes) * (390 - 2 * 16) / width >= 9
+
+
+def test_labels_at_lines_ends_do_not_overlap():
+    picture = _picture()
+    picture.canvas.draw()
+    low, high = sorted((text.get_window_extent() for text in picture.axes[0].texts), key=lambda box: box.y0)
+    assert low.y1 <= high.y0 + 4
+
+
+@pytest.mark.parametrize("colors", [style.SIZE_COLORS, style.PRECISION_COLORS, style.PHASE_COLORS])
+def test_colours_stand_off_from_paper(colors):
+    def luminance(color: str) -> float:
+        parts = [int(color[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    for color in colors.values():
+        for one, paper in ((color, style.PAPER), (style.DARK[color], style.DARK[style.PAPER])):
+            low, high = sorted((luminance(one), luminance(paper)))
+            assert (high + 0.05) / (low + 0.05) >= 3, color
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A report of some runs, and where it is."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = reports.few(folder / "runs")
+    return render(runs, folder / "out"), folder
+
+
+def test_a_report_has_its_pages_and_only_what_was_measured(done):
+    rendered, folder = done
+    out = folder / "out"
+    assert not rendered.errors
+    assert rendered.paths[:2] == [out / "writeup.md", out / "writeup.html"]
+    text = (out / "writeup.md").read_text()
+    assert text.startswith("# ") and "{%" not in text and "\x00" not in text and "\x01" not in text
+    for image in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+        assert (out / image).is_file()
+    for link in re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)([^)#]+)\)", text):
+        assert (out / link).is_file()
+    runs = (out / "evidence" / "runs.md").read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", runs):
+        assert (out / "evidence" / link).is_file()
+    for nothing in re.findall(r"^#{2,} .*\n+(?=#{1,2} )", text, re.MULTILINE):
+        pytest.fail(f"a heading with nothing below it: {nothing}")
+
+
+def test_nothing_is_left_beside_it_and_what_it_no_longer_has_goes(done, tmp_path):
+    _, folder = done
+    out = tmp_path / "out"
+    (out / "figures").mkdir(parents=True)
+    (out / "figures" / "reference.svg").write_text("of a report without a GPU")
+    (out / "figures" / "mine.svg").write_text("not of the report")
+    rendered = render(folder / "runs", out)
+    there = {path for path in out.rglob("*") if path.is_file()}
+    assert there - set(rendered.paths) == {out / "figures" / "mine.svg"}
+
+
+def test_a_write_that_fails_leaves_the_report_that_was_there(done, tmp_path, monkeypatch):
+    _, folder = done
+    (tmp_path / "writeup.md").write_text("before")
+    monkeypatch.setattr(rendering, "page", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        render(folder / "runs", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["writeup.md"]
+    assert (tmp_path / "writeup.md").read_text() == "before"
+
+
+@pytest.mark.parametrize("folder", ["evidence", "figures"])
+def test_folders_that_lead_elsewhere_are_refused(done, tmp_path, folder):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "ladder.md").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / folder).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match="is a link"):
+        render(done[1] / "runs", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["ladder.md"]
+
+
+def test_the_readme_has_the_first_screen_between_its_marks(done, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- story -->\nold\n<!-- /story -->\nafter\n")
+    render(done[1] / "runs", tmp_path)
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- story -->\n") and text.endswith("<!-- /story -->\nafter\n")
+    assert "old" not in text
+    first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0].partition("\n")[2].strip()
+    assert text.removeprefix("before\n<!-- story -->\n").removesuffix("<!-- /story -->\nafter\n").strip() == first
+
+
+@pytest.mark.parametrize("content", [b"<!-- story -->\nall that follows", b"<!-- /story -->\n<!-- story -->\n",
+                                     b"<!-- story -->\n<!-- story -->\n<!-- /story -->", b"\xff<!-- story -->\n"])
+def test_a_readme_with_half_its_marks_is_refused_and_untouched(done, tmp_path, content):
+    (tmp_path / "README.md").write_bytes(content)
+    with pytest.raises(OutputError, match=r"README\.md"):
+        render(done[1] / "runs", tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_readme_that_is_a_pipe_or_a_link_is_refused_at_once(done, tmp_path):
+    import os
+    os.mkfifo(tmp_path / "README.md")
+    with pytest.raises(OutputError, match="no regular file"):
+        render(done[1] / "runs", tmp_path)
+    (tmp_path / "README.md").unlink()
+    (tmp_path / "mine.md").write_text("<!-- story -->\n<!-- /story -->\n")
+    (tmp_path / "README.md").symlink_to("mine.md")
+    with pytest.raises(OutputError, match="is a link"):
+        render(done[1] / "runs", tmp_path)
+
+
+def test_a_folder_without_runs_says_so(tmp_path):
+    with pytest.raises(RunsError, match="no such runs folder"):
+        render(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(OutputError, match="holds no run"):
+        render(tmp_path, tmp_path)
+    with pytest.raises(RunsError, match="holds no run"):
+        load(tmp_path)
+
+
+def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
+    """Of the same key: another seed has another run id, and the tables have no column for it."""
+    runs = reports.few(tmp_path / "runs", 1)
+    run = next((runs / "benchmark").iterdir())
+    before = read(Store(runs)).tables["benchmark.times"]
+    from stepscope.config import configure
+    import json
+    import shutil
+    fields = json.loads((run / "record.json").read_text())["config"] | {"seed": 1}
+    again = run.with_name(configure(**fields).run_id)
+    shutil.copytree(run, again)
+    def newer(record: dict) -> None:
+        record |= {"run_id": again.name, "config": fields, "started_at": "2199-01-01T00:00:00Z"}
+    reports.change_record(again / "record.json", newer)
+    reports.change_table(again, "times", lambda times: times.assign(wall_ms=times["wall_ms"] * 2))
+    after = read(Store(runs))
+    assert not after.errors and set(after.tables["benchmark.times"]["run_id"]) == {again.name}
+    assert after.tables["benchmark.times"]["wall_ms"].sum() == pytest.approx(2 * before["wall_ms"].sum())
+    assert len(after.tables["runs"].query("study == 'benchmark'")) == 1
+
+
+def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_path, monkeypatch):
+    real = rendering.read
+
+    def on_a_cpu(store: Store):
+        found = real(store)
+        found.records = [record.model_copy(update={"config": record.config | {"device": "cpu"}})
+                         for record in found.records]
+        return found
+    monkeypatch.setattr(rendering, "read", on_a_cpu)
+    render(done[1] / "runs", tmp_path)
+    first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0]
+    assert "without a GPU" in first and "figures/reference.svg" in first and "largest model" in first
+    assert (tmp_path / "figures" / "reference.svg").is_file()
+
+
+def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
+    runs = reports.few(tmp_path / "runs", 1)
+    import shutil
+    shutil.rmtree(runs / "memory")
+    render(runs, tmp_path)
+    text = (tmp_path / "writeup.md").read_text()
+    assert "## Memory" not in text
+    assert re.search(r"^Not measured here: .*Memory.*stepscope sweep .*memory", text, re.MULTILINE)
