@@ -1,6 +1,6 @@
 """The numbers of each sentence about the ladder: where the sentence holds, None where it does not."""
 
-from stepscope.report.tables import ratio
+from stepscope.report.tables import digits, ratio
 from stepscope.step.stats import LAUNCH_BOUND
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
 from stepscope.studies.ladder.names import COUNTS, LINES
@@ -138,7 +138,7 @@ def moments_rounding(tables: Tables) -> Claim:
     found = tables["ladder.results"].dropna(subset="v_nearest").iloc[0]
     exact, chance, nearest = found["v_fp32"], found["v_by_chance"], found["v_nearest"]
     if abs(chance / exact - 1) < 0.01 and nearest > 1.5 * exact:
-        return {"exact": exact, "chance": chance, "nearest": nearest}
+        return {"exact": digits(exact), "chance": digits(chance), "nearest": digits(nearest)}
     return None
 
 

@@ -18,6 +18,13 @@ FILLED = "filled"  # the last with the chunked loss, at the batch that fills the
 PEERS = ("hugging_face", "hugging_face_graphs")
 Peer = Literal["hugging_face", "hugging_face_graphs"]
 
+# Columns of the table of steps, one row a change and batch.
+MEASURES = (
+    "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
+    "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured",
+    "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms",
+)  # fmt: skip
+
 
 class Config(StepConfig):
     """One training step from the assignment's to the fastest, a change at a time, all in one process."""

@@ -83,7 +83,7 @@ def _milliseconds(axes) -> None:
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS if low <= tick <= high]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
 
 
 def fp8(tables: Tables) -> Figure | None:

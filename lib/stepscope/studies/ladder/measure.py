@@ -30,7 +30,7 @@ from stepscope.step.turn import turn
 from stepscope.step.watch import highest_clock_mhz
 from stepscope.studies.ladder import bounds
 from stepscope.studies.ladder.clocks import back_to_back, capture, steps_in, watched
-from stepscope.studies.ladder.config import CHANGES, FILLED, Config
+from stepscope.studies.ladder.config import CHANGES, FILLED, MEASURES, Config
 from stepscope.studies.ladder.trainer import (
     COMPILED,
     WARMUPS,
@@ -49,35 +49,7 @@ BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILL = 0.92  # of the GPU's memory, by the formula of what a step needs
 KERNELS = ["change", "batch_size", "name", "family", "count", "gpu_ms"]
-STEPS = [
-    "change",
-    "batch_size",
-    "status",
-    "reason",
-    "steps",
-    "wall_ms",
-    "wall_std_ms",
-    "gpu_ms",
-    "operations",
-    "busy",
-    "replayed_ms",
-    "peak_gib",
-    "reserved_gib",
-    "sm_clock_mhz",
-    "power_w",
-    "step_j",
-    "tokens_per_s",
-    "mfu",
-    "mfu_measured",
-    "mfu_at_clock",
-    "loss_off",
-    "gradient_off",
-    "compile_s",
-    "matmul_ms",
-    "moved_ms",
-    "bound_ms",
-    "energy_ms",
-]
+STEPS = ["change", "batch_size", "status", "reason", *MEASURES]
 GRAPHS_PEER = "hugging_face_graphs"  # whose graphs keep their memory: it comes last
 
 
@@ -137,11 +109,13 @@ def filling_batch(config: Config, memory_bytes: int) -> int:
     return batch
 
 
-def operations_of(profiler: torch.profiler.profile) -> pd.DataFrame:
-    with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        return captured_operations(read_events(trace))
+def exported(profiler: torch.profiler.profile) -> Path:
+    """A capture's trace as a file. It is written before the next capture begins: after that, torch no longer has
+    the GPU's part of this one."""
+    descriptor, path = tempfile.mkstemp(prefix="stepscope-", suffix=".json")
+    os.close(descriptor)
+    profiler.export_chrome_trace(path)
+    return Path(path)
 
 
 def reason(error: Exception) -> str:
@@ -157,7 +131,8 @@ class Cell:
     name: str
     batch: int
     row: dict[str, Any]
-    profiler: torch.profiler.profile | None = None
+    profiler: torch.profiler.profile | None = None  # until its trace is written
+    trace: Path | None = None
 
 
 @dataclass
@@ -216,6 +191,8 @@ class Ladder:
             status, why = "unsupported", reason(error)
         except (RuntimeError, torch._dynamo.exc.Unsupported) as error:  # a kernel that is refused, a capture
             status, why = "failed", reason(error)
+        if cell.profiler is not None:
+            cell.trace, cell.profiler = exported(cell.profiler), None
         if status == "ok":
             return
         if "wall_ms" in cell.row:  # timed, and only not captured
@@ -289,13 +266,15 @@ class Ladder:
         step."""
         frames = [pd.DataFrame(columns=KERNELS)]
         for cell in self.cells:
-            if cell.profiler is None:
+            if cell.trace is None:
                 continue
             try:
-                found = operations_of(cell.profiler)
+                found = captured_operations(read_events(cell.trace))
             except (CaptureError, ValueError) as error:  # a trace that cannot be read is a ValueError
                 cell.row["reason"] = f"not captured: {reason(error)}"
                 continue
+            finally:
+                cell.trace.unlink()
             cell.row |= gpu_time(found)
             cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
             frames.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])

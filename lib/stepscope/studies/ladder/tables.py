@@ -9,7 +9,7 @@ import pandera.pandas as pa
 from stepscope.config import SIZES
 from stepscope.report.schemas import STATUSES, measured, tidy, word
 from stepscope.report.tables import ratio, table
-from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, PEERS
+from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
 from stepscope.studies.ladder.names import LINES, name_of
 
 Tables = dict[str, pd.DataFrame]
@@ -21,11 +21,6 @@ KEY = {
     "change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
     "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True),
 }
-MEASURES = (
-    "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
-    "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured", "mfu_at_clock",
-    "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms",
-)  # fmt: skip
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
     "steps": tidy(
