@@ -16,8 +16,9 @@ from stepscope.studies.benchmark.tables import (
     context,
     fused_beside,
     launches,
-    low_precision,
+    low_steps,
     matmul_shares,
+    on_gpu,
     phase_times,
     repeated,
     steps,
@@ -71,7 +72,7 @@ def matmul_share(tables: Tables) -> Claim:
 
 def matmul_rate(tables: Tables) -> Claim:
     """Of the rate of a large matmul, measured in the same run, the largest size's step reaches most."""
-    row = at_context(tables).iloc[-1]
+    row = on_gpu(at_context(tables)).iloc[-1]
     return {"size": row.name, "mfu": row["mfu_measured"]} if row["mfu_measured"] > 0.5 else None
 
 
@@ -90,6 +91,7 @@ def answer_std(tables: Tables) -> Claim:
 
 def variability(tables: Tables) -> Claim:
     """GPU-bound steps vary less than launch-bound ones; the worst of each."""
+    on_gpu(steps(tables))
     worst = varied(tables).groupby(level=0).max()
     return {"gpu": worst[False], "launch": worst[True]} if worst[False] < min(worst[True], STEADY) else None
 
@@ -127,7 +129,7 @@ def _warm_ups(tables: Tables) -> pd.DataFrame:
 
 def launch_bound_forward(tables: Tables) -> Claim:
     """The smallest size's forward at the shortest context."""
-    rows = steps(tables, mode="forward", precision=low_precision(tables))
+    rows = low_steps(tables, mode="forward")
     row = rows[rows["size"] == rows["size"].iloc[0]].sort_values("context_length").iloc[0]
     if not launch_bound(row["busy"]):
         return None
@@ -138,7 +140,7 @@ def launch_bound_forward(tables: Tables) -> Claim:
 
 def launch_bound_where(tables: Tables) -> Claim:
     """How many sizes' full steps are launch-bound at the shortest and at the longest context."""
-    rows = steps(tables, precision=low_precision(tables)).dropna(subset=["busy"])
+    rows = low_steps(tables).dropna(subset=["busy"])
     waits = (rows["busy"] < LAUNCH_BOUND).groupby(rows["context_length"]).agg(["sum", "size"])
     if len(waits) < 2 or waits["sum"].iloc[0] <= waits["sum"].iloc[-1]:
         return None
@@ -148,7 +150,7 @@ def launch_bound_where(tables: Tables) -> Claim:
 
 def same_launches(tables: Tables) -> Claim:
     """A shorter context launches as many operations, and they are shorter: the smallest size's."""
-    rows = steps(tables, precision=low_precision(tables)).dropna(subset=["operations"])
+    rows = low_steps(tables).dropna(subset=["operations"])
     rows = rows[rows["size"] == rows["size"].iloc[0]].sort_values("context_length")
     first, last = rows.iloc[0], rows.iloc[-1]
     if len(rows) < 2 or abs(first["operations"] / last["operations"] - 1) > 2 * SAME:
@@ -160,7 +162,7 @@ def same_launches(tables: Tables) -> Claim:
 
 def replay_alone(tables: Tables) -> Claim:
     """The smallest size's step as a CUDA graph."""
-    row = at_context(tables, precision=low_precision(tables)).iloc[0]
+    row = low_steps(tables, context_length=context(tables)).set_index("size").iloc[0]
     if not launch_bound(row["busy"]) or not row["replayed_ms"] < row["wall_ms"] * (1 - SAME):
         return None
     return {"size": row.name, "wall": row["wall_ms"], "gpu": row["gpu_ms"], "busy": row["busy"],
@@ -169,7 +171,7 @@ def replay_alone(tables: Tables) -> Claim:
 
 def replay_is_gpu_time(tables: Tables) -> Claim:
     """Where kernels are long (the largest size) a replay takes what the kernels take."""
-    rows = at_context(tables, precision=low_precision(tables)).dropna(subset=["replayed_ms", "gpu_ms"])
+    rows = low_steps(tables, context_length=context(tables)).set_index("size").dropna(subset=["replayed_ms", "gpu_ms"])
     off = (rows["replayed_ms"] / rows["gpu_ms"] - 1).abs()
     return {"size": rows.index[-1], "off": off.iloc[-1], "replayed": rows["replayed_ms"].iloc[-1],
             "gpu": rows["gpu_ms"].iloc[-1]} if off.iloc[-1] < 3 * SAME else None
@@ -259,7 +261,7 @@ def repeats_within_same(tables: Tables) -> Claim:
 
 def mfu_ways(tables: Tables) -> Claim:
     """The largest size's MFU: the data sheet's rate is one that no matmul reaches."""
-    row = at_context(tables).iloc[-1]
+    row = on_gpu(at_context(tables)).iloc[-1]
     if not row["mfu"] < row["mfu_measured"]:
         return None
     return {"size": row.name, "sheet": row["mfu"], "measured": row["mfu_measured"], "clock": row["mfu_at_clock"],

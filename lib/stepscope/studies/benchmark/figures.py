@@ -23,9 +23,9 @@ from stepscope.studies.benchmark.tables import (
     chosen,
     context,
     low_precision,
+    low_steps,
     phase_times,
     repeated,
-    steps,
 )
 
 NARROW = 0.09  # of the widest bar: a part that is narrower has no number
@@ -39,8 +39,8 @@ def phases(tables: Tables) -> Picture | None:
         return None
     share = times.div(times.sum(axis=1), axis=0)
     forward_backward = share[["forward", "backward"]].sum(axis=1)
-    drawn, axes = figure(f"Forward and backward are {number(forward_backward.min(), '%')} to"
-                         f" {number(forward_backward.max(), '%')} of an fp32 step; AdamW is what remains", 3.0)
+    ends = dict.fromkeys(number(share, "%") for share in (forward_backward.min(), forward_backward.max()))
+    drawn, axes = figure(f"Forward and backward are {' to '.join(ends)} of an fp32 step; AdamW is the rest", 3.0)
     left = np.zeros(len(share))
     for phase, color in PHASE_COLORS.items():
         axes.barh(share.index, share[phase], left=left, color=color, height=0.66, label=phase)
@@ -61,7 +61,7 @@ def busy(tables: Tables) -> Picture | None:
     """Busy share of the full step over the context, a line a size."""
     try:
         precision = low_precision(tables)
-        rows = steps(tables, precision=precision).dropna(subset=["busy"])
+        rows = low_steps(tables).dropna(subset=["busy"])
     except LookupError:
         return None
     waits = (rows["busy"] < LAUNCH_BOUND).groupby(rows["context_length"]).sum()
@@ -100,8 +100,8 @@ def first_steps(tables: Tables) -> Picture | None:
     warm = rows[~rows["warmup"]].groupby("size", sort=False)["wall_ms"].median()
     over = rows.assign(over=rows["wall_ms"] / rows["size"].map(warm))
     first = over[over["step"] == 0]["over"]
-    drawn, axes = figure(f"The first step of a process takes {number(first.min(), 'x')} to {number(first.max(), 'x')} a"
-                         " warm one's time", 3.2)
+    ends = dict.fromkeys(number(ratio, "x") for ratio in (first.min(), first.max()))
+    drawn, axes = figure(f"The first step of a process takes {' to '.join(ends)} a warm one's time", 3.2)
     for size, own in over.groupby("size", sort=False):
         axes.plot(own["step"] + 1, own["over"], marker="o", color=SIZE_COLORS.get(size, BLUE), label=size)
     axes.set_yscale("log")

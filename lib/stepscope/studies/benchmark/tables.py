@@ -97,6 +97,23 @@ def steps(tables: Tables, **values: object) -> pd.DataFrame:
     return rows
 
 
+def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
+    """Whole modes that a GPU ran: a CPU launches nothing, and its operators' time is no kernels'.
+
+    Raises:
+        KeyError: there are none.
+    """
+    rows = rows[rows["peak_gib"].notna()]
+    if rows.empty:
+        raise KeyError("cuda")
+    return rows
+
+
+def low_steps(tables: Tables, **values: object) -> pd.DataFrame:
+    """:func:`steps` on a GPU in bf16, where that was measured, else in fp32."""
+    return on_gpu(steps(tables, precision=low_precision(tables), **values))
+
+
 def context(tables: Tables) -> int:
     """The context at which sizes are compared: 512, else the longest there is."""
     found = steps(tables)["context_length"]
@@ -115,6 +132,7 @@ def low_precision(tables: Tables) -> str:
 
 def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
+    on_gpu(steps(tables))
     rows = chosen(tables["benchmark.times"], **PLAIN, mode="step", precision="fp32", context_length=context(tables))
     rows = rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()]
     return rows.pivot(index="size", columns="phase", values="gpu_ms").loc[list(dict.fromkeys(rows["size"]))]
@@ -122,6 +140,7 @@ def phase_times(tables: Tables) -> pd.DataFrame:
 
 def matmul_shares(tables: Tables) -> pd.Series:
     """Matmuls' share of the kernels' time of a full fp32 step, by size."""
+    on_gpu(steps(tables))
     rows = chosen(tables["benchmark.operations"], **PLAIN, mode="step", precision="fp32",
                   context_length=context(tables))
     matmul = rows["gpu_ms"].where(rows["family"] == MATMUL, 0.0)
@@ -130,6 +149,7 @@ def matmul_shares(tables: Tables) -> pd.Series:
 
 def fused_beside(tables: Tables) -> pd.DataFrame:
     """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
+    on_gpu(steps(tables))
     both = {name: chosen(tables["benchmark.times"], **PLAIN | {"optimizer": name}, mode="step", precision="fp32",
                          phase="optimizer", context_length=context(tables)).set_index("size")["gpu_ms"]
             for name in ("foreach", "fused")}
@@ -148,8 +168,7 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
         KeyError: nothing was compiled so.
     """
     rows = chosen(tables["benchmark.times"], **PLAIN | {"compile": parts}, phase=WHOLE)
-    if rows.empty:
-        raise KeyError(parts)
+    on_gpu(rows)
     precision = rows["precision"].iloc[0]
     after = at_context(tables, compile=parts, precision=precision, mode=mode)
     before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "busy", "peak_gib"]]
@@ -180,7 +199,7 @@ def repeated(tables: Tables) -> pd.DataFrame:
     names = [name for name in CONFIG if name != "repeat"]
     rows = tables["benchmark.times"]
     rows = rows[(rows["phase"] == WHOLE) & (rows["mode"] == "step") & (rows["status"] == "ok")]
-    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
+    groups = on_gpu(rows).groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
     groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
     groups = groups[groups["gpu_count"] > 1].reset_index()
     if groups.empty:
@@ -209,7 +228,8 @@ def launches(tables: Tables) -> pd.Series:
 
 def varied(tables: Tables) -> pd.Series:
     """Standard deviation over median of ten steps of every shape and mode in fp32, by whether it is launch-bound."""
-    rows = chosen(tables["benchmark.times"], **PLAIN, phase=WHOLE, precision="fp32").dropna(subset=["wall_ms", "busy"])
+    rows = chosen(tables["benchmark.times"], **PLAIN, phase=WHOLE, precision="fp32")
+    rows = rows.dropna(subset=["wall_ms", "busy"])
     found = (rows["wall_std_ms"] / rows["wall_ms"]).set_axis(rows["busy"] < LAUNCH_BOUND)
     if found.empty:
         raise KeyError("wall_std_ms")
@@ -245,14 +265,14 @@ def _warmup(tables: Tables) -> pd.DataFrame:
 
 def _launch_bound(tables: Tables) -> pd.DataFrame:
     """The full step by both clocks and replayed, by size: bf16 if it was measured."""
-    rows = at_context(tables, precision=low_precision(tables))
+    rows = low_steps(tables, context_length=context(tables)).set_index("size")
     columns = ["operations", "wall_ms", "gpu_ms", "busy", "replayed_ms"]
     return table(rows[columns].rename(columns=HEADINGS), bold=None)
 
 
 def _busy(tables: Tables) -> pd.DataFrame:
     """Busy share of the full step: a row a size and precision, a column a context."""
-    frames = [steps(tables, precision=name).assign(precision=name)
+    frames = [on_gpu(steps(tables, precision=name))
               for name in dict.fromkeys(("fp32", low_precision(tables)))]
     rows = pd.concat(frames)
     wide = rows.pivot(index=["precision", "size"], columns="context_length", values="busy")
@@ -268,9 +288,9 @@ def _optimizers(tables: Tables) -> pd.DataFrame:
 def _mfu(tables: Tables) -> pd.DataFrame:
     """MFU of the full step three ways: of the data sheet's rate, of a large matmul's, and of the sheet's at the
     clock that the step ran at."""
-    frames = [at_context(tables, precision=name).assign(precision=name)
+    frames = [on_gpu(at_context(tables, precision=name)).reset_index()
               for name in dict.fromkeys(("fp32", low_precision(tables)))]
-    rows = pd.concat(frames).reset_index().set_index(["precision", "size"])
+    rows = pd.concat(frames).set_index(["precision", "size"])
     names = {"mfu": "of the data sheet, %", "mfu_measured": "of a large matmul, %",
              "mfu_at_clock": "of the data sheet at this clock, %", "sm_clock_mhz": "SM clock, MHz",
              "power_w": "power, W", "step_j": "energy, J"}

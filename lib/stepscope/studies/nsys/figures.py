@@ -90,12 +90,12 @@ def launches_timeline(tables: Tables) -> Figure | None:
             continue
         context = reference(rows) if precision == "bf16" else rows["context_length"].min()
         own = rows[(rows["context_length"] == context) & (rows["size"] == rows["size"].iloc[0])]
-        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy {number(busy(own), '%')} of this"
-                          " millisecond" + ", and waits for launches" * launch_bound(busy(own)))
+        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy {number(_busy(own), '%')} of this"
+                          " millisecond" + ", and waits for launches" * launch_bound(_busy(own)))
     return None
 
 
-def busy(timeline: pd.DataFrame) -> float:
+def _busy(timeline: pd.DataFrame) -> float:
     """The share of the drawn window in which an operation runs."""
     start = timeline["start_ns"].clip(0, LANE_NS).to_numpy()
     end = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, LANE_NS).to_numpy()
