@@ -86,6 +86,26 @@ def change_optimizer(tables: Tables) -> Claim:
     return {"share": share, "size": shape.size, "gain": both} if both > 1 + LEAST_GAIN else None
 
 
+def optimizer_half(tables: Tables) -> Claim:
+    """AdamW's share where forward and backward are fast."""
+    shape, _ = largest(tables)
+    share = shares(tables["ladder.kernels"], shape, "blocks")["optimizer"]
+    return {"share": share, "size": shape.size} if share > 0.15 else None
+
+
+def attention_step(tables: Tables) -> Claim:
+    """What fused attention gives the whole step, at the longest context of the largest size."""
+    size = largest(tables)[0].size
+    shape, rows = max(
+        ((shape, rows) for shape, rows in ladders(tables).items() if shape.size == size),
+        key=lambda item: item[0].context_length,
+    )
+    faster = gain(rows, "sdpa")
+    if not faster or faster < 1:
+        return None
+    return {"size": size, "gain": faster, "context": shape.context_length}
+
+
 def change_graph(tables: Tables) -> Claim:
     """The largest size up to which the CUDA graph gains more than any other change."""
     found = None

@@ -1,5 +1,6 @@
 """What a run of the ladder has: which changes it measures, and what it measures beside them."""
 
+import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -45,6 +46,6 @@ class Config(StepConfig):
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @property
-    def whole_gpu(self) -> bool:  # type: ignore[override]
-        """Whether a run needs all of a GPU's memory."""
-        return self.fill or bool(self.batches)
+    def gpu_gib(self) -> float | None:  # type: ignore[override]
+        """All of a GPU's where batches are large."""
+        return math.inf if self.fill or self.batches else None

@@ -110,8 +110,8 @@ def filling_batch(config: Config, memory_bytes: int) -> int:
 
 
 def exported(profiler: torch.profiler.profile) -> Path:
-    """A capture's trace as a file. It is written before the next capture begins: after that, torch no longer has
-    the GPU's part of this one."""
+    """A capture's trace as a file. It is written before the next capture begins: after that, torch no longer
+    has the GPU's part of this one."""
     descriptor, path = tempfile.mkstemp(prefix="stepscope-", suffix=".json")
     os.close(descriptor)
     profiler.export_chrome_trace(path)

@@ -201,6 +201,19 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     return table(found)
 
 
+def launch_cure(tables: Tables) -> pd.DataFrame | None:
+    """The smallest size's bf16 step: eager, compiled, as a CUDA graph."""
+    shape, rows = next(iter(at_context(tables).items()))
+    kinds = {"fused": "eager", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of compiled blocks"}
+    own = rows.reindex([*kinds])
+    if own["wall_ms"].isna().any():
+        return None
+    names = {"operations": "kernels, n", "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %"}
+    printed = own[[*names]].rename(columns=names).reset_index(drop=True)
+    printed.insert(0, f"{shape.size}, context {shape.context_length}, bf16", [*kinds.values()])
+    return table(printed)
+
+
 def peers(tables: Tables) -> pd.DataFrame | None:
     """Our last step beside Hugging Face's, at every shape."""
     found = []
@@ -304,6 +317,7 @@ PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {
     "ladder_steps": ladder_steps,
     "which_change": which_change,
     "fast_step": fast_step,
+    "launch_cure": launch_cure,
     "peers": peers,
     "fp8_batches": fp8_batches,
     "mfu": mfu,
