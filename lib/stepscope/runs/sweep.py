@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 
 from rich.console import Console
 
@@ -69,7 +69,7 @@ class SweepEnd:
     stopped_by: str | None = None
 
 
-def run_sweep(paths: list[Path], store: Store, how: How | None = None,
+def run_sweep(sources: list[Path | dict], store: Store, how: How | None = None,
               console: Console | None = None) -> SweepEnd:
     """Run what the sweep files ask for and the store does not hold yet.
 
@@ -77,20 +77,20 @@ def run_sweep(paths: list[Path], store: Store, how: How | None = None,
         SweepError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
         StoreError: the folder cannot be written to.
     """
-    began, how = time.monotonic(), how or How()
+    began, how = monotonic(), how or How()
     console = console or Console(stderr=True, highlight=False)
     with _signals_noted() as signals, ExitStack() as closing:
         # What cannot be done is said before a folder is touched.
         if how.scheduler:
             client = closing.enter_context(joined_workers(how.scheduler, signals))
             workers = Workers(client, how.timeout_s)
-            asked = load_sweeps(paths, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
+            asked = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
             _require(asked.configs, workers.devices(), store, None)
         else:
             gpus = gpus_here()[:how.workers]
             count = _part_of_cores(how.workers) if not gpus else len(gpus)
             device = "cuda" if gpus else "cpu"
-            asked = load_sweeps(paths, device, min((gpu["gib"] for gpu in gpus), default=None))
+            asked = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
             name = gpus[0]["name"] if gpus else machine("cpu")["device_name"]
             _require(asked.configs, [device, "cpu"], store, name)
         closing.enter_context(store.writing())
@@ -122,9 +122,9 @@ def _signals_noted() -> Iterator[list[str]]:
     first = [0.0]
 
     def note(number: int, frame: object) -> None:
-        if noted and time.monotonic() - first[0] > SAME_REQUEST_S:
+        if noted and monotonic() - first[0] > SAME_REQUEST_S:
             os._exit(128 + number)
-        first[0] = first[0] if noted else time.monotonic()
+        first[0] = first[0] if noted else monotonic()
         noted.append(signal.Signals(number).name)
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -237,7 +237,7 @@ class _Sweep:
         """Give each free place the first run, in the sweep's order, that fits there."""
         for config in list(self.todo):
             budget_s = self.how.time_budget_s
-            if budget_s is not None and time.monotonic() - self.began >= budget_s:
+            if budget_s is not None and monotonic() - self.began >= budget_s:
                 self.end.stopped_by = "the time budget"
             if self.end.stopped_by or self.signals:
                 return

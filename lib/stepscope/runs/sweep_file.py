@@ -58,8 +58,8 @@ def find_sweeps(name: str) -> list[Path]:
     return shipped[name]
 
 
-def load_sweeps(paths: list[Path], device: str, gpu_gib: float | None = None) -> Asked:
-    """All configurations of sweep files, in their order, each once.
+def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> Asked:
+    """All configurations of sweep files (or of blocks as such files have them), in their order, each once.
 
     A file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and
     ``axes`` (field: list of values); the block stands for the product of its axes, the last axis varying
@@ -75,8 +75,8 @@ def load_sweeps(paths: list[Path], device: str, gpu_gib: float | None = None) ->
     """
     found: dict[tuple[str, str], RunConfig] = {}
     too_large: dict[tuple[str, str], RunConfig] = {}
-    for path in paths:
-        content = _read(path)
+    for source in sources:
+        content = source if isinstance(source, dict) else _read(source)
         for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
             try:
                 for config in _expand(block, device, gpu_gib):
@@ -86,9 +86,10 @@ def load_sweeps(paths: list[Path], device: str, gpu_gib: float | None = None) ->
                         raise SweepError(f"two of its configurations have the run id {config.run_id};"
                                          " put them into different runs folders")
             except (ConfigError, SweepError) as error:
-                raise SweepError(f"{path}, block {number}: {error}") from None
+                place = "" if isinstance(source, dict) else f"{source}, block {number}: "
+                raise SweepError(f"{place}{error}") from None
     if not found:
-        raise SweepError(f"{', '.join(map(str, paths))}: asks for no run")
+        raise SweepError(f"{', '.join(map(str, sources))}: asks for no run")
     return Asked(list(found.values()), list(too_large.values()))
 
 
@@ -147,9 +148,10 @@ def peak_gib(config: RunConfig) -> float:
 
 def needed_gib(config: RunConfig) -> float:
     """GPU memory that a run is given: what fp32's step, which takes more than any other, is predicted to
-    need. A study that measures up to the memory's end is given all there is."""
-    if config.whole_gpu or not isinstance(config, StepConfig):
-        return math.inf
+    need, where its study says nothing else."""
+    if config.gpu_gib is not None:
+        return config.gpu_gib
+    assert isinstance(config, StepConfig)
     return peak_gib(config) * RESERVED + CONTEXT_GIB
 
 

@@ -1,0 +1,195 @@
+"""What several test files need: tiny configurations, sweep files, records, and notebooks that go wrong."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from stepscope.config import RunConfig, configure, studies
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+
+# No test may depend on how many cores it gets, nor take them all from the one beside it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what
+# the processor says of itself is believed.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Nor does it start processes to compile in: there is little to compile, and each imports torch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
+TINY: dict[str, Any] = {
+    "device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1,
+    "warmup_steps": 0, "timed_steps": 2}
+
+# What a run of a study does in tests of sweeps, by its seed; it needs no torch, and is over at once. A child of
+# another session, and soon of no parent, is what parents alone do not find.
+RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS = range(1, 10)
+FAULTS = f"""
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+faults = Path(os.environ["STEPSCOPE_NOTEBOOKS"])
+def child():
+    (faults / "child").unlink(missing_ok=True)
+    subprocess.run(["sh", "-c", f"setsid sleep 1000 & echo $! > {{faults}}/child.new"], check=True)
+    (faults / "child.new").rename(faults / "child")
+with open(faults / "began", "a") as began:
+    began.write(f"{{seed}} {{os.getpid()}}\\n")
+mended = (faults / "mended").exists()
+results = {{"seed": seed, "finding": f"**seed** [{{seed}}](#there)"}}
+if seed == {RAISES} and not mended:
+    raise ValueError("as asked")
+if seed == {LACKS_MEMORY}:
+    class OutOfMemoryError(RuntimeError): pass
+    raise OutOfMemoryError("CUDA out of memory")
+if seed == {DIES}:
+    os.kill(os.getpid(), signal.SIGKILL)
+if seed == {HANGS} and not mended:
+    child(); time.sleep(1000)
+if seed == {KILLS_WORKER} and not mended:
+    child()
+    worker = int(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL); time.sleep(1000)
+if seed == {BAD_RESULT}:
+    results["list"] = [1, 2]
+if seed == {PATHS}:
+    print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
+if seed >= {TURNS} and seed != {PATHS}:
+    from stepscope.step.turn import turn
+    with turn():
+        here = faults / ("gpu" + os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        here.touch(exist_ok=False); time.sleep(0.05); here.unlink()
+name = {{"device_name": (faults / "device").read_text()}} if (faults / "device").exists() else {{}}
+(Path(run_folder) / "outcome.json").write_text(json.dumps(
+    {{"machine": name, "finished": seed != {UNFINISHED}, "results": results}}))
+"""
+
+
+def _cell(source: str, **metadata) -> dict:
+    return {"cell_type": "code", "id": uuid.uuid4().hex[:8], "metadata": metadata, "source": source,
+            "outputs": [], "execution_count": None}
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch) -> Path:
+    """A folder with the notebook above for every study; runs of this test execute it."""
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    content = {"nbformat": 4, "nbformat_minor": 5, "cells": [_cell("", tags=["parameters"]), _cell(FAULTS)],
+               "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}}
+    for study in studies():
+        (folder / f"{study}.ipynb").write_text(json.dumps(content))
+    monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def tiny():
+    """Make a tiny configuration, with any field replaced."""
+    def make(**fields) -> RunConfig:
+        return configure(**{"study": "benchmark", **TINY, **fields})
+    return make
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "runs")
+
+
+@pytest.fixture
+def write_sweep(tmp_path):
+    """Write a sweep file: a string as it is, anything else as YAML."""
+    def write(content: object, name: str = "some.yaml") -> Path:
+        path = tmp_path / name
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        else:
+            YAML(typ="safe", pure=True).dump(content, path)
+        return path
+    return write
+
+
+def record_of(config: RunConfig, **fields) -> Record:
+    """A record as a run of this configuration would leave it."""
+    whole: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
+    return Record(**whole | fields)
+
+
+def put(store: Store, config: RunConfig, **fields) -> Path:
+    """Commit such a record into a runs folder; its place."""
+    return store.commit(store.folder_in_making(), record_of(config, **fields))
+
+
+class Program:
+    """The command line as a program in a session of its own; all its processes bear a mark."""
+
+    def __init__(self, folder: Path, *arguments: object):
+        self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
+        self.said = folder / f"said-{uuid.uuid4().hex[:8]}.txt"
+        with self.said.open("w") as stream:
+            # A shell that starts tests in the background lets them ignore SIGINT, and would hand that down.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stepscope.cli", *map(str, arguments)], stdout=stream, stderr=stream,
+                env=os.environ | {self.mark: "1"}, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+    def wait_for(self, sign) -> None:
+        deadline = time.monotonic() + 120
+        while not sign():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+            time.sleep(0.01)
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if self.mark in process.environ():
+                    found.append(process)
+        return found
+
+    def all_ended(self, within_s: float = 30) -> bool:
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not left
+
+    def end(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start the command line as a program, as often as asked."""
+    made: list[Program] = []
+
+    def start(*arguments: object) -> Program:
+        made.append(Program(tmp_path, *arguments))
+        return made[-1]
+    yield start
+    for each in made:
+        each.end()
+
+
+def ended(pid: int, within_s: float = 30) -> bool:
+    """Whether a process has ended, or does soon."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False

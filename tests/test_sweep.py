@@ -1,0 +1,179 @@
+"""Sweeps: each run's end is a record, what is done is not done again, runs that share a GPU take turns."""
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from conftest import (
+    BAD_RESULT,
+    DIES,
+    HANGS,
+    KILLS_WORKER,
+    LACKS_MEMORY,
+    PATHS,
+    RAISES,
+    TINY,
+    TURNS,
+    UNFINISHED,
+    ended,
+    put,
+)
+from stepscope.runs import sweep as sweeping
+from stepscope.runs.record import LOG
+from stepscope.runs.sweep import How, plain, run_sweep
+from stepscope.runs.sweep_file import SweepError
+from stepscope.runs.workers import WorkersError
+
+
+@pytest.fixture
+def sweep(write_sweep, store, faults):
+    """Run a sweep over these seeds in this process; its end. What it printed is ``sweep.said``."""
+    def run(seeds, how=None, **fields):
+        path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
+        console = Console(record=True, width=400, file=io.StringIO())
+        end = run_sweep([path], store, how, console)
+        run.said = console.export_text()
+        return end
+    return run
+
+
+def by_seed(store):
+    return {record.config["seed"]: record for record in store.records(check_files=True)[0]}
+
+
+def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
+    end = sweep([0, RAISES, LACKS_MEMORY, DIES, UNFINISHED, BAD_RESULT, PATHS], How(workers=2))
+    records = by_seed(store)
+    assert {seed: record.status for seed, record in records.items()} == {
+        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", UNFINISHED: "failed",
+        BAD_RESULT: "failed", PATHS: "ok"}
+    assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
+    assert "Run.finish" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
+    assert end.counts == {"ok": 2, "oom": 1, "failed": 4} and not end.left and len(end.failed) == 4
+    assert "seed 0" not in sweep.said and ": seed 9\n" in sweep.said  # markdown, as a terminal shows it
+    assert not store.partial.exists() and not list(store.root.rglob("tmp"))
+
+    before = {path: path.read_bytes() for path in store.root.rglob("record.json")}
+    (faults / "mended").touch()
+    (faults / "began").unlink()
+    end = sweep([0, RAISES, LACKS_MEMORY], None)
+    assert end.counts == {"ok": 2, "oom": 1}
+    assert (faults / "began").read_text().split()[0] == str(RAISES)  # and no other
+    assert len((faults / "began").read_text().splitlines()) == 1
+    changed = {path for path, content in before.items() if path.read_bytes() != content}
+    assert changed == {path for path in before if json.loads(before[path])["config"]["seed"] == RAISES}
+
+
+def test_a_notebook_names_no_place_of_this_machine(sweep, store, tmp_path):
+    import sys
+    from pathlib import Path
+    sweep([PATHS])
+    place = store.folder(by_seed_config(store, PATHS))
+    text = (place / "notebook.ipynb").read_text() + (place / "record.json").read_text()
+    printed = json.loads((place / "notebook.ipynb").read_text())["cells"][-1]["outputs"][0]["text"]
+    assert printed == ["<run> <python> ~ <host> <tmp>\n"]
+    for name in (str(tmp_path), sys.prefix, str(Path.home()), os.uname().nodename):
+        assert len(name) < 4 or name not in text
+    assert not (place / LOG).exists()
+
+
+def by_seed_config(store, seed):
+    from stepscope.config import configure
+    return configure(**by_seed(store)[seed].config)
+
+
+def test_a_run_is_killed_at_its_limit_with_all_it_has_started(sweep, store, faults):
+    end = sweep([HANGS], How(timeout_s=8))
+    assert "no end after 8 s" in end.failed[0][1]
+    assert ended(int((faults / "child").read_text()))
+
+
+def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
+    end = sweep([0, KILLS_WORKER])
+    assert end.counts == {"ok": 1, "failed": 1} and "the worker that ran it died" in end.failed[0][1]
+    began = [line.split()[0] for line in (faults / "began").read_text().splitlines()]
+    assert began.count(str(KILLS_WORKER)) == 2 and began.count("0") == 1
+    assert "once more" in sweep.said
+    assert ended(int((faults / "child").read_text()))
+
+
+def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
+    end = sweep([0, 30], How(time_budget_s=0))
+    assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
+    # The clock is the sweep's own: it passes the budget while the first run goes on, and that run is kept.
+    clock = iter([0.0, 1.0])
+    monkeypatch.setattr(sweeping, "monotonic", lambda: next(clock, 99.0))
+    end = sweep([0, 30], How(time_budget_s=50))
+    assert end.stopped_by == "the time budget" and len(end.left) == 1 and end.counts == {"ok": 1}
+
+
+@pytest.fixture
+def gpus(monkeypatch, faults):
+    """Two GPUs that are none: what shares them can be seen all the same."""
+    found = [{"visible": name, "name": "H200", "gib": 80.0} for name in ("GPU-aaaa", "MIG-bbbb")]
+    monkeypatch.setattr(sweeping, "gpus_here", lambda: found)
+    (faults / "device").write_text("H200")
+
+
+def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, store, faults, gpus):
+    end = sweep([TURNS, *range(10, 17)], How(runs_a_gpu=3), device="auto")
+    assert end.counts == {"ok": 8}  # none found another's file on its GPU
+    assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
+
+
+def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
+    from types import SimpleNamespace
+
+    from stepscope.runs.workers import Given, Workers
+    offer = {"nthreads": 3, "resources": {"GPU_GIB": 80.0}}
+    workers = Workers.__new__(Workers)
+    workers.offers, workers.running = {"a": offer | {"name": 0}, "b": offer | {"name": 1}}, []
+
+    def give(config):
+        place = workers.place(config)
+        if place:
+            workers.running.append(Given(config, None, *place, SimpleNamespace()))
+        return place
+    small = tiny(device="cuda", size="nano")
+    large = tiny(device="cuda", size="large", vocab_size=10_000, context_length=512, batch_size=4)  # 38 GiB
+    whole = tiny(study="memory", device="cuda")
+    assert give(whole) == ("a", 80.0)
+    assert [give(large)[0] for _ in range(2)] == ["b", "b"]
+    assert give(large) is None and give(whole) is None
+    assert give(small)[0] == "b" and give(small) is None  # three threads
+    assert give(tiny(device="cpu")) is None  # which nobody offers
+    workers.running = [given for given in workers.running if given.address == "b"]
+    assert give(small)[0] == "a" and give(whole) is None
+
+
+@pytest.mark.parametrize("fields, how, words", [
+    ({"device": "cuda"}, None, "no GPU here"),
+    ({"precision": "tf32"}, None, "no TF32"),
+    ({}, How(workers=10_000), "--workers: got 10000"),
+    ({}, How(scheduler="nowhere"), "expected an address"),
+    ({}, How(scheduler="tcp://127.0.0.1:1"), "nothing answers"),
+])
+def test_what_cannot_be_done_is_said_before_a_folder_is_touched(sweep, store, fields, how, words):
+    with pytest.raises((SweepError, WorkersError, ValueError), match=words):
+        sweep([0], how, **fields)
+    assert not store.root.exists()
+
+
+def test_a_folder_that_is_no_run_is_named_and_nothing_is_touched(sweep, store, tiny):
+    place = put(store, tiny(seed=0), results={"x": 1.0})
+    (place / "record.json").write_text("{}")
+    with pytest.raises(SweepError, match=f"{tiny(seed=0).run_id}/record.json: not a valid record"):
+        sweep([0, 30])
+    assert (place / "record.json").read_text() == "{}"
+
+
+def test_one_folder_holds_one_devices_runs(sweep, store, tiny):
+    put(store, tiny(seed=77), machine={"device_name": "another"})
+    with pytest.raises(SweepError, match="holds runs of 'another'"):
+        sweep([0])
+
+
+def test_findings_are_plain_in_a_terminal():
+    assert plain("**a** `b` [c](http://d)\n\x1b[31me") == "a b c  [31me"
