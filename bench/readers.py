@@ -1,0 +1,71 @@
+"""The programs that read a capture, each asked in a process of its own: seconds, memory, and the GPU time it accounts
+for.
+"""
+import logging
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from timeit import default_timer
+
+ABSENT = "not installed (pip install '.[bench]')"
+Found = dict[str, float | str]
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had; on Linux."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
+
+
+def ours(path: str) -> Found:
+    """load_capture: every kernel, copy and fill, with its phase, step, family and launch."""
+    from stepscope.traces.capture import load_capture
+    started = default_timer()
+    capture = load_capture(path)
+    loaded = default_timer() - started
+    return {"s": loaded, "operations": len(capture.operations) + capture.left_out,
+            "gpu_ms": (capture.operations["duration_ns"].sum() + capture.left_out_ns) / 1e6, "peak_mib": peak_mib()}
+
+
+def ours_whole(path: str) -> Found:
+    """The text of ``stepscope profile``, from the file to the last line."""
+    from stepscope.traces.profile import profile_text
+    started = default_timer()
+    profile_text(path)
+    return {"s": default_timer() - started, "peak_mib": peak_mib()}
+
+
+def nsys_ai(path: str) -> Found:
+    """nsys-ai's kernels with the range that each is in: none that no range holds, no copies and fills."""
+    try:
+        from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
+    except ImportError:
+        return {"s": ABSENT}
+    with closing(sqlite3.connect(path)) as connection:
+        started = default_timer()
+        rows = attribute_kernels_to_nvtx(connection, path)
+        seconds = default_timer() - started
+    time_ns = sum(row.get("k_end", row.get("end", 0)) - row.get("k_start", row.get("start", 0)) for row in rows)
+    return {"s": seconds, "operations": len(rows), "gpu_ms": time_ns / 1e6, "peak_mib": peak_mib()}
+
+
+def hta(path: str) -> Found:
+    """Holistic Trace Analysis's breakdown of a rank's time."""
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError:
+        return {"s": ABSENT}
+    logging.disable(logging.WARNING)  # its progress
+    started = default_timer()
+    analysis = TraceAnalysis(trace_files={0: path}, trace_dir=str(Path(path).parent))
+    whole = analysis.get_temporal_breakdown(visualize=False).iloc[0]
+    seconds = default_timer() - started
+    kernels = analysis.t.get_trace(0)
+    kernels = kernels[kernels["stream"] >= 0]
+    return {"s": seconds, "operations": len(kernels), "gpu_ms": float(kernels["dur"].sum()) / 1e3,
+            "idle": f"idle {whole['idle_time_pctg']:.1f}%", "peak_mib": peak_mib()}
+
+
+PROGRAMS: dict[str, list[Callable[[str], Found]]] = {"sqlite": [ours, ours_whole, nsys_ai],
+                                                     "json": [ours, ours_whole, hta]}
