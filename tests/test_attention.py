@@ -45,7 +45,7 @@ def measured():
 def test_sequences_are_put_in_order_and_the_longest_is_the_context():
     config = small(sequences=[64, 16, 64])
     assert (config.sequences, config.context_length) == ([16, 64], 64)
-    assert config.whole_gpu and config.run_id == small(sequences=[16, 64]).run_id
+    assert config.gpu_gib and config.run_id == small(sequences=[16, 64]).run_id
 
 
 @pytest.mark.parametrize("field, value", [

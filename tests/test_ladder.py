@@ -431,7 +431,7 @@ def test_each_batch_is_measured_at_its_own(config):
     tables, _ = measure_ladder(config(changes=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2))
     steps = tables["steps"]
     assert list(zip(steps["change"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
-    assert config(batches=[1]).whole_gpu and config(fill=True).whole_gpu and not config().whole_gpu
+    assert config(batches=[1]).gpu_gib and config(fill=True).gpu_gib and config().gpu_gib is None
     assert set(tables["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
 
 

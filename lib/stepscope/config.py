@@ -105,8 +105,8 @@ class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # Whether a run needs all of a GPU's memory; others are given what their step is predicted to take.
-    whole_gpu: ClassVar[bool] = False
+    # GiB that a run takes of a GPU's memory; None: what its step is predicted to take.
+    gpu_gib: ClassVar[float | None] = None
 
     study: str
     d_model: int = Field(ge=2, le=2**20)

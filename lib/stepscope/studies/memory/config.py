@@ -1,5 +1,5 @@
 """What a run of the memory study has."""
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,13 +9,13 @@ Mode = Literal[tuple(PHASES)]  # type: ignore[valid-type]
 
 
 class Config(StepConfig):
-    """Every allocation of one step after a warm-up, of each of ``modes``; or, with ``checkpoints``, time and peak
-    of each setting in each mode; or, with ``stacks``, of each arrangement of checkpoints over so many blocks."""
-
-    whole_gpu: ClassVar[bool] = True
+    """Every allocation of one step after a warm-up, of each of ``modes``; or, with ``checkpoints``, time and
+    peak of each setting in each mode; or, with ``stacks``, of each arrangement of checkpoints over so many
+    blocks."""
 
     study: Literal["memory"] = "memory"
-    mode: Literal["step"] = "step"  # the modes are measured in one run
+    mode: Literal["step"] = "step"     # the modes are measured in one run
+    compile: Literal["none"] = "none"  # what is compiled has no formula
     warmup_steps: int = Field(1, ge=0, le=10)
     timed_steps: Steps = 2  # of checkpoints and stacks
     modes: list[Mode] = Field(["forward", "step"], min_length=1, max_length=3)
