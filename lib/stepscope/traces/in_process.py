@@ -76,7 +76,8 @@ class Mode:
 
 @dataclass
 class Taken:
-    """What was read on the device; :meth:`tables` does the rest without it."""
+    """What was read on the device; :meth:`tables` does the rest without it, but before another capture of this
+    process: once that begins, torch no longer has the GPU's part of this one."""
 
     modes: list[Mode]
     profiler: torch.profiler.profile | None = None

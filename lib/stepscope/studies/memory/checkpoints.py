@@ -1,4 +1,5 @@
-"""Time and peak of a step under activation checkpoints: of settings of one level, and of nested arrangements."""
+"""Time and peak of a step under activation checkpoints: of settings of one level, and of nested
+arrangements."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from stepscope.step.training_step import Step, build_step, release
 from stepscope.studies.memory.arrangements import ARRANGEMENTS, arranged, block_runs, every, kept, unchecked
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.history import NUMBER, TEXT, typed
-from stepscope.traces.in_process import Counts, Taken, take
+from stepscope.traces.in_process import Counts, take
 
 CHECKPOINT_COLUMNS = {
     "mode": TEXT, "blocks": "int64", "arrangement": TEXT, "blocks_per_checkpoint": NUMBER, "status": TEXT,
-    "reason": TEXT, "wall_ms": NUMBER, "gpu_ms": NUMBER, "busy": NUMBER, "peak_gib": NUMBER, "reserved_gib": NUMBER,
-    "predicted_gib": NUMBER, "state_gib": NUMBER, "block_runs": NUMBER, "expected_runs": NUMBER,
-    "expected_kept_gib": NUMBER}
+    "reason": TEXT} | dict.fromkeys(("wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
+                                     "state_gib", "block_runs", "expected_runs", "expected_kept_gib"), NUMBER)
 MEASURED = ["status", "reason", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib"]
 
 
@@ -27,7 +27,7 @@ class Cell:
     """One setting in one mode: what it is, and what was read."""
 
     fields: dict[str, Any]
-    taken: Taken
+    times: pd.DataFrame  # of take
 
 
 def measure(config: Config) -> list[Cell]:
@@ -45,7 +45,8 @@ def measure_settings(config: Config) -> list[Cell]:
             name = f"every {k}" if k else "none"
             fields = {"mode": mode, "blocks": layers, "arrangement": name, "blocks_per_checkpoint": k,
                       "predicted_gib": predicted_gib(config, mode, k)}
-            found.append(measure_one(step.of(mode), every(layers, k) if k else unchecked(layers), fields, config))
+            parts = every(layers, k) if k else unchecked(layers)
+            found.append(measure_one(step.of(mode), parts, fields, config))
     return found
 
 
@@ -89,13 +90,16 @@ def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config)
     if config.device == "cuda":
         fields = fields | {"state_gib": torch.cuda.memory_allocated() / GIB}
     with arranged(step.model, parts), counted(step.model) as runs:
-        taken = take([step], Counts(steps=config.timed_steps, warmups=config.warmup_steps, captured=1, replays=0))
-    return Cell(fields | {"block_runs": runs[0]}, taken)
+        taken = take([step], Counts(config.timed_steps, config.warmup_steps, captured=1, replays=0))
+    # Read before the next capture begins: after that, torch no longer has the GPU's part of this one.
+    times, _, _ = taken.tables()
+    return Cell(fields | {"block_runs": runs[0]}, times)
 
 
 @contextmanager
 def counted(model: torch.nn.Module) -> Iterator[list[int | None]]:
-    """How often the model's blocks ran in the first step within: one number, None where a step did not end."""
+    """How often the model's blocks ran in the first step within: one number, None where a step did not
+    end."""
     runs: list[int | None] = [None]
     calls = 0
 
@@ -119,7 +123,6 @@ def table(cells: list[Cell]) -> pd.DataFrame:
     """A row a cell, in :data:`CHECKPOINT_COLUMNS`."""
     rows = []
     for cell in cells:
-        times, _, _ = cell.taken.tables()
-        whole = times[times["phase"] == "whole"].iloc[0]
+        whole = cell.times[cell.times["phase"] == "whole"].iloc[0]
         rows.append(cell.fields | whole[MEASURED].to_dict())
     return typed(pd.DataFrame(rows), CHECKPOINT_COLUMNS)
