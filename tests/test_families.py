@@ -1,0 +1,152 @@
+"""Families and short names of GPU kernels, on names as nsys and torch.profiler write them.
+
+``data/kernels.csv`` holds names of real kernels, each with its family and where the name is from; ``data/kernels/`` the
+kernels of other people's captures that took 97% of their time (a name's first 300 characters).
+"""
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stepscope.traces.families import FAMILIES, families, family, is_cast, rules, shown_family
+from stepscope.traces.kernel_names import identifiers, short_name, short_names, split, words
+
+DATA = Path(__file__).parent / "data"
+KERNELS = pd.read_csv(DATA / "kernels.csv")
+EXTRACTS = sorted((DATA / "kernels").glob("*.csv"))
+
+
+def test_every_name_of_the_list_has_its_family():
+    found = [family(name) for name in KERNELS["name"]]
+    wrong = KERNELS.assign(found=found)[KERNELS["family"] != found]
+    assert wrong.empty, wrong.to_string()
+
+
+def test_the_list_has_every_family_and_many_libraries():
+    assert len(KERNELS) >= 200 and KERNELS["name"].is_unique
+    assert set(KERNELS["family"]) == set(FAMILIES) - {"other"}
+    assert KERNELS["source"].nunique() > 50
+
+
+@pytest.mark.parametrize("name", ["my_kernel(float *)", "spin_kernel", "", "(x)", "kernel", "void f<int>()"])
+def test_a_name_that_says_nothing_is_other(name):
+    assert family(name) == "other"
+
+
+@pytest.mark.parametrize("path", EXTRACTS, ids=lambda path: path.stem)
+def test_little_of_a_capture_is_other(path):
+    rows = pd.read_csv(path)
+    other = rows[families(rows["name"]) == "other"]
+    assert other["total_ns"].sum() <= 0.01 * rows["total_ns"].sum(), other["name"].tolist()
+
+
+def test_a_name_is_split_where_its_parts_end():
+    gemv = "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, cublasGemvParams<float> >(f<g>)"
+    assert split(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
+    assert split("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
+    assert split("void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, 9, tr") == (
+        "", "softmax_warp_forward", "BFloat16, 9, tr")
+    assert split("_ZN5aiter24fmha_fwd_hd128_bf16_rtneE.kd") == ("aiter", "fmha_fwd_hd128_bf16_rtne", "")
+    assert split("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").own == "reduce_kernel"
+    for odd in ("_Z", "_ZN99999f", "f<<<(", ")))>>>", "operator<", "void ", "_ZN3abcIL"):
+        assert family(odd) == "other"
+
+
+def test_identifiers_leave_parameter_lists_out():
+    template = "4, at::f<T>(at::TensorIteratorBase &, Dull)::[lambda(bool) (instance 1)], std::array<char *>"
+    assert [name for name in identifiers(template) if name[0] != "l"] == ["at::f", "T", "std::array", "char"]
+    assert words("indexSelectSmall_v2<x>") == "index select small v2 x"
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    # the same words as the kernel's own name, as a template argument, as a parameter
+    ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
+    ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
+    ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
+    ("void cutlass::apply_kernel<Policy>(flash::Params)", "matrix multiply"),
+    # what is applied to every element may copy; it does not reduce
+    ("void elementwise_kernel<4, direct_copy_kernel_cuda(Iter &)::[lambda(float)]>(int)", "copy and cast"),
+    ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
+    # what goes over a list of tensors may copy: in inference nothing optimizes
+    ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
+    ("void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)", "optimizer"),
+    ("aten::rsqrt", "elementwise"), ("aten::addcmul_", "elementwise"),
+])
+def test_the_own_name_decides_before_the_template_and_parameters_never(name, expected):
+    assert family(name) == expected
+
+
+def test_every_family_has_a_rule_and_a_reason():
+    assert sorted(rules()["family"]) == sorted(set(FAMILIES) - {"other"})
+    assert all(rules()["reason"])
+
+
+def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
+    names = KERNELS["name"].tolist()
+    assert list(families(names * 2)) == [family(name) for name in names * 2]
+    assert list(families([])) == []
+    matched = []
+    monkeypatch.setattr("stepscope.traces.families.family", lambda name: matched.append(name) or "other")
+    assert len(families(names * 200)) == 200 * len(names)
+    assert sorted(matched) == sorted(names)
+
+
+def test_softmax_is_told_by_whose_it_is():
+    rows = pd.DataFrame({"family": ["softmax", "elementwise", "softmax", "elementwise"],
+                         "region": ["cross_entropy", "attention.softmax", "other", "cross_entropy"]})
+    assert shown_family(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
+
+
+def test_casts_are_copies_into_another_type():
+    names = pd.Series(["void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)", "aten::_to_copy",
+                       "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)", "aten::copy_",
+                       "void elementwise_kernel<direct_copy_kernel_cuda>(x)"], index=range(5, 10))
+    assert is_cast(names).tolist() == [True, True, True, False, False] and is_cast(names).index[0] == 5
+
+
+def sample_names() -> list[str]:
+    with closing(sqlite3.connect((DATA / "nsys" / "sample.sqlite").as_uri() + "?mode=ro", uri=True)) as connection:
+        return [name for (name,) in connection.execute("SELECT value FROM StringIds")]
+
+
+def test_short_names_never_merge_kernels():
+    names = list(dict.fromkeys(sample_names() + KERNELS["name"].tolist()))
+    assert "other" not in list(families(sample_names()))
+    assert len({name[:100] for name in names}) < len(names)  # cutting at 100 characters would merge some
+    for width in (10, 40, 80):
+        shown = short_names(names + names, width)
+        assert set(shown) == set(names)
+        assert len(set(shown.values())) == len(shown)
+
+
+@pytest.mark.parametrize(("name", "short"), [
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)",
+     "cutlass_80_simt_sgemm_128x256_8x4_nt_align1"),
+    (("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4"
+     "_execute_kernel__5x_cublas"),
+     "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma"),
+    (("void (anonymous namespace)::softmax_warp_backward<c10::BFloat16, c10::BFloat16, float, 9, true,"
+     " false>(int)"),
+     "softmax_warp_backward<BFloat16 float>"),
+    (("void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<a"
+     "t::native::direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]>(int)>(in"
+     "t, T3)"),
+     "elementwise_kernel<direct_copy_kernel_cuda>"),
+    (("void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std:"
+     ":array<char *, 3>>(int)"),
+     "vectorized_elementwise_kernel<CUDAFunctor_add float>"),
+    ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"), ("[CUDA memset]", "[CUDA memset]"), ("", ""),
+    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"), ("(x)", "(x)"), ("<int>", "<int>"),
+])
+def test_short_name(name, short):
+    assert short_name(name) == short
+
+
+def test_kernels_that_share_a_short_name_get_longer_ones():
+    forward = "void softmax_warp_forward<float, float, float, (int){}, (bool)0>(T2 *, int)"
+    names = [forward.format(8), forward.format(9), "void f(int)", "f"]
+    assert len({short_name(name) for name in names}) == 2
+    shown = short_names(names)
+    assert shown[names[0]] == "softmax_warp_forward<float, float, float, 8, 0>" and len(set(shown.values())) == 4
