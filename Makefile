@@ -13,13 +13,14 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 LAB_FLAGS ?=
 
-.PHONY: report reference-runs test lint trials hooks lab lab-copies bench check reference doctor clean
+.PHONY: report campaign test lint trials hooks lab lab-copies bench check reference doctor clean
 
 report: $(READY)  ## measure this machine, in minutes, and render its report beside its runs
 	$(BIN)/stepscope report
 
-reference-runs: $(READY)  ## the whole matrix of all studies on a GPU, in hours (it says how many), and its report
-	$(BIN)/stepscope report reference
+campaign: $(READY)  ## the whole matrix of all studies on a GPU (it says how long), and its report
+	$(BIN)/stepscope sweep reference --runs runs/local-campaign
+	$(BIN)/stepscope render --runs runs/local-campaign
 
 # lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
 test: $(TEST)  ## the tests, on JOBS processes
@@ -56,7 +57,6 @@ check: $(READY)  ## is the committed report what the committed records say?
 	$(BIN)/stepscope check --runs $(REFERENCE) --out .
 
 reference: $(READY)  ## render the committed report anew from the committed records
-	$(BIN)/python -m stepscope.runs.estimate $(REFERENCE)
 	$(BIN)/stepscope render --runs $(REFERENCE) --out .
 
 doctor: $(READY)  ## what this machine offers for measuring

@@ -88,8 +88,8 @@ def _sweep(sources: list[Any], runs: Path, how: Any) -> int:
     from stepscope.runs.sweep import run_sweep
     end = run_sweep(sources, Store(runs), how, console)
     counts = end.counts
-    console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed; records are"
-                  f" in {runs}")
+    console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
+                  f" records are in {runs}")
     if end.left:
         console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with"
                       f" {end.left[0].label}. Go on by giving the same command again")
@@ -125,8 +125,8 @@ def _require_gpu(names: list[str], scheduler: str | None) -> None:
     from stepscope.runs.machine import gpus_here
     shipped = [name for name in names if name != "cpu" and not Path(name).is_file()]
     if shipped and not scheduler and not gpus_here():
-        raise StepscopeError(f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same studies"
-                             " over tiny models are called cpu")
+        raise StepscopeError(f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same"
+                             " studies over tiny models are called cpu")
 
 
 @app.command()

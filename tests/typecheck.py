@@ -1,0 +1,40 @@
+"""mypy over the package, bench, the tests and the cells of the notebooks: ``python tests/typecheck.py``."""
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from mypy import api
+
+ROOT = Path(__file__).parents[1]
+
+
+def code_of(notebook: Path) -> list[tuple[str, str]]:
+    """Each line of its code cells, with its place as ruff names it: ``path:cell 3:1``."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    return [(f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
+            for number, cell in enumerate(cells, 1) if cell.cell_type == "code"
+            for at, line in enumerate(cell.source.splitlines(), 1)]
+
+
+def typecheck() -> tuple[str, int]:
+    """What mypy says, with a notebook's findings by its cells, and its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        places: dict[str, str] = {}
+        for notebook in sorted(ROOT.glob("notebooks/*.ipynb")):
+            code = code_of(notebook)
+            path = Path(folder, f"{notebook.stem}_notebook.py")
+            path.write_text("\n".join(line for _, line in code) + "\n", encoding="utf-8")
+            places |= {f"{path}:{at}": place for at, (place, _) in enumerate(code, 1)}
+        targets = [ROOT / "lib" / "stepscope", ROOT / "bench", ROOT / "tests", *Path(folder).iterdir()]
+        settings = ["--config-file", str(ROOT / "pyproject.toml")]
+        said, complaints, status = api.run([*settings, *map(str, targets)])
+    pattern = re.escape(folder) + r"/\w+\.py:\d+"
+    return re.sub(pattern, lambda found: places.get(found[0], found[0]), said) + complaints, status
+
+
+if __name__ == "__main__":
+    text, status = typecheck()
+    print(text, end="")
+    sys.exit(status)
