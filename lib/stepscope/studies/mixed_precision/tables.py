@@ -40,12 +40,12 @@ def plain(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def beside_fp32(tables: Tables) -> pd.DataFrame:
-    """Times of the plain program beside fp32's (columns ``_fp32``), which the benchmark measured; ``gain`` is
-    in GPU time, of the numbers as they are shown."""
-    fp32 = tables["benchmark.times"]
+    """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``), which the benchmark
+    measured; ``gain`` is in GPU time, of the numbers as they are shown."""
+    fp32, low = tables["benchmark.times"], plain(tables["mixed_precision.times"])
     fp32 = fp32[(fp32["precision"] == "fp32") & (fp32["repeat"] == 0)]
-    both = plain(tables["mixed_precision.times"]).merge(fp32, on=[*CONFIG, "mode", "phase"],
-                                                        suffixes=("", "_fp32"))
+    low = low[(low["phase"] == WHOLE) & low["peak_gib"].notna()]  # of a CPU no peak is known
+    both = low.merge(fp32, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
     return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_fp32"], both["gpu_ms"])])
 
 
@@ -58,7 +58,7 @@ def reference(frame: pd.DataFrame) -> int:
 def whole(tables: Tables, **chosen: str) -> pd.DataFrame:
     """Whole modes beside fp32 at the reference context; of a precision or mode, if one is named."""
     rows = beside_fp32(tables)
-    for name, value in {"phase": WHOLE, "context_length": reference(rows), **chosen}.items():
+    for name, value in {"context_length": reference(rows), **chosen}.items():
         rows = rows[rows[name] == value]
     return rows
 
@@ -66,7 +66,7 @@ def whole(tables: Tables, **chosen: str) -> pd.DataFrame:
 def steps(tables: Tables, precision: str) -> pd.DataFrame:
     """Full steps in a precision beside fp32, of every shape."""
     rows = beside_fp32(tables)
-    return rows[(rows["phase"] == WHOLE) & (rows["mode"] == "step") & (rows["precision"] == precision)]
+    return rows[(rows["mode"] == "step") & (rows["precision"] == precision)]
 
 
 def gains(tables: Tables, precision: str) -> pd.Series:
@@ -135,22 +135,21 @@ def losses_off(tables: Tables) -> pd.Series:
 
 # Printed
 
-def _by_mode(tables: Tables, column: str, unit: str, what: str) -> pd.DataFrame | None:
+def _by_mode(tables: Tables, column: str, unit: str, what: str) -> pd.DataFrame:
     """A measure of whole modes in fp32 and bf16 at the reference context: a column a size."""
     rows, found = whole(tables, precision="bf16"), {}
     for mode, words in MODES.items():
         own = rows[rows["mode"] == mode].set_index("size")
         found |= {f"{words}, fp32": own[f"{column}_fp32"], f"{words}, bf16": own[column]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    note = f"{what}, context {reference(rows):,}." if len(rows) else ""
-    return table(made, unit, note=note) if made.notna().any(axis=None) else None
+    return table(made, unit, note=f"{what}, context {reference(rows):,}.")
 
 
-def precision_times(tables: Tables) -> pd.DataFrame | None:
+def precision_times(tables: Tables) -> pd.DataFrame:
     return _by_mode(tables, "gpu_ms", "ms", "GPU time in ms")
 
 
-def precision_memory(tables: Tables) -> pd.DataFrame | None:
+def precision_memory(tables: Tables) -> pd.DataFrame:
     return _by_mode(tables, "peak_gib", "GiB", "Peak of allocated memory in GiB")
 
 
@@ -252,12 +251,10 @@ def reading(times: pd.DataFrame, device: str) -> str:
     if step["status"] != "ok":
         return f"In bf16 a full step does not run here: {step['reason']}."
     takes = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}"
-    if pd.isna(step["gpu_ms"]):
+    if device == "cpu" or pd.isna(step["gpu_ms"]):
         return f"{takes}."
-    work = number(step["gpu_ms"], "ms")
-    if device == "cpu" or not launch_bound(step["busy"]):
-        return f"{takes}, {work} of them in {'kernels' if device == 'cuda' else 'operators'}."
-    return f"{takes} and its kernels need {work}, so it is launch-bound."
+    bound = "launch-bound" if launch_bound(step["busy"]) else "GPU-bound"
+    return f"{takes} and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}."
 
 
 PRINTED = {"precision_sizes": precision_sizes, "precision_contexts": precision_contexts,
