@@ -1,5 +1,4 @@
 """The mixed-precision study: its numerics against exact arithmetic, one tiny run, its claims and tables."""
-import contextlib
 from fractions import Fraction
 
 import numpy as np
