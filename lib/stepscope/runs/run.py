@@ -107,10 +107,12 @@ def _record(config: RunConfig, folder: Path, status: str, cause: str | None, sta
     if not outcome.pop("finished", False) and status == "ok":
         status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
     _tidy(folder, status)
-    fields = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
-              "started_at": started_at, "duration_s": round(duration_s, 3)}
+    fields: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "started_at": started_at, "duration_s": round(duration_s, 3)}
     try:
-        return Record(status=status, cause=cause and without_machine(cause, folder), **fields, **outcome)
+        cause = cause and without_machine(cause, folder)
+        return Record(**fields, **outcome, status=status, cause=cause)  # type: ignore[arg-type]
     except (ValidationError, TypeError) as error:
         words = " ".join(str(error).split())[:500]
         return Record(status="failed", cause=f"what the notebook handed over is no record: {words}", **fields)

@@ -1,0 +1,148 @@
+"""Configurations: what is allowed, how it is named, and what an error says."""
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from conftest import TINY
+from stepscope.config import (
+    EDITIONS,
+    SIZES,
+    ConfigError,
+    StepConfig,
+    configure,
+    device_here,
+    free_fields,
+    from_notebook,
+    require_device,
+    shown,
+    size_of,
+    studies,
+)
+
+
+@pytest.mark.parametrize("study", studies())
+def test_every_study_can_be_configured_and_comes_back_from_json(study):
+    fields = {"device": "cpu", "size": "nano", "context_length": 16}
+    if study == "attention":
+        fields = {"device": "cpu", "d_model": 16}
+    config = configure(study, **fields)
+    again = configure(**json.loads(config.model_dump_json()))
+    assert again == config and again.run_id == config.run_id
+    assert set(free_fields(study)) <= set(type(config).model_fields)
+    assert config.run_id.endswith(config.digest()) and f"ctx{config.context_length}" in config.run_id
+    assert all(c.isalnum() or c in "-._" for c in config.run_id)
+
+
+def test_a_run_id_names_the_configuration_whatever_spelled_it(tiny):
+    nano = SIZES["nano"]
+    spelled = tiny(size=None, **nano._asdict())
+    assert spelled == tiny() and spelled.size == "nano"
+    assert tiny(warmup_steps=0).run_id == tiny().run_id  # TINY's own value
+    changed = [tiny(**{field: value}) for field, value in {
+        "seed": 1, "batch_size": 2, "context_length": 9, "precision": "bf16", "vocab_size": 51,
+        "device": "cuda", "optimizer": "fused", "timed_steps": 3, "compile": "blocks"}.items()]
+    assert len({config.run_id for config in (tiny(), *changed)}) == len(changed) + 1
+
+
+def test_runs_that_differ_have_labels_that_differ(tiny):
+    configs = [tiny(), tiny(seed=1), tiny(optimizer="fused"), tiny(compile="blocks"), tiny(repeat=2),
+               tiny(study="ladder", batches=[1, 2]), tiny(size=None, d_model=8, d_ff=3, num_layers=1, num_heads=2)]
+    assert len({config.label for config in configs}) == len(configs)
+    assert "batches 1/2" in configs[5].label and "optimizer fused" in configs[2].label
+
+
+@pytest.mark.parametrize("name, edition, size", [
+    ("xl", None, "xl"), ("xl", 2025, "xl"), ("xl", 2026, "2.7B"), ("10B", 2026, "10B"), ("nano", 2026, "nano")])
+def test_a_size_has_one_name_a_year(name, edition, size):
+    assert size_of(name, edition) == size
+    assert configure("memory", **TINY | {"size": name}, edition=edition).size == size
+
+
+@pytest.mark.parametrize("name, edition, words", [
+    ("2.7B", 2026, "calls 2.7B xl"), ("10B", 2025, "2025 edition has small"), ("small", 2024, "2025 and 2026"),
+    ("huge", None, "known sizes are small"), (3, None, "known sizes"), ("xl", "2026", "editions are"),
+    (["xl"], 2026, "2026 edition has")])
+def test_a_size_that_is_none_is_refused(name, edition, words):
+    with pytest.raises(ConfigError, match=words):
+        size_of(name, edition)
+
+
+def test_editions_hold_the_handouts_shapes():
+    assert SIZES[EDITIONS[2025]["xl"]] == (1600, 6400, 48, 25)
+    assert SIZES[EDITIONS[2026]["xl"]] == (2560, 10240, 32, 32)
+    assert SIZES[EDITIONS[2026]["10B"]] == (4608, 12288, 50, 36)
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"size": "small", "d_model": 8}, "d_model: got 8, but size 'small' has 768"),
+    ({"context_length": "8"}, "context_length: got '8'"),
+    ({"context_length": 0}, "context_length: got 0"),
+    ({"context_length": 2**40}, "context_length"),
+    ({"batch_size": True}, "batch_size: got True"),
+    ({"precision": "fp8"}, "precision: got 'fp8'"),
+    ({"mode": "backward"}, "mode"),
+    ({"attention": "eager"}, "attention: got 'eager'"),
+    ({"compile": True}, "compile: got True"),
+    ({"optimizer": "sgd"}, "optimizer"),
+    ({"device": "tpu"}, "device: got 'tpu'"),
+    ({"seed": -1}, "seed"),
+    ({"nonsense": 1}, "nonsense: no such field in study 'benchmark'"),
+    ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 4}, "must divide d_model = 6"),
+    ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 2}, "must be even"),
+    ({"size": None}, "d_model: not given"),
+    ({"size": None, "edition": 2026, "d_model": 8}, "edition: got 2026, but no size"),
+    ({"context_length": 10**5000}, "context_length: got a huge int"),
+    ({"context_length": None}, "context_length: not given"),
+])
+def test_an_error_says_the_field_what_it_was_and_what_is_allowed(tiny, fields, words):
+    with pytest.raises(ConfigError) as error:
+        tiny(**fields)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_study_that_is_none_is_refused():
+    for study in ("warmup", 3, None):
+        with pytest.raises(ConfigError, match="known studies are benchmark"):
+            configure(study)
+    with pytest.raises(ConfigError, match="known studies"):
+        free_fields("warmup")
+
+
+def test_the_plain_step_of_a_run_has_its_own_fields_and_the_changes(tiny):
+    step = tiny(study="ladder", seed=3).step(attention="sdpa", device="cuda")
+    assert type(step) is StepConfig and step.attention == "sdpa" and step.device == "cuda"
+    assert step.seed == 3 and step.size == "nano" and step.vocab_size == TINY["vocab_size"]
+    with pytest.raises(ValidationError):
+        tiny().step(attention="none")
+
+
+def test_a_notebooks_parameters_are_the_free_fields():
+    names = {"size": "nano", "context_length": 8, "seed": 4, "mode": "of something else", "config": object(),
+             "device": "cpu", "run_folder": "", "batch_size": None}
+    config = from_notebook("ladder", names)  # whose mode is fixed
+    assert (config.size, config.seed, config.mode, config.batch_size) == ("nano", 4, "step", 4)
+
+
+def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_here("auto") == "cpu" and device_here("tpu") == "tpu"
+    with pytest.raises(ConfigError, match="no TF32"):
+        require_device(tiny(precision="tf32"))
+    with pytest.raises(ConfigError, match="sees no CUDA GPU"):
+        require_device(tiny(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
+    with pytest.raises(ConfigError, match=r"T4 has compute capability 7\.5"):
+        require_device(tiny(device="cuda", precision="bf16"))
+    require_device(tiny(device="cuda", precision="fp16"))
+
+
+def test_a_value_is_shown_on_one_line_and_cut():
+    assert len(shown("x" * 10**6)) < 120 and "\n" not in shown("a\nb")
+    nested: list = []
+    for _ in range(10**5):
+        nested = [nested]
+    assert len(shown(nested)) < 200

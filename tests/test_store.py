@@ -1,0 +1,170 @@
+"""Runs folders: what is put in place is whole, and only what is whole is believed."""
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import put, record_of
+from stepscope.files import open_within, read_within, write_text_durably
+from stepscope.runs.record import RecordError, read_record
+from stepscope.runs.store import Store, StoreBusy, StoreError
+
+
+def committed(store, config, **fields):
+    """A run with a table and a notebook, in its place."""
+    import hashlib
+    folder = store.folder_in_making()
+    (folder / "times.parquet").write_bytes(b"a table")
+    (folder / "notebook.ipynb").write_text("{}")
+    tables = {"times": {"file": "times.parquet", "rows": 1, "sha256": hashlib.sha256(b"a table").hexdigest()}}
+    return store.commit(folder, record_of(config, tables=tables, **fields))
+
+
+def test_a_committed_run_is_found_again_whole(store, tiny):
+    with store.writing():
+        place = committed(store, tiny(), results={"a": 1, "b": float("inf"), "c": "x"})
+    assert place == store.folder(tiny())
+    record = store.find(tiny())
+    assert record.results == {"a": 1, "b": None, "c": "x"} and record.notebook_sha256
+    assert store.find(tiny(seed=1)) is None and store.records() == ([record], [])
+    assert {path.name for path in place.iterdir()} == {"record.json", "notebook.ipynb", "times.parquet"}
+    assert not store.partial.exists()
+
+
+def test_a_second_run_of_a_configuration_replaces_the_first(store, tiny):
+    with store.writing():
+        committed(store, tiny(), status="failed")
+        committed(store, tiny(), results={"second": 1})
+    assert store.find(tiny()).results == {"second": 1} and len(store.records()[0]) == 1
+
+
+@pytest.mark.parametrize("alter, words", [
+    (lambda place: (place / "times.parquet").write_bytes(b"another"), "times.parquet: differs from the file"),
+    (lambda place: (place / "times.parquet").unlink(), "times.parquet: the record names this file"),
+    (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
+    (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: the record names"),
+    (lambda place: (place / "record.json").unlink(), "record.json: no record in this run folder"),
+    (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
+    (lambda place: place.rename(place.with_name("other")), "is the record of benchmark/nano"),
+])
+def test_what_was_altered_is_named(store, tiny, alter, words):
+    place = committed(store, tiny())
+    alter(place)
+    records, errors = store.records(check_files=True)
+    assert not records and len(errors) == 1 and words in str(errors[0]) and "\n" not in str(errors[0])
+
+
+def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
+    with store.writing(), pytest.raises(StoreBusy, match=f"process {os.getpid()}"), store.writing():
+        pass
+    code = ("import os, sys; from pathlib import Path; from stepscope.runs.store import Store\n"
+            "with Store(Path(sys.argv[1])).writing(): print('held', flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", code, str(store.root)], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StoreBusy), store.writing():
+            pass
+        holder.kill()
+        holder.wait()
+    (store.partial / "left").mkdir(parents=True, exist_ok=True)
+    with store.writing():
+        assert not store.partial.exists()  # what a killed sweep left is cleared away
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda root: (root / "benchmark").write_text(""), "benchmark: is no folder"),
+    (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
+    (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
+    (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
+    (lambda root: os.mkfifo(root / ".lock"), "no regular file"),
+    (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), "cannot be written to"),
+])
+def test_a_folder_with_something_else_in_a_runs_place_is_refused(store, make, words):
+    store.root.mkdir()
+    make(store.root)
+    with pytest.raises(StoreError) as error, store.writing():
+        pass
+    assert words in str(error.value)
+
+
+def test_a_root_that_is_a_file_or_too_long_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / ("a" * 300)):
+        with pytest.raises(StoreError, match="nothing was started"), Store(root).writing():
+            pass
+
+
+def test_the_lock_holders_words_go_into_no_links_target(store, tmp_path):
+    (tmp_path / "target").write_text("kept")
+    store.root.mkdir()
+    (store.root / ".lock-holder").symlink_to(tmp_path / "target")
+    with store.writing():
+        pass
+    assert (tmp_path / "target").read_text() == "kept"
+
+
+def test_the_record_is_written_last(store, tiny, monkeypatch):
+    """A commit that is cut short anywhere leaves nothing in place."""
+    from stepscope.runs import store as module
+    monkeypatch.setattr(module, "write_text_durably", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        committed(store, tiny())
+    assert not store.folder(tiny()).exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_text_durably(path, "old")
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "elsewhere")  # somebody's
+    write_text_durably(path, "new")
+    assert path.read_text() == "new" and not (tmp_path / "elsewhere").exists()
+
+    def full(*_):
+        raise OSError(28, "No space left")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text_durably(path, "newest")
+    assert path.read_text() == "new" and [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_are_read_without_leaving_the_folder(tmp_path):
+    root = tmp_path / "root"
+    (root / "inner").mkdir(parents=True)
+    (root / "inner" / "file").write_text("here")
+    (tmp_path / "secret").write_text("there")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "folder").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    assert read_within(root, "inner/file", 4) == b"here"
+    for name in ("link", "folder/secret", "../secret", "/etc/passwd", "pipe", "inner", "none", "", "file/x"):
+        with pytest.raises(OSError):
+            open_within(root, name)
+    with pytest.raises(OSError, match="more than 3 bytes"):
+        read_within(root, "inner/file", 3)
+
+
+def test_a_thousand_records_are_read_once_each(store, tiny, monkeypatch):
+    """What grows with the number of runs squared shows in how often files are opened."""
+    from stepscope.runs import record as module
+    for seed in range(30):
+        put(store, tiny(seed=seed))
+    opened = []
+    read = module.read_within
+    monkeypatch.setattr(module, "read_within", lambda *given: opened.append(given) or read(*given))
+    assert len(store.records()[0]) == 30 == len(opened)
+
+
+def test_flock_of_the_store_is_the_kernels_own(store):
+    with store.writing(), (store.root / ".lock").open() as lock, pytest.raises(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_record_of_an_older_schema_is_named(store, tiny):
+    place = committed(store, tiny())
+    old = json.loads((place / "record.json").read_text()) | {"schema_version": 1}
+    (place / "record.json").write_text(json.dumps(old))
+    with pytest.raises(RecordError, match="schema_version"):
+        read_record(place)
