@@ -15,6 +15,7 @@ from pathlib import Path
 from bench.readers import PROGRAMS, Found
 from bench.traces import add_short_names, make_capture, make_trace
 
+
 def compare(path: Path, kind: str) -> dict[str, Found]:
     """Each program's outcome on one file, printed as it comes, as a ratio to load_capture's seconds."""
     found: dict[str, Found] = {}

@@ -18,11 +18,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.traces.attribution import KINDS, OUTSIDE, PROCESS, Records, TraceError, find_launches, thread_columns
+from stepscope.traces.attribution import (
+    KINDS,
+    OUTSIDE,
+    PROCESS,
+    Records,
+    TraceError,
+    find_launches,
+    thread_columns,
+)
 from stepscope.traces.export import device_names, read_export
 from stepscope.traces.families import FAMILIES, families
 from stepscope.traces.nsys_program import export_capture, find_nsys
-from stepscope.traces.torch_trace import CATEGORIES, LAUNCHES, OPERATOR, PROCESS_KEY, RANGE, WORK, Events, read_trace
+from stepscope.traces.torch_trace import (
+    CATEGORIES,
+    LAUNCHES,
+    OPERATOR,
+    PROCESS_KEY,
+    RANGE,
+    WORK,
+    Events,
+    read_trace,
+)
 
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
@@ -111,7 +128,7 @@ def _readable(path: Path) -> Iterator[tuple[str, Path]]:
         raise TraceError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}), {wanted}") from None
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         yield "json", path
-    elif path.suffix == ".nsys-rep" or head.startswith(b"SQLite format 3\0") and zipped:
+    elif path.suffix == ".nsys-rep" or (head.startswith(b"SQLite format 3\0") and zipped):
         with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
             yield "sqlite", _unzipped(path, Path(folder)) if zipped else _report(path, Path(folder))
     elif head.startswith(b"SQLite format 3\0"):
@@ -146,8 +163,8 @@ def _header(events: Events) -> tuple[dict[int, str], tuple[int, int] | None]:
     devices, ranks = events.header.get("deviceProperties"), events.header.get("distributedInfo")
     gpus = {one["id"]: str(one.get("name")) for one in devices if isinstance(one, dict) and isinstance(one.get("id"), int)
             } if isinstance(devices, list) else {}
-    found = [ranks.get(key) for key in ("rank", "world_size")] if isinstance(ranks, dict) else []
-    return gpus, (found[0], found[1]) if len(found) == 2 and all(isinstance(n, int) for n in found) else None
+    rank, size = (ranks.get(key) for key in ("rank", "world_size")) if isinstance(ranks, dict) else (None, None)
+    return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
 def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray], pd.DataFrame]:

@@ -276,9 +276,9 @@ def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Co
     name = f"coalesce(text, (SELECT value FROM {STRINGS} WHERE id = textId), '')"
     domain_names = {(tid & PROCESS, i): n for tid, i, n in
                     _rows(connection, NVTX, ["globalTid", "domainId", name], f"eventType = {DOMAIN_CREATE}")}
-    for process in np.unique(thread & PROCESS).tolist() if domains is not None else ():
+    for process in np.unique(thread & PROCESS).tolist():
         for i in np.unique(domain).tolist():
-            if domain_names.get((process, i), "") not in domains:
+            if domains is not None and domain_names.get((process, i), "") not in domains:
                 keep &= (thread & PROCESS != process) | (domain != i)
     order = np.lexsort((-end, start, thread))
     order = order[keep[order]]

@@ -84,9 +84,8 @@ class Device:
         return pd.DataFrame(found) / 1e6
 
     def union(self, rows: pd.DataFrame, begin: int | None = None, end: int | None = None) -> float:
-        begin, end = begin or self.windows[0, 0], end or self.windows[-1, 1]
-        starts = rows["start_ns"].to_numpy().clip(begin, end)
-        return union(starts, rows["end_ns"].to_numpy().clip(begin, end))
+        first, last = (self.windows[0, 0], self.windows[-1, 1]) if begin is None else (begin, end)
+        return union(rows["start_ns"].to_numpy().clip(first, last), rows["end_ns"].to_numpy().clip(first, last))
 
     def exposed_ms(self, which: pd.Series) -> float:
         """Ms a step in which only these operations run."""

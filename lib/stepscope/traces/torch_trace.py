@@ -47,7 +47,7 @@ COLUMNS = ("cat", "name", "tid", "start", "end", "correlation", "device", "strea
 HEADER = ("deviceProperties", "distributedInfo")
 CHUNK = 1 << 22  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
-_SCAN = json.JSONDecoder().scan_once
+_SCAN = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def load_torch_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES,
@@ -168,7 +168,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Events:
             for event in stream.items():
                 add(event)
             return events
-        for key in stream.keys():
+        for key in stream.fields():
             if key == "traceEvents":
                 for event in stream.items():
                     add(event)
@@ -192,7 +192,7 @@ def _adder(path: Path, events: Events, shaped: re.Pattern | None) -> Any:
     gpu = len(WORK)
 
     def add(event: Any) -> None:
-        code = categories.get(event.get("cat")) if type(event) is dict and event.get("ph") == "X" else None
+        code = categories.get(str(event.get("cat"))) if type(event) is dict and event.get("ph") == "X" else None
         if code is None:
             return
         args = event.get("args")
@@ -243,7 +243,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
         with (gzip.open if zipped else open)(path, "rt", encoding="utf-8", errors="replace") as text:
-            yield text  # type: ignore[misc]
+            yield text
     except (OSError, EOFError) as error:  # gzip's errors are these
         said = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: cannot be read ({said}), expected torch.profiler's trace") from None
@@ -302,7 +302,7 @@ class _Stream:
             if self.take(",]") == "]":
                 return
 
-    def keys(self) -> Iterator[str]:
+    def fields(self) -> Iterator[str]:
         """The keys of an object; whoever is given one takes its value."""
         self.take("{")
         if self.peek() == "}":

@@ -110,7 +110,7 @@ class Mode:
 
 def take_plain(mode: Mode) -> None:
     """Warm up, then the plain steps."""
-    while len(mode.warm_ms) < 2 or sum(mode.warm_ms[1:]) < WARM_MS and len(mode.warm_ms) < MOST_WARM:
+    while len(mode.warm_ms) < 2 or (sum(mode.warm_ms[1:]) < WARM_MS and len(mode.warm_ms) < MOST_WARM):
         mode.warm_ms.append(mode.plain())
         if mode.warm_ms[0] > 2 * LONG_MS:
             break
@@ -161,15 +161,11 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
         asked = default_timer()
         with turn():
             began = default_timer()
-            try:
-                step = build_step(config)
-                outcome = profile(step, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
-                step.clear_gradients()
-                step.optimizer.state.clear()
+            try:  # the step is no variable here, so that its memory is free at the turn's end
+                outcome = profile(build_step(config), lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
             except torch.OutOfMemoryError as error:  # the weights alone
                 oom = {"status": "oom", "reason": str(error), "plain_ms": [], "captured_ms": []}
                 outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
-            step = None
             gc.collect()
             release(config.device)
             ended = default_timer()

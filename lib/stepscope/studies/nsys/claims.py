@@ -78,7 +78,7 @@ def first_kernel_is_a_matmul(tables: Tables) -> Numbers:
 def first_kernel_changes(tables: Tables) -> Numbers:
     """(b) In some profiles another kernel is first over forward + backward: a matmul, too."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
-    common = forward.join(both, rsuffix="_both", how="inner")
+    common = forward.join(both.add_suffix("_both"), how="inner")
     kept = int((common["name"] == common["name_both"]).sum())
     family = profiles(tables, "operations").drop_duplicates("name").set_index("name")["family"]
     if kept < len(common) and set(common["name_both"].map(family)) == {MATMUL}:

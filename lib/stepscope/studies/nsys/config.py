@@ -8,8 +8,8 @@ class Config(StepConfig):
     """Profiles of one size and context: every mode in one capture, from one process."""
 
     study: Literal["nsys"] = "nsys"
-    mode: Literal["all"] = "all"  # type: ignore[assignment]
+    mode: Literal["all"] = "all"
     compile: Literal["none"] = "none"  # ranges within what is compiled would change it
     # The watched process takes as many steps as their length asks for.
-    warmup_steps: Literal[5] = 5  # type: ignore[assignment]
-    timed_steps: Literal[10] = 10  # type: ignore[assignment]
+    warmup_steps: Literal[5] = 5
+    timed_steps: Literal[10] = 10

@@ -161,7 +161,7 @@ def forward_times(tables: Tables) -> pd.DataFrame:
 def first_kernel(tables: Tables) -> pd.DataFrame:
     """(b) At the reference context the kernel with the most time in forward, and in forward + backward."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
-    rows = forward.join(both, rsuffix="_both").reset_index()
+    rows = forward.join(both.add_suffix("_both")).reset_index()
     rows = rows[rows["context_length"] == reference(rows)]
     names = short_names([*rows["name"], *rows["name_both"].dropna()], 60)
     return pd.DataFrame({
