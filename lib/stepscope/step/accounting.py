@@ -4,8 +4,8 @@ Every tensor of the step is a whole number of bytes times one of a few products 
 so each instant's live bytes are a short sum, written as such: ``"20X + 12S"`` is 20 B T C + 12 B H T T bytes.
 A block saves the same whichever it is, and an instant within a block adds to it what is alive just there.
 Instants that others exceed for every shape are left out. The formulas are of two heads or more, autocast as
-CUDA does it; with naive attention (:data:`FORMULAS`), or with scaled_dot_product_attention's kernels that keep
-a number a row and no scores (:data:`FUSED_FORMULAS`).
+CUDA does it; with naive attention (:data:`FORMULAS`), or with scaled_dot_product_attention's kernels that
+keep a number a row and no scores (:data:`FUSED_FORMULAS`).
 
 What the allocator adds is named apart: it rounds sizes up (:func:`rounding`), and matmuls take workspaces.
 Nothing here imports torch: ``stepscope fit`` answers at once.
@@ -277,7 +277,8 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
                       gradients=weights, held=of(f.logits) + 4)
 
 
-def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int], k: int) -> Iterator[Instant]:
+def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int],
+                       k: int) -> Iterator[Instant]:
     """The instants between forward and the optimizer; with checkpoints of ``k`` blocks each, 0 for none."""
     layers, saved, copies, stream, logits = (config.num_layers, of(f.saved), of(f.copies), of("4X"),
                                              of(f.logits))
@@ -319,17 +320,6 @@ def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
     return dict.fromkeys(KINDS, 0) | {
         "weights": weights, "optimizer state": 2 * weights * training + 4 * counts, "other": other,
         "rounding": rounded * (config.device == "cuda")}
-
-
-def after_loss(config: StepConfig, mode: str) -> dict[str, int]:
-    """Bytes by kind when all is there that backward needs."""
-    f, rest, layers = formulas_of(config), at_rest(config, mode), config.num_layers
-    logits, head_copies = value(f.logits, config), value(f.head_copies, config)
-    saved = layers * value(f.saved, config) + value(f.end, config) - head_copies - logits
-    return rest | {"saved for backward": saved + value(f.loss_saved, config),
-                   "bf16 copies": layers * value(f.copies, config) + head_copies,
-                   "workspaces": WORKSPACE * (config.device == "cuda"),
-                   "other": rest["other"] + logits + 4}  # logits and loss are held by the step
 
 
 def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int]:
@@ -407,8 +397,9 @@ STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
 
 
 class Fit(NamedTuple):
-    """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory; "no"),
-    and the largest context (at the batch asked for) and batch (at the context asked for) whose peaks do."""
+    """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory;
+    "no"), and the largest context (at the batch asked for) and batch (at the context asked for) whose peaks
+    do."""
 
     step: str
     peak_gib: float
@@ -433,7 +424,8 @@ def fit(config: StepConfig, memory_gib: float) -> list[Fit]:
         def fits(within: float, own: StepConfig = own, bytes_of: Callable = bytes_of, **changed: int) -> bool:
             return bytes_of(own.model_copy(update=changed)) <= within * memory_gib * GIB
         rows.append(Fit(name, bytes_of(own) / GIB, "yes" if fits(TIGHT) else "tight" if fits(1) else "no",
-                        largest(lambda n: fits(1, context_length=n)), largest(lambda n: fits(1, batch_size=n))))
+                        largest(lambda n: fits(1, context_length=n)),
+                        largest(lambda n: fits(1, batch_size=n))))
     return rows
 
 

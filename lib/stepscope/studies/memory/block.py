@@ -17,10 +17,10 @@ COPY, INPUT, ACTIVATION = "bf16 copy of a weight", "the block's input", "activat
 def saved_by_block(step: Step) -> tuple[pd.DataFrame, dict[str, int]]:
     """Run the first block forward and backward under saved-tensor hooks.
 
-    Returns what the block keeps for its backward and the gradients that it produces, each largest first, as rows
-    of a run's ``allocations``: tensors of one line, kind and size are one row with their ``count``. Two tensors
-    on one piece of memory count once; weights and the model's tables, which live anyway, are left out. And
-    ``block_saved_bytes``, ``block_copies_bytes`` (of them, autocast's copies of weights) and
+    Returns what the block keeps for its backward and the gradients that it produces, each largest first, as
+    rows of a run's ``allocations``: tensors of one line, kind and size are one row with their ``count``. Two
+    tensors on one piece of memory count once; weights and the model's tables, which live anyway, are left
+    out. And ``block_saved_bytes``, ``block_copies_bytes`` (of them, autocast's copies of weights) and
     ``block_gradient_bytes``.
     """
     block = step.model.blocks[0]
@@ -72,7 +72,7 @@ def grouped(what: str, table: pd.DataFrame) -> pd.DataFrame:
     order = (rows["bytes"] * rows["count"]).sort_values(ascending=False, kind="stable").index
     rows = rows.loc[order].reset_index(drop=True)
     return pd.DataFrame({"what": what, "rank": rows.index + 1, "tensor": rows["tensor"],
-                         "line": [f"stepscope/step/model.py:{place}" if place else "" for place in rows["line"]],
+                         "line": [f"stepscope/step/model.py:{place}" * bool(place) for place in rows["line"]],
                          "source": [lines[place].strip() for place in rows["line"]],
                          "region": [region(lines, place) for place in rows["line"]],
                          "mib": rows["bytes"] / MIB, "count": rows["count"]})

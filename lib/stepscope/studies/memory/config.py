@@ -3,9 +3,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stepscope.config import PHASES, Layers, StepConfig, Steps
+from stepscope.config import Layers, StepConfig, Steps
 
-Mode = Literal[tuple(PHASES)]  # type: ignore[valid-type]
+Mode = Literal["forward", "forward_backward", "step"]
 
 
 class Config(StepConfig):
@@ -28,8 +28,8 @@ class Config(StepConfig):
     @model_validator(mode="after")
     def one_kind(self) -> "Config":
         if self.stacks and self.checkpoints:
-            raise ValueError(f"stacks: got {self.stacks}, but checkpoints is given too, which is measured in a run"
-                             " of its own")
+            raise ValueError(f"stacks: got {self.stacks}, but checkpoints is given too, which is measured in"
+                             " a run of its own")
         if more := [blocks for blocks in self.checkpoints if blocks > self.num_layers]:
             raise ValueError(f"checkpoints: got {more[0]}, but there are {self.num_layers} blocks")
         return self

@@ -5,12 +5,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.report.style import (
-    AMBER, BLUE, FILL, GREEN, INK, MUTED, ORANGE, PALETTE, PAPER, RED, SKY, figure, label_ends,
+    AMBER,
+    BLUE,
+    FILL,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PALETTE,
+    PAPER,
+    RED,
+    SKY,
+    figure,
+    label_ends,
 )
 from stepscope.report.tables import number, ratio
 from stepscope.step.accounting import GIB, peak
 from stepscope.studies.memory.history import LIVE, column
-from stepscope.studies.memory.tables import Tables, begins_backward, config_of, of_largest, one_level, usual, where
+from stepscope.studies.memory.tables import (
+    CONFIG,
+    Tables,
+    begins_backward,
+    config_of,
+    one_level,
+    usual,
+    where,
+)
 
 COLORS = {"weights": BLUE, "optimizer state": GREEN, "gradients": AMBER, "saved for backward": SKY,
           "bf16 copies": ORANGE, "temporaries": RED, "workspaces": MUTED, "other": FILL}
@@ -22,18 +42,24 @@ GROWTH = ("none", "square root", "every block", "halved", "from the start")
 
 def memory_timeline(tables: Tables) -> Figure | None:
     """Live memory over the allocations and frees of forward alone and of a full step, stacked by kind."""
-    if tables["memory.timeline"].empty:
+    lines = tables["memory.timeline"]
+    if lines.empty:
         return None
-    rows = usual(tables["memory.timeline"])
+    try:
+        chosen = usual(lines).iloc[0]
+    except LookupError:  # a notebook's own run, of another configuration
+        chosen = lines.iloc[0]
+    fields = {name: chosen[name] for name in CONFIG}
+    rows, own = where(lines, **fields), where(tables["memory.peaks"], phase="whole", **fields)
     modes = [mode for mode in ("forward", "forward_backward", "step") if (rows["mode"] == mode).any()]
-    own = usual(where(tables["memory.peaks"], mode=modes[-1], phase="whole"))
-    drawn, axes = figure(_message(own.iloc[0]), 3.6, 1, len(modes), sharey=True, squeeze=False,
-                         width_ratios=[0.6, 1.4][-len(modes):] if len(modes) < 3 else None)
+    drawn, axes = figure(
+        _message(where(own, mode=modes[-1]).iloc[0]), 3.6, 1, len(modes), sharey=True, squeeze=False,
+        width_ratios=[0.6, 1.4][-len(modes):] if len(modes) < 3 else None)
     limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
     for axis, mode in zip(axes[0], modes):
         _live(axis, rows[rows["mode"] == mode], limit)
-        top = usual(where(tables["memory.peaks"], mode=mode, phase="whole"))["peak_gib"].iloc[0]
-        axis.texts[-1].set_text(number(top, ""))  # what is drawn is asked for; allocated is a little more
+        # what is drawn was asked for; the peak is what was allocated, a little more
+        axis.texts[-1].set_text(number(where(own, mode=mode)["peak_gib"].iloc[0], ""))
         axis.set_title("forward alone" if mode == "forward" else "")
     axes[0, 0].set_ylabel("GiB")
     axes[0, 0].set_ylim(0, limit * 1.14)
@@ -63,10 +89,11 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
     for begin, after in zip(starts, [*starts[1:], len(rows)]):
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
             axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
-            axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(), va="bottom")
+            axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(),
+                      va="bottom")
     top = int(total.argmax())
     axis.plot([top], [total[top]], "v", color=INK)
-    axis.annotate(number(total[top], ""), (top, total[top]), xytext=(7, 2), textcoords="offset points", color=INK)
+    axis.annotate("", (top, total[top]), xytext=(7, 2), textcoords="offset points", color=INK)
     axis.set_xlabel("allocations and frees")
     axis.set_xticks([])
     axis.margins(x=0)
@@ -77,19 +104,23 @@ def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     """At most :data:`POINTS` rows of a timeline: of each stretch the highest."""
     total = rows[[column(kind) for kind in LIVE]].sum(axis=1).to_numpy()
     stretch = -(-len(rows) // POINTS)
-    return rows.iloc[[first + int(total[first:first + stretch].argmax()) for first in range(0, len(rows), stretch)]]
+    return rows.iloc[[first + int(total[first:first + stretch].argmax())
+                      for first in range(0, len(rows), stretch)]]
 
 
 def memory_peak(tables: Tables) -> Figure | None:
-    """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at longer."""
+    """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
+    longer."""
     one = usual(where(tables["memory.peaks"], phase="whole")).iloc[0]
-    names = [name for name in NAMED if name != one["size"]] + [one["size"]] if one["size"] in NAMED else [one["size"]]
+    named = one["size"] in NAMED
     context = int(one["context_length"])
-    shapes = [(name, context) for name in names] + [(one["size"], context * times) for times in (2, 4)]
-    tops = [peak(config_of(one.to_dict() | {"size": size, "context_length": length})) for size, length in shapes]
+    shapes = [(name, context) for name in (NAMED[:NAMED.index(one["size"]) + 1] if named else [one["size"]])]
+    shapes += [(one["size"], context * times) for times in (2, 4)]
+    tops = [peak(config_of(one.to_dict() | {"size": size, "context_length": length}))
+            for size, length in shapes]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{one['size']}: {number(moving[-3], '%')} of the peak grows with the context at {context:,},"
-                         f" {number(moving[-1], '%')} at {4 * context:,}", 3.6)
+    drawn, axis = figure(f"{one['size']}: {number(moving[-3], '%')} of the peak grows with the context at"
+                         f" {context:,}, {number(moving[-1], '%')} at {4 * context:,}", 3.6)
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
         sizes = np.array([top.kinds[kind] / GIB for top in tops])
@@ -98,8 +129,9 @@ def memory_peak(tables: Tables) -> Figure | None:
         left += sizes
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
     axis.invert_yaxis()
-    for row, total in enumerate(left):
-        axis.annotate(number(total, ""), (total, row), xytext=(4, 0), textcoords="offset points", va="center")
+    for row, (end, top) in enumerate(zip(left, tops)):
+        axis.annotate(number(top.allocated / GIB, ""), (end, row), xytext=(4, 0),
+                      textcoords="offset points", va="center")
     axis.set_xlim(0, left.max() * 1.12)
     axis.set_xlabel("peak of a full step, GiB")
     axis.legend(loc="upper right")
@@ -112,17 +144,21 @@ def memory_checkpoints(tables: Tables) -> Figure | None:
     rows = one_level(tables).sort_values("blocks_per_checkpoint")
     none, some = rows[rows["blocks_per_checkpoint"] == 0], rows[rows["blocks_per_checkpoint"] > 0]
     some = some[some["status"] == "ok"]
+    if some.empty:
+        return None
     peak = "peak_gib" if some["peak_gib"].notna().any() else "predicted_gib"
     drawn, axes = figure(_saved(some, none, peak), 3.0, 1, 2)
-    for axis, name, title, color in ((axes[0], peak, "peak, GiB", BLUE), (axes[1], "gpu_ms", "GPU time, ms", ORANGE)):
-        axis.plot(some["blocks_per_checkpoint"], some[name], "o-", color=color)
+    blocks = some["blocks_per_checkpoint"].astype(int)
+    for axis, name, title, color in ((axes[0], peak, "peak, GiB", BLUE),
+                                     (axes[1], "gpu_ms", "GPU time, ms", ORANGE)):
+        axis.plot(blocks, some[name], "o-", color=color)
         if len(none) and none["status"].iloc[0] == "ok":
             axis.axhline(none[name].iloc[0], color=MUTED, linestyle="--")
-            axis.annotate("no checkpoints", (some["blocks_per_checkpoint"].max(), none[name].iloc[0]), ha="right",
+            axis.annotate("no checkpoints", (blocks.max(), none[name].iloc[0]), ha="right",
                           xytext=(0, 3), textcoords="offset points", color=MUTED)
         axis.set(title=title, xlabel="blocks a checkpoint", xscale="log")
         axis.set_ylim(0, axis.get_ylim()[1] * 1.06)
-        axis.set_xticks(some["blocks_per_checkpoint"], [f"{blocks:.0f}" for blocks in some["blocks_per_checkpoint"]])
+        axis.set_xticks(blocks, blocks)
         axis.minorticks_off()
     return drawn
 
@@ -134,7 +170,8 @@ def _saved(some: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
     words = "A checkpoint around each block" if blocks == 1 else f"A checkpoint around {blocks} blocks"
     if none.empty or none["status"].iloc[0] != "ok":
         return f"{words} needs least: {number(least[peak], 'GiB')}"
-    off, longer = (ratio(least[name], none[name].iloc[0], unit) - 1 for name, unit in ((peak, "GiB"), ("gpu_ms", "ms")))
+    off, longer = (ratio(least[name], none[name].iloc[0], unit) - 1
+                   for name, unit in ((peak, "GiB"), ("gpu_ms", "ms")))
     return f"{words} takes {number(-off, '%')} off the peak for {number(longer, '%')} more GPU time"
 
 

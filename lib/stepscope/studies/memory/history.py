@@ -1,4 +1,5 @@
-"""From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's peak."""
+"""From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's
+peak."""
 import linecache
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,13 +36,13 @@ def peak_row(config: Config, mode: str) -> dict:
 
 def classified(recording: Recording, config: Config) -> pd.DataFrame:
     """The recorded step's allocations with what each was for: ``size`` (bytes asked for), ``allocated_at``,
-    ``freed_at`` (events from the history's begin), ``line``, ``phase``, ``region``, ``layer`` (missing outside
-    the blocks), ``kind``.
+    ``freed_at`` (events from the history's begin), ``line``, ``phase``, ``region``, ``layer`` (missing
+    outside the blocks), ``kind``.
 
     Gradients are the tensors of that name. What is saved for backward is made in forward or loss and freed in
-    backward; what those leave behind (logits, loss: the step's frame holds them) is other; an autocast copy has
-    a weight's bytes, is made by that weight's region and outlives the matmul. (Where batch times context is one
-    of the weight's sides, the copy of an input has the same bytes and is taken for one.)
+    backward; what those leave behind (logits, loss: the step's frame holds them) is other; an autocast copy
+    has a weight's bytes, is made by that weight's region and outlives the matmul. (Where batch times context
+    is one of the weight's sides, the copy of an input has the same bytes and is taken for one.)
 
     Raises:
         StepscopeError: live bytes differ from the allocator's own number at the end or peak of a phase.
@@ -126,12 +127,13 @@ def _check(table: pd.DataFrame, recording: Recording) -> None:
                                          end.allocations - recording.start.allocations)}
         for what, (ours, theirs) in told.items():
             if ours != theirs:
-                raise StepscopeError(f"{recording.mode}, by the end of {phase}: the history {what.format(ours)}, but the"
-                                     f" allocator says {theirs:,}")
+                raise StepscopeError(f"{recording.mode}, by the end of {phase}: the history"
+                                     f" {what.format(ours)}, but the allocator says {theirs:,}")
 
 
 def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
-    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event, up to ``end`` at least."""
+    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event, up to ``end`` at
+    least."""
     freed = table[np.isfinite(table["freed_at"])]
     last = max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)
     live = np.zeros((len(LIVE), max(int(last) + 1, end) + 1), dtype=np.int64)
@@ -142,9 +144,12 @@ def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
     return live.cumsum(axis=1)
 
 
+NOTHING = pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})  # made a peak: it was there
+
+
 def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list[dict]:
-    """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached and
-    the allocation that makes it, all in GiB."""
+    """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached
+    and the allocation that makes it, all in GiB."""
     live, start = live_bytes(table), recording.start.allocations + recording.start.frees
     base = np.array([recording.before.get(kind, 0) for kind in LIVE])
     reserved, rows = max(end.peak_reserved for _, _, end in recording.phases) / GIB, []
@@ -153,25 +158,25 @@ def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list
         event = first + int(live[:, first:last + 1].sum(axis=0).argmax())
         held = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
         made = table[table["allocated_at"] == event - 1]
-        what = made.iloc[0] if len(made) else pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})
+        what = made.iloc[0] if len(made) else NOTHING
         rows.append({"mode": recording.mode, "phase": phase, "peak_gib": end.peak_allocated / GIB,
-                     "requested_gib": end.peak_requested / GIB, "reserved_gib": end.peak_reserved / GIB, **held,
-                     column("rounding"): (end.peak_allocated - end.peak_requested) / GIB, "peak_in": phase,
-                     "layer": what["layer"], "region": what["region"], "line": what["line"],
+                     "requested_gib": end.peak_requested / GIB, "reserved_gib": end.peak_reserved / GIB,
+                     **held, column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
+                     "peak_in": phase, "layer": what["layer"], "region": what["region"], "line": what["line"],
                      "allocation_gib": what["size"] / GIB})
     top = max(rows, key=lambda row: row["peak_gib"])
     return [*rows, top | peak_row(config, recording.mode) | {"reserved_gib": reserved}]
 
 
 def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
-    """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind; at
-    most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
+    """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind;
+    at most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
     ends = _ends(recording)
     base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
     live = (live_bytes(table)[:, :ends[-1] + 1] + base) / GIB
     total, stretch = live.sum(axis=0), -(-live.shape[1] // (POINTS // 2))
-    events = sorted({first + int(pick(total[first:first + stretch])) for first in range(0, len(total), stretch)
-                     for pick in (np.argmin, np.argmax)})
+    events = sorted({first + int(pick(total[first:first + stretch]))
+                     for first in range(0, len(total), stretch) for pick in (np.argmin, np.argmax)})
     names = np.array([name for name, *_ in recording.phases])
     place = np.searchsorted(ends, np.array(events) - 1, side="right").clip(max=len(names) - 1)
     return pd.DataFrame({"mode": recording.mode, "event": events, "phase": names[place],
@@ -185,8 +190,8 @@ def largest(table: pd.DataFrame) -> pd.DataFrame:
     grouped = forward.groupby(["line", "region", "size"], sort=False).size().rename("count").reset_index()
     grouped = grouped.sort_values(["size", "count"], ascending=False, kind="stable").head(LARGEST)
     return pd.DataFrame({"what": "allocated in forward", "rank": range(1, len(grouped) + 1),
-                         "line": grouped["line"].to_numpy(), "source": [source(line) for line in grouped["line"]],
-                         "region": grouped["region"].to_numpy(), "tensor": "",
+                         "line": list(grouped["line"]), "source": list(map(source, grouped["line"])),
+                         "region": list(grouped["region"]), "tensor": "",
                          "mib": grouped["size"].to_numpy() / MIB, "count": grouped["count"].to_numpy()})
 
 
@@ -221,8 +226,8 @@ TEXT, NUMBER = "str", "float64"
 PEAK_COLUMNS = {
     "mode": TEXT, "phase": TEXT, "status": TEXT, "reason": TEXT, "peak_gib": NUMBER, "requested_gib": NUMBER,
     "reserved_gib": NUMBER, "predicted_gib": NUMBER, "predicted_requested_gib": NUMBER,
-    **{column(kind): NUMBER for kind in KINDS}, "peak_in": TEXT, "layer": NUMBER, "region": TEXT, "line": TEXT,
-    "allocation_gib": NUMBER}
+    **{column(kind): NUMBER for kind in KINDS}, "peak_in": TEXT, "layer": NUMBER, "region": TEXT,
+    "line": TEXT, "allocation_gib": NUMBER}
 LINE_COLUMNS = {"what": TEXT, "rank": "int64", "line": TEXT, "source": TEXT, "region": TEXT, "tensor": TEXT,
                 "mib": NUMBER, "count": "int64"}
 TIMELINE_COLUMNS = {"mode": TEXT, "event": "int64", "phase": TEXT, **{column(kind): NUMBER for kind in LIVE}}

@@ -1,4 +1,5 @@
-"""One step with the allocator's history on: what is noted while it runs. :mod:`.history` makes tables of it."""
+"""One step with the allocator's history on: what is noted while it runs. :mod:`.history` makes tables of
+it."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from stepscope.traces.in_process import short_reason
 
 
 class Counts(NamedTuple):
-    """The allocator's own numbers: allocations and frees so far; bytes now and at most since the last reset."""
+    """The allocator's own numbers: allocations and frees so far; bytes now and at most since the last
+    reset."""
 
     allocations: int
     frees: int
@@ -36,8 +38,8 @@ class Recording:
     """One mode's step, as it was noted.
 
     ``before`` is what lived when the history began, in bytes by kind; ``start`` the allocator's numbers then;
-    ``phases`` are (name, numbers at its begin, at its end); ``regions`` (allocations so far, region that opened,
-    None where one closed); ``gradients`` the addresses of the gradients where backward ends.
+    ``phases`` are (name, numbers at its begin, at its end); ``regions`` (allocations so far, region that
+    opened, None where one closed); ``gradients`` the addresses of the gradients where backward ends.
     """
 
     mode: str
@@ -52,8 +54,8 @@ class Recording:
 
 
 class Recorder:
-    """The ``phase`` that a :class:`Step` is called with, and the ranges that its model opens: both are noted in
-    numbers of allocations so far.
+    """The ``phase`` that a :class:`Step` is called with, and the ranges that its model opens: both are noted
+    in numbers of allocations so far.
 
     Standing in for NVTX's ranges, it knows regions in backward, too, where the allocator's history has no
     Python stack.
@@ -101,7 +103,8 @@ def addresses(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def living(step: Step) -> dict[str, int]:
     """Bytes of the step's own tensors by kind, between two steps."""
     states = step.optimizer.state.values() if step.mode == "step" else ()
-    moments = (t for state in states for t in state.values() if torch.is_tensor(t) and t.device.type == step.device)
+    moments = (t for state in states for t in state.values()
+               if torch.is_tensor(t) and t.device.type == step.device)
     of = {"weights": step.model.parameters(), "optimizer state": moments,
           "other": (step.tokens, step.targets, *step.model.buffers())}
     return {kind: sum(addresses(tensors).values()) for kind, tensors in of.items()}
@@ -140,8 +143,9 @@ def record(step: Step, warmups: int = 1) -> Recording:
 
 
 def record_modes(config: Config) -> tuple[Step | None, list[Recording]]:
-    """Each of the configuration's modes, recorded one after another over the same weights. A mode that does not
-    fit leaves a recording with a ``reason`` and no phases; the step is None where the weights do not fit."""
+    """Each of the configuration's modes, recorded one after another over the same weights. A mode that does
+    not fit leaves a recording with a ``reason`` and no phases; the step is None where the weights do not
+    fit."""
     step, found = None, []
     for mode in config.modes:
         recording, reason = None, ""

@@ -13,7 +13,8 @@ from stepscope import StepscopeError
 
 COLUMNS = ["size", "address", "allocated_at", "freed_at", "line"]
 # The part of a path that says where in which project a file is, wherever that is installed.
-PLACE = re.compile(r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
+PLACE = re.compile(
+    r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
 RANGES = re.compile(r"stepscope/step/(ranges|annotate)\.py$")  # calls the model's methods, and makes nothing
 
 
@@ -34,7 +35,8 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
         for entry in snapshot["device_traces"][device]:
             if entry["action"] == "alloc":
                 open_at[entry["addr"]] = len(rows)
-                rows.append([entry["size"], entry["addr"], event, float("inf"), line_of(entry.get("frames", []))])
+                line = line_of(entry.get("frames", []))
+                rows.append([entry["size"], entry["addr"], event, float("inf"), line])
             elif entry["action"] == "free_requested":
                 if entry["addr"] in open_at:  # what was there before the history began has no row
                     rows[open_at.pop(entry["addr"])][3] = event

@@ -26,15 +26,17 @@ def whole(nullable: bool = False) -> pa.Column:
 SCHEMAS = {
     "peaks": tidy(("mode", "phase"), **WITHIN, **OUTCOME, **{name: measured() for name in (
         "peak_gib", "requested_gib", "reserved_gib", "predicted_gib", "predicted_requested_gib", "layer",
-        "allocation_gib", *map(column, KINDS))}, peak_in=word("", *PHASES["step"]), region=word(), line=word()),
-    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=whole(), line=word(), source=word(), region=word(),
-                        tensor=word(), mib=measured(nullable=False), count=whole()),
+        "allocation_gib", *map(column, KINDS))}, peak_in=word("", *PHASES["step"]), region=word(),
+        line=word()),
+    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=whole(), line=word(), source=word(),
+                        region=word(), tensor=word(), mib=measured(nullable=False), count=whole()),
     "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=whole(), phase=word(*PHASES["step"]),
                      **{column(kind): measured(nullable=False) for kind in LIVE}),
-    "checkpoints": tidy(("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=whole(), arrangement=word(),
-                        **OUTCOME, **{name: measured() for name in (
-                            "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib",
-                            "predicted_gib", "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
+    "checkpoints": tidy(
+        ("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=whole(), arrangement=word(), **OUTCOME,
+        **{name: measured() for name in (
+            "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
+            "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
 }
 KEYS = {name: (*CONFIG, *schema.unique) for name, schema in SCHEMAS.items()}
 
@@ -92,8 +94,8 @@ def begins_backward(whole: pd.Series) -> bool:
 def config_of(row: pd.Series | dict) -> StepConfig:
     """A row's shape on a GPU, for the formulas."""
     fields = {name: row[name] for name in ("size", "precision", "attention", "optimizer")}
-    counts = {name: int(row[name]) for name in ("context_length", "batch_size", "vocab_size")}
-    return StepConfig(**fields, **counts, device="cpu").model_copy(update={"device": "cuda"})
+    fields |= {name: int(row[name]) for name in ("context_length", "batch_size", "vocab_size")}
+    return StepConfig(**fields, device="cpu").model_copy(update={"device": "cuda"})
 
 
 # -- what chapters print -------------------------------------------------------------------------------------
@@ -103,12 +105,13 @@ def handout_peaks(tables: Tables) -> pd.DataFrame:
     rows = of_largest(where(tables["memory.peaks"], phase="whole", **PLAIN))
     rows = rows[rows["precision"].isin(["fp32", "bf16"]) & rows["mode"].isin(MODE_NAMES)]
     names = rows["mode"].map(MODE_NAMES) + ", " + rows["precision"]
-    wide = rows.assign(name=names).pivot_table(index="context_length", columns="name", values="peak_gib", dropna=False)
+    wide = rows.assign(name=names).pivot(index="context_length", columns="name", values="peak_gib")
     columns = [name for mode in MODE_NAMES.values() for precision in ("fp32", "bf16")
                if (name := f"{mode}, {precision}") in wide]
     out = " Empty: out of memory." if (rows["status"] == "oom").any() else ""
-    return table(wide[columns].rename_axis("context"), unit="GiB",
-                 note=f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}")
+    first = rows.iloc[0]
+    return table(wide[columns].rename_axis("context"), unit="GiB", note=(
+        f"Peak of allocated memory in GiB, {first['size']}, batch {first['batch_size']}.{out}"))
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
@@ -133,9 +136,9 @@ def less_memory(tables: Tables) -> pd.DataFrame:
     rows: list[dict] = []
 
     def add(change: str, of: str, column: str, before: pd.DataFrame, after: pd.DataFrame) -> None:
-        if len(after) == 1 and (one := before[before["context_length"] == after["context_length"].iloc[0]]).shape[0] == 1:
-            rows.append({"change": change, "of": of, "context": after["context_length"].iloc[0],
-                         "before, GiB": one[column].iloc[0], "after, GiB": after[column].iloc[0]})
+        both = before.merge(after, on="context_length", suffixes=("", "_after"))
+        rows.extend({"change": change, "of": of, "context": one["context_length"], "before, GiB": one[column],
+                     "after, GiB": one[f"{column}_after"]} for _, one in both.iterrows())
     fused = {"attention": "sdpa", "optimizer": "fused"}
     plain, low = usual(peaks), usual(peaks, precision="bf16")
     add("bf16 autocast", "full step, fp32", "peak_gib", plain, low)
@@ -161,11 +164,12 @@ def one_level(tables: Tables, longest: bool = False) -> pd.DataFrame:
     Raises:
         LookupError: it was not measured.
     """
-    rows = tables["memory.checkpoints"]
-    rows = rows[rows["blocks_per_checkpoint"].notna() & (rows["mode"] == "forward_backward") & (rows["size"] != "10B")]
-    rows = of_largest(rows)
+    rows = where(tables["memory.checkpoints"], mode="forward_backward")
+    rows = rows[rows["blocks_per_checkpoint"].notna()]
+    settings = rows.groupby("size")["arrangement"].transform("nunique")  # 10B has two
+    rows = of_largest(rows[settings == settings.max()])
     contexts = sorted(rows["context_length"].unique())
-    if not contexts or longest and len(contexts) < 2:
+    if not contexts or (longest and len(contexts) < 2):
         raise LookupError("no context with checkpoints")
     rows = rows[rows["context_length"] == contexts[-1 if longest else 0]]
     return rows.sort_values("blocks_per_checkpoint", key=lambda blocks: blocks.where(blocks > 0, 1e9))
@@ -177,8 +181,8 @@ def _settings(rows: pd.DataFrame) -> pd.DataFrame:
     shown = shown.rename(columns={"blocks": "blocks a checkpoint", "gpu_ms": "GPU time, ms"})
     first = rows.iloc[0]
     return table(headed(shown), bold=("min", "column", "peak, GiB", "GPU time, ms"), note=(
-        f"{first['size']}, context {first['context_length']:,}, batch {first['batch_size']}, {first['precision']},"
-        " forward and backward."))
+        f"{first['size']}, context {first['context_length']:,}, batch {first['batch_size']},"
+        f" {first['precision']}, forward and backward."))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
@@ -217,9 +221,10 @@ def reserved(tables: Tables) -> pd.DataFrame:
     """What the allocator reserves beyond tensors, most first."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     rows = rows.assign(idle=1 - rows["peak_gib"] / rows["reserved_gib"], mode=rows["mode"].map(MODE_NAMES))
-    shown = rows.sort_values("idle", ascending=False)[
-        ["size", "context_length", "mode", "precision", "expandable_segments", "peak_gib", "reserved_gib", "idle"]]
-    return table(headed(shown.rename(columns={"context_length": "context", "idle": "idle, %"})), rows=10)
+    rows = rows.rename(columns={"context_length": "context", "idle": "idle, %"})
+    return table(headed(rows.sort_values("idle, %", ascending=False)[
+        ["size", "context", "mode", "precision", "expandable_segments", "peak_gib", "reserved_gib",
+         "idle, %"]]), rows=10)
 
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
@@ -227,8 +232,9 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     shown = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODE_NAMES))
-    shown = shown[["size", "context_length", "mode", "precision", "attention", "peak_gib", "predicted_gib", "off"]]
-    return table(headed(shown.rename(columns={"context_length": "context", "off": "requested beyond formula, B"})))
+    shown = shown.rename(columns={"context_length": "context", "off": "requested beyond formula, B"})
+    return table(headed(shown[["size", "context", "mode", "precision", "attention", "peak_gib",
+                               "predicted_gib", "requested beyond formula, B"]]))
 
 
 def what_fits(tables: Tables) -> pd.DataFrame:
@@ -240,7 +246,8 @@ def what_fits(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED = {
-    "handout_peaks": handout_peaks, "peak_by_kind": peak_by_kind, "largest": largest, "less_memory": less_memory,
+    "handout_peaks": handout_peaks, "peak_by_kind": peak_by_kind, "largest": largest,
+    "less_memory": less_memory,
     "checkpoint_settings": lambda tables: _settings(one_level(tables)),
     "checkpoint_settings_longest": lambda tables: _settings(one_level(tables, longest=True)),
     "nested_checkpoints": nested_checkpoints, "saved_by_block": saved_by_block, "reach_10b": reach_10b,
