@@ -167,7 +167,7 @@ class Graphs:
         self.called.append("capture")
         try:
             yield
-        except Exception:
+        except torch.OutOfMemoryError:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
 

@@ -15,7 +15,8 @@ from stepscope.step.clocks import WHOLE, PhaseClock
 from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.training_step import AUTOCAST_DTYPES
 
-# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a second.
+# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
+# second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
@@ -23,8 +24,8 @@ SHEET_RATES = {"fp16": "bf16"}  # printed once for both
 
 
 def measure_ceilings(device: str, precisions: Sequence[str] | None = None) -> pd.DataFrame:
-    """Median rate of N x N x N matmuls on random data in each precision (None: all that the device has), and of
-    a copy, counting both directions.
+    """Median rate of N x N x N matmuls on random data in each precision (None: all that the device has), and
+    of a copy, counting both directions.
 
     Returns columns ceiling (``matmul_fp32``, ..., ``copy``), value, unit (TFLOP/s or TB/s), time_ms.
     Restores the float32 matmul precision it found.
@@ -72,9 +73,10 @@ def sheet_tflops(precision: str, device: str) -> float:
 
 
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
-    """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs utilisation (PaLM, appendix B)
-    as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate measured here, and ``mfu_at_clock``
-    of the data sheet's rate scaled by the mode's SM clock over the highest; of the whole, ``tokens_per_s``.
+    """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs
+    utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate
+    measured here, and ``mfu_at_clock`` of the data sheet's rate scaled by the mode's SM clock over the
+    highest; of the whole, ``tokens_per_s``.
 
     Args:
         times: a row a mode, precision and phase, with ``wall_ms``, and of the whole ``sm_clock_mhz``.

@@ -96,9 +96,9 @@ class PhaseClock:
 
 def plain_steps(step: Step, count: int, warmups: int = 0,
                 after: Callable[[], object] = lambda: None) -> pd.DataFrame:
-    """Run ``warmups`` steps and then ``count``, one by one; a row for each phase of each, and for the whole, in
-    :data:`SAMPLE_COLUMNS`. Gradients are cleared between steps, and ``after`` called after each, both outside
-    the clocks.
+    """Run ``warmups`` steps and then ``count``, one by one; a row for each phase of each, and for the whole,
+    in :data:`SAMPLE_COLUMNS`. Gradients are cleared between steps, and ``after`` called after each, both
+    outside the clocks.
 
     Raises:
         torch.OutOfMemoryError: names the step in which it happened.
@@ -126,8 +126,8 @@ def keep_up(step: Step, seconds: float) -> int:
 
 
 def replay_ms(step: Step, replays: int) -> list[float]:
-    """Wall times of the step as a CUDA graph, in ms. Weights move on by the replays, and the optimizer's state
-    is gone after them.
+    """Wall times of the step as a CUDA graph, in ms. Weights move on by the replays, and the optimizer's
+    state is gone after them.
 
     Raises:
         NotReplayed: why the step cannot be captured, or its graph does not fit.
@@ -173,8 +173,8 @@ def capture_failure(error: BaseException | None) -> str:
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer's steps be captured: the count of its steps, which AdamW keeps on the CPU, moves to the
-    GPU. Its state is gone afterwards, so that the next step makes the plain one's anew."""
+    """Let an optimizer's steps be captured: the count of its steps, which AdamW keeps on the CPU, moves to
+    the GPU. Its state is gone afterwards, so that the next step makes the plain one's anew."""
     if optimizer is None:
         yield
         return

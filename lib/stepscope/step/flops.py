@@ -37,9 +37,9 @@ class Work(NamedTuple):
 
 
 def forward_work(config: StepConfig) -> list[Work]:
-    """Every operation of one fp32 forward pass of naive attention's model, as it is written and as torch runs it:
-    ``@`` on four dimensions first copies what does not lie in order, q, k and v; masked_fill copies and then
-    fills in place.
+    """Every operation of one fp32 forward pass of naive attention's model, as it is written and as torch runs
+    it: ``@`` on four dimensions first copies what does not lie in order, q, k and v; masked_fill copies and
+    then fills in place.
 
     What a cache spares is not taken off, so that a rate above the memory's shows that data came from the
     cache. Rows' own numbers, as a norm's mean, are counted only where they are read beside a whole tensor.
@@ -92,7 +92,8 @@ def _norm(hidden: int) -> list[tuple[str, str, int, int]]:
 
 
 def forward_bytes(config: StepConfig) -> dict[str, int]:
-    """Bytes that one fp32 forward pass of naive attention's model has to move, by region (see forward_work)."""
+    """Bytes that one fp32 forward pass of naive attention's model has to move, by region (see
+    forward_work)."""
     found: dict[str, int] = {}
     for work in forward_work(config):
         found[work.region] = found.get(work.region, 0) + work.bytes

@@ -5,14 +5,15 @@ import numpy as np
 
 # Busy (GPU time over wall time) below this: the GPU waits for launches.
 LAUNCH_BOUND = 0.95
-# GPU times of one configuration repeat this well, so that a smaller difference is none; and where the power cap
-# holds the clocks, which it does a little differently each time.
+# GPU times of one configuration repeat this well, so that a smaller difference is none; and where the power
+# cap holds the clocks, which it does a little differently each time.
 SAME = 0.01
 SAME_CAPPED = 0.03
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """``median``, sample standard deviation (``std``; nan of a single value) and quartiles (``q1``, ``q3``)."""
+    """``median``, sample standard deviation (``std``; nan of a single value) and quartiles (``q1``,
+    ``q3``)."""
     values = np.asarray(values, dtype=float)
     if not len(values):
         return dict.fromkeys(("median", "std", "q1", "q3"), np.nan)

@@ -101,17 +101,19 @@ def build_step(config: StepConfig, mode: str | None = None, precision: str | Non
             optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
                                           foreach=config.optimizer == "foreach")
     compile_parts(model, config.compile)
-    return Step(config, model, optimizer, scaler_for(config.device, precision), tokens, targets, mode, precision)
+    scaler = scaler_for(config.device, precision)
+    return Step(config, model, optimizer, scaler, tokens, targets, mode, precision)
 
 
 def compile_parts(model: TransformerLM, parts: str) -> None:
-    """Have torch.compile take the model in place: each of its ``blocks`` (their code is compiled once for all),
-    the head and the loss; or the whole ``model`` as one, and the loss. Nothing is compiled before it is called.
+    """Have torch.compile take the model in place: each of its ``blocks`` (their code is compiled once for
+    all), the head and the loss; or the whole ``model`` as one, and the loss. Nothing is compiled before it is
+    called.
     """
     if parts == "none":
         return
     from torch._inductor import config as inductor  # not above: it imports the compiler
-    inductor.cpp.enable_kernel_profile = True  # a CPU's compiled loops are seen by torch.profiler, as kernels are
+    inductor.cpp.enable_kernel_profile = True  # torch.profiler sees a CPU's compiled loops, too
     if parts == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)

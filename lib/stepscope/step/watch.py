@@ -1,8 +1,8 @@
 """The GPU's clock, energy and power, by NVML.
 
-Nothing runs beside steps that are timed: their readings are taken between them, outside the clocks. Where they
-are over too soon for the energy counter, which is brought up to date about ten times a second, the same step is
-kept up for a while, and a thread reads meanwhile.
+Nothing runs beside steps that are timed: their readings are taken between them, outside the clocks. Where
+they are over too soon for the energy counter, which is brought up to date about ten times a second, the same
+step is kept up for a while, and a thread reads meanwhile.
 """
 import functools
 import threading
@@ -16,8 +16,8 @@ import pynvml
 import torch
 
 POLL_S = 0.02
-# Of steps that last so long together, what is read between them tells the energy: the counter's first and last
-# changes are known to a tenth of a second.
+# Of steps that last so long together, what is read between them tells the energy: the counter's first and
+# last changes are known to a tenth of a second.
 COUNTED_S = 2.0
 KEPT_UP_S = 0.4
 
@@ -44,8 +44,8 @@ def _asked(ask: Callable[[], float]) -> float:
 
 
 def sm_clock_mhz() -> float:
-    """The GPU's SM clock now; nan where NVML does not say, and in a process that uses no GPU: there may be one,
-    whose clock is none of its steps'."""
+    """The GPU's SM clock now; nan where NVML does not say, and in a process that uses no GPU: there may be
+    one, whose clock is none of its steps'."""
     if not torch.cuda.is_initialized():
         return float("nan")
     return _asked(lambda: pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))

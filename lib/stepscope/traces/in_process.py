@@ -1,7 +1,8 @@
-"""Steps of this process by both clocks: wall time plain, GPU time under torch.profiler, replayed as a CUDA graph.
+"""Steps of this process by both clocks: wall time plain, GPU time under torch.profiler, replayed as a CUDA
+graph.
 
-Under the profiler a launch takes longer, a kernel does not; and launches stay longer afterwards. So all that is
-timed by the host is timed first, of all steps; then all are captured, and then replayed.
+Under the profiler a launch takes longer, a kernel does not; and launches stay longer afterwards. So all that
+is timed by the host is timed first, of all steps; then all are captured, and then replayed.
 """
 import re
 import warnings
@@ -31,8 +32,8 @@ from stepscope.traces.torch_trace import read_events, work
 LONG_MS = 1000.0  # of steps that last longer, fewer are enough where the median needs no ten
 KEYS = ["mode", "precision"]
 TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms",
-                "operations", "busy", "replayed_ms", "replay_reason", "peak_gib", "reserved_gib", "sm_clock_mhz",
-                "power_w", "step_j", "compile_s", "status", "reason"]
+                "operations", "busy", "replayed_ms", "replay_reason", "peak_gib", "reserved_gib",
+                "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason"]
 TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason"]
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
 KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
@@ -51,6 +52,9 @@ class Counts(NamedTuple):
     cold: int | None = None
     captured: int = 3
     replays: int = 5
+
+
+PLAIN = Counts()
 
 
 @dataclass
@@ -76,8 +80,8 @@ class Mode:
 
 @dataclass
 class Taken:
-    """What was read on the device; :meth:`tables` does the rest without it, but before another capture of this
-    process: once that begins, torch no longer has the GPU's part of this one."""
+    """What was read on the device; :meth:`tables` does the rest without it, but before another capture of
+    this process: once that begins, torch no longer has the GPU's part of this one."""
 
     modes: list[Mode]
     profiler: torch.profiler.profile | None = None
@@ -118,16 +122,17 @@ class Taken:
 
 def without_readings(modes: Sequence[str], precision: str, status: str, reason: str) -> Taken:
     """What is known where nothing could be read: every mode's outcome."""
-    found = [Mode(None, status=status, reason=reason, key={"mode": mode, "precision": precision}) for mode in modes]
-    return Taken(found, reason=reason)
+    keys = ({"mode": mode, "precision": precision} for mode in modes)
+    return Taken([Mode(None, status=status, reason=reason, key=key) for key in keys], reason=reason)
 
 
 def _stacked(frames: list[pd.DataFrame], columns: list[str]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def take(steps: Sequence[Step], counts: Counts = Counts()) -> Taken:
-    """Measure steps of one model: all plain, then all captured, then replayed. To be called in the GPU's turn.
+def take(steps: Sequence[Step], counts: Counts = PLAIN) -> Taken:
+    """Measure steps of one model: all plain, then all captured, then replayed. To be called in the GPU's
+    turn.
 
     What runs out of memory is noted, and the others go on. What is returned holds no step."""
     modes = [Mode(step) for step in steps]
@@ -181,7 +186,8 @@ def plain(mode: Mode, count: int, warmups: int) -> None:
 
 
 def energy(mode: Mode, seen: list[watch.Reading]) -> dict[str, float]:
-    """``power_w`` and ``step_j`` from readings between plain steps, or of more steps where these were too short."""
+    """``power_w`` and ``step_j`` from readings between plain steps, or of more steps where these were too
+    short."""
     seconds, steps = seen[-1].at_s - seen[0].at_s, len(seen) - 1
     power_w = watch.power_w(seen)
     if seconds < watch.COUNTED_S:
@@ -203,8 +209,8 @@ def replay(mode: Mode, replays: int) -> None:
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
-    """``torch.profiler.profile``; its advice on several cycles, which torch 2.11 gives for one as well, is not
-    said, every other warning is."""
+    """``torch.profiler.profile``; its advice on several cycles, which torch 2.11 gives for one as well, is
+    not said, every other warning is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
         with torch.profiler.profile(activities=activities) as profiler:
@@ -215,7 +221,7 @@ def capture(modes: list[Mode], count: int) -> Taken:
     """Some steps of every mode in one capture, modes without an optimizer first, so that they may have its
     memory."""
     on_gpu = any(mode.step.device == "cuda" for mode in modes)
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]  # the CPU's, for the phases' ranges
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]  # the CPU's: phases' ranges
     taken = Taken(modes)
     try:
         with profiled(activities) as profiler:
@@ -283,11 +289,13 @@ def by_name(operations: pd.DataFrame) -> pd.DataFrame:
     """Of one mode's captured steps: each phase's and name's count and summed time a step, longest first."""
     steps = operations["number"].nunique()
     lasted = operations.assign(gpu_ms=(operations["end"] - operations["start"]) / 1e6)
-    table = lasted.groupby(["phase", "name"], sort=False)["gpu_ms"].agg(["size", "sum"]).div(steps).reset_index()
+    table = lasted.groupby(["phase", "name"], sort=False)["gpu_ms"].agg(["size", "sum"]).div(steps)
+    table = table.reset_index()
     table.columns = ["phase", "name", "count", "gpu_ms"]
     table["family"] = families(table["name"]).astype(str)
     order = table["phase"].map({phase: at for at, phase in enumerate(PHASES["step"])})
-    return table.assign(order=order).sort_values(["order", "gpu_ms"], ascending=[True, False]).drop(columns="order")
+    table = table.assign(order=order).sort_values(["order", "gpu_ms"], ascending=[True, False])
+    return table.drop(columns="order")
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
@@ -296,13 +304,14 @@ def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
     steps = [rows for _, rows in operations.groupby("number")]
     if not steps:
         return {"gpu_ms": np.nan, "operations": np.nan}
-    return {"gpu_ms": float(np.median([union(rows["start"].to_numpy(), rows["end"].to_numpy()) for rows in steps]))
-            / 1e6,
+    covered_ns = [union(rows["start"].to_numpy(), rows["end"].to_numpy()) for rows in steps]
+    return {"gpu_ms": float(np.median(covered_ns)) / 1e6,
             "operations": float(np.median([len(rows) for rows in steps]))}
 
 
 def mode_rows(mode: Mode, operations: pd.DataFrame, reason: str) -> list[dict[str, Any]]:
-    """A mode's rows of ``times``: one of each phase and one of the whole; of one that did not fit only that."""
+    """A mode's rows of ``times``: one of each phase and one of the whole; of one that did not fit only
+    that."""
     outcome = mode.key | {"status": mode.status, "reason": mode.reason}
     if mode.status != "ok":
         return [outcome | {"phase": WHOLE}]
@@ -351,7 +360,8 @@ def launch_rate(device: str) -> tuple[float, float] | None:
     tiny: the size small, batch 1, context 16. None on a CPU, which launches nothing."""
     if device != "cuda":
         return None
-    config = StepConfig(size="small", batch_size=1, context_length=16, device="cuda")  # type: ignore[call-arg]
+    shape: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
+    config = StepConfig(device="cuda", **shape)
     with turn():
         taken = take([build_step(config)], Counts(replays=0))
     times, samples, _ = taken.tables()

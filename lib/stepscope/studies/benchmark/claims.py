@@ -1,9 +1,10 @@
-"""What the benchmark can say: each function gives the numbers of one sentence where it holds, None where not; a
-LookupError where nothing measured it."""
+"""What the benchmark can say: each function gives the numbers of one sentence where it holds, None where not;
+a LookupError where nothing measured it."""
 from typing import Any
 
 import pandas as pd
 
+from stepscope.config import PHASES
 from stepscope.report.tables import ratio
 from stepscope.step.stats import LAUNCH_BOUND, SAME, launch_bound
 from stepscope.studies.benchmark.tables import (
@@ -37,14 +38,17 @@ def phases_fp32(tables: Tables) -> Claim:
     """The largest size's phases."""
     rows = phase_times(tables)
     share = (rows.div(rows.sum(axis=1), axis=0)).iloc[-1]
-    return {"size": rows.index[-1], "context": context(tables)} | share[["forward", "backward", "optimizer"]].to_dict()
+    shares = share[["forward", "backward", "optimizer"]].to_dict()
+    return {"size": rows.index[-1], "context": context(tables)} | shares
 
 
 def backward_ratio(tables: Tables) -> Claim:
     """Backward has twice forward's matmuls, and takes less than twice its time."""
     rows = phase_times(tables)
     found = rows["backward"] / rows["forward"]
-    return {"low": found.min(), "high": found.max()} if len(rows) > 1 and found.max() < 2 * (1 - SAME) else None
+    if len(rows) < 2 or found.max() >= 2 * (1 - SAME):
+        return None
+    return {"low": found.min(), "high": found.max()}
 
 
 def optimizer_by_size(tables: Tables) -> Claim:
@@ -53,7 +57,7 @@ def optimizer_by_size(tables: Tables) -> Claim:
     share = rows["optimizer"] / rows.sum(axis=1)
     if len(rows) < 2 or share.iloc[0] <= share.iloc[-1]:
         return None
-    return {"small": rows.index[0], "small_share": share.iloc[0], "large": rows.index[-1], "large_share": share.iloc[-1]}
+    return _ends(share)
 
 
 def fused_adamw(tables: Tables) -> Claim:
@@ -67,7 +71,13 @@ def matmul_share(tables: Tables) -> Claim:
     found = matmul_shares(tables)
     if len(found) < 2 or found.iloc[-1] <= max(found.iloc[0], 0.5):
         return None
-    return {"small": found.index[0], "small_share": found.iloc[0], "large": found.index[-1], "large_share": found.iloc[-1]}
+    return _ends(found)
+
+
+def _ends(share: pd.Series) -> dict[str, Any]:
+    """A share of the smallest and of the largest size."""
+    return {"small": share.index[0], "small_share": share.iloc[0], "large": share.index[-1],
+            "large_share": share.iloc[-1]}
 
 
 def matmul_rate(tables: Tables) -> Claim:
@@ -78,7 +88,7 @@ def matmul_rate(tables: Tables) -> Claim:
 
 def answer_times(tables: Tables) -> Claim:
     """The largest size in all modes."""
-    found = {mode: at_context(tables, mode=mode)["wall_ms"] for mode in ("forward", "forward_backward", "step")}
+    found = {mode: at_context(tables, mode=mode)["wall_ms"] for mode in PHASES}
     size = found["step"].dropna().index[-1]
     return {"size": size, "context": context(tables), "forward": found["forward"][size],
             "both": found["forward_backward"][size], "step": found["step"][size]}
@@ -110,15 +120,21 @@ def answer_warmup(tables: Tables) -> Claim:
 
 def answer_warmup_two(tables: Tables) -> Claim:
     """Of how many shapes the mean of ten is still too high after two warm-up steps."""
-    mean = _warm_ups(tables).pivot(index=["size", "context_length"], columns="warmups", values="mean_ms").dropna()
-    over = (mean[2] > (1 + HIGH) * mean[5]).sum()
-    return {"count": int(over), "of": len(mean)} if over else None
+    over = _over_after_two(tables)
+    count = int((over > HIGH).sum())
+    return {"count": count, "of": len(over)} if count else None
 
 
 def warmup_two_suffices(tables: Tables) -> Claim:
-    mean = _warm_ups(tables).pivot(index=["size", "context_length"], columns="warmups", values="mean_ms").dropna()
-    over = mean[2] / mean[5] - 1
-    return {"most": max(over.max(), 0.0), "of": len(mean)} if len(over) and over.max() <= HIGH else None
+    over = _over_after_two(tables)
+    return {"most": max(over.max(), 0.0), "of": len(over)} if len(over) and over.max() <= HIGH else None
+
+
+def _over_after_two(tables: Tables) -> pd.Series:
+    """By how much the mean of ten steps after two warm-up steps is above that after five, of every shape."""
+    rows = _warm_ups(tables)
+    mean = rows.pivot(index=["size", "context_length"], columns="warmups", values="mean_ms").dropna()
+    return mean[2] / mean[5] - 1
 
 
 def _warm_ups(tables: Tables) -> pd.DataFrame:
@@ -135,7 +151,8 @@ def launch_bound_forward(tables: Tables) -> Claim:
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
             "gpu": row["gpu_ms"], "wall": row["wall_ms"], "idle": 1 - row["busy"],
-            "launch": row["wall_ms"] / row["operations"] * 1e3, "kernel": row["gpu_ms"] / row["operations"] * 1e3}
+            "launch": row["wall_ms"] / row["operations"] * 1e3,
+            "kernel": row["gpu_ms"] / row["operations"] * 1e3}
 
 
 def launch_bound_where(tables: Tables) -> Claim:
@@ -144,8 +161,9 @@ def launch_bound_where(tables: Tables) -> Claim:
     waits = (rows["busy"] < LAUNCH_BOUND).groupby(rows["context_length"]).agg(["sum", "size"])
     if len(waits) < 2 or waits["sum"].iloc[0] <= waits["sum"].iloc[-1]:
         return None
-    return {"short": int(waits["sum"].iloc[0]), "long": int(waits["sum"].iloc[-1]), "sizes": int(waits["size"].iloc[0]),
-            "short_context": int(waits.index[0]), "long_context": int(waits.index[-1])}
+    return {"short": int(waits["sum"].iloc[0]), "long": int(waits["sum"].iloc[-1]),
+            "sizes": int(waits["size"].iloc[0]), "short_context": int(waits.index[0]),
+            "long_context": int(waits.index[-1])}
 
 
 def same_launches(tables: Tables) -> Claim:
@@ -171,7 +189,8 @@ def replay_alone(tables: Tables) -> Claim:
 
 def replay_is_gpu_time(tables: Tables) -> Claim:
     """Where kernels are long (the largest size) a replay takes what the kernels take."""
-    rows = low_steps(tables, context_length=context(tables)).set_index("size").dropna(subset=["replayed_ms", "gpu_ms"])
+    rows = low_steps(tables, context_length=context(tables)).set_index("size")
+    rows = rows.dropna(subset=["replayed_ms", "gpu_ms"])
     off = (rows["replayed_ms"] / rows["gpu_ms"] - 1).abs()
     return {"size": rows.index[-1], "off": off.iloc[-1], "replayed": rows["replayed_ms"].iloc[-1],
             "gpu": rows["gpu_ms"].iloc[-1]} if off.iloc[-1] < 3 * SAME else None
@@ -205,7 +224,7 @@ def compile_wall(tables: Tables) -> Claim:
     if not launch_bound(row["busy"]):
         return None
     return {"size": row.name, "before": row["wall_ms_eager"], "after": row["wall_ms"], "gpu": row["gpu_ms"],
-            "idle": 1 - row["busy"]} | ({} if pd.isna(row["replayed_ms"]) else {"replayed": row["replayed_ms"]})
+            "idle": 1 - row["busy"], "replayed": row["replayed_ms"]}
 
 
 def compile_memory(tables: Tables) -> Claim:
@@ -227,8 +246,8 @@ def compile_cost(tables: Tables) -> Claim:
 def compile_then(tables: Tables) -> Claim:
     """What compiling leaves alone: the largest size's AdamW."""
     precision = compiled_beside(tables, "blocks")["precision"].iloc[0]
-    rows = chosen(tables["benchmark.times"], **PLAIN | {"compile": "blocks"}, precision=precision, mode="step",
-                  context_length=context(tables), phase="optimizer").set_index("size")["gpu_ms"]
+    rows = chosen(tables["benchmark.times"], **PLAIN | {"compile": "blocks"}, precision=precision,
+                  mode="step", context_length=context(tables), phase="optimizer").set_index("size")["gpu_ms"]
     size = rows.dropna().index[-1]
     share = rows[size] / compiled_beside(tables, "blocks")["gpu_ms"][size]
     return {"size": size, "share": share} if share > STEADY else None
@@ -264,5 +283,5 @@ def mfu_ways(tables: Tables) -> Claim:
     row = on_gpu(at_context(tables)).iloc[-1]
     if not row["mfu"] < row["mfu_measured"]:
         return None
-    return {"size": row.name, "sheet": row["mfu"], "measured": row["mfu_measured"], "clock": row["mfu_at_clock"],
-            "mhz": row["sm_clock_mhz"]}
+    return {"size": row.name, "sheet": row["mfu"], "measured": row["mfu_measured"],
+            "clock": row["mfu_at_clock"], "mhz": row["sm_clock_mhz"]}

@@ -40,14 +40,15 @@ def phases(tables: Tables) -> Picture | None:
     share = times.div(times.sum(axis=1), axis=0)
     forward_backward = share[["forward", "backward"]].sum(axis=1)
     ends = dict.fromkeys(number(share, "%") for share in (forward_backward.min(), forward_backward.max()))
-    drawn, axes = figure(f"Forward and backward are {' to '.join(ends)} of an fp32 step; AdamW is the rest", 3.0)
+    drawn, axes = figure(
+        f"Forward and backward are {' to '.join(ends)} of an fp32 step; AdamW is the rest", 3.0)
     left = np.zeros(len(share))
     for phase, color in PHASE_COLORS.items():
         axes.barh(share.index, share[phase], left=left, color=color, height=0.66, label=phase)
         for place, (begin, width, size) in enumerate(zip(left, share[phase], share.index)):
             if width > NARROW:
-                axes.text(begin + width / 2, place, number(times.loc[size, phase], "ms"), ha="center", va="center",
-                          color=PAPER)
+                axes.text(begin + width / 2, place, number(times.loc[size, phase], "ms"), ha="center",
+                          va="center", color=PAPER)
         left += share[phase].to_numpy()
     axes.invert_yaxis()
     axes.grid(False)
@@ -67,15 +68,16 @@ def busy(tables: Tables) -> Picture | None:
     waits = (rows["busy"] < LAUNCH_BOUND).groupby(rows["context_length"]).sum()
     if len(waits) < 2:
         return None
-    drawn, axes = figure(f"In {precision}, {waits.iloc[0]} of {rows['size'].nunique()} sizes are launch-bound at context"
-                         f" {waits.index[0]:,}, and {waits.iloc[-1]} at {waits.index[-1]:,}", 3.4)
+    drawn, axes = figure(f"In {precision}, {waits.iloc[0]} of {rows['size'].nunique()} sizes are launch-bound"
+                         f" at context {waits.index[0]:,}, and {waits.iloc[-1]} at {waits.index[-1]:,}", 3.4)
     ends = {}
     for size, own in rows.sort_values("context_length").groupby("size", sort=False):
-        axes.plot(own["context_length"], own["busy"].clip(upper=1), marker="o", color=SIZE_COLORS.get(size, BLUE))
+        axes.plot(own["context_length"], own["busy"].clip(upper=1), marker="o",
+                  color=SIZE_COLORS.get(size, BLUE))
         ends[size] = (own["context_length"].iloc[-1], min(own["busy"].iloc[-1], 1))
     axes.axhline(LAUNCH_BOUND, color=MUTED, linewidth=1, linestyle="--")
-    axes.annotate("launch-bound below", (waits.index[0], LAUNCH_BOUND), xytext=(0, 3), textcoords="offset points",
-                  color=MUTED, va="bottom")
+    axes.annotate("launch-bound below", (waits.index[0], LAUNCH_BOUND), xytext=(0, 3),
+                  textcoords="offset points", color=MUTED, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_xticks(waits.index, [f"{length:,}" for length in waits.index])
     axes.set_xlabel("context")
@@ -92,7 +94,8 @@ def first_steps(tables: Tables) -> Picture | None:
     if rows is None:
         return None
     try:
-        rows = chosen(rows, **PLAIN, precision="fp32", mode="step", phase=WHOLE, context_length=context(tables))
+        rows = chosen(rows, **PLAIN, precision="fp32", mode="step", phase=WHOLE,
+                      context_length=context(tables))
     except LookupError:
         return None
     if rows.empty:
@@ -120,15 +123,16 @@ def compile_kernels(tables: Tables) -> Picture | None:
     if rows.empty:
         return None
     last = rows.iloc[-1]
-    drawn, axes = figure(f"Compiling turns {number(last['count_eager'], 'n')} kernels of {last.name} that are no matmuls"
-                         f" into {number(last['count'], 'n')}", 3.4)
+    drawn, axes = figure(f"Compiling turns {number(last['count_eager'], 'n')} kernels of {last.name} that are"
+                         f" no matmuls into {number(last['count'], 'n')}", 3.4)
     places = np.arange(len(rows))
     top = rows["gpu_ms_eager"].max()
-    for offset, column, color, words in ((-0.2, "_eager", ORANGE, "eager"), (0.2, "", BLUE, "blocks compiled")):
+    for offset, column, color, words in ((-0.2, "_eager", ORANGE, "eager"),
+                                         (0.2, "", BLUE, "blocks compiled")):
         axes.barh(places + offset, rows[f"gpu_ms{column}"], height=0.36, color=color, label=words)
         for place, (ms, count) in enumerate(zip(rows[f"gpu_ms{column}"], rows[f"count{column}"])):
-            axes.annotate(f"{number(ms, 'ms')}, {number(count, 'n')} kernels", (ms, place + offset), xytext=(4, 0),
-                          textcoords="offset points", va="center")
+            axes.annotate(f"{number(ms, 'ms')}, {number(count, 'n')} kernels", (ms, place + offset),
+                          xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, rows.index)
     axes.invert_yaxis()
     axes.set_xlim(0, top * 1.45)

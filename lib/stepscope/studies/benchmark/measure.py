@@ -6,7 +6,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-
 from stepscope.report.tables import number
 from stepscope.step import watch
 from stepscope.step.ceilings import measure_ceilings, sheet_tflops, with_rates
@@ -19,15 +18,17 @@ from stepscope.studies.benchmark.config import Config
 from stepscope.traces.in_process import Counts, Taken, short_reason, take, without_readings
 
 MODES = ("step", "forward_backward", "forward")
+WORDS = {"step": "A full step", "forward_backward": "Forward + backward", "forward": "A forward pass"}
 WARMUPS = 2  # of the modes after the first, in a process that is warm
 
 
 def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | None]]:
-    """The run's tables (see ``tables.SCHEMAS``) and results: ``parameters``, ``matmul_tflops`` and ``copy_tb_s``
-    as measured in this run, the data sheet's ``sheet_tflops``, ``highest_clock_mhz``; None where not known.
+    """The run's tables (see ``tables.SCHEMAS``) and results: ``parameters``, ``matmul_tflops`` and
+    ``copy_tb_s`` as measured in this run, the data sheet's ``sheet_tflops``, ``highest_clock_mhz``; None
+    where not known.
 
-    A mode that does not fit is a row with status ``oom``; where the weights do not, or where torch.compile finds
-    no compiler that works (``unsupported``), each is.
+    A mode that does not fit is a row with status ``oom``; where the weights do not, or where torch.compile
+    finds no compiler that works (``unsupported``), each is.
     """
     prepare(config.device)
     taken, compile_s, ceilings = _on_device(config)
@@ -75,7 +76,8 @@ def _own_cache() -> Any:
 
 
 def compile_modes(step: Step) -> dict[str, float]:
-    """Seconds of each mode's first step, which compiles what no mode before has; nan where it does not fit."""
+    """Seconds of each mode's first step, which compiles what no mode before has; nan where it does not
+    fit."""
     found = {}
     for mode in MODES:
         clock = PhaseClock(step.device)
@@ -95,21 +97,21 @@ def compile_modes(step: Step) -> dict[str, float]:
 
 def finding(times: pd.DataFrame) -> str:
     """What a run found, in a sentence of markdown: of the full step, or of the most that fits."""
-    whole = times[(times["phase"] == WHOLE)].set_index("mode").loc[list(MODES)]
+    whole = times[times["phase"] == WHOLE].set_index("mode").loc[list(MODES)]
     fits = whole[whole["status"] == "ok"]
     if fits.empty:
         return f"No mode could be measured: {whole['reason'].iloc[0]}."
     best = fits.iloc[0]
-    words = {"step": "A full step", "forward_backward": "Forward + backward", "forward": "A forward pass"}[best.name]
-    rate = f"{number(best.tokens_per_s, 'n')} tokens/s"
+    wall, gpu, idle = number(best.wall_ms, "ms"), number(best.gpu_ms, "ms"), number(1 - best.busy, "%")
+    takes = f"{WORDS[best.name]} takes **{wall}**, {number(best.tokens_per_s, 'n')} tokens/s"
     if math.isnan(best.gpu_ms):
-        return f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}; its GPU time is not known: {best.reason}."
+        return f"{takes}; its GPU time is not known: {best.reason}."
     if math.isnan(best.sm_clock_mhz):  # a CPU, which launches nothing
-        return (f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}; torch's operators take"
-                f" {number(best.busy, '%')} of it.")
+        return f"{takes}; torch's operators take {number(best.busy, '%')} of it."
     if launch_bound(best.busy):
-        graph = "" if math.isnan(best.replayed_ms) else f" As a CUDA graph it takes {number(best.replayed_ms, 'ms')}."
-        return (f"{words} needs **{number(best.gpu_ms, 'ms')} of GPU time** and takes {number(best.wall_ms, 'ms')}:"
-                f" it is launch-bound, the GPU idles {number(1 - best.busy, '%')} of it.{graph}")
-    return (f"{words} takes **{number(best.wall_ms, 'ms')}**, {rate}, {number(best.mfu_measured, '%')} of what a"
-            f" large matmul reaches here; the GPU is busy {number(best.busy, '%')} of it: GPU-bound.")
+        replayed = number(best.replayed_ms, "ms")
+        graph = "" if math.isnan(best.replayed_ms) else f" As a CUDA graph it takes {replayed}."
+        return (f"{WORDS[best.name]} needs **{gpu} of GPU time** and takes {wall}: it is launch-bound, the"
+                f" GPU idles {idle} of it.{graph}")
+    return (f"{takes}, {number(best.mfu_measured, '%')} of what a large matmul reaches here; the GPU is busy"
+            f" {number(best.busy, '%')} of it: GPU-bound.")

@@ -13,8 +13,8 @@ from stepscope.traces.families import MATMUL
 
 Tables = dict[str, pd.DataFrame]
 
-CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile", "optimizer",
-          "repeat")
+CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
+          "optimizer", "repeat")
 CELL = ("mode", "phase")
 SCHEMAS = {
     "times": tidy(CELL, **TIMES),
@@ -23,14 +23,15 @@ SCHEMAS = {
                     enqueue_ms=measured(nullable=False)),
     "operations": tidy((*CELL, "name"), **OPERATIONS),
 }
-KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"), "operations": (*CONFIG, *CELL, "name")}
+KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"),
+        "operations": (*CONFIG, *CELL, "name")}
 PLAIN = {"attention": "naive", "compile": "none", "optimizer": "foreach", "repeat": 0}
 MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 REFERENCE = 512  # the context at which sizes are compared
 WARMUPS = (0, 1, 2, 5)
 HEADINGS = {"wall_ms": "wall, ms", "wall_std_ms": "std, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %",
-            "operations": "operations, n", "replayed_ms": "replayed, ms", "peak_gib": "peak, GiB", "mfu": "MFU, %",
-            "mfu_measured": "of a large matmul, %", "tokens_per_s": "tokens/s, n",
+            "operations": "operations, n", "replayed_ms": "replayed, ms", "peak_gib": "peak, GiB",
+            "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "tokens_per_s": "tokens/s, n",
             "sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "step_j": "energy, J", "status": "status",
             "reason": "reason"}
 
@@ -44,10 +45,11 @@ def one_run(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard deviation of ten full steps after so many warm-up steps of a cold process, and the first
-    of the ten; by those columns of :data:`CONFIG` that are there."""
+    """Mean and standard deviation of ten full steps after so many warm-up steps of a cold process, and the
+    first of the ten; by those columns of :data:`CONFIG` that are there."""
     by = [column for column in CONFIG if column in samples]
-    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values("step", kind="stable")
+    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)]
+    steps = steps.sort_values("step", kind="stable")
     found = []
     for key, own in steps.groupby(by, sort=False) if by else [((), steps)]:
         wall_ms = own["wall_ms"].to_numpy()
@@ -78,11 +80,13 @@ def chosen(frame: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 
 def every(tables: Tables, name: str = "times") -> pd.DataFrame:
-    """A table of all precisions: this study's, and of the plain program those that mixed_precision measured."""
+    """A table of all precisions: this study's, and of the plain program those that mixed_precision
+    measured."""
     others = tables.get(f"mixed_precision.{name}")
     own = tables[f"benchmark.{name}"]
-    return own if others is None else pd.concat([own, others.assign(repeat=0)], ignore_index=True).drop_duplicates(
-        KEYS[name])
+    if others is None:
+        return own
+    return pd.concat([own, others.assign(repeat=0)], ignore_index=True).drop_duplicates(list(KEYS[name]))
 
 
 def steps(tables: Tables, **values: object) -> pd.DataFrame:
@@ -133,7 +137,8 @@ def low_precision(tables: Tables) -> str:
 def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
     on_gpu(steps(tables))
-    rows = chosen(tables["benchmark.times"], **PLAIN, mode="step", precision="fp32", context_length=context(tables))
+    rows = chosen(tables["benchmark.times"], **PLAIN, mode="step", precision="fp32",
+                  context_length=context(tables))
     rows = rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()]
     return rows.pivot(index="size", columns="phase", values="gpu_ms").loc[list(dict.fromkeys(rows["size"]))]
 
@@ -144,14 +149,17 @@ def matmul_shares(tables: Tables) -> pd.Series:
     rows = chosen(tables["benchmark.operations"], **PLAIN, mode="step", precision="fp32",
                   context_length=context(tables))
     matmul = rows["gpu_ms"].where(rows["family"] == MATMUL, 0.0)
-    return matmul.groupby(rows["size"], sort=False).sum() / rows["gpu_ms"].groupby(rows["size"], sort=False).sum()
+    sums = pd.DataFrame({"size": rows["size"], "matmul": matmul, "all": rows["gpu_ms"]})
+    sums = sums.groupby("size", sort=False).sum()
+    return sums["matmul"] / sums["all"]
 
 
 def fused_beside(tables: Tables) -> pd.DataFrame:
     """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
     on_gpu(steps(tables))
-    both = {name: chosen(tables["benchmark.times"], **PLAIN | {"optimizer": name}, mode="step", precision="fp32",
-                         phase="optimizer", context_length=context(tables)).set_index("size")["gpu_ms"]
+    both = {name: chosen(tables["benchmark.times"], **PLAIN | {"optimizer": name}, mode="step",
+                         precision="fp32", phase="optimizer",
+                         context_length=context(tables)).set_index("size")["gpu_ms"]
             for name in ("foreach", "fused")}
     found = pd.DataFrame(both).reindex(both["foreach"].index).dropna()
     if found.empty:
@@ -160,9 +168,9 @@ def fused_beside(tables: Tables) -> pd.DataFrame:
 
 
 def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
-    """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole model
-    in fp32, as they were measured; ``gain`` in GPU time, ``compile_s`` of the full step's first call, and
-    ``pays_after``, so many steps.
+    """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
+    model in fp32, as they were measured; ``gain`` in GPU time, ``compile_s`` of the full step's first call,
+    and ``pays_after``, so many steps.
 
     Raises:
         KeyError: nothing was compiled so.
@@ -180,8 +188,8 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
 
 
 def besides_matmuls(tables: Tables, parts: str) -> pd.DataFrame:
-    """Of forward and backward in bf16, or what was compiled, the operations that are no matmuls: ``count`` and
-    ``gpu_ms`` by size, compiled and not (``_eager``)."""
+    """Of forward and backward in bf16, or what was compiled, the operations that are no matmuls: ``count``
+    and ``gpu_ms`` by size, compiled and not (``_eager``)."""
     precision = compiled_beside(tables, parts)["precision"].iloc[0]
     rows = every(tables, "operations")
     found = {}
@@ -227,7 +235,8 @@ def launches(tables: Tables) -> pd.Series:
 
 
 def varied(tables: Tables) -> pd.Series:
-    """Standard deviation over median of ten steps of every shape and mode in fp32, by whether it is launch-bound."""
+    """Standard deviation over median of ten steps of every shape and mode in fp32, by whether it is
+    launch-bound."""
     rows = chosen(tables["benchmark.times"], **PLAIN, phase=WHOLE, precision="fp32")
     rows = rows.dropna(subset=["wall_ms", "busy"])
     found = (rows["wall_std_ms"] / rows["wall_ms"]).set_axis(rows["busy"] < LAUNCH_BOUND)
@@ -256,7 +265,8 @@ def _times_by_context(tables: Tables) -> pd.DataFrame:
 
 def _warmup(tables: Tables) -> pd.DataFrame:
     """Mean and deviation of ten steps after so many warm-up steps: a row a size."""
-    rows = warm_up(chosen(tables["benchmark.samples"], **PLAIN, precision="fp32", context_length=context(tables)))
+    samples = tables["benchmark.samples"]
+    rows = warm_up(chosen(samples, **PLAIN, precision="fp32", context_length=context(tables)))
     wide = rows.pivot(index="size", columns="warmups", values=["mean_ms", "std_ms"])
     wide = wide.loc[list(dict.fromkeys(rows["size"]))]
     wide.columns = [f"{what.removesuffix('_ms')} after {count}, ms" for what, count in wide.columns]
@@ -286,8 +296,8 @@ def _optimizers(tables: Tables) -> pd.DataFrame:
 
 
 def _mfu(tables: Tables) -> pd.DataFrame:
-    """MFU of the full step three ways: of the data sheet's rate, of a large matmul's, and of the sheet's at the
-    clock that the step ran at."""
+    """MFU of the full step three ways: of the data sheet's rate, of a large matmul's, and of the sheet's at
+    the clock that the step ran at."""
     frames = [on_gpu(at_context(tables, precision=name)).reset_index()
               for name in dict.fromkeys(("fp32", low_precision(tables)))]
     rows = pd.concat(frames).set_index(["precision", "size"])
