@@ -14,11 +14,11 @@ SAME_CAPPED = 0.03
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """``median``, sample standard deviation (``std``; nan of a single value) and quartiles (``q1``,
     ``q3``)."""
-    values = np.asarray(values, dtype=float)
-    if not len(values):
+    samples = np.asarray(values, dtype=float)
+    if not len(samples):
         return dict.fromkeys(("median", "std", "q1", "q3"), np.nan)
-    q1, median, q3 = np.percentile(values, [25, 50, 75])
-    return {"median": float(median), "std": float(values.std(ddof=1)) if len(values) > 1 else np.nan,
+    q1, median, q3 = np.percentile(samples, [25, 50, 75])
+    return {"median": float(median), "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
             "q1": float(q1), "q3": float(q3)}
 
 
