@@ -151,7 +151,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     if record.run_id != folder.name or record.study != folder.parent.name:
         other = f"{record.study}/{record.run_id}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
-    record.config |= _configuration(record, run).model_dump(mode="json")
+    record.config = _configuration(record, run).model_dump(mode="json")
     if check_files:
         for table in record.tables.values():
             _check_file(root, run, table.file, table.sha256)

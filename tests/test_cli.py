@@ -1,0 +1,135 @@
+"""The command line: one sentence and status 2 for what cannot be done, and names that are the same everywhere."""
+import re
+import sys
+
+import pytest
+from typer.main import get_command
+
+from conftest import RAISES, TINY, put
+from stepscope import cli
+from stepscope.runs.store import Store
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command; its exit status, what it printed and what it said beside that."""
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+    return call
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["sweep", "nothing"], "nothing: there is no such file; sweeps that ship"),
+    (["sweep", "reference"], "need a CUDA GPU"),
+    (["sweep", "a" * 5000], "cannot be read"),
+    (["sweep", "cpu", "--time-budget", "١٠s"], "--time-budget: got"),  # digits, but not ASCII's
+    (["sweep", "cpu", "--time-budget", "9" * 5000 + "s"], "--time-budget"),
+    (["sweep", "cpu", "--time-budget", "1 day"], "--time-budget"),
+    (["sweep", "cpu", "--timeout", "0s"], "--timeout"),
+    (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
+    (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
+    (["sweep", "cpu", "--workers", "4000"], "--workers: got 4000"),
+    (["ladder"], "give a size, such as small, or --shape"),
+    (["ladder", "small", "--shape", "8/8/1/1"], "one of them, not both"),
+    (["ladder", "--shape", "8/8/1"], "expected four numbers"),
+    (["ladder", "--shape", "8/8/1/٢"], "expected four numbers"),
+    (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
+    (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
+    (["ladder", "2.7B", "--edition", "2026"], "calls 2.7B xl"),
+    (["ladder", "nano", "--context", "0"], "context_length: got 0"),
+    (["fit"], "give a size"),
+    (["fit", "huge"], "known sizes are"),
+    (["fit", "small", "--memory", "nan"], "--memory"),
+    (["fit", "small", "--memory", "0"], "--memory"),
+    (["fit", "small", "--batch", "0"], "batch_size: got 0"),
+    (["fit", "small", "--vocab", "9" * 400], "vocab"),
+    (["fit", "small", "--edition", "2024"], "editions are 2025 and 2026"),
+    (["fit", "--shape", "7/8/1/2"], "must divide d_model"),
+    (["list", "--runs", "/nowhere"], "no such runs folder"),
+    (["render", "--runs", "/nowhere"], "/nowhere"),
+    (["check", "--runs", "/nowhere"], "/nowhere"),
+    (["profile", "/nowhere"], "/nowhere"),
+    (["resume"], "resume"),
+])
+def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] in ("sweep", "ladder"):
+        arguments = [*arguments, "--runs", str(tmp_path / "runs")]
+    code, out, err = run(*arguments)
+    assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no file that nobody wrote
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fit_needs_no_torch_where_the_memory_is_given(run, monkeypatch):
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("stepscope.step")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, _ = run("fit", "2.7B", "--memory", "80")
+    assert code == 0 and "65.81" in out and "vocabulary 10,000" in out
+    code, out, _ = run("fit", "--shape", "64/256/2/4", "--memory", "80", "--context", "128")
+    assert code == 0 and "micro" in out
+
+
+def test_one_thing_has_one_name():
+    """An option is called the same, and means the same, in every command that has it."""
+    meant: dict[str, set] = {}
+    for command in get_command(cli.app).commands.values():
+        for parameter in command.params:
+            meant.setdefault(parameter.name, set()).add(tuple(parameter.opts))
+    assert {name: ways for name, ways in meant.items() if len(ways) > 1} == {}
+    assert {"shape", "vocab", "batch", "context", "edition", "runs", "time_budget"} <= meant.keys()
+
+
+def test_sweep_says_what_happened_and_list_what_there_is(run, write_sweep, faults, tmp_path):
+    path, runs = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}}), tmp_path / "runs"
+    code, out, err = run("sweep", path, "--runs", runs, "--time-budget", "0s")
+    assert code == 75 and "stopped by the time budget; 2 left" in err and not out
+    code, out, err = run("sweep", path, "--runs", runs)
+    assert code == 1 and "1 done, 0 out of memory, 1 failed" in err and "ValueError: as asked" in err
+    code, out, _ = run("list", "--runs", runs)
+    header, *rows = [line.split("\t") for line in out.splitlines()]
+    assert code == 0 and header[:2] == ["study", "run"] and {row[3] for row in rows} == {"ok", "failed"}
+    code, out, _ = run("list", "--runs", runs, "--where", "status=failed", "--where", "seed=1")
+    assert len(out.splitlines()) == 2 and "ValueError: as asked" in out
+    code, out, err = run("list", "--runs", runs, "--where", "__import__('os').system('x')=1")
+    assert code == 2 and "expected FIELD=VALUE" in err
+    (faults / "mended").touch()
+    assert run("sweep", path, "--runs", runs)[0] == 0
+
+
+def test_list_names_what_was_altered(run, tmp_path, tiny):
+    store = Store(tmp_path / "runs")
+    put(store, tiny(), cause="\x1b[31m<b>red", status="failed")
+    place = put(store, tiny(seed=1))
+    (place / "record.json").write_text("{}")
+    (store.root / "benchmark" / "[bold]odd\n").mkdir()
+    code, out, err = run("list", "--runs", store.root)
+    assert code == 1 and "\x1b" not in out + err and "<b>red" in out
+    assert tiny(seed=1).run_id in err and "[bold]odd" in err
+
+
+def test_a_machines_own_runs_go_into_a_folder_that_git_ignores(monkeypatch, tmp_path):
+    from stepscope.runs import machine
+    monkeypatch.setattr(cli, "PROJECT", tmp_path)
+    monkeypatch.setattr(machine, "gpus_here", lambda: [{"name": "NVIDIA H200 (x)"}])
+    assert cli._local_runs(None) == tmp_path / "runs" / "local-nvidia-h200-x-"
+    monkeypatch.setattr(machine, "gpus_here", list)
+    assert cli._local_runs(None) == tmp_path / "runs" / "local-cpu"
+    (tmp_path / "runs" / "local-b200").mkdir(parents=True)
+    assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-b200"
+    assert cli._local_runs(tmp_path, reading=True) == tmp_path
+
+
+def test_report_measures_and_renders_also_where_a_run_failed(run, monkeypatch, faults, tmp_path, write_sweep):
+    from stepscope.runs import sweep_file
+    path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}})
+    rendered = []
+    monkeypatch.setattr(sweep_file, "find_sweeps", lambda name: [path])
+    monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
+    code, _, err = run("report", "--runs", tmp_path / "runs")
+    assert code == 1 and rendered == [tmp_path / "runs"] and "1 failed" in err

@@ -1,0 +1,190 @@
+"""Records, sweep files and folders from anywhere: refused in one line that can be shown, or believed safely."""
+import json
+import os
+
+import pytest
+
+from conftest import TINY, put
+from stepscope.runs.record import RecordError, read_record
+from stepscope.runs.sweep_file import SweepError, find_sweeps, load_sweeps, said_before
+from stepscope.yaml_files import YamlFileError, load_yaml
+
+TAG = "<a href=//x style=position:fixed;inset:0 onclick=alert(1)>\x1b[31mx</a>\n"
+
+
+def altered(place, change):
+    path = place / "record.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("change", [
+    lambda r: r.update(beside=[TAG]),
+    lambda r: r.update({TAG: 1}),
+    lambda r: r.update(status=TAG),
+    lambda r: r.update(run_id="../../etc"),
+    lambda r: r.update(study=TAG),
+    lambda r: r["config"].update(size=TAG),
+    lambda r: r["config"].update({TAG: 1}),
+    lambda r: r["config"].update(study="memory"),
+    lambda r: r["config"].update(device="auto"),
+    lambda r: r["config"].update(seed=1),  # another run's
+    lambda r: r["config"].clear(),
+    lambda r: r.update(config=[1]),
+    lambda r: r.update(tables={"../x": {"file": "x", "sha256": "0" * 64}}),
+    lambda r: r.update(tables={"x": {"file": "/etc/passwd", "sha256": "0" * 64}}),
+    lambda r: r.update(tables={"x": {"file": "../../../secret", "sha256": "0" * 64}}),
+    lambda r: r.update(tables={"x": {"file": "x", "sha256": TAG}}),
+    lambda r: r.update(tables={"x": {"file": "x\0", "sha256": "0" * 64}}),
+    lambda r: r.update(results={"x": [1]}),
+    lambda r: r.update(results={"x": 2**70}),
+    lambda r: r.update(machine={"cpu_cores": TAG}),
+    lambda r: r.update(duration_s=-1),
+    lambda r: r.update(duration_s=1e300),
+    lambda r: r.update(started_at="yesterday"),
+    lambda r: r.update(started_at="9999-12-31T23:59:59-12:00"),
+    lambda r: r.update(started_at="2025-01-01T00:00:00"),  # no zone
+    lambda r: r.update(schema_version=99),
+])
+def test_a_record_that_is_not_believed_is_named_on_one_line(store, tiny, change):
+    place = put(store, tiny())
+    altered(place, change)
+    records, errors = store.records()
+    assert not records and len(errors) == 1
+    assert str(errors[0]).isprintable() and len(str(errors[0])) < 1000
+    with pytest.raises(RecordError):
+        read_record(place)
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b"null", b"[]", b" " * (2**24 + 1)])
+def test_a_record_that_is_no_record_is_named(store, tiny, content):
+    place = put(store, tiny())
+    (place / "record.json").write_bytes(content)
+    assert len(store.records()[1]) == 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda path, there: path.symlink_to(there),
+    lambda path, there: os.mkfifo(path),
+    lambda path, there: path.mkdir(),
+    lambda path, there: path.symlink_to("/dev/zero"),
+])
+def test_a_records_file_that_is_a_link_or_a_pipe_is_not_read(store, tiny, tmp_path, make):
+    place = put(store, tiny())
+    (place / "record.json").rename(tmp_path / "elsewhere.json")
+    make(place / "record.json", tmp_path / "elsewhere.json")
+    records, errors = store.records()
+    assert not records and "cannot be read" in str(errors[0])
+
+
+def test_folders_with_odd_names_are_named_on_one_line(store):
+    names = ["<b onclick=alert(1)>", "a\nb", "\x1b[2J", "é" * 100]
+    for name in names:
+        (store.root / "benchmark" / name).mkdir(parents=True)
+    (store.root / "x\ny" / "z").mkdir(parents=True)
+    errors = store.records()[1]
+    assert len(errors) == len(names) + 1 and all(str(error).isprintable() for error in errors)
+
+
+def test_texts_of_a_record_are_kept_as_they_are(store, tiny):
+    """Who prints them escapes them: a record is data."""
+    put(store, tiny(), cause=TAG, status="failed", results={"finding": TAG})
+    record = store.find(tiny())
+    assert record.cause == TAG and record.results["finding"] == TAG
+
+
+# -- sweep files --------------------------------------------------------------------------------------------
+
+BLOCK = {"study": "benchmark", "fixed": TINY}
+
+
+@pytest.mark.parametrize("content, words", [
+    ("", "asks for no run|expected a mapping"),
+    ("[]", "asks for no run"),
+    ("a", "expected a mapping with study"),
+    ("[1]", "block 1: expected a mapping"),
+    ("{study: warmup}", "known studies are"),
+    ("{study: benchmark, fixd: {}}", "fixd: unknown key"),
+    ("{study: benchmark, fixed: [1]}", "fixed: got"),
+    ("{study: benchmark, fixed: {study: nsys}}", "expected names of fields"),
+    ("{study: benchmark, fixed: {1: 2}}", "expected names of fields"),
+    ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but expected a list"),
+    ("{study: benchmark, axes: {seed: []}}", r"axes\.seed"),
+    ("{study: benchmark, fixed: {seed: 1}, axes: {seed: [1]}}", "both in fixed and in axes"),
+    ("{study: benchmark, skip_too_large: 1}", "skip_too_large: got 1"),
+    ("{study: benchmark, fixed: {size: nano}}", "context_length: not given"),
+    ("{study: benchmark, fixed: {size: nano, context_length: 1:30}}", "context_length: got '1:30'"),  # not 90
+    ("{study: benchmark, fixed: {size: nano, context_length: 8, device: yes}}", "device: got 'yes'"),
+    ("{study: benchmark, fixed: {size: nano, context_length: 2025-01-01}}", "context_length: got datetime"),
+    ("a: 1\na: 2", "duplicate key"),
+    ("a: &x [1]\nb: *x", r"the alias \*x"),
+    ("[" * 100 + "]" * 100, "more than 30 levels"),
+    ("a: " + "9" * 5000, "digits"),
+    ("a: " + "x" * 20_000, "more than 10,000 characters"),
+    ("a: !!python/object:os.system {}", "could not determine a constructor"),
+    ("{a: [", "line 1"),
+    ("--- 1\n--- 2", "another document"),
+    ("a: \x07", "special characters"),
+    ("{study: benchmark, axes: {%s}}" % ", ".join(f"f{n}: [{', '.join(map(str, range(10)))}]" for n in range(6)),
+     "more than 100,000 runs"),
+])
+def test_a_sweep_file_that_cannot_be_run_is_refused_in_one_sentence(write_sweep, content, words):
+    path = write_sweep(content)
+    with pytest.raises(SweepError, match=words) as error:
+        load_sweeps([path], "cpu")
+    assert str(error.value).startswith(str(path)) and len(str(error.value)) < 1000
+
+
+def test_files_that_are_none_are_refused_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"a: \xff")
+    (tmp_path / "large").write_bytes(b"# " + b"x" * 2**20)
+    for name in ("pipe", "none", "bytes", "large", "a" * 300, "a\0b", ""):
+        with pytest.raises(YamlFileError) as error:
+            load_yaml(tmp_path / name)
+        assert len(str(error.value)) < 600
+    for name in (str(tmp_path / "pipe"), str(tmp_path), "nothing", "a" * 5000, "a\0b", ""):
+        with pytest.raises(SweepError):
+            find_sweeps(name)
+
+
+def test_yaml_is_of_version_1_2(write_sweep):
+    assert load_yaml(write_sweep("{a: 1:30, b: yes, c: 0o17, d: 1e3, e: 2.7B}")) == {
+        "a": "1:30", "b": "yes", "c": 15, "d": 1000.0, "e": "2.7B"}
+
+
+def test_a_block_is_the_product_of_its_axes_in_order_each_run_once(write_sweep):
+    axes = {"context_length": [8, 16], "seed": [1, 2]}
+    fixed = {name: value for name, value in TINY.items() if name != "context_length"}
+    path = write_sweep([{"study": "benchmark", "fixed": fixed, "axes": axes}, BLOCK | {"axes": {"seed": [2, 3]}}])
+    asked = load_sweeps([path, path], "cpu")
+    assert [(c.context_length, c.seed) for c in asked.configs] == [(8, 1), (8, 2), (16, 1), (16, 2), (8, 3)]
+    assert not asked.too_large
+
+
+def test_only_where_the_file_says_so_is_what_does_not_fit_left_out(write_sweep):
+    fields = {"vocab_size": 10_000, "batch_size": 4, "context_length": 512}
+    block = {"study": "benchmark", "fixed": fields, "axes": {"size": ["small", "2.7B"]}}
+    sizes = [[c.size for c in load_sweeps([write_sweep(b)], "cuda", 40.0).configs]
+             for b in (block, block | {"skip_too_large": True})]
+    assert sizes == [["small", "2.7B"], ["small"]]
+    asked = load_sweeps([write_sweep(block | {"skip_too_large": True})], "cuda", 40.0)
+    assert [config.size for config in asked.too_large] == ["2.7B"]
+
+
+@pytest.mark.parametrize("gib, size", [(None, "small"), (10, "small"), (40, "large"), (79, "2.7B"), (140, "2.7B")])
+def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size):
+    block = {"study": "benchmark", "fixed": {"size": "LARGEST", "context_length": 512}}
+    assert load_sweeps([block], "cuda", gib).configs[0].size == size
+
+
+@pytest.mark.parametrize("name, device", [
+    ("reference", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
+    ("nsys", "cuda"), ("mixed_precision", "cuda"), ("memory", "cuda"), ("attention", "cuda"), ("ladder", "cuda")])
+def test_what_ships_can_be_run(name, device):
+    paths = find_sweeps(name)
+    asked = load_sweeps(paths, device, 139.8)
+    assert asked.configs and {config.device for config in asked.configs} == {device}
+    assert all(said_before(path) for path in paths)
