@@ -36,7 +36,6 @@ TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3
                 "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason"]
 TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason"]
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
-KERNEL_COLUMNS = ["name", "family", "count", "total_ms"]
 RANGE = "stepscope"  # of a captured phase: stepscope/<which step>/<its number>/<phase>
 
 
@@ -331,28 +330,6 @@ def mode_rows(mode: Mode, operations: pd.DataFrame, reason: str) -> list[dict[st
     if mode.replays:
         rows[-1]["replayed_ms"] = float(np.median(mode.replays))
     return rows
-
-
-def kernels(run: Callable[[], None], device: str, steps: int = 1) -> pd.DataFrame:
-    """Kernels, copies and fills while ``run`` is called ``steps`` times (on a CPU: torch's operators). Only
-    the device is watched where there is one, so that a capture of thousands of kernels costs a second.
-
-    Returns a row for each name, the longest in sum first: name, family, count and total_ms, both a step.
-    """
-    with profiled([ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    with TemporaryDirectory(prefix="stepscope-") as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        found = work(read_events(trace))
-    table = pd.DataFrame({"name": [event["name"] for event in found],
-                          "total_ms": [(event["end"] - event["start"]) / 1e6 for event in found]})
-    table = table.groupby("name", sort=False)["total_ms"].agg(["size", "sum"]).div(steps).reset_index()
-    table = table.set_axis(["name", "count", "total_ms"], axis=1).sort_values("total_ms", ascending=False)
-    return table.assign(family=families(table["name"]).astype(str))[KERNEL_COLUMNS].reset_index(drop=True)
 
 
 def launch_rate(device: str) -> tuple[float, float] | None:
