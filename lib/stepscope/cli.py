@@ -312,15 +312,17 @@ def fit(
 
 @app.command()
 def profile(
-    file: Annotated[Path, typer.Argument(help="nsys's .sqlite export, or torch.profiler's JSON.")],
-    step: Annotated[str | None, typer.Option(help="A step's range, as a regular expression.")] = None,
+    file: Annotated[Path, typer.Argument(help="nsys's .sqlite or .nsys-rep, or torch.profiler's .json; also .gz.")],
+    step: Annotated[str | None, typer.Option(help="The name of the ranges that are steps, without numbers.")] = None,
+    phase: Annotated[list[str] | None, typer.Option(
+        help="A phase and the name of its ranges, as forward=NAME; may be said again.")] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
 ) -> None:
     """Say what a capture tells: a step on the GPU, its families, launches, communication, and what to do."""
-    from stepscope.traces.profile import profile_text
+    from stepscope.traces.profile import phases_of, profile_text
     try:
-        print(profile_text(file, step=step, device=device, csv=csv))
+        print(profile_text(file, step=step, phases=phases_of(phase or []), device=device, csv=csv))
     except OSError as error:
         raise StepscopeError(f"{error.filename or file}: {error.strerror or error}") from None
 

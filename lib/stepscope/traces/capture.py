@@ -87,7 +87,7 @@ def load_capture(path: Path | str, step: str | None = None, phases: Mapping[str,
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
-        phases: the phase that each range's name stands for; None goes by the names.
+        phases: the phase that a range's name stands for; what is not among them goes by its name.
 
     Raises:
         TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a phase's
@@ -341,9 +341,9 @@ def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.
 
 def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
     names = ranges["name"].cat.categories
-    said = {plain_name(name): phase for name, phase in phases.items()} if phases else None
-    each = [(said.get(plain_name(name), "") if said is not None else phase_of(name)) or "" for name in names]
-    if said is not None and (lacking := set(said) - {plain_name(name) for name in names}):
+    said = {plain_name(name): phase for name, phase in (phases or {}).items()}
+    each = [said.get(plain_name(name)) or phase_of(name) or "" for name in names]
+    if (lacking := set(said) - {plain_name(name) for name in names}):
         raise TraceError(f"{path}: no range is named {', '.join(sorted(lacking))}, expected one of"
                          f" {', '.join(named_ranges(ranges)) or 'none: the capture has no ranges'}")
     return np.append(np.array(each, object), "")[ranges["name"].cat.codes] if len(names) else np.zeros(0, object)

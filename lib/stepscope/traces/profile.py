@@ -4,7 +4,7 @@ wall = compute + exposed copies and communication + idle, by unions of intervals
 nothing else runs. A step on the GPU lasts until the next one's first operation begins.
 """
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +143,21 @@ def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str,
     return "\n".join(lines)
 
 
+def phases_of(said: Sequence[str]) -> dict[str, str] | None:
+    """The phase that each range's name stands for, from "forward=NAME"; None where nothing is said.
+
+    Raises:
+        TraceError: one is of no such form.
+    """
+    found = {}
+    for text in said:
+        phase, _, name = text.partition("=")
+        if not phase or not name:
+            raise TraceError(f"--phase: got {clean(text)!r}, expected forward=NAME, with the name of a range")
+        found[name] = phase
+    return found or None
+
+
 def _looked_into(one: Device) -> list[str]:
     matmuls, generated = _rates(one)
     facts = {"phase": _phases(one), "family": _families(one), _bound(one)[0]: _bound(one)[1],
@@ -214,7 +229,7 @@ def _ranges_outside(rows: pd.DataFrame, one: Device, least: float) -> str:
     if found.empty:
         return ""
     said = ", ".join(f"{clean(name)!r} {_ms(value)}" for name, value in found.items())
-    return f"; in ranges of other names (phases= says what they are): {said} ms"
+    return f"; in ranges of other names (--phase forward=NAME says what they are): {said} ms"
 
 
 def _families(one: Device) -> str:
@@ -237,7 +252,10 @@ def _bound(one: Device) -> tuple[str, str]:
     waiting = late["ms"].sum() / one.steps
     if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
         longest = f", longest gap {_us(gaps['ms'].max())}" if len(gaps) else ""
-        return "GPU-bound", f"the host is {_ms(max(one.ahead_ms, 0))} ms ahead{longest}"
+        if mean["idle"] <= (1 - LAUNCH_BOUND) * mean["wall"]:
+            return "GPU-bound", f"the host is {_ms(max(one.ahead_ms, 0))} ms ahead{longest}"
+        return "idle", (f"{_percent(mean['idle'] / mean['wall'])}, though launches are early: the host is"
+                        f" {_ms(max(one.ahead_ms, 0))} ms ahead{longest}")
     worst = late.loc[late["ms"].idxmax()]
     return "launch-bound", (
         f"the GPU waits {_ms(waiting)} ms{one.each} ({_percent(waiting / mean['wall'])}) for launches,"
@@ -370,6 +388,8 @@ def _ms(value: float) -> str:
     """Milliseconds: one decimal from 1, two digits below, none from 1,000."""
     if not np.isfinite(value):
         return "?"
+    if 0 < value < 0.001:
+        return "<0.001"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 0.95 else f"{value:.2g}"
 
 

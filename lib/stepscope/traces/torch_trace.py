@@ -242,7 +242,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
-        with (gzip.open if zipped else open)(path, "rt", encoding="utf-8", errors="replace") as text:
+        with (gzip.open if zipped else open)(path, "rt", encoding="utf-8-sig", errors="replace") as text:
             yield text
     except (OSError, EOFError) as error:  # gzip's errors are these
         said = getattr(error, "strerror", None) or error

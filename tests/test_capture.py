@@ -1,0 +1,334 @@
+"""Anybody's capture: what is read of it, what is said of it, and what is refused in one sentence."""
+import gzip
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bench.traces import MAIN, make_capture, make_trace, write_export
+from stepscope.traces import capture as module
+from stepscope.traces.attribution import OUTSIDE, TraceError
+from stepscope.traces.capture import load_capture, phase_of, plain_name
+from stepscope.traces.profile import data_sheet, phases_of, profile_text
+from stepscope.traces.torch_trace import load_torch_trace, read_trace
+
+SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
+OTHERS = sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz"))  # where they lie beside the checkout
+GEMM, ADD = "sm80_xmma_gemm_f32f32_f32f32_f32", "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: object = 1, **args: object) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launched(name: str, call: float, start: float, dur: float, correlation: int, tid: object = 1, cat: str = "kernel",
+             external: int | None = None, **args: object) -> list[dict]:
+    """A call on the host and what it launched."""
+    host = {"External id": external} if external is not None else {}
+    return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0", **host),
+            event(cat, name, start, dur, 7, correlation=correlation, device=0, stream=7, **args)]
+
+
+def written(path: Path, events: list[dict], **header: object) -> Path:
+    text = json.dumps({"schemaVersion": 1, **header, "traceEvents": events, "traceName": "x"})
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+# Two steps: forward on the main thread, backward on autograd's, the optimizer; communication half hidden. Before them
+# a kernel whose launch the capture has not seen.
+TRAINING = [event("kernel", ADD, 0, 5, 7, correlation=900, device=0, stream=7)]
+for number in range(2):
+    at = 100 + 100 * number
+    TRAINING += [
+        event("user_annotation", f"ProfilerStep#{number + 3}", at, 80),
+        event("cpu_op", "aten::mm", at + 1, 8, **{"External id": 10 * number + 1, "Input Dims": [[64, 32], [32, 16]],
+                                                  "Input type": ["c10::BFloat16", "c10::BFloat16"]}),
+        *launched(GEMM, at + 2, at + 10, 20, 10 * number + 1, external=10 * number + 1),
+        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", at + 20, 20, 2),
+        *launched(ADD, at + 22, at + 30, 30, 10 * number + 2, tid=2),
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", at + 24, at + 50, 20, 10 * number + 3, tid=2),
+        event("user_annotation", "Optimizer.step#AdamW.step", at + 50, 20),
+        *launched("Memcpy HtoD (Pinned -> Device)", at + 52, at + 75, 5, 10 * number + 4, cat="gpu_memcpy", bytes=5000)]
+HEADER = {"deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}], "distributedInfo": {"rank": 1, "world_size": 4}}
+
+
+@pytest.fixture(params=["trace.json", "trace.json.gz"])
+def training(request, tmp_path):
+    return written(tmp_path / request.param, TRAINING, **HEADER)
+
+
+def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(training):
+    found = load_capture(training)
+    rows = found.operations
+    assert found.steps == ["ProfilerStep#3", "ProfilerStep#4"] and found.rank == (1, 4) and found.autograd
+    assert (found.left_out, found.left_out_ns) == (1, 5000)
+    assert rows["phase"].tolist() == ["forward", "backward", "backward", "optimizer"] * 2
+    assert rows["step"].tolist() == [0] * 4 + [1] * 4
+    assert rows["kind"].tolist() == ["kernel", "kernel", "kernel", "memcpy"] * 2
+    assert rows["family"].tolist()[2:4] == ["communication", "memory"]
+    assert rows["bytes"].tolist()[:4] == [-1, -1, -1, 5000]
+    assert rows["flops"].tolist()[:2] == [2 * 64 * 32 * 16, -1] and rows["dtype"].iloc[0] == "bf16"
+    assert (rows["launch_start_ns"] < rows["start_ns"]).all()
+
+
+def test_the_text_of_a_trace(training):
+    assert profile_text(training).splitlines() == [
+        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3-4); 8 operations; 1 (0.005 ms) launched before are left out",
+        # the first step lasts until the second one's first kernel: 100 µs, the second one 70
+        "step on GPU    0.085 ms (0.1 0.07): compute 0.05, exposed copies 0.005, exposed communication 0.01, idle 0.02",
+        "phase          forward 0.02 | backward 0.05 | optimizer 0.005 ms (kernel sums; 0.01 ms of it overlaps),"
+        " by autograd's ranges",
+        "family         elementwise 0.03 | communication 0.02 | matrix multiply 0.02 | memory 0.005 ms",
+        "launch-bound   the GPU waits 0.015 ms a step (18%) for launches, 4 operations a step; longest gap 30 µs before"
+        f" {GEMM}",
+        "communication  0.02 ms, 50% hidden; exposed: all-reduce 0.01 ms, 100% of it launched by the backward",
+        "copies         Memcpy HtoD (Pinned -> Device) 0.005 ms at 1 GB/s",
+        "matmul         bf16 0.00328 TFLOP/s (0.0% of 990)",
+        "to do, most it can save: 1. elementwise kernels, copies, norms and softmax, if all are fused (torch.compile):"
+        " 0.03 ms (35%)",
+        "                         2. gaps, by a CUDA graph or fewer launches: 0.02 ms (24%)",
+        "                         3. hide communication behind compute: 0.01 ms (12%)",
+        "not told       other ranks, clocks, the step without profiler"]
+
+
+def test_operations_go_to_csv(training, tmp_path):
+    profile_text(training, csv=tmp_path / "operations.csv")
+    table = pd.read_csv(tmp_path / "operations.csv")
+    assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
+
+
+@pytest.mark.parametrize(("name", "phase"), [
+    ("Forward", "forward"), ("## forward ##", "forward"), ("FORWARD_PASS", "forward"), ("fwd", "forward"),
+    ("model.forward", "forward"), ("backwardPass", "backward"), ("Backward 3", "backward"), ("bwd", "backward"),
+    ("Optimizer.step#AdamW.step", "optimizer"), ("optimizer_step", "optimizer"), ("compute loss", "loss"),
+    ("Optimizer.zero_grad#AdamW.zero_grad", None), ("FSDP::pre_forward (blocks.3)", None), ("## forward:pos_w ##", None),
+    ("flash_attn::_flash_attn_forward", None), ("forward and backward", None), ("step", None), ("", None)])
+def test_phases_are_told_by_names_in_any_spelling(name, phase):
+    assert phase_of(name) == phase
+
+
+def user_ranges(phases: bool = True) -> list[dict]:
+    """Three of a user's steps, with ranges of names of their own."""
+    found = []
+    for number in range(3):
+        at = 100 * number
+        found += [event("user_annotation", f"Warm-up Step {number}" if number < 1 else f"measurement step {number}", at, 90),
+                  event("user_annotation", "Vorwärts" if not phases else "Forward", at + 1, 30), event("user_annotation", "eval", at + 60, 9),
+                  *launched(GEMM, at + 2, at + 10, 20, 10 * number + 1), *launched(ADD, at + 61, at + 70, 10, 10 * number + 2)]
+    return found
+
+
+def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
+    path = written(tmp_path / "a.json", user_ranges())
+    assert load_capture(path).steps == ["measurement step 1", "measurement step 2"]
+    assert load_capture(path, step="warm-up step").steps == ["Warm-up Step 0"]
+    assert load_capture(path, step="Forward").operations["step"].tolist() == [0, -1, 1, -1, 2, -1]
+    with pytest.raises(TraceError, match=r"no range is named 'train', expected one of 'measurement step 1' \(2\), 'Forward' \(3\)"):
+        load_capture(path, step="train")
+    with pytest.raises(TraceError, match=r"no range is named nowhere, expected one of"):
+        load_capture(path, phases={"nowhere": "forward"})
+
+
+def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
+    path = written(tmp_path / "a.json", user_ranges(phases=False))
+    text = profile_text(path, step="measurement step")
+    assert "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.02, 'eval' 0.01 ms" in text
+    text = profile_text(path, step="measurement step", phases={"Vorwärts": "forward", "eval": "loss"})
+    assert "phase          forward 0.02 | loss 0.01 ms\n" in text
+
+
+def test_a_gpu_that_waits_is_launch_bound(tmp_path):
+    late = [one for number in range(10) for one in launched(ADD, 100 * number, 100 * number + 5, 10, number + 1)]
+    text = profile_text(written(tmp_path / "a.json", late))
+    assert "on GPU         0.91 ms: compute 0.1, idle 0.81" in text
+    assert "launch-bound   the GPU waits 0.81 ms (89%) for launches, 10 operations; longest gap 90 µs before" in text
+    early = [one for number in range(10) for one in launched(ADD, number, 1000 + 10.4 * number, 10, number + 1)]
+    assert "GPU-bound      the host is 1.0 ms ahead, longest gap 0 µs" in profile_text(written(tmp_path / "b.json", early))
+    apart = [one for number in range(10) for one in launched(ADD, number, 1000 + 20 * number, 10, number + 1)]
+    assert "idle           47%, though launches are early: the host is 1.1 ms ahead, longest gap 10 µs" in profile_text(
+        written(tmp_path / "c.json", apart))
+
+
+def test_phases_are_named_on_the_command_line():
+    assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
+    assert phases_of([]) is None
+    with pytest.raises(TraceError, match="--phase: got 'forward', expected forward=NAME, with the name of a range"):
+        phases_of(["forward"])
+
+
+def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
+    events = [*launched(ADD, 0, 10, 10, 1), event("kernel", GEMM, 30, 10, 7, correlation=77, device="0x2", stream="0x0"),
+              *launched(ADD, 50, 60, 10, 2)]
+    found = load_capture(written(tmp_path / "a.json", events))
+    assert found.operations["launch_start_ns"].isna().tolist() == [False, True, False] and not found.left_out
+    assert found.operations["device"].tolist() == [0, 2, 0]
+    text = profile_text(tmp_path / "a.json", device=2)
+    assert text.startswith("2 GPUs, most work on GPU 2; no steps found") and "bound          not told" in text
+    with pytest.raises(TraceError, match="has no work of GPU 1, expected one of 0, 2"):
+        profile_text(tmp_path / "a.json", device=1)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_nsys_captures_are_read_with_ranges_of_every_domain(tmp_path, zipped):
+    path = SAMPLE
+    if zipped:
+        path = tmp_path / "sample.sqlite.gz"
+        path.write_bytes(gzip.compress(SAMPLE.read_bytes()))
+    found = load_capture(path)
+    assert len(found.operations) == 1380 and not found.left_out and len(found.steps) == 5
+    sums = found.operations.groupby("phase", observed=True)["duration_ns"].agg(["size", "sum"])
+    assert sums["size"].to_dict() == {"forward": 515, "backward": 855, "optimizer": 10}
+    assert sums["sum"].sum() == 18_266_582 + 153_023 + 3_680
+    text = profile_text(path)
+    assert "5 steps (step); 1,380 operations" in text and "matmul rates: nsys has no shapes" in text
+
+
+def test_made_up_captures_of_both_kinds_say_the_same(tmp_path):
+    make_capture(tmp_path / "a.sqlite", 2000, 400, steps=4)
+    make_trace(tmp_path / "a.json", 2000, 400, steps=4)
+    nsys, torch = load_capture(tmp_path / "a.sqlite").operations, load_capture(tmp_path / "a.json").operations
+    assert len(nsys) == len(torch) == 2000
+    for column in ("phase", "step", "family"):
+        # whole microseconds in the trace: an operation may be launched on the other side of an edge
+        assert (nsys[column].astype(str) == torch[column].astype(str)).mean() > 0.99
+    assert set(nsys["phase"]) == {"forward", "backward"}
+
+
+def test_a_capture_of_this_project_is_read_as_load_trace_reads_it(tmp_path):
+    ours = load_torch_trace(written(tmp_path / "a.json", [
+        event("user_annotation", "step", 0, 99), event("user_annotation", "forward", 1, 50),
+        event("user_annotation", "Optimizer.step#AdamW.step", 3, 4), *launched(GEMM, 4, 10, 20, 1)]))
+    assert ours[0][["phase", "region", "step"]].iloc[0].tolist() == ["forward", "unattributed", 0]
+    assert ours[2].loc["kernel"].tolist() == [1, 20_000]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
+def test_other_peoples_captures_add_up_and_have_families(path):
+    found = load_capture(path)
+    whole = found.operations["duration_ns"].sum() + found.left_out_ns
+    if ".json" in path.name:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e.get("ph") == "X"]
+        assert len(found.operations) + found.left_out == len(work)
+        assert whole == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-9)
+    other = found.operations.loc[found.operations["family"] == "other", "duration_ns"].sum()
+    assert other <= 0.01 * found.operations["duration_ns"].sum()
+    assert "not told" in profile_text(path)
+
+
+# What is refused
+
+KERNEL_EVENT = launched(ADD, 0, 10, 10, 1)
+REFUSED = {
+    "empty.json": (b"", "is empty"), "text.txt": (b"Time (%),Total\n" * 9, "is no capture: it begins with b'Time"),
+    "cut.json": (json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40], "the file is cut off or no JSON at character"),
+    "cut.json.gz": (gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20], "cannot be read .*end-of-stream"),
+    "no_events.json": (b'{"schemaVersion": 1}', "has no traceEvents"), "list.json": (b'{"traceEvents": {"a": 1}}', "found '{'"),
+    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "(nested too deep|cut off)"),
+    "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
+    "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be unzipped"),
+    "cpu.json": (json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
+                 "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels"),
+    "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"), "report.nsys-rep": (b"\x00nsys", "is nsys's own report")}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_files_that_are_no_captures_are_refused_in_one_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(module, "find_nsys", lambda: None)
+    data, message = REFUSED[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(TraceError, match=message) as caught:
+        profile_text(tmp_path / name)
+    said = str(caught.value)
+    assert said.startswith(str(tmp_path / name)) and "\n" not in said and "expected" in said and len(said) < 600
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(TraceError, match="cannot be read"):
+            load_capture(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"ts": "soon"}, {"ts": None}, {"ts": float("nan")}, {"ts": 1e300}, {"dur": -1}, {"dur": [1]}, {"args": {"correlation": "x"}},
+    {"args": {"correlation": 1.5}}, {"args": {"correlation": 2**40}}, {"args": {"device": -3}}, {"args": {"stream": {"a": 1}}}])
+def test_an_event_without_times_or_ids_is_named(tmp_path, change):
+    broken = event("kernel", "my\nkernel", 0, 5, correlation=1) | change
+    path = written(tmp_path / "a.json", [*KERNEL_EVENT, broken])
+    with pytest.raises(TraceError, match=r"a.json: the event 'my\\nkernel' has ts ") as caught:
+        load_capture(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_odd_events_are_passed_over_and_odd_names_shown_on_one_line(tmp_path):
+    odd = "\x1b[31mevil\nname\u202e" + "x" * 5000
+    events = [1, "a", None, [], {}, {"ph": "X"}, {"ph": "M", "cat": "kernel"}, event("kernel", odd, 20, 10, correlation=None),
+              *KERNEL_EVENT, event("user_annotation", odd, 0, 100), event("kernel", ADD, 40, 5, args="x")]
+    events[-1]["args"] = "x"
+    text = profile_text(written(tmp_path / "a.json", events, deviceProperties="x", distributedInfo=[1]))
+    assert "\x1b" not in text and "\u202e" not in text and max(map(len, text.splitlines())) < 400
+    assert len(load_capture(tmp_path / "a.json").operations) == 3
+    (tmp_path / "list.json").write_text("\ufeff" + json.dumps(events))  # Chrome's other form, with a mark of its order
+    assert len(load_capture(tmp_path / "list.json").operations) == 3
+
+
+def test_values_that_straddle_the_chunks_are_whole(tmp_path, monkeypatch):
+    path = written(tmp_path / "a.json", TRAINING)
+    whole = read_trace(path)
+    for size in (1, 7, 100):
+        monkeypatch.setattr("stepscope.traces.torch_trace.CHUNK", size)
+        assert read_trace(path) == whole
+
+
+def test_an_empty_nsys_capture_says_what_nsys_says(tmp_path):
+    path = tmp_path / "a.sqlite"
+    write_export(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE DIAGNOSTIC_EVENT (timestamp INTEGER, severity INTEGER, text TEXT)")
+        connection.executemany("INSERT INTO DIAGNOSTIC_EVENT VALUES (1, ?, ?)", [
+            (1, "fine"), (4, "CUDA device 0: Unified Memory cannot be traced\non this device"), (4, None)])
+        connection.commit()
+    with pytest.raises(TraceError, match=r"holds no kernels, .*; nsys says: CUDA device 0: Unified Memory cannot be traced on"):
+        load_capture(path)
+
+
+def test_a_report_is_exported_where_nsys_is(tmp_path, monkeypatch):
+    program, report = tmp_path / "nsys", tmp_path / "a.nsys-rep"
+    report.write_bytes(b"\x00nsys")
+    program.write_text(f'#!/bin/sh\ncp {SAMPLE} "$5"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(module, "find_nsys", lambda: program)
+    assert len(load_capture(report).operations) == 1380
+    program.write_text("#!/bin/sh\necho importer failed\n")
+    with pytest.raises(TraceError, match=r"a.nsys-rep: nsys export made nothing of a.nsys-rep; it said: importer failed"):
+        load_capture(report)
+
+
+def test_all_that_was_launched_before_the_first_step_is_an_error(tmp_path):
+    events = [*launched(ADD, 0, 10, 10, 1), event("user_annotation", "ProfilerStep#1", 50, 10)]
+    with pytest.raises(TraceError, match="all 1 operations were launched before its first step"):
+        profile_text(written(tmp_path / "a.json", events))
+
+
+def test_two_processes_have_steps_of_their_own(tmp_path):
+    other = MAIN + (1 << 24)
+    ranges = [(0, 100, "step", MAIN), (100, 200, "step", MAIN), (50, 150, "step", other), (150, 250, "step", other)]
+    launches = [(10, MAIN, 1), (110, MAIN, 2), (60, other, 1), (160, other, 2)]
+    path = tmp_path / "a.sqlite"
+    write_export(path, StringIds=[(1, "k")], NVTX_EVENTS=[(s, e, 59, name, tid, None, 0) for s, e, name, tid in ranges],
+                 CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 2, tid, c) for t, tid, c in launches],
+                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 30, tid == other, 7, c, tid & ~0xFFFFFF, 1) for t, tid, c in launches])
+    rows = load_capture(path).operations
+    assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
+    text = profile_text(path)
+    assert "GPU 0          <0.001 ms" in text and "GPU 1          <0.001 ms" in text
+    assert set(rows["phase"]) == {OUTSIDE}
+
+
+def test_names_and_data_sheets():
+    assert plain_name("ProfilerStep#7") == "profiler step" and plain_name("Warm-up Step 12") == "warm up step"
+    assert data_sheet("NVIDIA H100 80GB HBM3")["bf16"] == 989.5 and data_sheet("Tesla V100") == {}
