@@ -16,6 +16,7 @@ from stepscope.runs.store import Store
 from stepscope.studies import STUDIES
 
 RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
+PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
 
 
@@ -31,12 +32,16 @@ def whole() -> Read:
 
 
 def few(folder: Path, each: int = 2) -> Path:
-    """A copy of some runs of every study, those of the shortest contexts, without what is large."""
+    """A copy of some runs of every study, plain ones of context 512 and small sizes first, without what is large."""
     needs_runs()
+
+    def odd(path: Path) -> tuple:
+        config = json.loads(path.read_text())["config"]
+        plain = [config.get(name) == value for name, value in PLAIN.items() if name in config]
+        return (-sum(plain), abs(config["context_length"] - 512), config["d_model"], path)
+
     for study in STUDIES:
-        found = sorted((RUNS / study).glob("*/record.json"), key=lambda path: sum(
-            file.stat().st_size for file in path.parent.glob("*.parquet")))
-        for path in found[:each]:
+        for path in sorted((RUNS / study).glob("*/record.json"), key=odd)[:each]:
             place = folder / study / path.parent.name
             place.mkdir(parents=True)
             record = json.loads(path.read_text())

@@ -166,7 +166,7 @@ def formatted(sentence: str, values: dict, at: str) -> str:
     Raises:
         ChapterError: a field that the claim does not have, or a unit that does not fit.
     """
-    out = ""
+    out, name, unit = "", None, None
     try:
         for literal, name, unit, _ in string.Formatter().parse(sentence):
             out += literal
@@ -177,7 +177,8 @@ def formatted(sentence: str, values: dict, at: str) -> str:
     except KeyError as error:
         raise ChapterError(f"{at} has no field {error}, only {', '.join(values)}") from None
     except ValueError as error:
-        raise ChapterError(f"{at}, {{{name}:{unit}}}: {error}") from None
+        field = f", {{{name}:{unit}}}" if name else ""
+        raise ChapterError(f"{at}{field}: {error}") from None
     return out
 
 

@@ -80,7 +80,7 @@ class _Writer:
         made = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", made)
         made = made.replace("<th ", '<th scope="col" ').replace("<th>", '<th scope="col">')
         made = made.replace("<pre>", "<pre tabindex=\"0\">")
-        table = '<div class="scroll" role="region" aria-label="table" tabindex="0"><table>'
+        table = '<div class="scroll" role="group" aria-label="table" tabindex="0"><table>'
         return made.replace("<table>", table).replace("</table>", "</table></div>")
 
     def _inline(self, token: Token) -> Token:

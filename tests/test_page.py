@@ -1,0 +1,148 @@
+"""The page, in a browser where there is one, and by its markup everywhere."""
+import re
+from html.parser import HTMLParser
+
+import pytest
+import reports
+from browser import DESKTOP, PHONE, browser, shown, violations
+
+from stepscope.report.page import Section, page
+from stepscope.report.render import render
+from stepscope.report.style import BLUE, figure, svg
+
+
+class Elements(HTMLParser):
+    """All elements of a page with their attributes, and what is not closed."""
+
+    VOID = ("meta", "img", "hr", "br")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID and (not self.open or self.open.pop() != tag):
+            self.wrong.append(tag)
+
+
+def drawn() -> str:
+    picture, axes = figure("A message")
+    axes.plot([1, 2], [1, 2], color=BLUE)
+    return svg(picture)
+
+
+TEXT = """# Title <b>x</b>
+
+Text with `code`, [evidence](evidence/nsys.md), [a part](evidence/nsys.md#first-part), [far](https://a.b) and <script>alert(1)</script>.
+
+![A message](figures/busy.svg)
+
+## Part one
+
+| size | ms |
+| :-- | --: |
+| small | 1 |
+
+```python
+a < b
+```
+"""
+
+
+def test_markdown_becomes_a_page_of_its_own():
+    text = page(TEXT, [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
+                {"busy": drawn()})
+    elements = Elements(text)
+    assert not elements.wrong and not elements.open
+    tags = [tag for tag, _ in elements.found]
+    assert "script" not in tags and "b" not in tags and tags.count("h1") == 1
+    links = [attributes["href"] for tag, attributes in elements.found if tag == "a"]
+    assert links == ["#evidence-nsys", "#evidence-nsys-first-part", "https://a.b", "#part-one", "#top"]
+    anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+    assert anchors == ["top", "part-one", "evidence-nsys", "evidence-nsys-first-part"]
+    images = [attributes for tag, attributes in elements.found if tag == "img"]
+    assert len(images) == 1 and images[0]["src"].startswith("data:image/svg+xml,") and images[0]["alt"] == "A message"
+    assert images[0]["width"] == "576"
+    assert not [attributes for _, attributes in elements.found if "style" in attributes]
+
+
+def test_links_lead_within_the_page_or_to_https():
+    text = page("# T\n\n[a](javascript:alert(1)) [b](data:text/html,x) [c](//host/x) [d](file:///etc/passwd) "
+                "[e](http://host) ![f](https://host/x.png)\n", [], {})
+    for tag, attributes in Elements(text).found:
+        if tag == "a":
+            assert attributes["href"].startswith(("#", "https://"))
+        if tag == "img":
+            assert attributes["src"] == "data:image/svg+xml,"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    render(reports.few(folder / "runs"), folder)
+    return folder / "writeup.html"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as on:
+        yield on
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
+    with shown(chromium, report, size, color_scheme=scheme) as (opened, said):
+        for summary in opened.query_selector_all("summary"):
+            summary.click()
+        assert opened.evaluate("document.documentElement.scrollWidth") <= size[0], "it scrolls sideways"
+        assert opened.evaluate("[...document.images].filter(one => !one.complete || !one.naturalWidth).length") == 0
+        assert opened.evaluate("[...document.images].filter(one => one.getBoundingClientRect().right > innerWidth).length") == 0
+        background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
+        assert not said, said
+        assert not violations(opened)
+
+
+def test_tables_fit_a_desktop(chromium, report):
+    with shown(chromium, report) as (opened, _):
+        wide = opened.evaluate("[...document.querySelectorAll('main .scroll')].filter("
+                               "one => one.scrollWidth > one.clientWidth + 1).map(one => one.innerText.slice(0, 80))")
+        assert not wide
+
+
+def test_nothing_runs_and_nothing_loads(chromium, report, tmp_path):
+    """Even what would have got into the page: its policy refuses it."""
+    hostile = tmp_path / "hostile.html"
+    hostile.write_text(report.read_text().replace(
+        "<main>", "<main><script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
+                  "<p id=styled style='position:fixed'>x</p>"))
+    with shown(chromium, hostile) as (opened, said):
+        assert opened.title() != "ran"
+        assert opened.evaluate("getComputedStyle(document.getElementById('styled')).position") == "static"
+        assert said
+
+
+def test_printed_it_is_light_and_all_of_it(chromium, report):
+    with shown(chromium, report, color_scheme="dark") as (opened, _):
+        opened.emulate_media(media="print")
+        assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        heights = opened.evaluate("[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)")
+        assert heights and min(heights) > 40, "evidence stays folded"
+
+
+def test_every_anchor_leads_somewhere(report):
+    elements = Elements(report.read_text())
+    anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+    assert len(anchors) == len(set(anchors))
+    links = {attributes["href"] for tag, attributes in elements.found if tag == "a"}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(anchors)
+    assert not [link for link in links if re.match(r"(?!https://|#|[\w./+-]+$)", link)]
