@@ -95,6 +95,14 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     assert table.loc[table["phase"] == "backward", "kind"].isin(["gradients", "temporaries"]).all()
 
 
+def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
+    config = config_of(SHAPES[0], modes=["step", "forward"], optimizer="fused")
+    _, recordings = recorded(config, monkeypatch)
+    rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
+    assert rows.loc["forward", "whole"]["requested_gib"] == accounting.peak(config, "forward").requested / GIB
+    assert rows.loc["step", "whole"]["requested_gib"] == accounting.peak(config).requested / GIB
+
+
 def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
     config = config_of(SHAPES[0])
     _, recordings = recorded(config, monkeypatch)
