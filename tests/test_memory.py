@@ -318,6 +318,8 @@ def test_a_model_is_gone_before_the_next_is_built(monkeypatch):
         built.append(weakref.ref(step.model))
         return step
     def ran(steps, counts):
+        steps[0].clear_gradients()  # they are there, and added to: their memory is the state's
+        assert all(not p.grad.any() for p in steps[0].model.parameters())
         steps[0]()
         return SimpleNamespace(tables=lambda: (None, None, None))
     monkeypatch.setattr(checkpoints, "build_step", noted)
