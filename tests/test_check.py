@@ -2,8 +2,8 @@
 import shutil
 
 import pytest
-import reports
 
+import reports
 from stepscope.report.check import alike, check
 from stepscope.report.render import render
 

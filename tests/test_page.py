@@ -3,9 +3,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+
 import reports
 from browser import DESKTOP, PHONE, browser, shown, violations
-
 from stepscope.report.page import Section, page
 from stepscope.report.render import render
 from stepscope.report.style import BLUE, figure, svg

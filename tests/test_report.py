@@ -2,12 +2,11 @@
 import math
 import re
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pandas as pd
 import pytest
-import reports
 
+import reports
 from stepscope.report import render as rendering
 from stepscope.report import style
 from stepscope.report.load import RunsError, load, read
@@ -220,9 +219,10 @@ def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
     runs = reports.few(tmp_path / "runs", 1)
     run = next((runs / "benchmark").iterdir())
     before = read(Store(runs)).tables["benchmark.times"]
-    from stepscope.config import configure
     import json
     import shutil
+
+    from stepscope.config import configure
     fields = json.loads((run / "record.json").read_text())["config"] | {"seed": 1}
     again = run.with_name(configure(**fields).run_id)
     shutil.copytree(run, again)

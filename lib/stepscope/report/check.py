@@ -16,8 +16,8 @@ def check(runs: Path, out: Path) -> list[str]:
         As :func:`stepscope.report.render.render`.
     """
     report = compose(runs, out)
-    differences = [difference for name, text in report.texts.items() if (difference := _compared(out, name, text))]
-    return [f"left out: {error}" for error in report.errors] + differences
+    compared = [_compared(out, name, text) for name, text in report.texts.items()]
+    return [f"left out: {error}" for error in report.errors] + [*filter(None, compared)]
 
 
 def _compared(out: Path, name: str, expected: str) -> str:

@@ -1,9 +1,12 @@
 """Chapters: hand-written markdown with three tags, into which numbers, tables and figures are put.
 
-    {% claim launch_bound %}{size} waits {idle:%} of its time.{% endclaim %}   {% table times %}   {% figure busy %}
+    {% claim launch_bound %}{size} waits {idle:%} of its time.{% endclaim %}
+    {% table times %}
+    {% figure busy %}
 
-A claim is a function of the tables: the numbers of its sentence where it holds, None where it does not, a LookupError
-where there is no data. What is not said vanishes, and the paragraph and section that then say nothing.
+A claim is a function of the tables: the numbers of its sentence where it holds, None where it does not, a
+LookupError where there is no data. What is not said vanishes, and the paragraph and section that then say
+nothing.
 """
 import importlib
 import inspect
@@ -49,8 +52,8 @@ def _modules(name: str) -> Iterator[ModuleType]:
 
 
 def collect(kind: str) -> dict[str, Callable]:
-    """Every study's claims, figures or tables, and those that join studies, by name: the public functions of one
-    argument, ``tables``, and what :data:`PRINTED` names.
+    """Every study's claims, figures or tables, and those that join studies, by name: public functions of one
+    argument, ``tables``, and what ``PRINTED`` names.
 
     Raises:
         ChapterError: two have one name.
@@ -59,8 +62,8 @@ def collect(kind: str) -> dict[str, Callable]:
     for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
         own = getattr(module, "PRINTED", {}) if kind == "table" else {
             name: function for name, function in inspect.getmembers(module, inspect.isfunction)
-            if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["tables"]
-            and not name.startswith("_")}
+            if not name.startswith("_") and function.__module__ == module.__name__
+            and [*inspect.signature(function).parameters] == ["tables"]}
         if doubled := sorted(found.keys() & own.keys()):
             other = found[doubled[0]].__module__
             raise ChapterError(f"{module.__name__}: {other} has a {kind} called {', '.join(doubled)}, too")
@@ -96,7 +99,8 @@ class Teller:
 
         told = "".join(self._pieces(FENCED.sub(kept, text), name))
         told = _without_empty(told)
-        return re.sub(r"\x02(\d+)\x02\n*", lambda at: code[int(at[1])] + "\n\n", told).strip() + "\n" if told else ""
+        whole = re.sub(r"\x02(\d+)\x02\n*", lambda at: code[int(at[1])] + "\n\n", told)
+        return whole.strip() + "\n" if told else ""
 
     def _pieces(self, text: str, chapter: str) -> Iterator[str]:
         place, opened = 0, None

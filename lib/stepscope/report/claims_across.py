@@ -1,4 +1,4 @@
-"""Claims that join studies, or are of no study: each gives one sentence's numbers where it holds, else None."""
+"""Claims of no study or of several: each gives one sentence's numbers where it holds, else None."""
 import pandas as pd
 
 from stepscope.report.load import Tables
@@ -13,14 +13,16 @@ def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
     runs = runs[runs["compile"] == "none"].sort_values(["parameters", "context_length"], kind="stable")
     largest = runs.iloc[-1]
     times = tables["benchmark.times"]
-    return largest, times[(times["run_id"] == largest["run_id"]) & (times["mode"] == "step")].set_index("phase")
+    own = times[(times["run_id"] == largest["run_id"]) & (times["mode"] == "step")]
+    return largest, own.set_index("phase")
 
 
 def cpu_step(tables: Tables) -> Claim:
     run, phases = _largest_here(tables)
     cpu = tables["runs"].set_index(["study", "run_id"]).loc[("benchmark", run["run_id"])]
     return {"size": run["size"], "parameters": run["parameters"], "context": run["context_length"],
-            "batch": run["batch_size"], "wall": phases.loc[WHOLE, "wall_ms"], "cpu": str(cpu["machine_device_name"])}
+            "batch": run["batch_size"], "wall": phases.loc[WHOLE, "wall_ms"],
+            "cpu": str(cpu["machine_device_name"])}
 
 
 def cpu_phases(tables: Tables) -> Claim:

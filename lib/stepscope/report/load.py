@@ -1,11 +1,12 @@
 """From a runs folder to tables: read, checked once, joined over all runs of a study.
 
-What is wrong in a run is said in one sentence, and that run is left out; nothing of a folder ends in a traceback.
+What is wrong in a run is said in one sentence, and that run is left out; nothing of a folder ends in a
+traceback.
 """
 import importlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ Tables = dict[str, pd.DataFrame]
 
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
 QUIET_S = 2.0
+SOFTWARE = ("torch", "cuda", "driver")
 
 
 class RunsError(StepscopeError, ValueError):
@@ -50,8 +52,8 @@ def load(runs: str | Path = "") -> Tables:
     Args:
         runs: the folder; empty: the committed reference.
 
-    Each is tidy: one row a key, the configuration of its run in its first columns, units in the names. ``runs`` has
-    a row a run, "<study>.results" what each run found besides tables.
+    Each is tidy: one row a key, the configuration of its run in the first columns, units in names. ``runs``
+    has a row a run, "<study>.results" what each run found besides tables.
 
     Raises:
         RunsError: there is no such folder, or no run in it that can be used.
@@ -104,20 +106,25 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
             found.errors.append(str(error))
     for table, schema in module.SCHEMAS.items():
         for run in _unlike(schema, {run: own[table] for run, own in raw.items() if table in own}):
-            found.errors.append(f"{name}/{run}: its table {table} cannot be used: {_why(schema, raw.pop(run)[table])}")
+            why = _why(schema, raw.pop(run)[table])
+            found.errors.append(f"{name}/{run}: its table {table} cannot be used: {why}")
     usable = {record.run_id: record for record in records if record.run_id in raw}
-    tables = {table: _joined(module, schema, usable, {run: own[table] for run, own in raw.items() if table in own})
-              for table, schema in module.SCHEMAS.items()}
-    tables = {table: frame for table, frame in tables.items() if len(frame)}
-    older = _replaced(module, tables, usable)
-    tables = {table: frame[~frame["run_id"].isin(older)].reset_index(drop=True) for table, frame in tables.items()}
+    joined: Tables = {}
+    for table, schema in module.SCHEMAS.items():
+        frame = _joined(module, schema, usable, {run: own[table] for run, own in raw.items() if table in own})
+        if len(frame):
+            joined[table] = frame
+    older = _replaced(module, joined, usable)
+    tables = {table: frame[~frame["run_id"].isin(older)].reset_index(drop=True)
+              for table, frame in joined.items()}
     if tables and hasattr(module, "tables"):
         try:
             tables |= module.tables(tables)
         except Exception as error:  # noqa: BLE001 of any table that is not there
             found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
     kept = [record for run, record in usable.items() if run not in older]
-    results = [_config(module, record) | {"run_id": record.run_id} | record.results for record in kept if record.done]
+    results = [_config(module, record) | {"run_id": record.run_id} | record.results
+               for record in kept if record.done]
     if results:
         tables["results"] = pd.DataFrame(results)
     found.tables |= {f"{name}.{table}": frame for table, frame in tables.items()}
@@ -130,9 +137,10 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
     try:
         with open_within(store.root, path) as file:
             parquet = pq.ParquetFile(file)
-            size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.num_row_groups))
-            if parquet.metadata.num_rows > MOST_ROWS or size > MOST_BYTES:
-                raise TableError(f"{path}: has {parquet.metadata.num_rows:,} rows, more than any run leaves")
+            about = parquet.metadata
+            size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
+            if about.num_rows > MOST_ROWS or size > MOST_BYTES:
+                raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
             return parquet.read().to_pandas(ignore_metadata=True)
     except TableError:
         raise
@@ -141,7 +149,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 
 def _unlike(schema: pa.DataFrameSchema, frames: Tables) -> list[str]:
-    """The runs whose table is not as the schema says. All are checked at once, and one by one where that fails."""
+    """The runs whose table is not as the schema says: all at once, and one by one where that fails."""
     if not frames:
         return []
     named = [run for run, frame in frames.items() if set(frame) != set(schema.columns)]
@@ -153,7 +161,7 @@ def _unlike(schema: pa.DataFrameSchema, frames: Tables) -> list[str]:
 
 
 def _without_key(schema: pa.DataFrameSchema) -> pa.DataFrameSchema:
-    return pa.DataFrameSchema(schema.columns, strict=schema.strict, checks=schema.checks, coerce=schema.coerce)
+    return pa.DataFrameSchema(schema.columns, strict=schema.strict, checks=schema.checks)
 
 
 def _fits(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> bool:
@@ -173,13 +181,13 @@ def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
         if not isinstance(cases, pd.DataFrame) or cases.empty:
             return _said(error)
         case = cases.iloc[0]
-        where = "its key" if case["check"] == "multiple_fields_uniqueness" else f"column {shown(case['column'])}"
         value = case["failure_case"]
         value = shown(value.item() if hasattr(value, "item") else value)
         wrong = {"column_in_schema": f"column {value} is not expected",
                  "column_in_dataframe": f"column {value} is missing",
-                 "multiple_fields_uniqueness": f"{where} is not unique"}
-        return wrong.get(str(case["check"]), f"{where}: {case['check']} fails for {value}")
+                 "multiple_fields_uniqueness": "its key is not unique"}
+        check, column = str(case["check"]), shown(case["column"])
+        return wrong.get(check, f"column {column}: {check} fails for {value}")
     except Exception as error:  # noqa: BLE001 of odd types
         return _said(error)
     return "it does not fit beside the others"
@@ -199,7 +207,8 @@ def _config(module: ModuleType, record: Record) -> dict:
     return config
 
 
-def _joined(module: ModuleType, schema: pa.DataFrameSchema, records: dict[str, Record], frames: Tables) -> pd.DataFrame:
+def _joined(module: ModuleType, schema: pa.DataFrameSchema, records: dict[str, Record],
+            frames: Tables) -> pd.DataFrame:
     """One table of all runs, typed by its schema, with the columns of their configurations and ``run_id``."""
     if not frames:
         return pd.DataFrame()
@@ -221,18 +230,19 @@ def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) ->
     age = {run: place for place, run in enumerate(
         sorted(records, key=lambda run: (records[run].started_at, run), reverse=True))}
     for table, frame in tables.items():
-        newest_first = frame[["run_id", *module.KEYS[table]]].sort_values("run_id", key=lambda runs: runs.map(age),
-                                                                         kind="stable")
-        again = newest_first.duplicated(list(module.KEYS[table]))
-        older |= set(newest_first["run_id"][again])
+        keys = frame[["run_id", *module.KEYS[table]]]
+        newest_first = keys.sort_values("run_id", key=lambda runs: runs.map(age), kind="stable")
+        older |= set(newest_first["run_id"][newest_first.duplicated(list(module.KEYS[table]))])
     return older
 
 
 def _runs(records: list[Record]) -> pd.DataFrame:
-    rows = [{"study": record.study, "run_id": record.run_id, "status": record.status, "cause": record.cause or "",
-             "seconds": record.duration_s, "measuring_s": record.measuring_s, "started_at": record.started_at,
-             **{f"machine_{name}": value for name, value in record.machine.items() if isinstance(value, str | int | float)},
-             **{name: record.software.get(name) for name in ("torch", "cuda", "driver")},
-             **{name: value for name, value in record.config.items() if isinstance(value, str | int | float)}}
-            for record in records]
-    return pd.DataFrame(rows)
+    def plain(values: Mapping[str, object], prefix: str = "") -> dict:
+        return {f"{prefix}{name}": value for name, value in values.items()
+                if isinstance(value, str | int | float)}
+
+    return pd.DataFrame([
+        {"study": record.study, "run_id": record.run_id, "status": record.status, "cause": record.cause or "",
+         "seconds": record.duration_s, "measuring_s": record.measuring_s, "started_at": record.started_at,
+         **plain(record.machine, "machine_"), **{name: record.software.get(name) for name in SOFTWARE},
+         **plain(record.config)} for record in records])

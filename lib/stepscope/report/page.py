@@ -21,7 +21,7 @@ SAFE = "/ :;=,'()&?!@*+$-._~"  # of a picture's text what stands in its address 
 
 @dataclass(frozen=True)
 class Section:
-    """A page beside the writeup, which this file has folded: its path in the report's folder, and its markdown."""
+    """A page beside the writeup, folded here: its path in the report's folder, and its markdown."""
 
     path: str
     text: str
@@ -89,10 +89,10 @@ class _Writer:
         elif token.type == "image":
             name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
             drawn = self.figures.get(name[1], "") if name else ""
-            size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"|height="([\d.]+)pt"[^>]*? width="([\d.]+)pt"', drawn)
-            width, height = (size[1] or size[4], size[2] or size[3]) if size else ("0", "0")
+            points = [re.search(rf'<svg[^>]* {side}="([\d.]+)pt"', drawn) for side in ("width", "height")]
+            width, height = (round(float(found[1]) * 4 / 3) if found else 0 for found in points)
             token.attrs = {"src": f"data:image/svg+xml,{quote(drawn.strip(), safe=SAFE)}", "alt": "",
-                           "width": round(float(width) * 4 / 3), "height": round(float(height) * 4 / 3)}
+                           "width": width, "height": height}
         return token
 
     def _href(self, link: str) -> str:

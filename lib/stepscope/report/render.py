@@ -1,4 +1,4 @@
-"""From a runs folder to the report: writeup.md, answers-2026.md, evidence/, figures/, and writeup.html in one file.
+"""From a runs folder to the report: writeup.md, writeup.html, answers-2026.md, evidence/ and figures/.
 
 All of it is text and made before anything is written; then each file is put in its place whole.
 """
@@ -69,7 +69,7 @@ def render(runs: Path, out: Path) -> Rendered:
         out.mkdir(parents=True, exist_ok=True)
         for folder in ("evidence", "figures"):
             if (out / folder).is_symlink():
-                raise OutputError(f"{out / folder}: is a link, and what is written would be elsewhere; remove it")
+                raise OutputError(f"{out / folder}: is a link, and would be written through; remove it")
             (out / folder).mkdir(exist_ok=True)
         for name, text in report.texts.items():
             write_text_durably(out / name, text)
@@ -88,7 +88,8 @@ def render(runs: Path, out: Path) -> Rendered:
 def _possible() -> set[str]:
     """Every file that a report can have."""
     figures = {f"figures/{name}.svg" for name in [*collect("figure"), REFERENCE]}
-    return figures | {f"evidence/{path.name}" for path in (CHAPTERS / "evidence").glob("*.md")} | {"answers-2026.md"}
+    evidence = {f"evidence/{path.name}" for path in (CHAPTERS / "evidence").glob("*.md")}
+    return figures | evidence | {"answers-2026.md"}
 
 
 def compose(runs: Path, out: Path) -> Report:
@@ -99,13 +100,13 @@ def compose(runs: Path, out: Path) -> Report:
     """
     found = read(Store(runs))
     if not found.records:
-        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}; nothing can be rendered")
+        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
     teller, report = Teller(found.tables), Report(errors=found.errors)
-    main, missing, preset = [], [], all(record.config["device"] == "cpu" for record in found.records)
+    main, missing = [], []
+    preset = all(record.config["device"] == "cpu" for record in found.records)
     for path in sorted(CHAPTERS.glob("[0-9][0-9]-*.md")):
         path = CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
-        text = _source(path)
-        told = teller.chapter(text, path.name)
+        told = teller.chapter(_source(path), path.name)
         main.append(_with_code(told))
         if not told:
             missing.append(path)
@@ -114,7 +115,8 @@ def compose(runs: Path, out: Path) -> Report:
              if (told := teller.chapter(_source(path), f"evidence/{path.name}", "../figures"))}
     if told := teller.chapter(_source(CHAPTERS / "2026.md"), "2026.md", "figures"):
         pages = {"answers-2026.md": told} | pages
-    pages["evidence/runs.md"] = _runs_page(found, os.path.relpath(runs, out / "evidence").replace(os.sep, "/"))
+    folder = os.path.relpath(runs, out / "evidence").replace(os.sep, "/")
+    pages["evidence/runs.md"] = _runs_page(found, folder)
     writeup = "\n".join([*filter(None, main), *_end(missing, pages, runs)])
     figures = {name: svg(picture) for name, picture in teller.figures.items()}
     if preset:
@@ -146,8 +148,8 @@ def _end(missing: list[Path], pages: dict[str, str], runs: Path) -> Iterator[str
     if missing:
         studies = dict.fromkeys(study for path in missing for study in _studies(path))
         names = ", ".join(_title(_source(path)) for path in missing)
-        yield (f"Not measured here: {names}. `stepscope sweep {' '.join(studies)} --runs {_code(runs)}` measures what"
-               " they are made of.\n")
+        command = f"stepscope sweep {' '.join(studies)} --runs {_code(runs)}"
+        yield f"Not measured here: {names}. `{command}` measures what they are made of.\n"
 
 
 def _title(text: str) -> str:
@@ -172,11 +174,13 @@ def _runs_page(found: Read, folder: str) -> str:
     def row(record: Record) -> str:
         link = f"[{record.run_id}]({folder}/{record.study}/{record.run_id}/{NOTEBOOK})"
         said = record.results.get("finding") or record.cause or ""
-        return f"| {record.study} | {link} | {record.status} | {number(record.duration_s, 's')} | {escape(said) or NONE} |"
+        cells = (record.study, link, record.status, number(record.duration_s, "s"), escape(said) or NONE)
+        return f"| {' | '.join(cells)} |"
+
     rows = "\n".join(map(row, found.records))
     left = "\n".join(f"* {escape(error)}" for error in found.errors)
-    return (f"# Runs\n\n| study | run | status | time | what it found |\n| :-- | :-- | :-- | --: | :-- |\n{rows}\n"
-            + (f"\n## Left out\n\n{left}\n" if left else ""))
+    head = "| study | run | status | time | what it found |\n| :-- | :-- | :-- | --: | :-- |"
+    return (f"# Runs\n\n{head}\n{rows}\n" + (f"\n## Left out\n\n{left}\n" if left else ""))
 
 
 def _readme(out: Path, first: str) -> dict[str, str]:
@@ -191,11 +195,12 @@ def _readme(out: Path, first: str) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise OutputError(f"{place}: cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})") from None
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise OutputError(f"{place}: cannot be read ({why})") from None
     marks = [text.count(mark) for mark in STORY]
     if marks == [0, 0]:
         return {}
     begin, end = text.find(STORY[0]), text.find(STORY[1])
     if marks != [1, 1] or end < begin:
-        raise OutputError(f"{place}: needs one line {STORY[0].strip()!r} and one {STORY[1]!r} behind it, or neither")
+        raise OutputError(f"{place}: needs a line {STORY[0].strip()!r} and {STORY[1]!r} behind, or neither")
     return {place.name: text[:begin] + STORY[0] + first + "\n" + text[end:]}

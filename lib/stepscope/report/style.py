@@ -1,5 +1,7 @@
-"""One look for every figure. A figure is one SVG for light and dark: its colours are variables that the reader's
-scheme sets, its text is text. 432 points wide, so that 11 points are 9 pixels on a phone of 390.
+"""One look for every figure.
+
+A figure is one SVG for light and dark: its colours are variables that the reader's scheme sets, its text is
+text. It is 432 points wide, so that 11 points are 9 pixels on a phone of 390.
 """
 import io
 import re
@@ -18,9 +20,10 @@ TEXT = 11  # points, the least there is
 INK, MUTED, GRID, FILL, PAPER = "#1b1f24", "#59636e", "#d5dae0", "#c3cad3", "#ffffff"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (
     "#0067a8", "#b84a00", "#007a5e", "#a8467f", "#8a6100", "#3f8fc4", "#b3261e")
-PALETTE = [BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED]  # each is read as text on paper (4.5:1), all but the sky
-DARK = {INK: "#e6e9ed", MUTED: "#a3adb8", GRID: "#353c45", FILL: "#525b66", PAPER: "#14181d", BLUE: "#58b0f0",
-        ORANGE: "#ff9650", GREEN: "#35cba5", PINK: "#ea94c5", AMBER: "#e6b53c", SKY: "#a5d5f7", RED: "#ff8a80"}
+PALETTE = [BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED]  # read as text on paper (4.5:1), all but the sky
+DARK = {
+    INK: "#e6e9ed", MUTED: "#a3adb8", GRID: "#353c45", FILL: "#525b66", PAPER: "#14181d", BLUE: "#58b0f0",
+    ORANGE: "#ff9650", GREEN: "#35cba5", PINK: "#ea94c5", AMBER: "#e6b53c", SKY: "#a5d5f7", RED: "#ff8a80"}
 SIZE_COLORS = {"small": SKY, "medium": GREEN, "large": AMBER, "xl": ORANGE, "2.7B": BLUE, "10B": PINK,
                "nano": SKY, "micro": GREEN, "tiny": BLUE}
 PRECISION_COLORS = {"fp32": INK, "tf32": AMBER, "bf16": BLUE, "fp16": GREEN}
@@ -48,7 +51,8 @@ class Picture(Figure):
         return drawn.getvalue()
 
 
-def figure(message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any) -> tuple[Picture, Any]:
+def figure(message: str, height: float = 3.2, rows: int = 1, columns: int = 1,
+           **subplots: Any) -> tuple[Picture, Any]:
     """A figure whose title is its message, wrapped to its width, and its axes (as of ``Figure.subplots``)."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
@@ -67,12 +71,15 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(out)
 
 
-def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], gap: float = 1.25) -> None:
-    """Name lines at their right ends, (x, y) each, kept apart by ``gap`` lines of text; no legend is needed."""
-    axes.figure.canvas or FigureCanvasAgg(axes.figure)
+def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str],
+               gap: float = 1.25) -> None:
+    """Name lines at their right ends, (x, y) each, kept apart by ``gap`` lines of text: no legend."""
+    def place_of(at: tuple[float, float]) -> tuple[float, float]:
+        return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
+
     height = axes.get_position().height * axes.figure.get_figheight() * 72 * 0.8  # points, before the layout
     step = gap * TEXT / height
-    place = {name: axes.transAxes.inverted().transform(axes.transData.transform(at))[1] for name, at in ends.items()}
+    place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
     at = [place[name] for name in order]
     for _ in range(200):  # push neighbours apart until none is too close
@@ -81,7 +88,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
             if short > 1e-4:
                 at[low], at[low + 1] = at[low] - short / 2, at[low + 1] + short / 2
     right = max(x for x, _ in ends.values())
-    across = axes.transAxes.inverted().transform(axes.transData.transform((right, axes.get_ylim()[0])))[0]
+    across = place_of((right, axes.get_ylim()[0]))[0]
     for name, y in zip(order, at):
         axes.annotate(name, (across, y), xycoords="axes fraction", xytext=(6, 0), textcoords="offset points",
                       va="center", color=colors.get(name, INK), annotation_clip=False)
@@ -109,7 +116,8 @@ def svg(drawn: Figure) -> str:
     out = io.StringIO()
     FigureCanvasSVG(drawn).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = out.getvalue()
-    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text[text.index("<svg"):], flags=re.DOTALL)
+    text = text[text.index("<svg"):]
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
 
     def shorter(tag: re.Match) -> str:
         return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d{3,}", lambda value: f"{float(value[0]):.2f}", tag[0]))

@@ -1,6 +1,6 @@
 """How numbers and tables are printed, everywhere: one formatter, one printer, one place that escapes.
 
-A column's unit is the end of its heading: "wall, ms". Values are in the unit's base (a share of 0.742 is 74%).
+A column's unit is the end of its heading: "wall, ms". A share of 0.742 is 74%.
 """
 import math
 import re
@@ -15,10 +15,9 @@ NONE = "–"
 MOST_ROWS = 15
 MOST_TEXT = 200  # characters of a text that a record brought
 # What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
-UNITS = {"ms": " ms", "us": " µs", "µs": " µs", "s": " s", "h": " h", "min": " min", "%": "%", "x": "x", "GiB": " GiB",
-         "MiB": " MiB", "KiB": " KiB", "B": " B", "n": "", "": "", "MHz": " MHz", "W": " W", "J": " J",
-         "TFLOP/s": " TFLOP/s", "TB/s": " TB/s", "GB/s": " GB/s", "GFLOP": " GFLOP", "TFLOP": " TFLOP",
-         "tokens/s": " tokens/s", "billion": ""}
+UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {unit: f" {unit}" for unit in (
+    "ms", "µs", "s", "min", "h", "GiB", "MiB", "KiB", "B", "MHz", "W", "J", "TFLOP/s", "TB/s", "GB/s",
+    "tokens/s")}
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
 SUFFIXES = {unit.lower().replace("/", "_per_"): unit for unit in UNITS if unit} | {
     "gibs": "GiB", "tflops": "TFLOP/s", "tokens_per_s": "tokens/s"}
@@ -27,8 +26,8 @@ SUFFIXES = {unit.lower().replace("/", "_per_"): unit for unit in UNITS if unit} 
 def digits(value: Any, unit: str = "") -> str:
     """A number without its unit: three significant digits, thousands with commas; "–" for none.
 
-    Counts and bytes are whole, tokens/s are rounded to three digits, shares have two (99.6%, 74%, 4.6%), ratios
-    one decimal (3.3x), two below 2 (1.02x), none from 100.
+    Counts and bytes are whole, shares have two digits (99.6%, 74%, 4.6%), ratios one decimal (3.3x), two
+    below 2 (1.02x), none from 100.
     """
     if missing(value):
         return NONE
@@ -41,11 +40,11 @@ def digits(value: Any, unit: str = "") -> str:
         return _significant(value, 3)
     if unit in ("n", "B", "MHz", "W"):
         return f"{value:,.0f}"
-    if unit == "x":
-        return f"{value:,.{2 if size < 1.995 else 1 if size < 99.95 else 0}f}" if size >= 0.095 else _significant(value, 2)
-    if unit == "%":
-        return f"{value:.1f}" if 99 <= size < 99.95 else _significant(value, 2)
-    return _significant(value, 3)
+    if unit == "x" and size >= 0.095:
+        return f"{value:,.{2 if size < 1.995 else 1 if size < 99.95 else 0}f}"
+    if unit == "%" and 99 <= size < 99.95:
+        return f"{value:.1f}"
+    return _significant(value, 2 if unit in IN_CELLS else 3)
 
 
 def missing(value: Any) -> bool:
@@ -74,7 +73,9 @@ def number(value: Any, unit: str = "") -> str:
 
 def shown(value: Any, unit: str = "ms") -> float:
     """The number that a reader sees."""
-    return math.nan if missing(value) else float(digits(value, unit).replace(",", "")) / (100 if unit == "%" else 1)
+    if missing(value):
+        return math.nan
+    return float(digits(value, unit).replace(",", "")) / (100 if unit == "%" else 1)
 
 
 def ratio(a: Any, b: Any, unit: str = "ms") -> float:
@@ -105,15 +106,17 @@ class Shown:
 
 
 def escape(text: object) -> str:
-    """Text of a record as markdown that shows it on one line and does nothing: no markup, link, or address."""
-    line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in str(text)[:MOST_TEXT + 1])
+    """Text of a record as markdown that shows it on one line and does nothing: no markup, link or address."""
+    cut = str(text)[:MOST_TEXT + 1]
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
     if len(line) > MOST_TEXT:
         line = f"{line[:MOST_TEXT]}…"
     line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
     line = re.sub(r"^([-+#=]|\d+(?=[.)]( |$)))", lambda start: (
         start[1][:-1] + f"&#{ord(start[1][-1])};" if start[1][0].isdigit() else f"\\{start[1]}"), line)
-    return re.sub(r"(?i):(?=//)|@|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)", lambda at: at[0] + "\u2060", line)
+    addresses = r"(?i):(?=//)|@|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)"
+    return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -132,8 +135,8 @@ def table(frame: pd.DataFrame, unit: str = "", bold: tuple[str, ...] | None = No
 
     Args:
         unit: of the numeric columns whose heading has none (a pivot's: one column a size).
-        bold: ("min" | "max", "row" | "column"): which numbers are bold; after these two the headings that it is
-            about, where it is not about all that are numbers.
+        bold: ("min" | "max", "row" | "column"): which numbers are bold; after these two the headings that it
+            is about, where it is not about all that are numbers.
         rows: the most that are printed.
         note: one line under it.
     """
@@ -148,20 +151,20 @@ def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]]
     for place, name in enumerate(frame.columns):
         heading, values = str(name), list(frame.iloc[:, place])
         words, comma, unit = heading.rpartition(", ")
-        numeric = [isinstance(value, Real) and not isinstance(value, bool) or missing(value) for value in values]
+        numeric = all(missing(value) or (isinstance(value, Real) and not _is_bool(value)) for value in values)
         if not comma or unit not in UNITS:
             words, unit = heading, common if any(isinstance(value, float) for value in values) else ""
         elif unit not in IN_CELLS:
             words = f"{words}, {UNITS[unit].strip() or unit}" if unit not in ("n", "billion") else words
         headings.append(escape(words))
-        units.append(unit if all(numeric) else "text")
+        units.append(unit if numeric else "text")
         sign = unit if unit in IN_CELLS else ""
         columns.append([_cell(value, unit, sign) for value in values])
     return headings, columns, units
 
 
 def _cell(value: Any, unit: str, sign: str) -> str:
-    if isinstance(value, bool) or type(value).__name__ == "bool":  # numpy's, too
+    if _is_bool(value):
         return "yes" if value else "no"
     if missing(value):
         return NONE
@@ -170,8 +173,12 @@ def _cell(value: Any, unit: str, sign: str) -> str:
     return digits(value, unit) + sign if isinstance(value, Real) else escape(value)
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's, too
+
+
 def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: str) -> None:
-    """Mark the least or greatest number of each row or column, in what is shown; none where all are the same."""
+    """Mark the least or greatest number shown of each row or column; none where all are the same."""
     count = len(columns[0])
     lines = ([[(place, row) for place in numeric] for row in range(count)] if along == "row"
              else [[(place, row) for row in range(count)] for place in numeric])
@@ -196,7 +203,7 @@ def markdown(frame: pd.DataFrame) -> str:
         which, along, *only = how["bold"]
         _embolden(columns, [place for place, unit in enumerate(units) if unit != "text"
                             and (not only or frame.columns[place] in only)], which, along)
-    left = ["text" == unit for unit in units]
+    left = [unit == "text" for unit in units]
     lines = [headings, [":--" if text else "--:" for text in left], *map(list, zip(*columns))]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     notes = [f"{more:,} more rows are in the runs' tables."] * (more > 0) + [how["note"]] * bool(how["note"])

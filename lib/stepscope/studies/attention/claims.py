@@ -3,6 +3,7 @@ import pandas as pd
 
 from stepscope.report.tables import ratio
 from stepscope.step.stats import SAME
+from stepscope.studies.attention.checking import QUANTITIES
 from stepscope.studies.attention.memory import SQUARES, longest, peak_parts
 from stepscope.studies.attention.tables import (
     GRID_ENDS,
@@ -87,7 +88,8 @@ def attention_short(tables: Tables) -> Claim:
 
 def attention_checked(tables: Tables) -> Claim:
     cells, checks = tables["attention.cells"], tables["attention.checks"]
-    if (cells["status"] == "failed").any() or checks.empty:
+    errors = checks[[f"{quantity}_error" for quantity in QUANTITIES]]
+    if (cells["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
         return None
     return {"cells": len(checks)}
 

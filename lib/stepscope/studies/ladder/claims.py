@@ -274,6 +274,8 @@ def energy_saved(tables: Tables) -> Claim:
 def chunked_memory(tables: Tables) -> Claim:
     """The chunked loss, at the largest vocabulary: what it saves and what it costs."""
     every = [(shape, rows) for shape, rows in ladders(tables).items() if "chunked" in rows.index]
+    if not every:
+        raise LookupError("no chunked loss")
     shape, rows = max(every, key=lambda item: item[0].vocab_size)
     plain, chunked = rows.loc[LAST], rows.loc["chunked"]
     saved = plain["peak_gib"] - chunked["peak_gib"]

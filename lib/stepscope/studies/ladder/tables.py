@@ -232,8 +232,6 @@ def peers(tables: Tables) -> pd.DataFrame | None:
 def fp8_batches(tables: Tables) -> pd.DataFrame | None:
     """FP8 beside bf16's last step: a row a size and batch."""
     found = by_batch(tables)
-    if found.empty:
-        return None
     names = {"size": "size", "batch_size": "batch", "tokens": "tokens a step", "bf16_ms": "bf16, ms",
              "fp8_ms": "FP8, ms", "gain": "faster, x", "mfu": "MFU of bf16, %", "bf16_j": "bf16, mJ a token",
              "fp8_j": "FP8, mJ a token"}  # fmt: skip
@@ -244,11 +242,17 @@ def fp8_batches(tables: Tables) -> pd.DataFrame | None:
 
 def by_batch(tables: Tables) -> pd.DataFrame:
     """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, ``mfu`` of bf16 and joules a token, of every shape and batch
-    that has both."""
+    that has both.
+
+    Raises:
+        LookupError: none has.
+    """
     steps = tables["ladder.steps"]
     place = [*CONFIG, "batch_size"]
     low, eight = (steps[(steps["change"] == name) & steps["wall_ms"].notna()] for name in (LAST, "fp8"))
     both = low.merge(eight, on=place, suffixes=("", "_fp8"))
+    if both.empty:
+        raise LookupError("no FP8 beside bf16")
     tokens = both["batch_size"] * both["context_length"]
     found = both[place].assign(
         tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"], mfu=both["mfu"],
