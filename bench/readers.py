@@ -1,5 +1,5 @@
-"""The programs that read a capture, each asked in a process of its own: seconds, memory, and the GPU time it accounts
-for.
+"""The programs that read a capture, each asked in a process of its own: seconds, memory, and the GPU time it
+accounts for.
 """
 import logging
 import sqlite3
@@ -25,7 +25,8 @@ def ours(path: str) -> Found:
     capture = load_capture(path)
     loaded = default_timer() - started
     return {"s": loaded, "operations": len(capture.operations) + capture.left_out,
-            "gpu_ms": (capture.operations["duration_ns"].sum() + capture.left_out_ns) / 1e6, "peak_mib": peak_mib()}
+            "gpu_ms": (capture.operations["duration_ns"].sum() + capture.left_out_ns) / 1e6,
+            "peak_mib": peak_mib()}
 
 
 def ours_whole(path: str) -> Found:
@@ -46,7 +47,8 @@ def nsys_ai(path: str) -> Found:
         started = default_timer()
         rows = attribute_kernels_to_nvtx(connection, path)
         seconds = default_timer() - started
-    time_ns = sum(row.get("k_end", row.get("end", 0)) - row.get("k_start", row.get("start", 0)) for row in rows)
+    time_ns = sum(row.get("k_end", row.get("end", 0)) - row.get("k_start", row.get("start", 0))
+                  for row in rows)
     return {"s": seconds, "operations": len(rows), "gpu_ms": time_ns / 1e6, "peak_mib": peak_mib()}
 
 

@@ -25,7 +25,8 @@ UNIT = 10_000  # ns in one region
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
+    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns.
+    """
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -35,9 +36,9 @@ def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
 
 
 def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]], int]:
-    """About so many ranges (name, start, end, thread) and how long a phase lasts. A step is a forward and a backward,
-    made of blocks of four regions each; backward's blocks are on autograd's thread."""
-    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # in each phase; a block and its regions are five ranges
+    """About so many ranges (name, start, end, thread) and how long a phase lasts. A step is a forward and a
+    backward, made of blocks of four regions each; backward's blocks are on autograd's thread."""
+    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # a block and its regions are five
     phase_ns, rows = (4 * blocks + 2) * UNIT, []
     for step in range(steps):
         at = step * 2 * phase_ns
@@ -46,7 +47,8 @@ def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]],
             rows.append((phase, at, at + phase_ns, MAIN))
             for inside in range(at + UNIT, at + UNIT + 4 * UNIT * blocks, 4 * UNIT):
                 rows.append(("block", inside, inside + 4 * UNIT, thread))
-                rows += [(name, inside + i * UNIT, inside + (i + 1) * UNIT, thread) for i, name in enumerate(REGIONS)]
+                rows += [(name, inside + i * UNIT, inside + (i + 1) * UNIT, thread) for i,
+                         name in enumerate(REGIONS)]
             at += phase_ns
     return rows, phase_ns
 
@@ -68,8 +70,8 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
 
 
 def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """The same as torch.profiler would have written it, in whole microseconds, since Holistic Trace Analysis rounds.
-    Ranges are also there as the GPU sees them, from their first operation to their last."""
+    """The same as torch.profiler would have written it, in whole microseconds, since Holistic Trace Analysis
+    rounds. Ranges are also there as the GPU sees them, from their first operation to their last."""
     rows, phase_ns = ranges_of(ranges, steps)
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
 
@@ -79,16 +81,19 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
 
     def events() -> Iterable[str]:
         for name, start, end, tid in rows:
-            yield event("user_annotation", f"ProfilerStep#{start // (2 * phase_ns)}" if name == "step" else name, 7,
+            yield event("user_annotation", f"ProfilerStep#{start // (2 * phase_ns)}" if name == "step"
+                        else name, 7,
                         tid & 0xFFFFFF, start, end)
             if name in ("forward", "backward"):
                 yield event("gpu_user_annotation", name, 0, 7, start + 5000, end + 5000)
         for i, t in enumerate(launched.tolist(), start=1):
             tid = (AUTOGRAD if t // phase_ns % 2 else MAIN) & 0xFFFFFF
             yield event("cuda_runtime", "cudaLaunchKernel", 7, tid, t, t + 3000, correlation=i, cbid=211)
-            yield event("kernel", KERNELS[i % 50], 0, 7, t + 5000, t + 9000 + i % 5000, correlation=i, stream=7, device=0)
+            yield event("kernel", KERNELS[i % 50], 0, 7, t + 5000, t + 9000 + i % 5000, correlation=i,
+                        stream=7, device=0)
     with Path(path).open("w") as file:
-        file.write('{"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [],\n"traceEvents": [\n')
+        file.write('{"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [],\n')
+        file.write('"traceEvents": [\n')
         for place, text in enumerate(events()):
             file.write((",\n" if place else "") + text)
         file.write("\n]}\n")

@@ -24,11 +24,13 @@ def event(cat: str, name: str, ts: float, dur: float, tid: object = 1, **args: o
     return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
 
 
-def launched(name: str, call: float, start: float, dur: float, correlation: int, tid: object = 1, cat: str = "kernel",
+def launched(name: str, call: float, start: float, dur: float, correlation: int, tid: object = 1,
+             cat: str = "kernel",
              external: int | None = None, **args: object) -> list[dict]:
     """A call on the host and what it launched."""
     host = {"External id": external} if external is not None else {}
-    return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0", **host),
+    return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0",
+                  **host),
             event(cat, name, start, dur, 7, correlation=correlation, device=0, stream=7, **args)]
 
 
@@ -41,22 +43,25 @@ def written(path: Path, events: list[dict], **header: object) -> Path:
     return path
 
 
-# Two steps: forward on the main thread, backward on autograd's, the optimizer; communication half hidden. Before them
-# a kernel whose launch the capture has not seen.
+# Two steps: forward on the main thread, backward on autograd's, the optimizer; communication half hidden.
+# Before them a kernel whose launch the capture has not seen.
 TRAINING = [event("kernel", ADD, 0, 5, 7, correlation=900, device=0, stream=7)]
 for number in range(2):
     at = 100 + 100 * number
     TRAINING += [
         event("user_annotation", f"ProfilerStep#{number + 3}", at, 80),
-        event("cpu_op", "aten::mm", at + 1, 8, **{"External id": 10 * number + 1, "Input Dims": [[64, 32], [32, 16]],
+        event("cpu_op", "aten::mm", at + 1, 8, **{"External id": 10 * number + 1,
+                                                  "Input Dims": [[64, 32], [32, 16]],
                                                   "Input type": ["c10::BFloat16", "c10::BFloat16"]}),
         *launched(GEMM, at + 2, at + 10, 20, 10 * number + 1, external=10 * number + 1),
         event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", at + 20, 20, 2),
         *launched(ADD, at + 22, at + 30, 30, 10 * number + 2, tid=2),
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", at + 24, at + 50, 20, 10 * number + 3, tid=2),
         event("user_annotation", "Optimizer.step#AdamW.step", at + 50, 20),
-        *launched("Memcpy HtoD (Pinned -> Device)", at + 52, at + 75, 5, 10 * number + 4, cat="gpu_memcpy", bytes=5000)]
-HEADER = {"deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}], "distributedInfo": {"rank": 1, "world_size": 4}}
+        *launched("Memcpy HtoD (Pinned -> Device)", at + 52, at + 75, 5, 10 * number + 4, cat="gpu_memcpy",
+                  bytes=5000)]
+HEADER = {"deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
+          "distributedInfo": {"rank": 1, "world_size": 4}}
 
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
@@ -106,9 +111,11 @@ def test_operations_go_to_csv(training, tmp_path):
 
 @pytest.mark.parametrize(("name", "phase"), [
     ("Forward", "forward"), ("## forward ##", "forward"), ("FORWARD_PASS", "forward"), ("fwd", "forward"),
-    ("model.forward", "forward"), ("backwardPass", "backward"), ("Backward 3", "backward"), ("bwd", "backward"),
+    ("model.forward", "forward"), ("backwardPass", "backward"), ("Backward 3", "backward"),
+    ("bwd", "backward"),
     ("Optimizer.step#AdamW.step", "optimizer"), ("optimizer_step", "optimizer"), ("compute loss", "loss"),
-    ("Optimizer.zero_grad#AdamW.zero_grad", None), ("FSDP::pre_forward (blocks.3)", None), ("## forward:pos_w ##", None),
+    ("Optimizer.zero_grad#AdamW.zero_grad", None), ("FSDP::pre_forward (blocks.3)", None),
+    ("## forward:pos_w ##", None),
     ("flash_attn::_flash_attn_forward", None), ("forward and backward", None), ("step", None), ("", None)])
 def test_phases_are_told_by_names_in_any_spelling(name, phase):
     assert phase_of(name) == phase
@@ -119,9 +126,12 @@ def user_ranges(phases: bool = True) -> list[dict]:
     found = []
     for number in range(3):
         at = 100 * number
-        found += [event("user_annotation", f"Warm-up Step {number}" if number < 1 else f"measurement step {number}", at, 90),
-                  event("user_annotation", "Vorwärts" if not phases else "Forward", at + 1, 30), event("user_annotation", "eval", at + 60, 9),
-                  *launched(GEMM, at + 2, at + 10, 20, 10 * number + 1), *launched(ADD, at + 61, at + 70, 10, 10 * number + 2)]
+        found += [event("user_annotation", f"Warm-up Step {number}" if number < 1
+                        else f"measurement step {number}", at, 90),
+                  event("user_annotation", "Vorwärts" if not phases else "Forward", at + 1, 30),
+                  event("user_annotation", "eval", at + 60, 9),
+                  *launched(GEMM, at + 2, at + 10, 20, 10 * number + 1),
+                  *launched(ADD, at + 61, at + 70, 10, 10 * number + 2)]
     return found
 
 
@@ -145,11 +155,13 @@ def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
 
 
 def test_a_gpu_that_waits_is_launch_bound(tmp_path):
-    late = [one for number in range(10) for one in launched(ADD, 100 * number, 100 * number + 5, 10, number + 1)]
+    late = [one for number in range(10) for one in launched(ADD, 100 * number, 100 * number + 5, 10, number
+                                                            + 1)]
     text = profile_text(written(tmp_path / "a.json", late))
     assert "on GPU         0.91 ms: compute 0.1, idle 0.81" in text
     assert "launch-bound   the GPU waits 0.81 ms (89%) for launches, 10 operations; longest gap 90 µs before" in text
-    early = [one for number in range(10) for one in launched(ADD, number, 1000 + 10.4 * number, 10, number + 1)]
+    early = [one for number in range(10) for one in launched(ADD, number, 1000 + 10.4 * number, 10, number
+                                                             + 1)]
     assert "GPU-bound      the host is 1.0 ms ahead, longest gap 0 µs" in profile_text(written(tmp_path / "b.json", early))
     apart = [one for number in range(10) for one in launched(ADD, number, 1000 + 20 * number, 10, number + 1)]
     assert "idle           47%, though launches are early: the host is 1.1 ms ahead, longest gap 10 µs" in profile_text(
@@ -164,7 +176,8 @@ def test_phases_are_named_on_the_command_line():
 
 
 def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
-    events = [*launched(ADD, 0, 10, 10, 1), event("kernel", GEMM, 30, 10, 7, correlation=77, device="0x2", stream="0x0"),
+    events = [*launched(ADD, 0, 10, 10, 1), event("kernel", GEMM, 30, 10, 7, correlation=77, device="0x2",
+                                                  stream="0x0"),
               *launched(ADD, 50, 60, 10, 2)]
     found = load_capture(written(tmp_path / "a.json", events))
     assert found.operations["launch_start_ns"].isna().tolist() == [False, True, False] and not found.left_out
@@ -215,7 +228,8 @@ def test_other_peoples_captures_add_up_and_have_families(path):
     whole = found.operations["duration_ns"].sum() + found.left_out_ns
     if ".json" in path.name:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e.get("ph") == "X"]
+        work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+                and e.get("ph") == "X"]
         assert len(found.operations) + found.left_out == len(work)
         assert whole == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-9)
     other = found.operations.loc[found.operations["family"] == "other", "duration_ns"].sum()
@@ -227,16 +241,21 @@ def test_other_peoples_captures_add_up_and_have_families(path):
 
 KERNEL_EVENT = launched(ADD, 0, 10, 10, 1)
 REFUSED = {
-    "empty.json": (b"", "is empty"), "text.txt": (b"Time (%),Total\n" * 9, "is no capture: it begins with b'Time"),
-    "cut.json": (json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40], "the file is cut off or no JSON at character"),
-    "cut.json.gz": (gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20], "cannot be read .*end-of-stream"),
-    "no_events.json": (b'{"schemaVersion": 1}', "has no traceEvents"), "list.json": (b'{"traceEvents": {"a": 1}}', "found '{'"),
+    "empty.json": (b"", "is empty"), "text.txt": (b"Time (%),Total\n" * 9,
+                                                  "is no capture: it begins with b'Time"),
+    "cut.json": (json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40],
+                 "the file is cut off or no JSON at character"),
+    "cut.json.gz": (gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20],
+                    "cannot be read .*end-of-stream"),
+    "no_events.json": (b'{"schemaVersion": 1}', "has no traceEvents"),
+    "list.json": (b'{"traceEvents": {"a": 1}}', "found '{'"),
     "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "(nested too deep|cut off)"),
     "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
     "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be unzipped"),
     "cpu.json": (json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
                  "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels"),
-    "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"), "report.nsys-rep": (b"\x00nsys", "is nsys's own report")}
+    "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"),
+    "report.nsys-rep": (b"\x00nsys", "is nsys's own report")}
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
@@ -254,8 +273,10 @@ def test_files_that_are_no_captures_are_refused_in_one_sentence(tmp_path, monkey
 
 
 @pytest.mark.parametrize("change", [
-    {"ts": "soon"}, {"ts": None}, {"ts": float("nan")}, {"ts": 1e300}, {"dur": -1}, {"dur": [1]}, {"args": {"correlation": "x"}},
-    {"args": {"correlation": 1.5}}, {"args": {"correlation": 2**40}}, {"args": {"device": -3}}, {"args": {"stream": {"a": 1}}}])
+    {"ts": "soon"}, {"ts": None}, {"ts": float("nan")}, {"ts": 1e300}, {"dur": -1}, {"dur": [1]},
+    {"args": {"correlation": "x"}},
+    {"args": {"correlation": 1.5}}, {"args": {"correlation": 2**40}}, {"args": {"device": -3}},
+    {"args": {"stream": {"a": 1}}}])
 def test_an_event_without_times_or_ids_is_named(tmp_path, change):
     broken = event("kernel", "my\nkernel", 0, 5, correlation=1) | change
     path = written(tmp_path / "a.json", [*KERNEL_EVENT, broken])
@@ -266,7 +287,8 @@ def test_an_event_without_times_or_ids_is_named(tmp_path, change):
 
 def test_odd_events_are_passed_over_and_odd_names_shown_on_one_line(tmp_path):
     odd = "\x1b[31mevil\nname\u202e" + "x" * 5000
-    events = [1, "a", None, [], {}, {"ph": "X"}, {"ph": "M", "cat": "kernel"}, event("kernel", odd, 20, 10, correlation=None),
+    events = [1, "a", None, [], {}, {"ph": "X"}, {"ph": "M", "cat": "kernel"},
+              event("kernel", odd, 20, 10, correlation=None),
               *KERNEL_EVENT, event("user_annotation", odd, 0, 100), event("kernel", ADD, 40, 5, args="x")]
     events[-1]["args"] = "x"
     text = profile_text(written(tmp_path / "a.json", events, deviceProperties="x", distributedInfo=[1]))
@@ -316,12 +338,15 @@ def test_all_that_was_launched_before_the_first_step_is_an_error(tmp_path):
 
 def test_two_processes_have_steps_of_their_own(tmp_path):
     other = MAIN + (1 << 24)
-    ranges = [(0, 100, "step", MAIN), (100, 200, "step", MAIN), (50, 150, "step", other), (150, 250, "step", other)]
+    ranges = [(0, 100, "step", MAIN), (100, 200, "step", MAIN), (50, 150, "step", other),
+              (150, 250, "step", other)]
     launches = [(10, MAIN, 1), (110, MAIN, 2), (60, other, 1), (160, other, 2)]
     path = tmp_path / "a.sqlite"
-    write_export(path, StringIds=[(1, "k")], NVTX_EVENTS=[(s, e, 59, name, tid, None, 0) for s, e, name, tid in ranges],
+    write_export(path, StringIds=[(1, "k")], NVTX_EVENTS=[(s, e, 59, name, tid, None, 0) for s, e, name,
+                                                          tid in ranges],
                  CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 2, tid, c) for t, tid, c in launches],
-                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 30, tid == other, 7, c, tid & ~0xFFFFFF, 1) for t, tid, c in launches])
+                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 30, tid == other, 7, c, tid & ~0xFFFFFF, 1) for t,
+                                             tid, c in launches])
     rows = load_capture(path).operations
     assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
     text = profile_text(path)

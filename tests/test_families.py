@@ -1,7 +1,8 @@
 """Families and short names of GPU kernels, on names as nsys and torch.profiler write them.
 
-``data/kernels.csv`` holds names of real kernels, each with its family and where the name is from; ``data/kernels/`` the
-kernels of other people's captures that took 97% of their time (a name's first 300 characters).
+``data/kernels.csv`` holds names of real kernels, each with its family and where the name is from;
+``data/kernels/`` the kernels of other people's captures that took 97% of their time (a name's first 300
+characters).
 """
 import sqlite3
 from contextlib import closing
@@ -100,14 +101,17 @@ def test_softmax_is_told_by_whose_it_is():
 
 
 def test_casts_are_copies_into_another_type():
-    names = pd.Series(["void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)", "aten::_to_copy",
-                       "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)", "aten::copy_",
+    names = pd.Series(["void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
+                       "aten::_to_copy",
+                       "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)",
+                       "aten::copy_",
                        "void elementwise_kernel<direct_copy_kernel_cuda>(x)"], index=range(5, 10))
     assert is_cast(names).tolist() == [True, True, True, False, False] and is_cast(names).index[0] == 5
 
 
 def sample_names() -> list[str]:
-    with closing(sqlite3.connect((DATA / "nsys" / "sample.sqlite").as_uri() + "?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect((DATA / "nsys" / "sample.sqlite").as_uri() + "?mode=ro",
+                                 uri=True)) as connection:
         return [name for (name,) in connection.execute("SELECT value FROM StringIds")]
 
 

@@ -1,5 +1,5 @@
-"""The nsys study: its accounting on a real H200 capture of the annotated step (scrubbed) and on captures made here, what
-it does with nsys as a program, and what its tables say.
+"""The nsys study: its accounting on a real H200 capture of the annotated step (scrubbed) and on captures made
+here, what it does with nsys as a program, and what its tables say.
 """
 import json
 import shutil
@@ -50,8 +50,10 @@ def test_backwards_kernels_bear_the_regions_that_made_them(tables):
     operations = tables["operations"]
     regions = {phase: set(own["region"]) for phase, own in operations.groupby("phase")}
     # A sum's gradient is the sum's itself: nothing runs for the residual additions in backward.
-    assert regions["backward"] == regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
-    products = operations[operations["family"] == "matrix multiply"].groupby(["phase", "region"])["count"].sum()
+    assert regions["backward"] == regions["forward"] - {"residual"} | {"cross_entropy",
+        "gradient accumulation"}
+    products = operations[operations["family"] == "matrix multiply"].groupby(["phase",
+        "region"])["count"].sum()
     for region, matrices in {"attention.qkv": 3, "attention.output": 1, "ffn": 3, "attention.scores": 1,
                              "attention.value": 1}.items():
         assert products["forward", region] == matrices * LAYERS
@@ -90,7 +92,8 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     operations = tables["operations"]
     assert set(operations["mode"]) == set(PHASES)
     assert {mode: [*PHASES[mode]] for mode in PHASES} == {
-        mode: [phase for phase in PHASES["step"] if phase in set(own["phase"])] for mode, own in operations.groupby("mode")}
+        mode: [phase for phase in PHASES["step"] if phase in set(own["phase"])] for mode,
+        own in operations.groupby("mode")}
     step = operations[operations["mode"] == "step"]
     assert "unattributed" not in set(step["region"])
     products = step[(step["phase"] == "forward") & (step["family"] == "matrix multiply")].groupby("region")["count"].sum()
@@ -101,7 +104,8 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     assert whole.min().to_dict() == whole.max().to_dict() == named.to_dict()
     plain = tables["clocks"].query("not captured").groupby("mode").size()
     assert plain.to_dict() == dict.fromkeys(PHASES, 10)
-    assert measure.finding(tables, "cpu").startswith("Forward: ") and "bound" not in measure.finding(tables, "cpu")
+    assert measure.finding(tables, "cpu").startswith("Forward: ") and "bound" not in measure.finding(tables,
+        "cpu")
 
 
 class Recorder:
@@ -141,7 +145,8 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     finally:
         step_ranges._attributes.cache_clear()
     assert [one for one in recorder.opened if one in phases] == phases and not recorder.depth
-    assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {name for depth, name in recorder.opened if depth > 1}
+    assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {name for depth, name in recorder.opened
+                                                                      if depth > 1}
     mode.plain()
     assert "forward" not in vars(step.model.blocks[0].ffn)  # the plain method is back
 
@@ -163,7 +168,8 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
 
 # nsys as a program
 
-# What stands in for nsys does with files what nsys does: its export is a real capture's, its reports are real.
+# What stands in for nsys does with files what nsys does: its export is a real capture's, its reports are
+# real.
 FAKE = """#!/bin/sh
 case "$1" in
 profile) while [ "$1" != --output ]; do shift; done; touch "$2.nsys-rep"; shift 2; shift; shift; shift; shift
@@ -180,7 +186,8 @@ esac
 def fake(tmp_path, monkeypatch):
     """Makes an nsys that leaves a real capture, and says a sum of kernels; what calls it sees no GPU."""
     def make(kernels: int) -> None:
-        program, outcome = tmp_path / "nsys", {"inside": ["step"] * STEPS, "modes": {"step": OUTCOME}, "waited_s": 0.0,
+        program, outcome = tmp_path / "nsys", {"inside": ["step"] * STEPS, "modes": {"step": OUTCOME},
+                                               "waited_s": 0.0,
                                                "turn_s": 1.0}
         program.write_text(FAKE.format(export=EXPORT, kernels=kernels, outcome=json.dumps(outcome)))
         program.chmod(0o755)
@@ -203,12 +210,13 @@ def test_a_capture_is_held_against_nsys_own_sum(fake):
 def test_nsys_own_sums_are_in_the_results():
     folder = {name: DATA / f"sample_{name}.csv" for name in REPORTS}
     totals = activity_totals(DATA / "sample.sqlite")
-    assert measure.nsys_sums(folder, totals) == {"nsys_ns": int(totals["duration_ns"].sum()), "nsys_backward_operations": 5}
+    assert measure.nsys_sums(folder, totals) == {"nsys_ns": int(totals["duration_ns"].sum()),
+                                                 "nsys_backward_operations": 5}
 
 
 @pytest.mark.parametrize(("script", "message"), [
     ("echo importer failed; exit 1", "the profiled process ended before its steps did; it said: importer failed"),
-    ("exec %s -c 'print(\"quadd crashed\")'" % sys.executable, "it said: quadd crashed"),
+    (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "it said: quadd crashed"),
 ])
 def test_a_profiler_that_fails_is_quoted(tmp_path, script, message):
     program = tmp_path / "nsys"
@@ -255,10 +263,12 @@ def test_a_report_is_read_whichever_release_wrote_it(tmp_path, text, total):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no line has columns for total_time_ns, instances, name"), ("a,b\n1,2\n", "no line has columns"),
-    (HEADER + ROWS[:-1], "its last line is cut off"), (HEADER.replace("(ns)", "(fn)") + ROWS, "no known unit of time"),
+    (HEADER + ROWS[:-1], "its last line is cut off"),
+    (HEADER.replace("(ns)", "(fn)") + ROWS, "no known unit of time"),
     (HEADER + "75.0,3000,2\n", "line 2 has 3 fields, expected 5"),
     (HEADER + ROWS.replace("3000", "-3"), "line 2, column 'Total Time .ns.': found '-3', expected a number"),
-    (HEADER + ROWS.replace("3000", "1e999"), "expected a number"), (HEADER + ROWS.replace(",2,", ",x,"), "found 'x'")])
+    (HEADER + ROWS.replace("3000", "1e999"), "expected a number"),
+    (HEADER + ROWS.replace(",2,", ",x,"), "found 'x'")])
 def test_a_report_that_cannot_be_used_is_one_sentence(tmp_path, text, message):
     path = written(tmp_path, text)
     with pytest.raises(ReportError, match=message) as caught:
@@ -272,31 +282,36 @@ def test_a_report_that_cannot_be_used_is_one_sentence(tmp_path, text, message):
 
 @pytest.fixture(scope="module")
 def loaded(tables):
-    """The real capture as if it were profiles of two sizes and contexts, of all modes, each slower by its size."""
+    """The real capture as if it were profiles of two sizes and contexts, of all modes, each slower by its
+    size."""
     base = {"batch_size": 4, "vocab_size": 10_000, "attention": "naive", "optimizer": "foreach"}
     found: dict[str, list[pd.DataFrame]] = {"nsys.operations": [], "nsys.clocks": [], "benchmark.times": []}
-    for factor, (size, context) in enumerate([("small", 128), ("small", 512), ("large", 128), ("large", 512)], start=1):
+    for factor, (size, context) in enumerate([("small", 128), ("small", 512), ("large", 128),
+                                              ("large", 512)], start=1):
         config = base | {"size": size, "context_length": context, "precision": "fp32"}
         for mode, phases in PHASES.items():
-            operations = tables["operations"].query("phase in @phases").assign(mode=mode)
+            operations = tables["operations"][tables["operations"]["phase"].isin(phases)].assign(mode=mode)
             matmul = operations["family"] == "matrix multiply"
             slower = operations["total_ns"].where(~matmul, operations["total_ns"] * factor)
             found["nsys.operations"].append(operations.assign(total_ns=slower, **config))
             count, time_ns = int(operations["count"].sum()), float(slower.sum())
             captured = {"mode": mode, "phase": "whole", "step": 0, "captured": True, "wall_ms": time_ns / 1e6,
-                        "host_ns": time_ns, "projected_ns": time_ns * 1.01, "operations_ns": time_ns, "busy_ns": time_ns,
+                        "host_ns": time_ns, "projected_ns": time_ns * 1.01, "operations_ns": time_ns,
+                        "busy_ns": time_ns,
                         "operations": count}
             plain = captured | {"captured": False, "wall_ms": time_ns / 1e6 * (2 if factor == 1 else 1.02)}
             captured |= {"projected_ns": time_ns * (3 if factor == 1 else 1.01)}
             found["nsys.clocks"].append(pd.DataFrame([captured, plain]).assign(**config))
             found["benchmark.times"].append(pd.DataFrame([
-                {"mode": mode, "phase": "whole", "gpu_ms": time_ns / 1e6 * 1.003, "compile": "none", "repeat": 0}]).assign(**config))
+                {"mode": mode, "phase": "whole", "gpu_ms": time_ns / 1e6 * 1.003, "compile": "none",
+                 "repeat": 0}]).assign(**config))
     return {name: pd.concat(rows, ignore_index=True) for name, rows in found.items()}
 
 
 def test_claims_say_what_the_tables_hold(loaded):
     said = {name: claim(loaded) for name, claim in list(vars(claims).items())
-            if callable(claim) and getattr(claim, "__module__", "") == claims.__name__ and name != "softmax_in_bf16"
+            if callable(claim) and getattr(claim, "__module__", "") == claims.__name__
+            and name != "softmax_in_bf16"
             and name != "backward_over_forward"}
     assert said["every_kernel_counted"]["profiles"] == 12
     assert said["forward_matches_wall"]["bound"] == 3 and said["forward_slower_under_nsys"]["context"] == 128

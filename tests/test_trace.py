@@ -305,9 +305,11 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
 @pytest.mark.parametrize("seed", range(5))
 def test_gpu_time_is_the_union_of_the_intervals(seed):
     generator = np.random.default_rng(seed)
-    rows = pd.DataFrame({"start_ns": generator.integers(0, 1000, 200), "duration_ns": generator.integers(0, 30, 200),
+    rows = pd.DataFrame({"start_ns": generator.integers(0, 1000, 200),
+                         "duration_ns": generator.integers(0, 30, 200),
                          "group": generator.integers(0, 3, 200)})
-    moments = {group: {moment for row in own.itertuples() for moment in range(row.start_ns, row.start_ns + row.duration_ns)}
+    moments = {group: {moment for row in own.itertuples()
+                       for moment in range(row.start_ns, row.start_ns + row.duration_ns)}
                for group, own in rows.groupby("group")}
     assert busy_ns(rows, ["group"]).to_dict() == {group: len(own) for group, own in moments.items()}
 

@@ -1,8 +1,8 @@
 """Which phase, region and step of training launched each GPU operation of a capture.
 
-An operation is one kernel, copy or fill, and belongs to what its launch was part of: the call on the host that
-has its correlation id says which thread launched it, and when. Ranges (NVTX push/pop, record_function) are a
-stack per thread, and autograd launches backward's kernels from a thread of its own. Therefore
+An operation is one kernel, copy or fill, and belongs to what its launch was part of: the call on the host
+that has its correlation id says which thread launched it, and when. Ranges (NVTX push/pop, record_function)
+are a stack per thread, and autograd launches backward's kernels from a thread of its own. Therefore
 
 - its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one
   another, and backward() blocks its caller for as long as autograd's threads launch;

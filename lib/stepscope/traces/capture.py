@@ -1,7 +1,8 @@
 """Anybody's capture: nsys's or torch.profiler's, of a program whose ranges have names of its own.
 
-Steps and phases are found by the names that people give ranges; what autograd's own ranges enclose is backward.
-Operations that were launched before the capture, or before its first step, are left out and counted.
+Steps and phases are found by the names that people give ranges; what autograd's own ranges enclose is
+backward. Operations that were launched before the capture, or before its first step, are left out and
+counted.
 """
 import gzip
 import re
@@ -44,9 +45,11 @@ from stepscope.traces.torch_trace import (
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 OPTIMIZER = re.compile(r"^Optimizer\.step#")
-STEP_WORDS, PROFILER_STEP = {"step", "steps", "iter", "iteration", "batch"}, re.compile(r"^ProfilerStep\s?#\d+$")
+STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
+PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 # What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {"forward": "forward", "fwd": "forward", "loss": "loss", "criterion": "loss", "backward": "backward",
+PHASE_WORDS = {"forward": "forward", "fwd": "forward", "loss": "loss", "criterion": "loss",
+               "backward": "backward",
                "bwd": "backward", "backprop": "backward", "optimizer": "optimizer", "optim": "optimizer",
                "opt": "optimizer", "adamw": "optimizer", "adam": "optimizer", "sgd": "optimizer"}
 FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
@@ -62,10 +65,11 @@ DTYPES = {"float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16",
 class Capture:
     """A capture's GPU work.
 
-    operations: a row an operation in order of start: kind (kernel, memcpy, memset), name, family, device, stream,
-        start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread (-1), process,
-        phase ("outside"), range (the outermost one that is no step and no phase; ""), step (-1), bytes (of a copy or fill, or a generated kernel's arguments; -1), flops (-1)
-        and dtype of a matmul whose shapes are known ("").
+    operations: a row an operation in order of start: kind (kernel, memcpy, memset), name, family, device,
+        stream, start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread
+        (-1), process, phase ("outside"), range (the outermost one that is no step and no phase; ""), step
+        (-1), bytes (of a copy or fill, or a generated kernel's arguments; -1), flops (-1) and dtype of a
+        matmul whose shapes are known ("").
     ranges: name, start_ns, end_ns, process, thread, role (step, phase, region), phase.
     steps: the name of each step. left_out, left_out_ns: what was launched before.
     """
@@ -81,17 +85,18 @@ class Capture:
     autograd: bool = False  # backward is told by autograd's ranges
 
 
-def load_capture(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None) -> Capture:
-    """Read a capture: nsys's ``.sqlite`` (also ``.gz``) or ``.nsys-rep`` where nsys is installed, torch.profiler's
-    ``.json`` or ``.json.gz``, from CUDA or ROCm.
+def load_capture(path: Path | str, step: str | None = None,
+                 phases: Mapping[str, str] | None = None) -> Capture:
+    """Read a capture: nsys's ``.sqlite`` (also ``.gz``) or ``.nsys-rep`` where nsys is installed,
+    torch.profiler's ``.json`` or ``.json.gz``, from CUDA or ROCm.
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
         phases: the phase that a range's name stands for; what is not among them goes by its name.
 
     Raises:
-        TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a phase's
-            name.
+        TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a
+            phase's name.
     """
     path = Path(path)
     with _readable(path) as (kind, file):
@@ -117,7 +122,8 @@ def _exported(path: Path, file: Path) -> Records:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[tuple[str, Path]]:
-    """What a file is by its first bytes ("json", "sqlite"), and one that can be read: itself, or made from it."""
+    """What a file is by its first bytes ("json", "sqlite"), and one that can be read: itself, or made from
+    it."""
     wanted = "expected nsys's .sqlite or .nsys-rep, or torch.profiler's .json, also gzipped"
     try:
         with path.open("rb") as raw:
@@ -125,7 +131,8 @@ def _readable(path: Path) -> Iterator[tuple[str, Path]]:
         with (gzip.open if zipped else open)(path, "rb") as file:
             head = file.read(64)
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}), {wanted}") from None
+        said = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path}: cannot be read ({said}), {wanted}") from None
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         yield "json", path
     elif path.suffix == ".nsys-rep" or (head.startswith(b"SQLite format 3\0") and zipped):
@@ -134,7 +141,8 @@ def _readable(path: Path) -> Iterator[tuple[str, Path]]:
     elif head.startswith(b"SQLite format 3\0"):
         yield "sqlite", path
     else:
-        raise TraceError(f"{path}: is {'empty' if not head else f'no capture: it begins with {head[:16]!r}'}, {wanted}")
+        what = f"no capture: it begins with {head[:16]!r}" if head else "empty"
+        raise TraceError(f"{path}: is {what}, {wanted}")
 
 
 def _unzipped(path: Path, folder: Path) -> Path:
@@ -150,20 +158,23 @@ def _unzipped(path: Path, folder: Path) -> Path:
 def _report(path: Path, folder: Path) -> Path:
     nsys = find_nsys()
     if nsys is None:
-        raise TraceError(f"{path}: is nsys's own report, and nsys is not installed here; expected its export: run"
-                         f" 'nsys export --type sqlite {path.name}' where nsys is")
+        raise TraceError(f"{path}: is nsys's own report, and nsys is not installed here; expected its export:"
+                         f" run 'nsys export --type sqlite {path.name}' where nsys is")
     try:
         return export_capture(nsys, path, folder / "capture.sqlite")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise TraceError(f"{path}: {' '.join(str(error).split())}, expected a report that nsys can export") from None
+        said = " ".join(str(error).split())
+        raise TraceError(f"{path}: {said}, expected a report that nsys can export") from None
 
 
 def _header(events: Events) -> tuple[dict[int, str], tuple[int, int] | None]:
     """The GPUs' names by id, and the rank of how many."""
     devices, ranks = events.header.get("deviceProperties"), events.header.get("distributedInfo")
-    gpus = {one["id"]: str(one.get("name")) for one in devices if isinstance(one, dict) and isinstance(one.get("id"), int)
+    gpus = {one["id"]: str(one.get("name")) for one in devices if isinstance(one, dict)
+            and isinstance(one.get("id"), int)
             } if isinstance(devices, list) else {}
-    rank, size = (ranks.get(key) for key in ("rank", "world_size")) if isinstance(ranks, dict) else (None, None)
+    ranks = ranks if isinstance(ranks, dict) else {}
+    rank, size = ranks.get("rank"), ranks.get("world_size")
     return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
@@ -174,7 +185,8 @@ def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray
     work = np.flatnonzero(cat < len(WORK))
     if not len(work):
         operators = int((cat == code[OPERATOR]).sum())
-        raise TraceError(f"{path}: holds no GPU work{f', only {operators:,} operators of the CPU' * bool(operators)},"
+        only = f", only {operators:,} operators of the CPU" if operators else ""
+        raise TraceError(f"{path}: holds no GPU work{only},"
                          " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])")
     work = work[np.argsort(start[work], kind="stable")]
     key = PROCESS_KEY | (tid + 1)
@@ -186,7 +198,8 @@ def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray
         "kind": pd.Categorical.from_codes(np.array(kinds)[cat[work]], KINDS),
         "name": pd.Categorical.from_codes(codes, texts),
         "family": pd.Categorical.from_codes(families(texts).codes[codes], FAMILIES),
-        "start_ns": start[work], "duration_ns": end[work] - start[work], "device": events.column("device")[work],
+        "start_ns": start[work], "duration_ns": end[work] - start[work],
+        "device": events.column("device")[work],
         "stream": events.column("stream")[work], "correlation_id": correlation[work],
         "bytes": events.column("bytes")[work]})
     calls = np.flatnonzero(np.isin(cat, [code[category] for category in LAUNCHES]) & (correlation >= 0))
@@ -200,7 +213,8 @@ def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray
     def ranges(rows: np.ndarray) -> pd.DataFrame:
         rows = rows[np.lexsort((-end[rows], start[rows], key[rows]))]
         used, codes = np.unique(name[rows], return_inverse=True)
-        return pd.DataFrame({"name": pd.Categorical.from_codes(codes, [events.names[place] for place in used]),
+        return pd.DataFrame({"name": pd.Categorical.from_codes(codes,
+                                                               [events.names[place] for place in used]),
                              "start_ns": start[rows], "end_ns": end[rows], **thread_columns(key[rows])})
     own = np.array([bool(AUTOGRAD.match(text)) for text in events.names], bool)
     return (Records(path, operations, process, launches, ranges(np.flatnonzero(cat == code[RANGE]))), extra,
@@ -208,8 +222,8 @@ def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray
 
 
 def _shaped(events: Events, external: np.ndarray) -> dict[str, np.ndarray]:
-    """By the operator that made each operation its FLOPs and dtype, and the bytes of a generated kernel's arguments.
-    Where one operator made several kernels, all are its first one's."""
+    """By the operator that made each operation its FLOPs and dtype, and the bytes of a generated kernel's
+    arguments. Where one operator made several kernels, all are its first one's."""
     known = {key: _work(*operator) for key, operator in events.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
     found = [known.get(key, (-1, "", -1)) for key in ids.tolist()]
@@ -219,7 +233,8 @@ def _shaped(events: Events, external: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not told."""
+    """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not
+    told."""
     try:
         tensors = [(shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1))) for shape, kind in
                    zip(shapes, types) if shape and kind not in ("Scalar", "ScalarList", "")]
@@ -255,11 +270,13 @@ def phase_of(name: str) -> str | None:
         return "optimizer"
     said = plain_name(name).split()
     found = {PHASE_WORDS[word] for word in said if word in PHASE_WORDS}
-    return found.pop() if len(found) == 1 and set(said) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ") else None
+    whole = set(said) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
+    return found.pop() if whole and len(found) == 1 else None
 
 
 def _attributed(records: Records, extra: dict[str, np.ndarray], autograd: pd.DataFrame, step: str | None,
-                phases: Mapping[str, str] | None, gpus: dict[int, str], rank: tuple[int, int] | None) -> Capture:
+                phases: Mapping[str, str] | None, gpus: dict[int, str],
+                rank: tuple[int, int] | None) -> Capture:
     operations, ranges, launches = records.operations, records.ranges, records.launches
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
     known = launch >= 0
@@ -278,17 +295,20 @@ def _attributed(records: Records, extra: dict[str, np.ndarray], autograd: pd.Dat
     at = _within(own, records.process, launch_start)
     phase = np.where(known & (at >= 0), np.append(own["phase"].to_numpy(object), OUTSIDE)[at], phase)
     others = ranges[(ranges["role"] == "region") & ~matching(ranges["name"], OPERATOR_RANGE)]
-    named = np.append(others["name"].astype(str).to_numpy(object), "")[_within(others, records.process, launch_start)]
+    outermost = _within(others, records.process, launch_start)
+    named = np.append(others["name"].astype(str).to_numpy(object), "")[outermost]
     before = _before(operations, records.process, known, launch_start, steps)
     number = np.append(np.arange(len(steps)) if steps.empty else steps["step"].to_numpy(), -1)[place]
     table = operations.assign(
         launch_start_ns=pd.arrays.IntegerArray(launch_start.astype(np.int64), ~known),
         launch_duration_ns=pd.arrays.IntegerArray((launch_end - launch_start).astype(np.int64), ~known),
         process=records.process >> 24 & 0xFFFFFF, thread=np.where(known, thread & 0xFFFFFF, -1),
-        step=np.where(known, number, -1), range=pd.Categorical(np.where(known, named, "")), flops=-1.0, dtype="", operator=-1)
+        step=np.where(known, number, -1), range=pd.Categorical(np.where(known, named, "")), flops=-1.0,
+        dtype="", operator=-1)
     if extra:
         size = np.where(table["bytes"] >= 0, table["bytes"], extra["arguments"])
-        table = table.assign(flops=extra["flops"], dtype=extra["dtype"], operator=extra["operator"], bytes=size)
+        table = table.assign(flops=extra["flops"], dtype=extra["dtype"], operator=extra["operator"],
+                             bytes=size)
     told = len(autograd) > 0 and not (ranges["phase"] == "backward").any()
     if told and not (ranges["phase"] == "forward").any():
         phase = _forward_before_backward(table["step"].to_numpy(), phase, launch_start, known)
@@ -298,8 +318,10 @@ def _attributed(records: Records, extra: dict[str, np.ndarray], autograd: pd.Dat
                    int(before.sum()), int(table.loc[before, "duration_ns"].sum()), gpus, rank, told)
 
 
-def _forward_before_backward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Where only autograd tells phases: what else a step launched before its last backward operation is forward."""
+def _forward_before_backward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray,
+                             known: np.ndarray) -> np.ndarray:
+    """Where only autograd tells phases: what else a step launched before its last backward operation is
+    forward."""
     back = pd.Series(launch[phase == "backward"]).groupby(step[phase == "backward"]).max()
     last = pd.Series(step).map(back).to_numpy(float)
     return np.where((phase == OUTSIDE) & known & (launch < last), "forward", phase)
@@ -307,8 +329,8 @@ def _forward_before_backward(step: np.ndarray, phase: np.ndarray, launch: np.nda
 
 def _before(operations: pd.DataFrame, process: np.ndarray, known: np.ndarray, launch: np.ndarray,
             steps: pd.DataFrame) -> np.ndarray:
-    """Which operations were launched before the capture (their launch is not in it, and they begin before all that
-    it saw launched), or before its first step."""
+    """Which operations were launched before the capture (their launch is not in it, and they begin before all
+    that it saw launched), or before its first step."""
     before = np.zeros(len(operations), bool)
     for one in np.unique(process):
         own = process == one
@@ -322,8 +344,8 @@ def _before(operations: pd.DataFrame, process: np.ndarray, known: np.ndarray, la
 
 
 def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The place of the range that is open in the process at each time, on whatever thread; -1 for none. Of ranges
-    that overlap the one that began first counts."""
+    """The place of the range that is open in the process at each time, on whatever thread; -1 for none. Of
+    ranges that overlap the one that began first counts."""
     found = np.full(len(times), -1)
     for one in np.unique(process):
         rows = np.flatnonzero((ranges["key"].to_numpy() & PROCESS) == one)
@@ -346,12 +368,13 @@ def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | No
     if (lacking := set(said) - {plain_name(name) for name in names}):
         raise TraceError(f"{path}: no range is named {', '.join(sorted(lacking))}, expected one of"
                          f" {', '.join(named_ranges(ranges)) or 'none: the capture has no ranges'}")
-    return np.append(np.array(each, object), "")[ranges["name"].cat.codes] if len(names) else np.zeros(0, object)
+    return np.append(np.array(each, object), "")[ranges["name"].cat.codes]
 
 
 def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
     """The ranges that are steps, with ``step``: their number in each process."""
-    plain = ranges["name"].astype(object).map({name: plain_name(name) for name in ranges["name"].cat.categories})
+    plain = ranges["name"].astype(object).map({name: plain_name(name)
+                                               for name in ranges["name"].cat.categories})
     if step is not None:
         found = ranges[plain == plain_name(step)]
         if found.empty:
@@ -372,7 +395,8 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
     total = max(1, launches.shape[1])
     for name, own in ranges.groupby(plain):
         said = set(str(name).split())
-        if not 2 <= len(own) <= 10_000 or phase_of(str(name)) or OPERATOR_RANGE.search(str(own["name"].iloc[0])):
+        operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
+        if not 2 <= len(own) <= 10_000 or operator or phase_of(str(name)):
             continue
         if own["key"].nunique() > own["process"].nunique():
             continue  # on several threads of a process
@@ -384,7 +408,8 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
 
 
 def named_ranges(ranges: pd.DataFrame, most: int = 8) -> list[str]:
-    """The names that ranges have, without numbers, those with the most time first, with how many there are."""
+    """The names that ranges have, without numbers, those with the most time first, with how many there are.
+    """
     if ranges.empty:
         return []
     rows = ranges[~matching(ranges["name"], OPERATOR_RANGE)]

@@ -1,7 +1,7 @@
 """The records of an Nsight Systems capture: every GPU operation, launch and NVTX range.
 
-Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.traces.attribution` says which phase,
-region and step each operation is of.
+Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.traces.attribution` says which
+phase, region and step each operation is of.
 """
 import json
 import sqlite3
@@ -54,7 +54,8 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
     Returns:
         operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
             family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's
-            table of its kind), bytes (of a copy or fill; -1: not known), and what :func:`~stepscope.traces.attribution.attribute` adds.
+            table of its kind), bytes (of a copy or fill; -1: not known), and what
+            :func:`~stepscope.traces.attribution.attribute` adds.
         ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns,
             process, thread, step.
 
@@ -75,8 +76,8 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
-            raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a program"
-                             f" that runs some{_diagnosis(connection)}")
+            raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
+                             f" program that runs some{_diagnosis(connection)}")
         if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
             raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
                              " their kernels (nsys profile --cuda-graph-trace=node)")
@@ -121,7 +122,8 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):
-                if view in (*ACTIVITIES.values(), LAUNCHES, GRAPHS, NVTX, STRINGS, COPY_KINDS, DIAGNOSTICS, GPUS):
+                if view in (*ACTIVITIES.values(), LAUNCHES, GRAPHS, NVTX, STRINGS, COPY_KINDS, DIAGNOSTICS,
+                            GPUS):
                     raise TraceError(f"{path}: {view} is a view, expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
@@ -227,7 +229,8 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
         columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         size = "coalesce(bytes, -1) AS bytes" if "bytes" in columns else "-1 AS bytes"
-        *values, name_id = _integers(path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"])
+        *values, name_id = _integers(path, table, ["rowid AS row", *_OPERATION, size,
+                                                   f"{name_ids[kind]} AS name"])
         ids, index = np.unique(name_id, return_inverse=True)
         labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]

@@ -88,7 +88,8 @@ RULES = [
      "windows of an image into one number, or an image into another size"),
     ("reduction and norm",
      (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
-      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|classifier|\bce\b|\bloss|kl ?div|\bjsd|\bscan"
+      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|classifier|\bce\b|\bloss"
+      r"|kl ?div|\bjsd|\bscan"
       r"|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
       r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance|\b[cp]dist\b"
       r"|quantile|\basum\b|\bnrm2\b"),

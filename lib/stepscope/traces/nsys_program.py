@@ -66,8 +66,8 @@ def missing_libraries(nsys: Path) -> list[str]:
 class Capture:
     """The captured steps of one configuration's modes.
 
-    modes: of each its status, reason, and wall times plain_ms and captured_ms. inside: the mode of each step in
-    the file. seconds: waited_s for the turn, turn_s of it.
+    modes: of each its status, reason, and wall times plain_ms and captured_ms. inside: the mode of each step
+    in the file. seconds: waited_s for the turn, turn_s of it.
     """
 
     file: Path | None  # None: nothing was captured
@@ -98,7 +98,8 @@ def capture(config: StepConfig, folder: Path, nsys: Path | None) -> Capture:
     """
     profiler = [str(nsys), "profile", *FLAGS, "--output", str(folder / "capture")] if nsys else []
     fields = config.model_dump(include={*StepConfig.model_fields} - {"study", "size", "mode"}, mode="json")
-    said = _say(*profiler, sys.executable, "-m", "stepscope.traces.watched", "nsys" if nsys else "torch", folder,
+    said = _say(*profiler, sys.executable, "-m", "stepscope.traces.watched", "nsys" if nsys else "torch",
+                folder,
                 json.dumps(fields))
     if not (folder / OUTCOME).exists():
         raise NsysError(f"the profiled process ended before its steps did; it said: {said}")

@@ -1,5 +1,5 @@
-"""The CSV reports of `nsys stats` that captures are checked against, as typed tables: the same columns and units
-whichever release wrote them.
+"""The CSV reports of `nsys stats` that captures are checked against, as typed tables: the same columns and
+units whichever release wrote them.
 """
 import csv
 import re
@@ -9,8 +9,8 @@ import pandas as pd
 
 from stepscope import StepscopeError
 
-# Our column -> what releases call it (without its unit and case, by "|"). Columns in _ns have their unit in the
-# header, whatever --timeunit made it.
+# Our column -> what releases call it (without its unit and case, by "|"). Columns in _ns have their unit in
+# the header, whatever --timeunit made it.
 REPORTS = {
     "cuda_gpu_kern_sum": {"total_time_ns": "total time", "instances": "instances", "name": "name"},
     "cuda_gpu_mem_time_sum": {"total_time_ns": "total time", "count": "count|operations|instances",
@@ -26,7 +26,8 @@ _NUMBER = re.compile(r"\d{1,19}(\.\d{1,9})?")
 
 
 class ReportError(StepscopeError, ValueError):
-    """A report that cannot be used; the text names the file, where in it, what was found and what was expected."""
+    """A report that cannot be used; the text names the file, where in it, what was found and what was
+    expected."""
 
 
 def load_report(path: Path | str, report: str) -> pd.DataFrame:
@@ -43,13 +44,14 @@ def load_report(path: Path | str, report: str) -> pd.DataFrame:
     path, columns = Path(path), REPORTS[report]
     lines = _lines(path, report)
     rows = list(csv.reader(lines))
-    top = next((at for at, row in enumerate(rows[:HEADER_WITHIN]) if len(_places(path, row, columns)) == len(columns)),
+    top = next((at for at, row in enumerate(rows[:HEADER_WITHIN])
+                if len(_places(path, row, columns)) == len(columns)),
                None)
     if top is None:
         if any("does not contain" in line for line in lines):
             return _table([], columns)
-        raise ReportError(f"{path}: no line has columns for {', '.join(columns)}, expected the report {report} of"
-                          f" nsys stats, found {(lines or ['nothing'])[0].strip()[:80]!r}")
+        raise ReportError(f"{path}: no line has columns for {', '.join(columns)}, expected the report"
+                          f" {report} of nsys stats, found {(lines or ['nothing'])[0].strip()[:80]!r}")
     if not lines[-1].endswith("\n"):
         raise ReportError(f"{path}: its last line is cut off, expected the file to end with an end of line")
     places, found = _places(path, rows[top], columns), []
@@ -64,7 +66,8 @@ def load_report(path: Path | str, report: str) -> pd.DataFrame:
 
 
 def _lines(path: Path, report: str) -> list[str]:
-    """The file's lines with their ends; a line ends where nsys ends it: kernels' names may hold Unicode's others."""
+    """The file's lines with their ends; a line ends where nsys ends it: kernels' names may hold Unicode's
+    others."""
     expected = f"expected the report {report} of nsys stats"
     try:
         if path.stat().st_size > LARGEST_FILE:
@@ -89,8 +92,8 @@ def _places(path: Path, row: list[str], columns: dict[str, str]) -> dict[str, tu
         for name, headings in columns.items():
             if base.strip().lower() in headings.split("|") and unit != "%":
                 if name.endswith("_ns") and unit not in UNITS_NS:
-                    raise ReportError(f"{path}: column {heading[:80]!r} has no known unit of time, expected one of"
-                                      f" {', '.join(UNITS_NS)}")
+                    raise ReportError(f"{path}: column {heading[:80]!r} has no known unit of time, expected"
+                                      f" one of {', '.join(UNITS_NS)}")
                 places[name] = place, UNITS_NS[unit] if name.endswith("_ns") else 1
     return {name: places[name] for name in columns if name in places}
 

@@ -1,7 +1,7 @@
 """What a capture says, as text: a line a fact. ``stepscope profile FILE`` prints it.
 
-wall = compute + exposed copies and communication + idle, by unions of intervals: what is exposed is the time in which
-nothing else runs. A step on the GPU lasts until the next one's first operation begins.
+wall = compute + exposed copies and communication + idle, by unions of intervals: what is exposed is the time
+in which nothing else runs. A step on the GPU lasts until the next one's first operation begins.
 """
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ from stepscope.traces.kernel_names import short_name
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 KINDS_OF_COMMUNICATION = [("reduce-scatter", r"reduce_?scatter"), ("all-gather", r"all_?gather"),
-                          ("all-reduce", r"all_?reduce"), ("all-to-all", r"all_?to_?all|send_?recv|dispatch|combine"),
+                          ("all-reduce", r"all_?reduce"),
+                          ("all-to-all", r"all_?to_?all|send_?recv|dispatch|combine"),
                           ("broadcast", r"broadcast")]
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
@@ -54,8 +55,8 @@ class Device:
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """Those that begin within the windows, with ``end_ns`` and the part that each is: compute, copies to and
-        from the host, communication."""
+        """Those that begin within the windows, with ``end_ns`` and the part that each is: compute, copies to
+        and from the host, communication."""
         rows = self.all_operations
         rows = rows[(rows["start_ns"] >= self.windows[0, 0]) & (rows["start_ns"] < self.windows[-1, 1])]
         host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY)
@@ -85,7 +86,8 @@ class Device:
 
     def union(self, rows: pd.DataFrame, begin: int | None = None, end: int | None = None) -> float:
         first, last = (self.windows[0, 0], self.windows[-1, 1]) if begin is None else (begin, end)
-        return union(rows["start_ns"].to_numpy().clip(first, last), rows["end_ns"].to_numpy().clip(first, last))
+        return union(rows["start_ns"].to_numpy().clip(first, last),
+                     rows["end_ns"].to_numpy().clip(first, last))
 
     def exposed_ms(self, which: pd.Series) -> float:
         """Ms a step in which only these operations run."""
@@ -97,11 +99,13 @@ class Device:
 
     @cached_property
     def gaps(self) -> pd.DataFrame:
-        """Pauses of the GPU: ms, whether the next operation's launch was late, its phase, and how far ahead."""
+        """Pauses of the GPU: ms, whether the next operation's launch was late, its phase, and how far ahead.
+        """
         rows = self.operations.sort_values("start_ns")
         reached = rows["end_ns"].cummax().shift()
         gap = rows["start_ns"] - reached
-        launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).astype("Float64").to_numpy(float, na_value=np.nan)
+        launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).astype("Float64").to_numpy(float,
+            na_value=np.nan)
         found = pd.DataFrame({"ms": gap / 1e6, "late": launched > reached.to_numpy() + LATE_NS,
                               "phase": rows["phase"].astype(str), "name": rows["name"].astype(str)})
         return found[gap > 0]
@@ -110,7 +114,8 @@ class Device:
     def ahead_ms(self) -> float:
         """How long before it runs an operation was launched: the median."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
-        return float((self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")).median()) / 1e6
+        return float((self.operations.loc[launched.index,
+                                          "start_ns"] - launched.astype("int64")).median()) / 1e6
 
 
 def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None,
@@ -136,7 +141,8 @@ def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str,
                          f" {'its first step' if capture.steps else 'the capture'}, expected some within")
     if device is not None and device not in gpus:
         raise TraceError(f"{path}: has no work of GPU {device}, expected one of {', '.join(map(str, gpus))}")
-    most = max(gpus, key=lambda number: gpus[number].operations["duration_ns"].sum()) if device is None else device
+    busiest = max(gpus, key=lambda number: gpus[number].operations["duration_ns"].sum())
+    most = busiest if device is None else device
     lines = [_header(capture, gpus, most)]
     lines += [line for number, one in gpus.items() for line in _steps(one, len(gpus) > 1)]
     lines += _looked_into(gpus[most])
@@ -161,12 +167,14 @@ def phases_of(said: Sequence[str]) -> dict[str, str] | None:
 def _looked_into(one: Device) -> list[str]:
     matmuls, generated = _rates(one)
     facts = {"phase": _phases(one), "family": _families(one), _bound(one)[0]: _bound(one)[1],
-             "communication": _communication(one), "copies": _copies(one), "matmul": matmuls, "generated": generated}
+             "communication": _communication(one), "copies": _copies(one), "matmul": matmuls,
+             "generated": generated}
     lines = [f"{name:<{LABEL}}{text}" for name, text in facts.items() if text]
     advice = [f"{place}. {what}: {_ms(saved)} ms ({_percent(saved / one.accounts['wall'].mean())})"
               for place, (saved, what) in enumerate(_advice(one), start=1)]
     if advice:
-        lines += [f"{'to do, most it can save:' if place == 0 else '':<{LABEL + 10}}{text}" for place, text in enumerate(advice)]
+        lines += [f"{'to do, most it can save:' if place == 0 else '':<{LABEL + 10}}{text}" for place,
+                  text in enumerate(advice)]
     return [*lines, f"{'not told':<{LABEL}}{_not_told(one)}"]
 
 
@@ -175,11 +183,13 @@ def _header(capture: Capture, gpus: Mapping[int, Device], most: int) -> str:
     if capture.rank:
         parts.append(f"rank {capture.rank[0]} of {capture.rank[1]}")
     name = clean(capture.gpus.get(most, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
-    parts.append(name or f"GPU {most}" if len(gpus) == 1 else f"{len(gpus)} GPUs, most work on GPU {most} {name}".rstrip())
+    parts.append(name or f"GPU {most}" if len(gpus) == 1
+                 else f"{len(gpus)} GPUs, most work on GPU {most} {name}".rstrip())
     one = gpus[most]
     steps = f"{len(capture.steps)} steps ({_numbered(capture.steps)})" if len(capture.steps) > 1 else (
         f"1 step ({clean(capture.steps[0])})" if capture.steps else "no steps found: all of it is one")
-    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operation{'s' * (len(one.operations) != 1)}"
+    plural = "s" if len(one.operations) != 1 else ""
+    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operation{plural}"
     if capture.left_out:
         text += f"; {capture.left_out:,} ({_ms(capture.left_out_ns / 1e6)} ms) launched before are left out"
     if after := len(one.all_operations) - len(one.operations):
@@ -199,7 +209,8 @@ def _steps(one: Device, several: bool) -> list[str]:
     accounts = one.accounts
     mean = accounts.mean()
     each = " ".join(_ms(value) for value in accounts["wall"].head(8)) + (" ..." if len(accounts) > 8 else "")
-    parts = [f"{name} {_ms(mean[name])}" for name in ("compute", "exposed copies", "exposed communication", "idle")
+    parts = [f"{name} {_ms(mean[name])}" for name in ("compute", "exposed copies", "exposed communication",
+                                                      "idle")
              if name in ("compute", "idle") or mean[name] >= 0.0005 * mean["wall"]]
     label = f"GPU {one.number}" if several else "step on GPU" if one.capture.steps else "on GPU"
     shown = f" ({each})" if len(accounts) > 1 else ""
@@ -222,9 +233,11 @@ def _phases(one: Device) -> str:
 
 
 def _ranges_outside(rows: pd.DataFrame, one: Device, least: float) -> str:
-    """The ranges that hold most of what is in no phase, each with its time; and how to say which phase they are."""
+    """The ranges that hold most of what is in no phase, each with its time; and how to say which phase they
+    are."""
     inside = rows[rows["range"] != ""]
-    found = inside.groupby("range", observed=True)["duration_ns"].sum().sort_values(ascending=False) / 1e6 / one.steps
+    found = inside.groupby("range", observed=True)["duration_ns"].sum() / 1e6 / one.steps
+    found = found.sort_values(ascending=False)
     found = found[found >= least].head(RANGES)
     if found.empty:
         return ""
@@ -272,7 +285,8 @@ def _communication(one: Device) -> str:
     kinds, taken = {}, pd.Series(False, one.operations.index)
     for kind, pattern in [*KINDS_OF_COMMUNICATION, ("other", "")]:
         own = (one.operations["part"] == COMMUNICATION) & ~taken & matching(one.operations["name"],
-                                                                            re.compile(pattern, re.IGNORECASE))
+                                                                            re.compile(pattern,
+                                                                                re.IGNORECASE))
         kinds[kind], taken = one.exposed_ms(own), taken | own
     said = [f"{kind} {_ms(value)}" for kind, value in sorted(kinds.items(), key=lambda item: -item[1])
             if value >= 0.05 * exposed and value > 0]
@@ -291,7 +305,8 @@ def _copies(one: Device) -> str:
         if one.ms(rows) > WORTH * one.accounts["wall"].mean():
             known = rows[rows["bytes"] >= 0]
             rate = known["bytes"].sum() / max(1, known["duration_ns"].sum())
-            said.append(f"{clean(name)} {_ms(one.ms(rows))} ms" + (f" at {rate:.3g} GB/s" if len(known) else ""))
+            said.append(f"{clean(name)} {_ms(one.ms(rows))} ms"
+                        + (f" at {rate:.3g} GB/s" if len(known) else ""))
     return "; ".join(said)
 
 
@@ -303,13 +318,15 @@ def _matmul_rates(one: Device) -> pd.DataFrame:
     rows = rows.assign(dtype=rows["dtype"].mask((rows["dtype"] == "fp32") & cores, "tf32"),
                        flops=rows["flops"].where(first, 0))
     found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
-    return pd.DataFrame({"ms": found["duration_ns"] / 1e6 / one.steps, "tflops": found["flops"] / found["duration_ns"] / 1e3})
+    return pd.DataFrame({"ms": found["duration_ns"] / 1e6 / one.steps,
+                         "tflops": found["flops"] / found["duration_ns"] / 1e3})
 
 
 def _rates(one: Device) -> tuple[str, str]:
     rates, sheet = _matmul_rates(one), data_sheet(one.capture.gpus.get(one.number, ""))
     said = []
-    for dtype, row in rates[rates["ms"] >= WORTH * rates["ms"].sum()].sort_values("ms", ascending=False).iterrows():
+    for dtype, row in rates[rates["ms"] >= WORTH * rates["ms"].sum()].sort_values("ms",
+        ascending=False).iterrows():
         most = sheet.get("bf16" if dtype == "fp16" else str(dtype))
         of = f" ({_percent(row.tflops / most)} of {most:,.0f})" if most else ""
         said.append(f"{clean(str(dtype))} {_three(row.tflops)} TFLOP/s{of}")
@@ -336,7 +353,7 @@ def _advice(one: Device) -> list[tuple[float, str]]:
     """At most three things to do, each with the most ms a step that it can save."""
     mean = one.accounts.mean()
     found = [(mean["exposed communication"], "hide communication behind compute"),
-             (mean["exposed copies"], "hide copies to and from the host (pinned memory, a stream of their own)"),
+             (mean["exposed copies"], "hide copies to and from the host (pinned memory, an own stream)"),
              (mean["idle"], "gaps, by a CUDA graph or fewer launches")]
     made = _generated(one)
     if len(made) > 1:
@@ -350,11 +367,13 @@ def _advice(one: Device) -> list[tuple[float, str]]:
     for dtype in ("fp32", "tf32"):
         if dtype in rates.index and "bf16" in sheet:
             row = rates.loc[dtype]
-            found.append((row.ms * (1 - row.tflops / sheet["bf16"]), f"{dtype} matmuls in bf16, at the data sheet's rate"))
+            found.append((row.ms * (1 - row.tflops / sheet["bf16"]),
+                          f"{dtype} matmuls in bf16, at the data sheet's rate"))
     rows = one.operations
     loose = rows[rows["family"].isin(FUSABLE) & (rows["phase"] != "optimizer")]
     if (rows["family"] == GENERATED).sum() < 0.05 * len(rows):
-        found.append((one.ms(loose), "elementwise kernels, copies, norms and softmax, if all are fused (torch.compile)"))
+        found.append((one.ms(loose), "elementwise kernels, copies, norms and softmax, if all are fused"
+                      " (torch.compile)"))
     worth = [(saved, what) for saved, what in found if saved > WORTH * mean["wall"]]
     return sorted(worth, reverse=True)[:MOST]
 
@@ -364,7 +383,8 @@ def _not_told(one: Device) -> str:
     if one.capture.rank and one.capture.rank[1] > 1:
         said.append("other ranks")
     if (rows["family"] == MATMUL).any() and not (rows["flops"] > 0).any():
-        said.append("matmul rates: no shapes (record_shapes=True)" if one.capture.path.rstrip(".gz").endswith("json")
+        said.append("matmul rates: no shapes (record_shapes=True)"
+                    if one.capture.path.rstrip(".gz").endswith("json")
                     else "matmul rates: nsys has no shapes")
     if unknown := int(rows["launch_start_ns"].isna().sum()):
         said.append(f"who launched {unknown:,} operations")
@@ -372,9 +392,11 @@ def _not_told(one: Device) -> str:
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """A GPU's dense rates in TFLOP/s and its TB/s, by the words of its name; empty of one that is not listed."""
+    """A GPU's dense rates in TFLOP/s and its TB/s, by the words of its name; empty of one that is not listed.
+    """
     sheets = yaml.safe_load((PACKAGE / "step" / "data_sheets.yaml").read_text(encoding="utf-8"))
-    return next((sheet for sheet in sheets if all(word.lower() in name.lower() for word in sheet["words"])), {})
+    return next((sheet for sheet in sheets if all(word.lower() in name.lower() for word in sheet["words"])),
+                {})
 
 
 def clean(name: str) -> str:

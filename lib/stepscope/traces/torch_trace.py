@@ -1,7 +1,8 @@
 """torch.profiler's traces (JSON, also gzipped): read event by event, in the shape of nsys's records.
 
-On a GPU kernels come from CUPTI, as nsys's do, or from ROCm's tracer. Of this project's own traces of a CPU, which has
-no kernels, the operators that do work and call no other that does stand in their place, each launched by itself.
+On a GPU kernels come from CUPTI, as nsys's do, or from ROCm's tracer. Of this project's own traces of a CPU,
+which has no kernels, the operators that do work and call no other that does stand in their place, each
+launched by itself.
 """
 import gzip
 import json
@@ -55,8 +56,8 @@ def load_torch_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES,
     """All operations of a trace of this process, its ranges, and what check_conservation compares with.
 
     Returns:
-        operations, ranges: as ``export.load_trace`` of nsys's capture. torch's own ranges, which have a "#" in
-            their names, are left out.
+        operations, ranges: as ``export.load_trace`` of nsys's capture. torch's own ranges, which have a "#"
+            in their names, are left out.
         totals: operations and duration_ns by kind, added up event by event.
 
     Raises:
@@ -68,13 +69,15 @@ def load_torch_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES,
     for event in work(events):
         kind = WORK.get(event["cat"], "kernel")
         totals[kind] = totals[kind][0] + 1, totals[kind][1] + event["end"] - event["start"]
-    operations, ranges = attribute(with_roles(_records(str(path), events), tuple(phases), step), tuple(phases))
+    operations, ranges = attribute(with_roles(_records(str(path), events), tuple(phases), step),
+                                   tuple(phases))
     return operations, ranges, pd.DataFrame.from_dict(totals, orient="index",
                                                       columns=["operations", "duration_ns"])
 
 
 def _records(path: str, events: list[dict[str, Any]]) -> Records:
-    key = {tid: PROCESS_KEY | number for number, tid in enumerate(sorted({e["tid"] for e in events}), start=1)}
+    key = {tid: PROCESS_KEY | number for number, tid in enumerate(sorted({e["tid"] for e in events}),
+                                                                  start=1)}
     found = work(events)
     if any(e["cat"] in WORK for e in found):
         launches = [e for e in events if e["cat"] in LAUNCHES and e["correlation"] is not None]
@@ -137,9 +140,9 @@ def _leaves(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Events:
-    """A trace's complete events by column (:data:`COLUMNS`; times in ns, -1: none); cat, name and tid are places in
-    CATEGORIES, names and threads. operators: by external id the name, "Input Dims" and "Input type" of those whose
-    shapes tell their work. header: what the trace says of its devices and ranks."""
+    """A trace's complete events by column (:data:`COLUMNS`; times in ns, -1: none); cat, name and tid are
+    places in CATEGORIES, names and threads. operators: by external id the name, "Input Dims" and "Input type"
+    of those whose shapes tell their work. header: what the trace says of its devices and ranks."""
 
     columns: list[array] = field(default_factory=lambda: [array("q") for _ in COLUMNS])
     names: list[str] = field(default_factory=list)
@@ -179,7 +182,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Events:
             if key == "traceEvents":
                 events.header[key] = True
     if "traceEvents" not in events.header:
-        raise TraceError(f"{path}: has no traceEvents, expected torch.profiler's trace: JSON with a list of events")
+        raise TraceError(f"{path}: has no traceEvents, expected torch.profiler's trace: JSON with that list")
     return events
 
 
@@ -189,10 +192,11 @@ def _adder(path: Path, events: Events, shaped: re.Pattern | None) -> Any:
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
     appends = [column.append for column in events.columns]
-    gpu = len(WORK)
+    gpu, of_operators = len(WORK), categories[OPERATOR]
 
     def add(event: Any) -> None:
-        code = categories.get(str(event.get("cat"))) if type(event) is dict and event.get("ph") == "X" else None
+        complete = type(event) is dict and event.get("ph") == "X"
+        code = categories.get(str(event.get("cat"))) if complete else None
         if code is None:
             return
         args = event.get("args")
@@ -201,10 +205,13 @@ def _adder(path: Path, events: Events, shaped: re.Pattern | None) -> Any:
         try:
             start, duration = round(event["ts"] * 1000), round(event["dur"] * 1000)
             correlation, external = _id(args.get("correlation", -1)), _id(args.get("External id", -1))
-            device, stream = (_id(args.get("device", 0)), _id(args.get("stream", 0))) if code < gpu else (0, 0)
+            device, stream = (_id(args.get("device", 0)), _id(args.get("stream", 0))) if code < gpu else (0,
+                0)
             size = args.get("bytes", -1) if code < gpu else -1
-            if (duration < 0 or not -LATEST < start < LATEST - duration or not -1 <= correlation < CORRELATIONS
-                    or not 0 <= device < CORRELATIONS or not -1 <= stream < LATEST or not -1 <= external < LATEST):
+            if (duration < 0 or not -LATEST < start < LATEST - duration or not
+                -1 <= correlation < CORRELATIONS
+                    or not 0 <= device < CORRELATIONS or not -1 <= stream < LATEST or not
+                    -1 <= external < LATEST):
                 raise ValueError
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(_complaint(path, event, args)) from None
@@ -217,7 +224,7 @@ def _adder(path: Path, events: Events, shaped: re.Pattern | None) -> Any:
             events.names.append(name)
         if len(threads) > len(events.threads):
             events.threads.append(tid)
-        if shaped and event["cat"] == OPERATOR and external >= 0 and "Input Dims" in args and shaped.search(name):
+        if shaped and code == of_operators and external >= 0 and "Input Dims" in args and shaped.search(name):
             events.operators[external] = name, args["Input Dims"], args.get("Input type")
     return add
 
@@ -231,8 +238,10 @@ def _id(value: Any) -> int:
 
 def _complaint(path: Path, event: dict, args: dict) -> str:
     said = {key: f"{event.get(key)!r:.40}" for key in ("ts", "dur")} | {
-        key: f"{args[key]!r:.40}" for key in ("correlation", "device", "stream", "External id") if key in args}
-    return (f"{path}: the event {str(event.get('name'))[:80]!r} has {', '.join(f'{k} {v}' for k, v in said.items())},"
+        key: f"{args[key]!r:.40}" for key in ("correlation", "device", "stream", "External id")
+        if key in args}
+    found = ", ".join(f"{key} {value}" for key, value in said.items())
+    return (f"{path}: the event {str(event.get('name'))[:80]!r} has {found},"
             " expected times in microseconds, no negative duration, and whole numbers as ids")
 
 
@@ -316,5 +325,5 @@ class _Stream:
                 return
 
     def wrong(self, what: str) -> None:
-        raise TraceError(f"{self.path}: {what} at character {self.gone + self.at:,}, expected torch.profiler's trace:"
-                         " JSON with a list traceEvents of events")
+        raise TraceError(f"{self.path}: {what} at character {self.gone + self.at:,}, expected"
+                         " torch.profiler's trace: JSON with a list traceEvents of events")

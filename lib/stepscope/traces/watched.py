@@ -1,8 +1,9 @@
-"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER CONFIGURATION``.
+"""The process that a profiler watches: ``python -m stepscope.traces.watched nsys|torch FOLDER
+CONFIGURATION``.
 
-It runs the library's own step in all three modes, plain first, then captured: one capture holds the modes' steps
-one after another, because a profiler takes seconds to end one. The first captured step of a mode has its regions
-named, forward and backward, which costs the host time; the others have only their phases named.
+It runs the library's own step in all three modes, plain first, then captured: one capture holds the modes'
+steps one after another, because a profiler takes seconds to end one. The first captured step of a mode has
+its regions named, forward and backward, which costs the host time; the others have only their phases named.
 
 It holds the GPU's turn while it builds, times and captures. Nothing is timed after the capture.
 """
@@ -54,7 +55,8 @@ CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
 
 @dataclass
 class Mode:
-    """One mode's steps on the model that all modes share: the wall times of plain ones and of captured ones."""
+    """One mode's steps on the model that all modes share: the wall times of plain ones and of captured ones.
+    """
 
     step: Step
     plain_ms: list[float] = field(default_factory=list)
@@ -128,7 +130,8 @@ def profile(step: Step, capture: Callable[[], None]) -> dict:
         capture: begins the capture.
 
     Returns:
-        modes: of each its status, reason, and wall times plain_ms, captured_ms (the first is the named step's);
+        modes: of each its status, reason, and wall times plain_ms, captured_ms (the first is the named
+            step's);
             inside: the mode of each step in the capture, in order.
     """
     modes = {name: Mode(step.of(mode=name)) for name in PHASES}
@@ -162,7 +165,8 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
         with turn():
             began = default_timer()
             try:  # the step is no variable here, so that its memory is free at the turn's end
-                outcome = profile(build_step(config), lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
+                outcome = profile(build_step(config),
+                                  lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
             except torch.OutOfMemoryError as error:  # the weights alone
                 oom = {"status": "oom", "reason": str(error), "plain_ms": [], "captured_ms": []}
                 outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}

@@ -1,5 +1,5 @@
-"""What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError where
-there are no such profiles."""
+"""What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
+where there are no such profiles."""
 from stepscope.report.tables import ratio
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND, SAME
@@ -87,7 +87,8 @@ def first_kernel_changes(tables: Tables) -> Numbers:
 
 
 def rest_of_forward(tables: Tables) -> Numbers:
-    """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends, and what leads it."""
+    """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends, and what leads it.
+    """
     wide = shares(tables, "forward").reset_index()
     rows = wide[wide["context_length"] == reference(wide)].set_index("size")
     rest = 1 - rows[MATMUL]
@@ -124,7 +125,8 @@ def matmul_share_falls(tables: Tables) -> Numbers:
     both = forward.rename("forward").to_frame().join(step.rename("step"), how="inner").xs(context, level=1)
     if len(both) and (both["step"] < both["forward"]).all():
         return {"size": both.index[0], "context": context, "forward": both["forward"].iloc[0],
-                "step": both["step"].iloc[0], "large": both.index[-1], "large_forward": both["forward"].iloc[-1],
+                "step": both["step"].iloc[0], "large": both.index[-1],
+                "large_forward": both["forward"].iloc[-1],
                 "large_step": both["step"].iloc[-1]}
     return None
 
@@ -134,7 +136,8 @@ def optimizer_share(tables: Tables) -> Numbers:
     rows = profiles(tables, "operations")
     rows = rows[(rows["mode"] == "step") & (rows["size"] == rows["size"].iloc[-1])]
     keys = rows["context_length"]
-    part = rows["total_ns"].where(rows["phase"] == "optimizer", 0).groupby(keys).sum() / rows["total_ns"].groupby(keys).sum()
+    part = rows["total_ns"].where(rows["phase"] == "optimizer",
+                                  0).groupby(keys).sum() / rows["total_ns"].groupby(keys).sum()
     if len(part) > 1 and part.is_monotonic_decreasing:
         return {"size": rows["size"].iloc[0], "short": int(part.index[0]), "long": int(part.index[-1]),
                 "short_share": part.iloc[0], "long_share": part.iloc[-1]}
@@ -147,7 +150,8 @@ def softmax_beside_flops(tables: Tables) -> Numbers:
     row = rows.xs(reference(rows.reset_index()), level=1).iloc[0]
     least = (rows["times"] / rows["flops"]).min()
     if least > 2:
-        return {"size": rows.index[0][0], "context": reference(rows.reset_index()), "softmax": row["softmax_ms"],
+        return {"size": rows.index[0][0], "context": reference(rows.reset_index()),
+                "softmax": row["softmax_ms"],
                 "matmul": row["matmul_ms"], "times": row["times"], "flops": row["flops"], "least": least}
     return None
 
@@ -162,7 +166,8 @@ def softmax_in_bf16(tables: Tables) -> Numbers:
         found[precision] = [rows.loc[which, "total_ns"].sum() / 1e6
                             for which in (rows["region"] == "attention.softmax", inside)]
     if found["bf16"][1] < found["fp32"][1] / 2 and found["bf16"][0] > 0.9 * found["fp32"][0]:
-        return {"size": rows["size"].iloc[0], "matmul_fp32": found["fp32"][1], "matmul_bf16": found["bf16"][1],
+        return {"size": rows["size"].iloc[0], "matmul_fp32": found["fp32"][1],
+                "matmul_bf16": found["bf16"][1],
                 "softmax": found["bf16"][0], "gain": ratio(found["fp32"][1], found["bf16"][1])}
     return None
 
@@ -182,4 +187,5 @@ def backward_over_forward(tables: Tables) -> Numbers:
     rows = rows[(rows["mode"] == "step") & (rows["context_length"] == reference(rows))]
     wide = rows.pivot(index="size", columns="phase", values="gpu_ms")
     times = wide["backward"] / wide["forward"]
-    return {"least": times.min(), "most": times.max(), "context": reference(rows)} if times.min() > 1.5 else None
+    return {"least": times.min(), "most": times.max(),
+            "context": reference(rows)} if times.min() > 1.5 else None

@@ -25,7 +25,8 @@ from stepscope.step.stats import launch_bound, union
 from stepscope.studies.nsys.tables import Tables, at_reference, by_family, profiles, reference
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
-COLORS = {MATMUL: BLUE, "fused attention": SKY, ATTENTION_SOFTMAX: PINK, "elementwise": AMBER, "optimizer": GREEN,
+COLORS = {MATMUL: BLUE, "fused attention": SKY, ATTENTION_SOFTMAX: PINK, "elementwise": AMBER,
+          "optimizer": GREEN,
           "copy and cast": ORANGE, "reduction and norm": RED}
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
@@ -70,8 +71,10 @@ def lanes(timeline: pd.DataFrame, message: str = "") -> Figure | None:
     running = rows[rows["start_ns"] + rows["duration_ns"] > 0]
     drawn, axes = figure(message or "A millisecond of forward on the CPU and on the GPU", 2.3)
     host = rows[(rows["launch_ns"] < LANE_NS) & (rows["launch_ns"] + rows["launch_duration_ns"] > 0)]
-    axes.broken_barh(list(zip(host["launch_ns"] / 1e3, host["launch_duration_ns"] / 1e3)), (1.15, 0.7), color=MUTED)
-    for family, own in running.groupby(running["family"].where(running["family"].isin([*COLORS]), "all else")):
+    axes.broken_barh(list(zip(host["launch_ns"] / 1e3, host["launch_duration_ns"] / 1e3)), (1.15, 0.7),
+                     color=MUTED)
+    for family, own in running.groupby(running["family"].where(running["family"].isin([*COLORS]),
+                                                               "all else")):
         axes.broken_barh(list(zip(own["start_ns"] / 1e3, own["duration_ns"] / 1e3)), (0.15, 0.7),
                          color=COLORS.get(str(family), FILL), label=family)
     axes.set(xlim=(0, LANE_NS / 1e3), ylim=(0, 2), xlabel="µs")
@@ -90,7 +93,8 @@ def launches_timeline(tables: Tables) -> Figure | None:
             continue
         context = reference(rows) if precision == "bf16" else rows["context_length"].min()
         own = rows[(rows["context_length"] == context) & (rows["size"] == rows["size"].iloc[0])]
-        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy {number(_busy(own), '%')} of this"
+        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy"
+                          f" {number(_busy(own), '%')} of this"
                           " millisecond" + ", and waits for launches" * launch_bound(_busy(own)))
     return None
 
@@ -114,6 +118,7 @@ def kernel_families(tables: Tables) -> Figure | None:
     wide = wide.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
     matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
     drawn, axes = figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
-    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in wide.index], least=0.05)
+    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
+                         phase in wide.index], least=0.05)
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn

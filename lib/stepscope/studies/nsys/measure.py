@@ -26,7 +26,8 @@ OWN_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy",
 PROJECTED = "nvtx_gpu_proj_sum"
 WINDOW_NS = 2_000_000  # of the timeline
 OPERATIONS = ["mode", "phase", "region", "family", "name", "count", "total_ns"]
-CLOCKS = ["mode", "phase", "step", "captured", "wall_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns",
+CLOCKS = ["mode", "phase", "step", "captured", "wall_ms", "host_ns", "projected_ns", "operations_ns",
+          "busy_ns",
           "operations"]
 TIMELINE = ["mode", "family", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
 
@@ -37,8 +38,8 @@ def profile_run(config: Config) -> tuple[dict[str, pd.DataFrame], dict]:
     Returns:
         tables: see :func:`analyse`.
         results: tool; of each mode its status and reason; the capture's number of operations and their time,
-            and nsys's own sum of that time (None without nsys); how many operations were launched in backward,
-            and how many nsys itself puts there; seconds.
+            and nsys's own sum of that time (None without nsys); how many operations were launched in
+            backward, and how many nsys itself puts there; seconds.
 
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
@@ -49,7 +50,8 @@ def profile_run(config: Config) -> tuple[dict[str, pd.DataFrame], dict]:
         taken = capture(config, folder, nsys)
         turn.held_s += taken.seconds["turn_s"]  # by the process that was watched
         results = {"tool": tool, **taken.seconds} | {
-            f"{mode}_{key}": outcome[key] for mode, outcome in taken.modes.items() for key in ("status", "reason")}
+            f"{mode}_{key}": outcome[key] for mode, outcome in taken.modes.items()
+            for key in ("status", "reason")}
         if taken.file is None:
             return analyse(taken, pd.DataFrame(), pd.DataFrame()), results
         own = {}
@@ -61,7 +63,8 @@ def profile_run(config: Config) -> tuple[dict[str, pd.DataFrame], dict]:
         else:
             operations, ranges, totals = load_torch_trace(taken.file)
         check_conservation(operations, totals)
-        results |= {"operations": int(totals["operations"].sum()), "operations_ns": int(totals["duration_ns"].sum()),
+        results |= {"operations": int(totals["operations"].sum()),
+                    "operations_ns": int(totals["duration_ns"].sum()),
                     "backward_operations": int((operations["phase"] == "backward").sum())}
         return analyse(taken, operations, ranges), results | own
 
@@ -82,7 +85,8 @@ def nsys_sums(reports: dict[str, Path], totals: pd.DataFrame) -> dict[str, int]:
             sums.append(int(load_report(reports[report], report)["total_time_ns"].sum()))
             ours = int(totals.loc[kinds, "duration_ns"].sum())
             if sums[-1] != ours:
-                raise ConservationError(f"operations sum to {ours} ns, and nsys's own {report} to {sums[-1]} ns")
+                raise ConservationError(f"operations sum to {ours} ns, and nsys's own {report} to"
+                                        f" {sums[-1]} ns")
     if len(sums) == len(OWN_SUMS):
         found["nsys_ns"] = sum(sums)
     if PROJECTED in reports:
@@ -103,8 +107,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
             family and name: how many there are in one step, and their time.
         clocks: a row for each phase and the whole of the other captured steps (see ``phase_clocks``), and for
             the whole of each plain step (captured is False): its wall time by the host's clock.
-        timeline: two milliseconds out of the middle of forward, a row an operation: when the host launched it,
-            and when it ran; times count from the window's begin.
+        timeline: two milliseconds out of the middle of forward, a row an operation: when the host launched
+            it, and when it ran; times count from the window's begin.
 
     Raises:
         ConservationError: the capture has other steps than were run, or a table lost an operation.
@@ -117,7 +121,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
                 "timeline": pd.DataFrame(columns=TIMELINE)}
     steps = int((ranges["role"] == "step").sum())
     if steps != len(taken.inside):
-        raise ConservationError(f"the capture holds {steps} steps, expected the {len(taken.inside)} that were run")
+        raise ConservationError(f"the capture holds {steps} steps, expected the {len(taken.inside)} that were"
+                                " run")
     mode = dict(enumerate(taken.inside))
     named = {taken.inside.index(name) for name in mode.values()}
     complete = {step for step, name in mode.items() if taken.modes[name]["status"] == "ok"}
@@ -128,7 +133,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
         region = region.mask((operations["phase"] == phase) & (region == UNATTRIBUTED), name)
     operations["region"] = region
     of_named = operations["step"].isin(named)
-    clocks = pd.concat([_clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)]), clocks],
+    clocks = pd.concat([_clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)]),
+                        clocks],
                        ignore_index=True)
     return {"operations": _summed(operations[of_named]), "clocks": clocks[CLOCKS],
             "timeline": _timeline(operations[~of_named & (operations["mode"] == "forward")])}
@@ -138,7 +144,8 @@ def _summed(operations: pd.DataFrame) -> pd.DataFrame:
     keys = OPERATIONS[:5]
     rows = operations.astype(dict.fromkeys(keys, str))
     summed = rows.groupby(keys)["duration_ns"].agg(count="size", total_ns="sum").reset_index()
-    if (lost := operations["duration_ns"].sum() - summed["total_ns"].sum()) or summed["count"].sum() != len(rows):
+    lost = operations["duration_ns"].sum() - summed["total_ns"].sum()
+    if lost or summed["count"].sum() != len(rows):
         raise ConservationError(f"the table of operations lost {lost} ns")
     return summed
 
@@ -146,7 +153,8 @@ def _summed(operations: pd.DataFrame) -> pd.DataFrame:
 def _clocks(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
     rows = pd.concat([phase_clocks(operations, ranges).astype({"phase": str}),
                       phase_clocks(operations, ranges, ("step",)).assign(phase=WHOLE)], ignore_index=True)
-    place = {step: taken.inside[:step].count(name) for step, name in enumerate(taken.inside)}  # of its mode's steps
+    place = {step: taken.inside[:step].count(name) for step,
+             name in enumerate(taken.inside)}  # of its mode's steps
     rows["mode"] = rows["step"].map(dict(enumerate(taken.inside)))
     walls = [taken.modes[mode]["captured_ms"][place[step]] if phase == WHOLE else np.nan
              for mode, step, phase in zip(rows["mode"], rows["step"], rows["phase"])]
@@ -168,12 +176,14 @@ def _timeline(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Each mode and phase in ms, medians: plain wall time, and of captured steps the wall time (of a phase, its
-    range on the host), the GPU from the first operation to the last, GPU time, the operations' sum, their number.
+    """Each mode and phase in ms, medians: plain wall time, and of captured steps the wall time (of a phase,
+    its range on the host), the GPU from the first operation to the last, GPU time, the operations' sum, their
+    number.
     """
     keys = ["mode", "phase"]
     captured = clocks[clocks["captured"].astype(bool)]
-    table = captured.groupby(keys, sort=False)[["host_ns", "projected_ns", "busy_ns", "operations_ns"]].median() / 1e6
+    table = captured.groupby(keys, sort=False)[["host_ns", "projected_ns", "busy_ns",
+                                                "operations_ns"]].median() / 1e6
     table.columns = ["host_ms", "projected_ms", "gpu_ms", "operations_ms"]
     table["operations"] = captured.groupby(keys, sort=False)["operations"].median()
     plain = clocks[~clocks["captured"].astype(bool)].groupby(keys, sort=False)["wall_ms"].median()
@@ -193,6 +203,7 @@ def finding(tables: dict[str, pd.DataFrame], device: str) -> str:
     busy = whole["gpu_ms"] / whole["plain_ms"]
     bound = "" if device == "cpu" else ", launch-bound" if launch_bound(busy) else ", GPU-bound"
     top = kernels.iloc[0]
-    return (f"Forward: {number(whole['gpu_ms'], 'ms')} of GPU time, {number(whole['plain_ms'], 'ms')} of wall time:"
-            f" {number(busy, '%')} busy{bound}. {short_name(kernels.index[0])} takes"
-            f" {number(top['total_ns'] / kernels['total_ns'].sum(), '%')} of it in {int(top['count'])} launches.")
+    share = top["total_ns"] / kernels["total_ns"].sum()
+    return (f"Forward: {number(whole['gpu_ms'], 'ms')} of GPU time, {number(whole['plain_ms'], 'ms')} of wall"
+            f" time: {number(busy, '%')} busy{bound}. {short_name(kernels.index[0])} takes"
+            f" {number(share, '%')} of it in {int(top['count'])} launches.")

@@ -25,7 +25,8 @@ SCHEMAS = {
     "clocks": tidy(CLOCK, mode=_MODE, phase=word(), step=pa.Column("int64", pa.Check.ge(0), coerce=True),
                    captured=pa.Column(bool, coerce=True), **{name: measured() for name in (
                        "wall_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns", "operations")}),
-    "timeline": tidy(LANE, mode=_MODE, family=word(), launch_ns=_ANY_NS, launch_duration_ns=_NS, start_ns=_ANY_NS,
+    "timeline": tidy(LANE, mode=_MODE, family=word(), launch_ns=_ANY_NS, launch_duration_ns=_NS,
+                     start_ns=_ANY_NS,
                      duration_ns=_NS),
 }
 KEYS = {"operations": (*CONFIG, *OPERATION), "clocks": (*CONFIG, *CLOCK), "timeline": (*CONFIG, *LANE)}
@@ -38,9 +39,11 @@ def tables(frames: Tables) -> Tables:
 
 
 def top_kernels(operations: pd.DataFrame, mode: str, count: int = 10) -> pd.DataFrame:
-    """Of one run the kernels with the most time in a mode: short name, family, ms and launches a step, share."""
+    """Of one run the kernels with the most time in a mode: short name, family, ms and launches a step, share.
+    """
     rows = operations[operations["mode"] == mode]
-    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns", ascending=False)
+    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns",
+        ascending=False)
     shown = summed.head(count).reset_index()
     return pd.DataFrame({"kernel": shown["name"].map(short_names(shown["name"])), "family": shown["family"],
                          "time_ms": shown["total_ns"] / 1e6, "launches": shown["count"],
@@ -48,10 +51,11 @@ def top_kernels(operations: pd.DataFrame, mode: str, count: int = 10) -> pd.Data
 
 
 def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase")) -> pd.DataFrame:
-    """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family of
-    its own (see ``families.shown_family``)."""
+    """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
+    of its own (see ``families.shown_family``)."""
     rows = operations.assign(family=shown_family(operations), time_ms=operations["total_ns"] / 1e6)
-    wide = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum", sort=False).fillna(0.0)
+    wide = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
+                            sort=False).fillna(0.0)
     return wide[wide.sum().sort_values(ascending=False).index]
 
 
@@ -68,11 +72,13 @@ def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame
         LookupError: there is none.
     """
     rows = tables[f"nsys.{name}"]
-    rows = rows[(rows["precision"] == precision) & (rows["attention"] == "naive") & (rows["optimizer"] == "foreach")]
+    rows = rows[(rows["precision"] == precision) & (rows["attention"] == "naive")
+                & (rows["optimizer"] == "foreach")]
     if rows.empty:
         raise LookupError(f"no profile in {precision}")
     order = rows["size"].map({size: at for at, size in enumerate(SIZES)})
-    return rows.assign(order=order).sort_values(["order", "context_length"], kind="stable").drop(columns="order")
+    return rows.assign(order=order).sort_values(["order", "context_length"],
+                                                kind="stable").drop(columns="order")
 
 
 def reference(rows: pd.DataFrame) -> int:
@@ -88,8 +94,8 @@ def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataF
 
 
 def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
-    """A row a size, context, mode and phase in ms: plain_ms (wall time without a profiler; of whole modes), and of
-    captured steps host_ms, projected_ms (first operation to last) and gpu_ms; all medians."""
+    """A row a size, context, mode and phase in ms: plain_ms (wall time without a profiler; of whole modes),
+    and of captured steps host_ms, projected_ms (first operation to last) and gpu_ms; all medians."""
     keys = ["size", "context_length", "mode", "phase"]
     rows = profiles(tables, "clocks", precision)
     captured = rows["captured"].astype(bool)
@@ -122,34 +128,37 @@ def shares(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
 
 
 def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
-    """A row a size and context: of one forward pass the ms of attention's softmax and of its two matmuls (scores,
-    values), the ratio of their times, and of their FLOPs: softmax's five operations an element of the T x T scores
-    (max, subtract, exponentiate, sum, divide) over the matmuls' 4 D."""
+    """A row a size and context: of one forward pass the ms of attention's softmax and of its two matmuls
+    (scores, values), the ratio of their times, and of their FLOPs: softmax's five operations an element of
+    the T x T scores (max, subtract, exponentiate, sum, divide) over the matmuls' 4 D."""
     rows = profiles(tables, "operations")
     rows = rows[rows["mode"] == "forward"]
     keys = [rows["size"], rows["context_length"]]
     product = (rows["family"] == MATMUL) & rows["region"].isin(["attention.scores", "attention.value"])
-    found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6 for name, which in (
+    found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6
+                          for name, which in (
         ("softmax_ms", rows["region"] == "attention.softmax"), ("matmul_ms", product))})
     head_dim = [SIZES[size].d_model / SIZES[size].num_heads for size in found.index.get_level_values("size")]
     return found.assign(times=found["softmax_ms"] / found["matmul_ms"], flops=[5 / (4 * d) for d in head_dim])
 
 
 def beside_in_process(tables: Tables) -> pd.DataFrame:
-    """GPU time by nsys beside the benchmark's, by torch.profiler in another process: a row a size, context, mode
-    and phase, with ``off``, their difference as a share."""
+    """GPU time by nsys beside the benchmark's, by torch.profiler in another process: a row a size, context,
+    mode and phase, with ``off``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
     own = tables["benchmark.times"]
     own = own[(own["precision"] == "fp32") & (own["attention"] == "naive") & (own["compile"] == "none")
               & (own["optimizer"] == "foreach") & (own["repeat"] == 0)]
-    both = clocks(tables)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys, suffixes=("", "_in_process"))
+    both = clocks(tables)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
+                                                   suffixes=("", "_in_process"))
     return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
 
 
 # What is printed
 
 def forward_times(tables: Tables) -> pd.DataFrame:
-    """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU time."""
+    """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU
+    time."""
     names = {"plain_ms": "wall, plain", "projected_ms": "nsys, first to last", "gpu_ms": "nsys, GPU time"}
     long = forward_clocks(tables).rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
@@ -167,7 +176,8 @@ def first_kernel(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame({
         "size": rows["size"], "first in forward": rows["name"].map(names), "launches": rows["count"],
         "share of forward, %": rows["share"],
-        "first in forward + backward": rows["name_both"].map(names).where(rows["name_both"] != rows["name"], "the same"),
+        "first in forward + backward": rows["name_both"].map(names).where(rows["name_both"] != rows["name"],
+            "the same"),
         "share, %": rows["share_both"]}).set_index("size")
 
 
@@ -177,8 +187,8 @@ def forward_families(tables: Tables) -> pd.DataFrame:
 
 
 def step_families(tables: Tables) -> pd.DataFrame:
-    """(d) At the reference context the shares of forward and of a full step by family, of the least and the largest
-    size."""
+    """(d) At the reference context the shares of forward and of a full step by family, of the least and the
+    largest size."""
     wide = {mode: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
     sizes = list(dict.fromkeys([wide["step"].columns[0], wide["step"].columns[-1]]))
     return pd.DataFrame({f"{size.removesuffix(', %')}, {NAMES[mode]}, %": frame.get(size)
@@ -196,16 +206,18 @@ def attention_softmax(tables: Tables) -> pd.DataFrame:
     """(e) Softmax against the matmuls inside attention, in one forward pass, at the reference context."""
     rows = softmax_and_matmuls(tables).reset_index()
     rows = rows[rows["context_length"] == reference(rows)]
-    return pd.DataFrame({"size": rows["size"], "softmax, ms": rows["softmax_ms"], "matmuls, ms": rows["matmul_ms"],
+    return pd.DataFrame({"size": rows["size"], "softmax, ms": rows["softmax_ms"],
+                         "matmuls, ms": rows["matmul_ms"],
                          "time, %": rows["times"], "FLOPs, %": rows["flops"]}).set_index("size")
 
 
 def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
-    """The largest difference of GPU time by nsys from the benchmark's in-process captures, over all contexts; a row
-    a size, a column a mode."""
+    """The largest difference of GPU time by nsys from the benchmark's in-process captures, over all contexts;
+    a row a size, a column a mode."""
     rows = beside_in_process(tables)
     rows = rows[rows["phase"] == WHOLE]
-    wide = rows.assign(off=rows["off"].abs()).pivot_table(index="size", columns="mode", values="off", aggfunc="max",
+    wide = rows.assign(off=rows["off"].abs()).pivot_table(index="size", columns="mode", values="off",
+                                                          aggfunc="max",
                                                           sort=False)
     profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
     return wide.rename(columns=lambda mode: f"{NAMES[mode]}, %").join(profiles_of)
