@@ -159,7 +159,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
         use_ranges(ProfilerRanges())
     from torch import _dynamo  # noqa: F401  AdamW would import it in the GPU's turn: two seconds
     if config.device == "cuda":
-        torch.cuda.init()  # its context takes a second
+        torch.zeros(1, device="cuda")  # making its context takes a second
     with ExitStack() as opened:
         asked = default_timer()
         with turn():
