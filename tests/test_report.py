@@ -60,9 +60,10 @@ def test_a_long_table_says_how_much_it_leaves_out():
 
 
 def test_a_notebooks_table_has_plain_text():
-    frame = brief(pd.DataFrame({"run_id": ["a_b"], "peak_gib": [65.61], "sm_clock_mhz": [1980.0]}))
-    assert list(frame) == ["run id", "peak, GiB", "sm clock, MHz"]
-    assert frame.iloc[0].to_list() == ["a_b", "65.6", "1,980"]
+    frame = brief(pd.DataFrame({"run_id": ["a_b"], "peak_gib": [65.61], "sm_clock_mhz": [1980.0], "gpu_ms": [2.313],
+                                "tokens_per_s": [21743.0]}))
+    assert list(frame) == ["run id", "peak, GiB", "SM clock, MHz", "GPU time, ms", "tokens/s"]
+    assert frame.iloc[0].to_list() == ["a_b", "65.6", "1,980", "2.31", "21,700"]
 
 
 def test_escaped_text_is_one_line_and_stays_as_it_was():

@@ -19,8 +19,9 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {un
     "ms", "µs", "s", "min", "h", "GiB", "MiB", "KiB", "B", "MHz", "W", "J", "TFLOP/s", "TB/s", "GB/s",
     "tokens/s")}
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
-SUFFIXES = {unit.lower().replace("/", "_per_"): unit for unit in UNITS if unit} | {
-    "gibs": "GiB", "tflops": "TFLOP/s", "tokens_per_s": "tokens/s"}
+SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in (
+    "ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}  # of columns' names
+WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 
 
 def digits(value: Any, unit: str = "") -> str:
@@ -122,10 +123,13 @@ def escape(text: object) -> str:
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
     def heading(name: Any) -> Any:
-        for suffix, unit in SUFFIXES.items():
-            if isinstance(name, str) and name.endswith(f"_{suffix}"):
-                return f"{name[:-len(suffix) - 1].replace('_', ' ')}, {unit}"
-        return name.replace("_", " ") if isinstance(name, str) and ", " not in name else name
+        if not isinstance(name, str) or ", " in name:
+            return name
+        words, _, unit = name.rpartition("_")
+        if name in WORDS or unit not in SUFFIXES:
+            return WORDS.get(name, name.replace("_", " "))
+        words = words.replace("_", " ")
+        return f"{WORDS.get(words, words)}, {SUFFIXES[unit]}"
     return frame.rename(columns=heading)
 
 
