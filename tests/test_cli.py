@@ -26,7 +26,7 @@ def run(monkeypatch, capsys):
     (["sweep", "nothing"], "nothing: there is no such file; sweeps that ship"),
     (["sweep", "reference"], "need a CUDA GPU"),
     (["sweep", "a" * 5000], "cannot be read"),
-    (["sweep", "cpu", "--time-budget", "١٠s"], "--time-budget: got"),  # digits, but not ASCII's
+    (["sweep", "cpu", "--time-budget", "\u0661\u0660s"], "--time-budget: got"),  # digits, but not ASCII's
     (["sweep", "cpu", "--time-budget", "9" * 5000 + "s"], "--time-budget"),
     (["sweep", "cpu", "--time-budget", "1 day"], "--time-budget"),
     (["sweep", "cpu", "--timeout", "0s"], "--timeout"),
@@ -36,7 +36,7 @@ def run(monkeypatch, capsys):
     (["ladder"], "give a size, such as small, or --shape"),
     (["ladder", "small", "--shape", "8/8/1/1"], "one of them, not both"),
     (["ladder", "--shape", "8/8/1"], "expected four numbers"),
-    (["ladder", "--shape", "8/8/1/٢"], "expected four numbers"),
+    (["ladder", "--shape", "8/8/1/\u0662"], "expected four numbers"),
     (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
     (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
     (["ladder", "2.7B", "--edition", "2026"], "calls 2.7B xl"),

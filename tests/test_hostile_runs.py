@@ -127,7 +127,7 @@ BLOCK = {"study": "benchmark", "fixed": TINY}
     ("{a: [", "line 1"),
     ("--- 1\n--- 2", "another document"),
     ("a: \x07", "special characters"),
-    ("{study: benchmark, axes: {%s}}" % ", ".join(f"f{n}: [{', '.join(map(str, range(10)))}]" for n in range(6)),
+    ("study: benchmark\naxes:" + "".join(f"\n  f{n}: {list(range(10))}" for n in range(6)),
      "more than 100,000 runs"),
 ])
 def test_a_sweep_file_that_cannot_be_run_is_refused_in_one_sentence(write_sweep, content, words):

@@ -202,6 +202,8 @@ def _end_with_worker(folder: Path) -> None:
 
 def _execute(config: RunConfig, folder: Path) -> tuple[str, str | None]:
     """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
+    # jsonschema would import it, where JupyterLab has brought it, for web addresses: a second of each run.
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager
     from nbclient.exceptions import DeadKernelError

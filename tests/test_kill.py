@@ -1,0 +1,219 @@
+"""A sweep that is killed again and again ends with the records of one that was left alone."""
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from conftest import HANGS, LACKS_MEMORY, RAISES, TINY, ended
+from stepscope.runs.run import MARK
+from stepscope.runs.store import Store
+
+SEEDS = [0, LACKS_MEMORY, *range(20, 26)]
+
+
+@pytest.fixture
+def sweep(write_sweep):
+    def write(seeds):
+        return write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": seeds}})
+    return write
+
+
+def records(store):
+    """The bytes of every record there is; each must be whole, whatever has just been killed."""
+    found, errors = store.records(check_files=True)
+    assert not errors
+    return {record.config["seed"]: (store.root / "benchmark" / record.run_id / "record.json").read_bytes()
+            for record in found}
+
+
+def begun(faults):
+    path = faults / "began"
+    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGKILL, -9), (signal.SIGTERM, 75),
+    pytest.param(signal.SIGINT, 75, marks=pytest.mark.trials),
+    pytest.param(signal.SIGHUP, 75, marks=pytest.mark.trials)])
+def test_a_stopped_sweep_leaves_nothing_that_runs_and_is_continued(program, sweep, store, faults, number, status):
+    path = sweep([0, HANGS])
+    first = program("sweep", path, "--runs", store.root)
+    first.wait_for((faults / "child").exists)
+    first.process.send_signal(number)
+    assert first.process.wait(60) == status
+    child = int((faults / "child").read_text())
+    assert "Traceback" not in first.said.read_text()
+    if number == signal.SIGKILL:
+        assert first.all_ended()  # workers end with the sweep, and runs with their workers
+    else:
+        assert f"stopped by {number.name}; 1 left" in first.said.read_text() and first.all_ended(5)
+        assert not store.partial.exists()
+    assert ended(child)
+    before = records(store)
+    assert before.keys() == {0}
+
+    (faults / "mended").touch()
+    second = program("sweep", path, "--runs", store.root)
+    assert second.process.wait(120) == 0
+    assert records(store).keys() == {0, HANGS} and before.items() <= records(store).items()
+    assert begun(faults) == [0, HANGS, HANGS]
+    assert not store.partial.exists() and second.all_ended(5)
+
+
+def test_a_second_signal_ends_a_sweep_at_once(program, sweep, store, faults):
+    first = program("sweep", sweep([HANGS]), "--runs", store.root)
+    first.wait_for((faults / "child").exists)
+    sweeping = psutil.Process(first.process.pid)
+    first.process.send_signal(signal.SIGINT)
+    time.sleep(1.2)  # a terminal's several signals are one request
+    with suppress(psutil.NoSuchProcess):
+        sweeping.send_signal(signal.SIGINT)
+    assert first.process.wait(30) in (75, 130)
+    assert first.all_ended() and ended(int((faults / "child").read_text()))
+
+
+@pytest.mark.parametrize("victim", ["kernel", "run", "worker"])
+def test_what_dies_beneath_a_sweep_fails_one_run_and_no_other(program, sweep, store, faults, victim):
+    """The kernel, the run's process, and the worker above it, killed from outside; a worker's run has a second
+    chance."""
+    first = program("sweep", sweep([HANGS, 20]), "--runs", store.root)
+    first.wait_for((faults / "child").exists)
+    kernel = psutil.Process(int((faults / "began").read_text().split()[1]))
+    run = kernel.parent()
+    (faults / "mended").touch()
+    {"kernel": kernel, "run": run, "worker": run.parent()}[victim].kill()
+    status = first.process.wait(120)
+    assert ended(int((faults / "child").read_text()))
+    done, failed = {"kernel": ({20}, {HANGS}), "run": ({20}, {HANGS}), "worker": ({HANGS, 20}, set())}[victim]
+    found = {record.config["seed"]: record for record in store.records(check_files=True)[0]}
+    assert {seed for seed, record in found.items() if record.status == "ok"} == done
+    assert {seed for seed, record in found.items() if record.status == "failed"} == failed
+    assert status == (1 if failed else 0)
+    if victim == "worker":
+        assert "once more" in first.said.read_text()
+    elif victim == "run":
+        assert "killed by SIGKILL" in found[HANGS].cause
+    assert first.all_ended(5)
+
+
+def test_runs_of_a_dead_sweep_are_ended_by_the_next(program, sweep, store, faults):
+    """Sweep, worker and run are killed together: nobody is left who knows the run's children but by their mark."""
+    path = sweep([HANGS])
+    first = program("sweep", path, "--runs", store.root)
+    first.wait_for((faults / "child").exists)
+    child = psutil.Process(int((faults / "child").read_text()))
+    assert child.environ()[MARK].startswith(str(store.partial))
+    killed = [process for process in first.processes() if process.pid != child.pid]
+    for process in killed:
+        process.suspend()
+    for process in killed:
+        process.kill()
+    assert first.process.wait(30) == -9 and child.is_running()
+    (faults / "mended").touch()
+    assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
+    assert ended(child.pid) and records(store).keys() == {HANGS}
+
+
+def _victims(started):
+    """By kind: the sweep's own process, its worker, a run, a kernel; as far as there are any now."""
+    found = {"sweep": [psutil.Process(started.process.pid)], "worker": [], "run": [], "kernel": []}
+    for process in started.processes():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            kind = ("kernel" if "ipykernel_launcher" in line else "run" if "stepscope.runs.run" in line
+                    else "worker" if "spawn_main" in line else None)
+            if kind:
+                found[kind].append(process)
+    return found
+
+
+def _kill_series(program, path, store, faults, kills, chance):
+    before = {}
+    for number in range(kills):
+        started = program("sweep", path, "--runs", store.root, "--workers", 2)
+        time.sleep(chance.uniform(0, 14))
+        kind = chance.choice(["sweep", "sweep", "worker", "run", "kernel"])
+        for process in _victims(started)[kind][:1]:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL if kind != "sweep" else chance.choice(
+                    [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+        if kind != "sweep" and started.process.poll() is None:
+            time.sleep(chance.uniform(0, 3))
+            with suppress(ProcessLookupError):
+                started.process.send_signal(chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        status = started.process.wait(90)
+        assert started.all_ended(), (number, kind)
+        after = records(store)
+        done = {seed: text for seed, text in after.items() if json.loads(text)["status"] != "failed"}
+        assert before.items() <= done.items(), (number, kind, status)  # not lost, and not done again
+        assert "Traceback" not in started.said.read_text(), started.said.read_text()
+        before = done
+    last = program("sweep", path, "--runs", store.root, "--workers", 2)
+    status = last.process.wait(300)
+    return before, status, last
+
+
+def test_random_kills_lose_nothing_and_double_nothing(program, sweep, tmp_path, faults):
+    store = Store(tmp_path / "runs")
+    before, status, last = _kill_series(program, sweep(SEEDS), store, faults, 2, random.Random(2))
+    assert status == 0, last.said.read_text()
+    assert records(store).keys() == set(SEEDS) and before.items() <= records(store).items()
+    assert last.all_ended(5)
+    names = {path.name for path in store.root.iterdir()}
+    assert names == {".lock", "benchmark"}  # nothing half-made, nothing temporary
+
+
+@pytest.mark.trials
+@pytest.mark.parametrize("seed", range(6))
+def test_many_random_kills(program, sweep, tmp_path, faults, seed):
+    store = Store(tmp_path / "runs")
+    _, status, last = _kill_series(program, sweep([*SEEDS, *range(40, 60)]), store, faults, 9,
+                                   random.Random(seed))
+    assert status == 0, last.said.read_text()
+    assert records(store).keys() == {*SEEDS, *range(40, 60)}
+    assert {path.name for path in store.root.iterdir()} == {".lock", "benchmark"} and last.all_ended(5)
+
+
+def test_a_killed_sweep_leaves_no_temporary_folder(program, sweep, store, faults, tmp_path, monkeypatch):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        (faults / "child").unlink(missing_ok=True)
+        first = program("sweep", sweep([HANGS]), "--runs", store.root)
+        first.wait_for((faults / "child").exists)
+        first.process.send_signal(number)
+        first.process.wait(60)
+        assert first.all_ended()
+        assert not [path for path in temporary.iterdir() if not path.name.startswith(("pytest", "pymp"))], number
+
+
+@pytest.mark.trials
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_stops_a_sweep_and_loses_nothing(program, sweep, store, faults):
+    import subprocess
+    store.root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", store.root], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (store.root / "ballast").write_bytes(bytes(3 * 2**20 - 600_000))
+        started = program("sweep", sweep([0, 20, 21, RAISES]), "--runs", store.root)
+        status = started.process.wait(120)
+        said = started.said.read_text()
+        assert status in (1, 2, 75) and "Traceback" not in said
+        before = records(store)
+        (store.root / "ballast").unlink()
+        (faults / "mended").touch()
+        assert program("sweep", sweep([0, 20, 21, RAISES]), "--runs", store.root).process.wait(120) == 0
+        after = records(store)
+        assert after.keys() == {0, 20, 21, RAISES}
+        ok = {seed: text for seed, text in before.items() if json.loads(text)["status"] == "ok"}
+        assert ok.items() <= after.items()
+    finally:
+        subprocess.run(["umount", "--lazy", store.root], check=True)

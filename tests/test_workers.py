@@ -1,0 +1,177 @@
+"""Workers of a scheduler that is somebody's: the same sweep, ended and continued in the same way."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from distributed import Security
+
+from conftest import HANGS, RAISES, TINY, ended
+from stepscope.runs.workers import RESOURCE, local_workers, workers_of
+
+QUIET = {"DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error"}
+
+
+class Cluster:
+    """A scheduler and its workers, as processes of the command line that Dask has."""
+
+    def __init__(self, folder, environment):
+        self.folder, self.environment, self.started = folder, os.environ | QUIET | environment, []
+        self.file = folder / "scheduler.json"
+        self.scheduler = self._start("scheduler", "--scheduler-file", self.file, "--host", "127.0.0.1", "--port", "0",
+                                     "--no-dashboard", "--protocol", "tls" if environment else "tcp")
+        deadline = time.monotonic() + 60
+        while not self.file.exists() or not self.file.read_text().endswith("}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        import json
+        self.address = json.loads(self.file.read_text())["address"]
+
+    def _start(self, *arguments):
+        command = [sys.executable, "-m", "dask", *map(str, arguments)]
+        with (self.folder / "dask.log").open("a") as log:
+            self.started.append(subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log,
+                                                 stderr=log, start_new_session=True))
+        return self.started[-1]
+
+    def worker(self, resources="RUNS=1", threads=1):
+        return self._start("worker", self.address, "--nthreads", threads, "--no-dashboard", "--resources",
+                           resources, "--local-directory", self.folder)
+
+    def close(self):
+        for process in reversed(self.started):
+            process.terminate()
+        for process in self.started:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path, faults):  # faults: workers are to find these notebooks, too
+    made = []
+
+    def make(**environment):
+        folder = tmp_path / "dask"
+        folder.mkdir()
+        made.append(Cluster(folder, environment))
+        return made[-1]
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def sweep(program, write_sweep, store):
+    def start(cluster, seeds, *options):
+        path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": seeds}})
+        return program("sweep", path, "--runs", store.root, "--scheduler", cluster.address, *options)
+    return start
+
+
+def seeds(store, status="ok"):
+    return {record.config["seed"] for record in store.records(check_files=True)[0] if record.status == status}
+
+
+def test_a_sweep_on_somebodys_workers_is_stopped_killed_and_continued(cluster, sweep, store, faults):
+    there = cluster()
+    worker = there.worker()
+    for number, status in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
+        (faults / "child").unlink(missing_ok=True)
+        first = sweep(there, [0, HANGS])
+        first.wait_for((faults / "child").exists)
+        first.process.send_signal(number)
+        assert first.process.wait(60) == status
+        # The worker goes on, and has ended the run that nobody waits for any more.
+        assert ended(int((faults / "child").read_text())) and worker.poll() is None
+        assert seeds(store) == {0}
+    (faults / "mended").touch()
+    assert sweep(there, [0, HANGS]).process.wait(120) == 0
+    assert seeds(store) == {0, HANGS} and not store.partial.exists()
+
+
+def test_a_worker_that_dies_hands_its_run_to_another(cluster, sweep, store, faults):
+    there = cluster()
+    workers = [there.worker()]
+    first = sweep(there, [HANGS, RAISES])
+    first.wait_for((faults / "child").exists)
+    (faults / "mended").touch()
+    workers.append(there.worker())
+    os.killpg(workers[0].pid, signal.SIGKILL)  # with its nanny: it does not come back
+    assert first.process.wait(120) == 0 and seeds(store) == {HANGS, RAISES}
+    assert first.said.read_text().count("once more") == 1
+    assert ended(int((faults / "child").read_text()))
+
+
+def test_a_scheduler_that_dies_is_said_and_its_runs_are_ended(cluster, sweep, store, faults):
+    there = cluster()
+    there.worker()
+    first = sweep(there, [0, HANGS])
+    first.wait_for((faults / "child").exists)
+    there.scheduler.kill()
+    assert first.process.wait(120) == 75 and "the scheduler is gone" in first.said.read_text()
+    assert seeds(store) == {0} and ended(int((faults / "child").read_text()))
+
+
+def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, sweep, store):
+    there = cluster()
+    there.worker("OTHER=1")
+    first = sweep(there, [0])
+    assert first.process.wait(60) == 2 and "offer neither GPU_GIB nor RUNS" in first.said.read_text()
+    assert not store.root.exists()
+
+
+def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, program, write_sweep, store, faults):
+    there = cluster()
+    there.worker("GPU_GIB=80", threads=3)
+    path = write_sweep({"study": "benchmark", "fixed": TINY | {"device": "auto"},
+                        "axes": {"seed": list(range(10, 16))}})
+    first = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    assert first.process.wait(180) == 0, first.said.read_text()
+    assert {record.config["device"] for record in store.records()[0]} == {"cuda"}
+
+
+def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, program, write_sweep, store, faults,
+                                                                   tmp_path, monkeypatch):
+    security = Security.temporary()
+    files = {}
+    for name in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
+        files[name] = tmp_path / name
+        files[name].write_text(getattr(security, name))
+    environment = {"DASK_DISTRIBUTED__COMM__TLS__CA_FILE": str(files["tls_ca_file"]),
+                   "DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": "tls"}
+    for role in ("SCHEDULER", "WORKER", "CLIENT"):
+        environment[f"DASK_DISTRIBUTED__COMM__TLS__{role}__CERT"] = str(files["tls_client_cert"])
+        environment[f"DASK_DISTRIBUTED__COMM__TLS__{role}__KEY"] = str(files["tls_client_key"])
+    there = cluster(**environment)
+    assert there.address.startswith("tls://")
+    there.worker()
+    path = write_sweep({"study": "benchmark", "fixed": TINY})
+    refused = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    assert refused.process.wait(60) == 2 and not store.root.exists()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    joined = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    assert joined.process.wait(120) == 0, joined.said.read_text()
+
+
+def test_local_workers_listen_on_the_loopback_alone_and_end_with_the_sweep(tmp_path):
+    import psutil
+    gpus = [{"visible": "3", "name": "x", "gib": 79.6}, {"visible": "GPU-ab", "name": "x", "gib": 79.6}]
+    with local_workers(gpus, 2, tmp_path / "scratch", runs_a_gpu=2) as client:
+        workers = workers_of(client)
+        assert [worker["resources"] for worker in workers.values()] == [{RESOURCE["cuda"]: 79.6}] * 2
+        assert {worker["nthreads"] for worker in workers.values()} == {2}
+        visible = set(client.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).values())
+        assert visible == {"3", "GPU-ab"}
+        here = psutil.Process()
+        family = [here, *here.children(recursive=True)]
+        listens = {connection.laddr.ip for process in family for connection in process.net_connections("inet")
+                   if connection.status == psutil.CONN_LISTEN}
+        assert listens == {"127.0.0.1"}
+        pids = set(client.run(os.getpid).values())
+    assert all(ended(pid) for pid in pids)
