@@ -183,7 +183,7 @@ def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
     assert found.operations["launch_start_ns"].isna().tolist() == [False, True, False] and not found.left_out
     assert found.operations["device"].tolist() == [0, 2, 0]
     text = profile_text(tmp_path / "a.json", device=2)
-    assert text.startswith("2 GPUs, most work on GPU 2; no steps found") and "bound          not told" in text
+    assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          not told" in text
     with pytest.raises(TraceError, match="has no work of GPU 1, expected one of 0, 2"):
         profile_text(tmp_path / "a.json", device=1)
 
@@ -351,6 +351,11 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
     assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
     text = profile_text(path)
     assert "GPU 0          <0.001 ms" in text and "GPU 1          <0.001 ms" in text
+    with closing(sqlite3.connect(path)) as connection:  # each rank sees its own GPU as the first
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")
+        connection.commit()
+    text = profile_text(path)
+    assert text.startswith("2 GPUs, details of GPU 0, process 7; 2 steps") and "\nGPU 0, process 8" in text
     assert set(rows["phase"]) == {OUTSIDE}
 
 

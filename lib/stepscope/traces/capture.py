@@ -46,6 +46,7 @@ OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  #
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 OPTIMIZER = re.compile(r"^Optimizer\.step#")
 STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
+CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
 PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 # What people call a phase, in any case; beside these words a name may have only those of FILL.
 PHASE_WORDS = {"forward": "forward", "fwd": "forward", "loss": "loss", "criterion": "loss",
@@ -393,7 +394,8 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
     """The ranges of one name that repeat and hold most of all launches, best with a word for a step in it."""
     best, score = ranges[:0], (False, 0.5)
     total = max(1, launches.shape[1])
-    for name, own in ranges.groupby(plain):
+    longest = (ranges["end_ns"] - ranges["start_ns"]).groupby(plain).sum().nlargest(CANDIDATES).index
+    for name, own in ranges[plain.isin(longest)].groupby(plain):
         said = set(str(name).split())
         operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
         if not 2 <= len(own) <= 10_000 or operator or phase_of(str(name)):

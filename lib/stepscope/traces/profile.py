@@ -28,7 +28,6 @@ KINDS_OF_COMMUNICATION = [("reduce-scatter", r"reduce_?scatter"), ("all-gather",
                           ("broadcast", r"broadcast")]
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
-LATE_NS = 0          # a launch that ends so much after its GPU fell idle made it wait
 WORTH, MOST = 0.01, 3  # of the step: less is not advised; so many things to do
 RANGES = 4           # of no phase: so many are named
 SHOWN, LABEL = 60, 15  # characters of a name, and of a line's label
@@ -36,10 +35,11 @@ SHOWN, LABEL = 60, 15  # characters of a name, and of a line's label
 
 @dataclass
 class Device:
-    """One GPU's operations within the steps, and their windows."""
+    """One GPU's operations within the steps, and their windows; of several processes on it, one's."""
 
     capture: Capture
     number: int
+    name: str
     all_operations: pd.DataFrame
 
     @cached_property
@@ -55,8 +55,8 @@ class Device:
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """Those that begin within the windows, with ``end_ns`` and the part that each is: compute, copies to
-        and from the host, communication."""
+        """Those that begin within the windows, in order, with ``end_ns`` and the part that each is: compute,
+        copies to and from the host, communication."""
         rows = self.all_operations
         rows = rows[(rows["start_ns"] >= self.windows[0, 0]) & (rows["start_ns"] < self.windows[-1, 1])]
         host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY)
@@ -74,9 +74,12 @@ class Device:
     @cached_property
     def accounts(self) -> pd.DataFrame:
         """A row a step, ms: wall, and what it is the sum of."""
-        found = []
+        found, starts = [], self.operations["start_ns"].to_numpy()
+        longest = self.operations["duration_ns"].max()
         for begin, end in self.windows:
-            rows = self.operations[(self.operations["end_ns"] > begin) & (self.operations["start_ns"] < end)]
+            first = int(np.searchsorted(starts, begin - longest))  # what began before may run on
+            rows = self.operations.iloc[first:int(np.searchsorted(starts, end))]
+            rows = rows[rows["end_ns"] > begin]
             compute = self.union(rows[rows["part"] == "compute"], begin, end)
             local = self.union(rows[rows["part"] != COMMUNICATION], begin, end)
             busy = self.union(rows, begin, end)
@@ -104,9 +107,8 @@ class Device:
         rows = self.operations.sort_values("start_ns")
         reached = rows["end_ns"].cummax().shift()
         gap = rows["start_ns"] - reached
-        launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).astype("Float64").to_numpy(float,
-            na_value=np.nan)
-        found = pd.DataFrame({"ms": gap / 1e6, "late": launched > reached.to_numpy() + LATE_NS,
+        launched = rows["launch_start_ns"] + rows["launch_duration_ns"]
+        found = pd.DataFrame({"ms": gap / 1e6, "late": (launched > reached).fillna(False).astype(bool),
                               "phase": rows["phase"].astype(str), "name": rows["name"].astype(str)})
         return found[gap > 0]
 
@@ -114,8 +116,8 @@ class Device:
     def ahead_ms(self) -> float:
         """How long before it runs an operation was launched: the median."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
-        return float((self.operations.loc[launched.index,
-                                          "start_ns"] - launched.astype("int64")).median()) / 1e6
+        ahead = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
+        return float(ahead.median()) / 1e6
 
 
 def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None,
@@ -134,19 +136,25 @@ def profile_text(path: Path | str, step: str | None = None, phases: Mapping[str,
     capture = load_capture(path, step, phases)
     if csv is not None:
         capture.operations.to_csv(csv, index=False)
-    gpus = {int(number): Device(capture, int(number), rows.reset_index(drop=True))
-            for number, rows in capture.operations.groupby("device")}
+    gpus = _gpus(capture)
     if not gpus:
         raise TraceError(f"{path}: all {capture.left_out:,} operations were launched before"
                          f" {'its first step' if capture.steps else 'the capture'}, expected some within")
-    if device is not None and device not in gpus:
-        raise TraceError(f"{path}: has no work of GPU {device}, expected one of {', '.join(map(str, gpus))}")
-    busiest = max(gpus, key=lambda number: gpus[number].operations["duration_ns"].sum())
-    most = busiest if device is None else device
-    lines = [_header(capture, gpus, most)]
-    lines += [line for number, one in gpus.items() for line in _steps(one, len(gpus) > 1)]
-    lines += _looked_into(gpus[most])
-    return "\n".join(lines)
+    asked = [one for one in gpus if device is None or one.number == device]
+    if not asked:
+        numbers = ", ".join(str(number) for number in sorted({one.number for one in gpus}))
+        raise TraceError(f"{path}: has no work of GPU {device}, expected one of {numbers}")
+    most = max(asked, key=lambda one: one.operations["duration_ns"].sum())
+    steps = [_steps(one, len(gpus) > 1) for one in gpus]
+    return "\n".join([_header(most, len(gpus)), *steps, *_looked_into(most)])
+
+
+def _gpus(capture: Capture) -> list[Device]:
+    """Each GPU, or, where processes see one of the same number (each rank its own as GPU 0), each one's."""
+    groups = capture.operations.groupby(["device", "process"])
+    several = len(groups) > capture.operations["device"].nunique()
+    return [Device(capture, int(device), f"GPU {device}" + f", process {process}" * several,
+                   rows.reset_index(drop=True)) for (device, process), rows in groups]
 
 
 def phases_of(said: Sequence[str]) -> dict[str, str] | None:
@@ -178,14 +186,12 @@ def _looked_into(one: Device) -> list[str]:
     return [*lines, f"{'not told':<{LABEL}}{_not_told(one)}"]
 
 
-def _header(capture: Capture, gpus: Mapping[int, Device], most: int) -> str:
-    parts = []
+def _header(one: Device, gpus: int) -> str:
+    capture, parts = one.capture, []
     if capture.rank:
         parts.append(f"rank {capture.rank[0]} of {capture.rank[1]}")
-    name = clean(capture.gpus.get(most, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
-    parts.append(name or f"GPU {most}" if len(gpus) == 1
-                 else f"{len(gpus)} GPUs, most work on GPU {most} {name}".rstrip())
-    one = gpus[most]
+    name = clean(capture.gpus.get(one.number, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
+    parts.append(name or one.name if gpus == 1 else f"{gpus} GPUs, details of {one.name} {name}".rstrip())
     steps = f"{len(capture.steps)} steps ({_numbered(capture.steps)})" if len(capture.steps) > 1 else (
         f"1 step ({clean(capture.steps[0])})" if capture.steps else "no steps found: all of it is one")
     plural = "s" if len(one.operations) != 1 else ""
@@ -205,16 +211,16 @@ def _numbered(names: list[str]) -> str:
     return clean(names[0])
 
 
-def _steps(one: Device, several: bool) -> list[str]:
+def _steps(one: Device, several: bool) -> str:
     accounts = one.accounts
     mean = accounts.mean()
     each = " ".join(_ms(value) for value in accounts["wall"].head(8)) + (" ..." if len(accounts) > 8 else "")
     parts = [f"{name} {_ms(mean[name])}" for name in ("compute", "exposed copies", "exposed communication",
                                                       "idle")
              if name in ("compute", "idle") or mean[name] >= 0.0005 * mean["wall"]]
-    label = f"GPU {one.number}" if several else "step on GPU" if one.capture.steps else "on GPU"
+    label = one.name if several else "step on GPU" if one.capture.steps else "on GPU"
     shown = f" ({each})" if len(accounts) > 1 else ""
-    return [f"{label:<{LABEL}}{_ms(mean['wall'])} ms{shown}: {', '.join(parts)}"]
+    return f"{label:<{LABEL}}{_ms(mean['wall'])} ms{shown}: {', '.join(parts)}"
 
 
 def _phases(one: Device) -> str:
@@ -425,4 +431,6 @@ def _us(ms: float) -> str:
 
 
 def _percent(share: float) -> str:
+    if not np.isfinite(share):
+        return "?"
     return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
