@@ -260,3 +260,17 @@ def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
     text = (tmp_path / "writeup.md").read_text()
     assert "## Memory" not in text
     assert re.search(r"^Not measured here: .*Memory.*stepscope sweep .*memory", text, re.MULTILINE)
+
+
+@pytest.mark.trials
+def test_explore_runs_from_top_to_bottom(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    from stepscope import PROJECT
+    notebook = nbformat.read(Path(str(PROJECT), "notebooks", "explore.ipynb"), as_version=4)
+    runs = reports.few(tmp_path / "runs")
+    notebook.cells[1].source = f"runs, device = {str(runs)!r}, 'cpu'"
+    done = NotebookClient(notebook, timeout=300).execute()
+    shown_as = [kind for cell in done.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
+    assert shown_as.count("image/png") >= 1 and shown_as.count("text/html") >= 3

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from stepscope import StepscopeError, studies
 from stepscope.report.load import Tables
@@ -130,9 +131,9 @@ class Teller:
             raise ChapterError(f"{chapter}: claim {opened} is not closed")
         yield text[place:]
 
-    def _made(self, kind: str, name: str) -> object:
+    def _made(self, kind: str, name: str) -> Any:
         """What a function makes of the tables; None where it could not, which is noted."""
-        why, made = HOLDS, None
+        why, made = HOLDS, None  # type: tuple[str, Any]
         try:
             made = self.known[kind][name](self.tables)
             why = HOLDS if made is not None else FAILS if kind == "claim" else NO_DATA

@@ -77,7 +77,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
-    height = axes.get_position().height * axes.figure.get_figheight() * 72 * 0.8  # points, before the layout
+    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will take some of them
     step = gap * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
@@ -111,8 +111,8 @@ def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequ
 
 def svg(drawn: Figure) -> str:
     """A figure as SVG for light and dark, without a date, numbers to 0.01 points."""
-    for text in drawn.findobj(Text):
-        text.set_parse_math(False)
+    for words in drawn.findobj(Text):
+        words.set_parse_math(False)
     out = io.StringIO()
     FigureCanvasSVG(drawn).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = out.getvalue()
