@@ -1,7 +1,9 @@
 """Records of anybody: nothing of them is alive in the report, and no table of theirs ends it."""
+import hashlib
 import json
 import random
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -77,7 +79,6 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def copy(runs, tmp_path):
     """A copy of those runs that a test may change."""
-    import shutil
     shutil.copytree(runs, tmp_path / "runs")
     return tmp_path / "runs"
 
@@ -243,7 +244,6 @@ def test_a_wrong_table_is_named_with_its_column(copy):
 
 
 def test_a_file_that_is_no_table_is_named(copy):
-    import hashlib
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
     (run / "times.parquet").write_bytes(b"PAR1 no, it is not")
     digest = hashlib.sha256((run / "times.parquet").read_bytes()).hexdigest()

@@ -1,12 +1,18 @@
 """Numbers, tables, pictures, and a whole report."""
+import json
 import math
+import os
 import re
-import xml.etree.ElementTree as ElementTree
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
 
 import reports
+from stepscope import PROJECT
+from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
 from stepscope.report.load import RunsError, load, read
@@ -195,7 +201,6 @@ def test_a_readme_with_half_its_marks_is_refused_and_untouched(done, tmp_path, c
 
 
 def test_a_readme_that_is_a_pipe_or_a_link_is_refused_at_once(done, tmp_path):
-    import os
     os.mkfifo(tmp_path / "README.md")
     with pytest.raises(OutputError, match="no regular file"):
         render(done[1] / "runs", tmp_path)
@@ -220,10 +225,7 @@ def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
     runs = reports.few(tmp_path / "runs", 1)
     run = next((runs / "benchmark").iterdir())
     before = read(Store(runs)).tables["benchmark.times"]
-    import json
-    import shutil
 
-    from stepscope.config import configure
     fields = json.loads((run / "record.json").read_text())["config"] | {"seed": 1}
     again = run.with_name(configure(**fields).run_id)
     shutil.copytree(run, again)
@@ -254,7 +256,6 @@ def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_
 
 def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
     runs = reports.few(tmp_path / "runs", 1)
-    import shutil
     shutil.rmtree(runs / "memory")
     render(runs, tmp_path)
     text = (tmp_path / "writeup.md").read_text()
@@ -264,10 +265,6 @@ def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
 
 @pytest.mark.trials
 def test_explore_runs_from_top_to_bottom(tmp_path):
-    import nbformat
-    from nbclient import NotebookClient
-
-    from stepscope import PROJECT
     notebook = nbformat.read(Path(str(PROJECT), "notebooks", "explore.ipynb"), as_version=4)
     runs = reports.few(tmp_path / "runs")
     notebook.cells[1].source = f"runs, device = {str(runs)!r}, 'cpu'"
