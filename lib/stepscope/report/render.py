@@ -64,13 +64,15 @@ def render(runs: Path, out: Path) -> Rendered:
         ChapterError: a chapter that cannot be told.
         OutputError: the report cannot be written there.
     """
+    for folder in ("evidence", "figures"):
+        if (out / folder).is_symlink():
+            raise OutputError(f"{out / folder}: is a link, and would be written through; remove it")
+    if out.is_dir():
+        _readme(out, "")  # refused before anything is made
     report = compose(runs, out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for folder in ("evidence", "figures"):
-            if (out / folder).is_symlink():
-                raise OutputError(f"{out / folder}: is a link, and would be written through; remove it")
-            (out / folder).mkdir(exist_ok=True)
+            (out / folder).mkdir(parents=True, exist_ok=True)
         for name, text in report.texts.items():
             write_text_durably(out / name, text)
         for name in _possible() - report.texts.keys():  # of before
@@ -78,8 +80,6 @@ def render(runs: Path, out: Path) -> Rendered:
         for folder in ("evidence", "figures"):
             with suppress(OSError):  # it is not empty
                 (out / folder).rmdir()
-    except OutputError:
-        raise
     except OSError as error:
         raise OutputError(f"{out}: the report cannot be written there ({error.strerror or error})") from None
     return Rendered([out / name for name in report.texts], report.unsaid, report.errors)
