@@ -105,7 +105,8 @@ def nontrivial_kernels(tables: Tables) -> Numbers:
     rows = shares(tables, "forward").reset_index()
     row = rows[rows["context_length"] == reference(rows)].iloc[0].drop(["size", "context_length", MATMUL])
     heavy = row[row >= WEIGHS].sort_values(ascending=False)
-    return {"families": " and ".join(heavy.index), "share": float(heavy.sum())} if len(heavy) else None
+    named = " and ".join(filter(None, [", ".join(heavy.index[:-1]), *heavy.index[-1:]]))
+    return {"families": named, "share": float(heavy.sum())} if len(heavy) else None
 
 
 def softmax_grows(tables: Tables) -> Numbers:
