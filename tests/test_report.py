@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import nbformat
 import pandas as pd
 import pytest
+from nbclient import NotebookClient
 
 import reports
 from stepscope import PROJECT
