@@ -7,6 +7,7 @@ from typer.main import get_command
 
 from conftest import RAISES, TINY, put
 from stepscope import cli
+from stepscope.runs import workers
 from stepscope.runs.store import Store
 
 
@@ -57,6 +58,7 @@ def run(monkeypatch, capsys):
 ])
 def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workers, "ANSWER_S", 1)
     if arguments[0] in ("sweep", "ladder"):
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
@@ -98,8 +100,6 @@ def test_sweep_says_what_happened_and_list_what_there_is(run, write_sweep, fault
     assert len(out.splitlines()) == 2 and "ValueError: as asked" in out
     code, out, err = run("list", "--runs", runs, "--where", "__import__('os').system('x')=1")
     assert code == 2 and "expected FIELD=VALUE" in err
-    (faults / "mended").touch()
-    assert run("sweep", path, "--runs", runs)[0] == 0
 
 
 def test_list_names_what_was_altered(run, tmp_path, tiny):
@@ -125,11 +125,15 @@ def test_a_machines_own_runs_go_into_a_folder_that_git_ignores(monkeypatch, tmp_
     assert cli._local_runs(tmp_path, reading=True) == tmp_path
 
 
-def test_report_measures_and_renders_also_where_a_run_failed(run, monkeypatch, faults, tmp_path, write_sweep):
+def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, tmp_path, tiny, write_sweep):
     from stepscope.runs import sweep_file
-    path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}})
-    rendered = []
+    path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}})
+    store, rendered = Store(tmp_path / "runs"), []
+    for seed in (0, 1):
+        put(store, tiny(seed=seed))
     monkeypatch.setattr(sweep_file, "find_sweeps", lambda name: [path])
     monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
-    code, _, err = run("report", "--runs", tmp_path / "runs")
-    assert code == 1 and rendered == [tmp_path / "runs"] and "1 failed" in err
+    code, _, err = run("report", "--runs", store.root)
+    assert code == 0 and rendered == [store.root] and "2 done" in err
+    code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", "0s")
+    assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown

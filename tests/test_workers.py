@@ -107,6 +107,7 @@ def test_a_worker_that_dies_hands_its_run_to_another(cluster, sweep, store, faul
     assert ended(int((faults / "child").read_text()))
 
 
+@pytest.mark.trials
 def test_a_scheduler_that_dies_is_said_and_its_runs_are_ended(cluster, sweep, store, faults):
     there = cluster()
     there.worker()
@@ -125,6 +126,7 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
     assert not store.root.exists()
 
 
+@pytest.mark.trials
 def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, program, write_sweep, store, faults):
     there = cluster()
     there.worker("GPU_GIB=80", threads=3)
@@ -135,6 +137,7 @@ def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, program, write_sweep, s
     assert {record.config["device"] for record in store.records()[0]} == {"cuda"}
 
 
+@pytest.mark.trials
 def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, program, write_sweep, store, faults,
                                                                    tmp_path, monkeypatch):
     security = Security.temporary()
