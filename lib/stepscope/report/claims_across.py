@@ -22,7 +22,7 @@ def cpu_step(tables: Tables) -> Claim:
     cpu = tables["runs"].set_index(["study", "run_id"]).loc[("benchmark", run["run_id"])]
     return {"size": run["size"], "parameters": run["parameters"], "context": run["context_length"],
             "batch": run["batch_size"], "wall": phases.loc[WHOLE, "wall_ms"],
-            "cpu": str(cpu["machine_device_name"])}
+            "cpu": str(cpu["device"])}
 
 
 def cpu_phases(tables: Tables) -> Claim:

@@ -244,5 +244,5 @@ def _runs(records: list[Record]) -> pd.DataFrame:
     return pd.DataFrame([
         {"study": record.study, "run_id": record.run_id, "status": record.status, "cause": record.cause or "",
          "seconds": record.duration_s, "measuring_s": record.measuring_s, "started_at": record.started_at,
-         **plain(record.machine, "machine_"), **{name: record.software.get(name) for name in SOFTWARE},
-         **plain(record.config)} for record in records])
+         **{name: record.software.get(name) for name in SOFTWARE}, **plain(record.machine, "machine_"),
+         **plain(record.config), "device": record.machine.get("device_name", "")} for record in records])

@@ -18,6 +18,7 @@ MOST_TEXT = 200  # characters of a text that a record brought
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {unit: f" {unit}" for unit in (
     "ms", "µs", "s", "min", "h", "GiB", "MiB", "KiB", "B", "MHz", "W", "J", "TFLOP/s", "TB/s", "GB/s",
     "tokens/s")}
+LEAST_PERCENT = 0.001  # of what is not zero
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in (
     "ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}  # of columns' names
@@ -45,6 +46,8 @@ def digits(value: Any, unit: str = "") -> str:
         return f"{value:,.{2 if size < 1.995 else 1 if size < 99.95 else 0}f}"
     if unit == "%" and 99 <= size < 99.95:
         return f"{value:.1f}"
+    if unit == "%" and 0 < size < LEAST_PERCENT:
+        return f"under {LEAST_PERCENT}"
     return _significant(value, 2 if unit in IN_CELLS else 3)
 
 
@@ -76,7 +79,11 @@ def shown(value: Any, unit: str = "ms") -> float:
     """The number that a reader sees."""
     if missing(value):
         return math.nan
-    return float(digits(value, unit).replace(",", "")) / (100 if unit == "%" else 1)
+    return _read(digits(value, unit)) / (100 if unit == "%" else 1)
+
+
+def _read(text: str) -> float:
+    return float(re.sub(r"[^\d.-]", "", text))
 
 
 def ratio(a: Any, b: Any, unit: str = "ms") -> float:
@@ -188,7 +195,7 @@ def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: s
              else [[(place, row) for row in range(count)] for place in numeric])
     for line in lines:
         at = {(place, row): columns[place][row] for place, row in line if columns[place][row] != NONE}
-        values = {key: float(text.strip("x%").replace(",", "")) for key, text in at.items()}
+        values = {key: _read(text) for key, text in at.items()}
         if len(set(values.values())) > 1:
             best = min(values.values()) if which == "min" else max(values.values())
             for (place, row), value in values.items():
