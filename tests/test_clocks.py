@@ -316,7 +316,7 @@ def test_joules_are_of_the_counted_steps_alone(monkeypatch):
     """A second of warm-up at another power before, and what comes after, change nothing."""
     mode = SimpleNamespace(step=None)
     counted = [Reading(t, 1980.0, 300.0 * t) for t in np.linspace(10, 14, 11)]
-    assert in_process.energy(mode, counted) == pytest.approx({"power_w": 300, "step_j": 300 * 0.4})
+    assert in_process.energy(mode, counted, ()) == pytest.approx({"power_w": 300, "step_j": 300 * 0.4})
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
@@ -331,7 +331,9 @@ def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     monkeypatch.setattr(watch, "Watch", Watched)
     monkeypatch.setattr(in_process, "keep_up", lambda step, seconds: 8)
     short = [Reading(t, 1980.0, 0.0) for t in np.linspace(0, 0.2, 11)]
-    assert in_process.energy(SimpleNamespace(step=None), short) == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
+    mode = SimpleNamespace(step=SimpleNamespace(mode="step"))
+    assert in_process.energy(mode, short, ["step"]) == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
+    assert in_process.energy(mode, short, ["forward"]) == {}
 
 
 def test_a_watch_reads_from_a_thread_until_it_is_left():

@@ -29,6 +29,7 @@ from stepscope.traces.export import TraceError
 from stepscope.traces.families import families
 from stepscope.traces.torch_trace import read_events, work
 
+REPLAYED_MS, MOST_REPLAYS = 400.0, 50
 LONG_MS = 1000.0  # of steps that last longer, fewer are enough where the median needs no ten
 KEYS = ["mode", "precision"]
 TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms",
@@ -50,7 +51,8 @@ class Counts(NamedTuple):
     warmups: int = 2
     cold: int | None = None
     captured: int = 3
-    replays: int = 5
+    replays: int = 5  # at least: short ones go on for REPLAYED_MS; 0: none
+    watched: Sequence[str] = tuple(PHASES)  # modes whose power is measured where plain steps are too short
 
 
 PLAIN = Counts()
@@ -63,7 +65,7 @@ class Mode:
     step: Any  # a Step; None once all is read, so that its memory may be freed
     samples: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=SAMPLE_COLUMNS))
     readings: dict[str, Any] = field(default_factory=dict)  # of the mode as a whole
-    replays: list[float] = field(default_factory=list)
+    replayed_ms: list[float] = field(default_factory=list)
     captured: int = 0  # steps in the capture
     status: str = "ok"
     reason: str = ""
@@ -71,6 +73,11 @@ class Mode:
 
     def __post_init__(self) -> None:
         self.key = self.key or {"mode": self.step.mode, "precision": self.step.precision}
+
+    def replays(self, least: int) -> int:
+        """So many that what neighbours do on the GPU for a moment does not move their median."""
+        wall_ms = self.samples[self.samples["phase"] == WHOLE]["wall_ms"].min()
+        return max(min(least, 3) if self.long() else least, min(MOST_REPLAYS, round(REPLAYED_MS / wall_ms)))
 
     def long(self) -> bool:
         whole = self.samples[self.samples["phase"] == WHOLE]["wall_ms"]
@@ -139,11 +146,11 @@ def take(steps: Sequence[Step], counts: Counts = PLAIN) -> Taken:
         warmups = min(counts.warmups, 1) if any(one.long() for one in modes) else counts.warmups
         if mode is modes[0] and counts.cold is not None:
             warmups = counts.cold
-        _unless_out_of_memory(mode, partial(plain, mode, counts.steps, warmups))
+        _unless_out_of_memory(mode, partial(plain, mode, counts.steps, warmups, counts.watched))
     taken = capture(modes, counts.captured)
     for mode in sorted(modes, key=lambda mode: mode.step.mode == "step"):
         if counts.replays and mode.step.mode != "forward_backward" and mode.status == "ok":
-            replay(mode, min(counts.replays, 3) if mode.long() else counts.replays)
+            replay(mode, mode.replays(counts.replays))
     for mode in modes:
         mode.step = None
     return taken
@@ -167,7 +174,7 @@ def short_reason(error: BaseException) -> str:
     return " ".join(re.split(r" (?:Including|Process \d)", str(error))[0].split())[:300]
 
 
-def plain(mode: Mode, count: int, warmups: int) -> None:
+def plain(mode: Mode, count: int, warmups: int, watched: Sequence[str] = ()) -> None:
     """The plain steps, their peaks of memory, the SM clock after each, and the energy a step takes."""
     step, on_gpu = mode.step, mode.step.device == "cuda"
     if step.mode != "step" and step.optimizer is not None:
@@ -181,15 +188,17 @@ def plain(mode: Mode, count: int, warmups: int) -> None:
         return
     mode.readings = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                      "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-                     "sm_clock_mhz": watch.median_clock(seen[-count:])} | energy(mode, seen[-count - 1:])
+                     "sm_clock_mhz": watch.median_clock(seen[-count:])} | energy(mode, seen[-count - 1:], watched)
 
 
-def energy(mode: Mode, seen: list[watch.Reading]) -> dict[str, float]:
-    """``power_w`` and ``step_j`` from readings between plain steps, or of more steps where these were too
-    short."""
+def energy(mode: Mode, seen: list[watch.Reading], watched: Sequence[str]) -> dict[str, float]:
+    """``power_w`` and ``step_j`` from readings between plain steps; where these were too short, of more steps, of
+    the modes that are to be watched."""
     seconds, steps = seen[-1].at_s - seen[0].at_s, len(seen) - 1
     power_w = watch.power_w(seen)
     if seconds < watch.COUNTED_S:
+        if mode.step.mode not in watched:
+            return {}
         with watch.Watch() as kept_up:
             steps = keep_up(mode.step, watch.KEPT_UP_S)
         seconds, power_w = kept_up.readings[-1].at_s - kept_up.readings[0].at_s, kept_up.power_w
@@ -201,7 +210,7 @@ def replay(mode: Mode, replays: int) -> None:
     if mode.step.optimizer is not None:
         mode.step.optimizer.state.clear()
     try:
-        mode.replays = replay_ms(mode.step, replays)
+        mode.replayed_ms = replay_ms(mode.step, replays)
     except NotReplayed as error:
         mode.readings["replay_reason"] = str(error)
 
@@ -327,8 +336,8 @@ def mode_rows(mode: Mode, operations: pd.DataFrame, reason: str) -> list[dict[st
         rows.append(outcome | {"phase": phase, **wall, "enqueue_ms": own["enqueue_ms"].median(), **gpu,
                                "busy": gpu["gpu_ms"] / wall["wall_ms"]})
     rows[-1] |= mode.readings
-    if mode.replays:
-        rows[-1]["replayed_ms"] = float(np.median(mode.replays))
+    if mode.replayed_ms:
+        rows[-1]["replayed_ms"] = float(np.median(mode.replayed_ms))
     return rows
 
 

@@ -53,7 +53,7 @@ def _take(config: Config, precisions: Sequence[str]) -> list[Taken]:
         reason = short_reason(error)
         return [without_readings(MODES, name, "oom", reason) for name in precisions]
     steps = [step.of(mode, name) for name in precisions for mode in MODES]
-    return [take(steps, Counts(config.timed_steps, config.warmup_steps))]
+    return [take(steps, Counts(config.timed_steps, config.warmup_steps, captured=2, watched=("step",)))]
 
 
 def _lacks(config: Config, precision: str) -> str:
