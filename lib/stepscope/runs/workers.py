@@ -20,11 +20,10 @@ from stepscope import StepscopeError
 from stepscope.config import RunConfig, configure
 from stepscope.runs.record import Record
 from stepscope.runs.run import DASKS, end_marked, make_run
-from stepscope.runs.sweep_file import needed_gib
 from stepscope.step.turn import TURN
 
 RESOURCE = {"cuda": "GPU_GIB", "cpu": "RUNS"}  # by device: what a worker must offer
-RUNS_A_GPU, CORES_A_GPU = 3, 8  # so many runs share a GPU where it has so many cores
+MOST_A_GPU, CORES_A_RUN = 4, 4  # so many runs share a GPU where each has so many cores
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
 START = ("dask worker ADDRESS --nthreads 3 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
          " --resources RUNS=1)")
@@ -96,14 +95,18 @@ class Workers:
         return min((worker["resources"]["GPU_GIB"] for worker in self.offers.values()
                     if "GPU_GIB" in worker["resources"]), default=None)
 
-    def place(self, config: RunConfig) -> tuple[str, float] | None:
-        """A worker that has a thread and memory for a run now, and what the run takes of it; None: there is
-        none at the moment. Of several, the one with the least to do."""
-        resource, places = RESOURCE[config.device], []
+    def busy(self) -> bool:
+        """Whether no worker has a thread to spare."""
+        return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
+
+    def place(self, device: str, gib: float) -> tuple[str, float] | None:
+        """A worker that has a thread and so much memory for a run now, and what the run takes of it; None:
+        there is none at the moment. Of several, the one with the least to do."""
+        resource, places = RESOURCE[device], []
         for address, worker in self.offers.items():
             has = worker["resources"].get(resource, 0.0)
             here = [given.takes for given in self.running if given.address == address]
-            takes = min(needed_gib(config), has) if config.device == "cuda" else 1.0
+            takes = min(gib, has) if device == "cuda" else 1.0
             if has and len(here) < worker["nthreads"] and takes <= has - sum(here):
                 places.append((len(here), address, takes))
         return min(places)[1:] if places else None
@@ -187,8 +190,8 @@ def local_workers(gpus: list[dict], count: int, scratch: Path,
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
-    many = len(os.sched_getaffinity(0)) >= CORES_A_GPU * len(gpus)
-    threads = runs_a_gpu or (RUNS_A_GPU if many else 1)
+    cores = len(os.sched_getaffinity(0)) // max(len(gpus), 1)
+    threads = runs_a_gpu or min(max(cores // CORES_A_RUN, 1), MOST_A_GPU)
     offers = [{"nthreads": threads, "resources": {"GPU_GIB": gpu["gib"]},
                "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]}} for gpu in gpus]
     offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(count)]
