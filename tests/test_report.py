@@ -106,6 +106,13 @@ def test_text_in_a_picture_is_nine_pixels_on_a_phone():
     assert sizes and min(sizes) * (390 - 2 * 16) / width >= 9
 
 
+def test_logarithmic_axes_have_plain_numbers():
+    picture, axes = style.figure("A message")
+    axes.loglog([1e-3, 1e4], [1, 10])
+    drawn = style.svg(picture)
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", drawn)[:4] == ["0.01", "1", "100", "10,000"]
+
+
 def test_labels_at_lines_ends_do_not_overlap():
     picture = _picture()
     picture.canvas.draw()

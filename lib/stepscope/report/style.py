@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, LogLocator, NullFormatter
 
 WIDTH = 6.0  # inches
 TEXT = 11  # points, the least there is
@@ -47,6 +48,7 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()
+        plain_ticks(self)
         FigureCanvasAgg(self).print_png(drawn)
         return drawn.getvalue()
 
@@ -109,8 +111,19 @@ def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequ
         axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center")
 
 
+def plain_ticks(drawn: Figure) -> None:
+    """Label logarithmic axes with plain numbers, few enough to stand beside each other; others stay."""
+    for axis in (axis for axes in drawn.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            axis.set_major_locator(LogLocator(numticks=6))
+            axis.set_major_formatter(FuncFormatter(
+                lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
 def svg(drawn: Figure) -> str:
     """A figure as SVG for light and dark, without a date, numbers to 0.01 points."""
+    plain_ticks(drawn)
     for words in drawn.findobj(Text):
         words.set_parse_math(False)
     out = io.StringIO()
