@@ -1,11 +1,16 @@
 """Is a committed report what its records say?"""
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 import reports
+from stepscope import PROJECT
 from stepscope.report.check import alike, check
 from stepscope.report.render import render
+
+RENDERED = reports.IS_REFERENCE and Path(str(PROJECT), "writeup.md").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +76,18 @@ def test_an_altered_file_of_a_run_is_named(report, tmp_path):
     ('<a id="m0123456789"/>', '<a id="m9876543210"/>', True)])
 def test_drawings_are_alike_but_for_a_last_digit(old, new, same):
     assert alike(old, new) is same
+
+
+@pytest.mark.skipif(not RENDERED, reason="of the reference")
+def test_the_reference_is_as_short_as_promised():
+    words = {page.name: len(page.read_text().split()) for page in Path(str(PROJECT)).glob("evidence/*.md")}
+    assert len(Path(str(PROJECT), "writeup.md").read_text().split()) <= 5500
+    assert sum(count for name, count in words.items() if name != "runs.md") <= 12_000
+    first = Path(str(PROJECT), "writeup.md").read_text().partition("\n## ")[0]
+    assert len(re.sub(r"!\[[^\]]*\]\([^)]*\)", "", first).split()) <= 140
+
+
+@pytest.mark.skipif(not RENDERED, reason="of the reference")
+def test_a_report_without_a_gpu_shows_the_reference_as_it_is():
+    shown = Path(str(PROJECT), "lib", "stepscope", "report", "chapters", "reference.svg").read_text()
+    assert alike(shown, Path(str(PROJECT), "figures", "ladder.svg").read_text())
