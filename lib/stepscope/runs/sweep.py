@@ -21,7 +21,7 @@ from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
 from stepscope.runs.run import NOTEBOOKS, end_marked
 from stepscope.runs.store import Store
-from stepscope.runs.sweep_file import Asked, SweepError, load_sweeps
+from stepscope.runs.sweep_file import Asked, SweepError, load_sweeps, needed_gib
 from stepscope.runs.workers import (
     Given,
     SchedulerGone,
@@ -212,8 +212,10 @@ class _Sweep:
                  signals: list[str], began: float):
         self.workers, self.store, self.how, self.console = workers, store, how, console
         self.end, self.signals, self.began = end, signals, began
-        self.todo = list(end.left)
-        self.total = len(end.left)
+        self.asked = {_name(config): config for config in end.left}
+        self.gib = {name: needed_gib(config) for name, config in self.asked.items()}
+        self.todo = dict(self.asked)
+        self.done: set[str] = set()
         self.died: set[str] = set()  # runs whose worker died once
         self.device_name = _device_name(store)
 
@@ -230,19 +232,20 @@ class _Sweep:
             place = error.filename or self.store.root
             self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
         finally:
+            self.end.left = [config for name, config in self.asked.items() if name not in self.done]
             self.workers.close(self.store.partial)
             end_marked(self.store.partial)
 
     def _give(self) -> None:
         """Give each free place the first run, in the sweep's order, that fits there."""
-        for config in list(self.todo):
+        for name, config in list(self.todo.items()):
             budget_s = self.how.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:
                 self.end.stopped_by = "the time budget"
-            if self.end.stopped_by or self.signals:
+            if self.end.stopped_by or self.signals or self.workers.busy():
                 return
-            if place := self.workers.place(config):
-                self.todo.remove(config)
+            if place := self.workers.place(config.device, self.gib[name]):
+                del self.todo[name]
                 self.workers.submit(config, self.store.folder_in_making(), *place)
 
     def _take(self, given: Given, result: Record | Exception) -> None:
@@ -252,20 +255,20 @@ class _Sweep:
         if isinstance(result, Exception):
             end_marked(folder)  # of this machine's
             shutil.rmtree(folder, ignore_errors=True)
-            if config.label not in self.died:
-                self.died.add(config.label)
-                self.todo.insert(0, config)
+            if _name(config) not in self.died:
+                self.died.add(_name(config))
+                self.todo = {_name(config): config} | self.todo
                 self._say(f"{result}; once more: {config.label}")
                 return
             folder, result = self.store.folder_in_making(), _lost(config, result)
-        name = result.machine.get("device_name")
-        if name and name != (self.device_name or name):
-            raise WorkersError(f"{config.label} ran on {name!r}, and the other runs here on"
+        device = result.machine.get("device_name")
+        if device and device != (self.device_name or device):
+            raise WorkersError(f"{config.label} ran on {device!r}, and the other runs here on"
                                f" {self.device_name!r}; choose another --runs folder")
-        self.device_name = self.device_name or name
+        self.device_name = self.device_name or device
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
-        self.end.left.remove(config)
+        self.done.add(_name(config))
         self._say_result(config, result)
 
     def _say_result(self, config: RunConfig, record: Record) -> None:
@@ -273,11 +276,15 @@ class _Sweep:
             self.end.failed.append((config.label, record.cause or ""))
         found = {"ok": str(record.results.get("finding") or "done"), "oom": "does not fit: out of memory",
                  "failed": f"failed: {record.cause}"}[record.status]
-        done = self.total - len(self.end.left)
-        self._say(f"{done}/{self.total} {config.label} ({record.duration_s:.0f} s): {plain(found)}")
+        count, seconds = f"{len(self.done)}/{len(self.asked)}", f"{record.duration_s:.0f} s"
+        self._say(f"{count} {config.label} ({seconds}): {plain(found)}")
 
     def _say(self, words: str) -> None:
         self.console.print(words, soft_wrap=True, markup=False, highlight=False)
+
+
+def _name(config: RunConfig) -> str:
+    return f"{config.study}/{config.run_id}"
 
 
 def _lost(config: RunConfig, cause: Exception) -> Record:
