@@ -13,14 +13,14 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 LAB_FLAGS ?=
 
-.PHONY: report campaign test lint trials hooks lab lab-copies bench check reference doctor clean
+.PHONY: report reference-runs test lint trials hooks lab lab-copies bench check reference doctor clean
 
 report: $(READY)  ## measure this machine, in minutes, and render its report beside its runs
 	$(BIN)/stepscope report
 
-campaign: $(READY)  ## the whole matrix of all studies on a GPU (it says how long), and its report
-	$(BIN)/stepscope sweep reference --runs runs/local-campaign
-	$(BIN)/stepscope render --runs runs/local-campaign
+reference-runs: $(READY)  ## the whole matrix of all studies on a GPU (it says how long), and its report
+	$(BIN)/stepscope sweep reference --runs runs/local-reference
+	$(BIN)/stepscope render --runs runs/local-reference
 
 # lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
 test: $(TEST)  ## the tests, on JOBS processes

@@ -1,7 +1,7 @@
 """Where every millisecond and megabyte of a Transformer's training step goes, answered from measurements."""
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PACKAGE = Path(__file__).resolve().parent
 # The checkout that this package lies in; None where it is installed without one.
