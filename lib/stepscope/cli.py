@@ -35,7 +35,7 @@ BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|
 WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help=(
     "So many GPUs; without a GPU, so many runs side by side."), show_default="all GPUs, or 1")]
 SharedOption = Annotated[int | None, typer.Option("--runs-per-gpu", min=1, max=16, metavar="N", help=(
-    "So many runs share a GPU, of which one measures at a time."), show_default="3, or 1 with few cores")]
+    "So many runs share a GPU, of which one measures at a time."), show_default="one for 4 cores, at most 4")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT", help=(
     "Give runs to the workers of this Dask scheduler instead."))]
 TimeoutOption = Annotated[str | None, typer.Option("--timeout", metavar="90s|20m|1h", help=(
@@ -257,8 +257,9 @@ def _render(folder: Path, out: Path) -> None:
     rendered = render(folder, out)
     for error in rendered.errors:
         console.print(f"left out: {error}")
-    if rendered.unsaid:
-        console.print(f"not said on these runs: {', '.join(told.name for told in rendered.unsaid)}")
+    for why in dict.fromkeys(told.why for told in rendered.unsaid):
+        names = dict.fromkeys(told.name for told in rendered.unsaid if told.why == why)
+        console.print(f"not said ({why}): {', '.join(names)}")
     for path in rendered.paths:
         if path.parent == out:
             print(path)
@@ -312,8 +313,10 @@ def fit(
 
 @app.command()
 def profile(
-    file: Annotated[Path, typer.Argument(help="nsys's .sqlite or .nsys-rep, or torch.profiler's .json; also .gz.")],
-    step: Annotated[str | None, typer.Option(help="The name of the ranges that are steps, without numbers.")] = None,
+    file: Annotated[Path, typer.Argument(
+        help="nsys's .sqlite or .nsys-rep, or torch.profiler's .json; also .gz.")],
+    step: Annotated[str | None, typer.Option(
+        help="The name of the ranges that are steps, without numbers.")] = None,
     phase: Annotated[list[str] | None, typer.Option(
         help="A phase and the name of its ranges, as forward=NAME; may be said again.")] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,

@@ -25,7 +25,7 @@ from stepscope.step.turn import TURN
 RESOURCE = {"cuda": "GPU_GIB", "cpu": "RUNS"}  # by device: what a worker must offer
 MOST_A_GPU, CORES_A_RUN = 4, 4  # so many runs share a GPU where each has so many cores
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
-START = ("dask worker ADDRESS --nthreads 3 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
+START = ("dask worker ADDRESS --nthreads 4 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
          " --resources RUNS=1)")
 
 
