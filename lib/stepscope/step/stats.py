@@ -27,11 +27,6 @@ def launch_bound(busy: float) -> bool:
     return bool(busy < LAUNCH_BOUND)
 
 
-def differ(first: float, second: float, capped: bool = False) -> bool:
-    """Whether two GPU times are two and not one; ``capped``: one of them ran into the power cap."""
-    return abs(first - second) > (SAME_CAPPED if capped else SAME) * min(first, second)
-
-
 def union(starts: np.ndarray, ends: np.ndarray) -> float:
     """The length of what intervals cover together, each moment counted once; in their unit."""
     if not len(starts):

@@ -1,11 +1,9 @@
 """The benchmarking study's tables: what is in a run's files, and what is printed of all runs."""
-from collections.abc import Callable
-
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import SIZES
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
+from stepscope.report.shapes import MODES, PLAIN, chosen, reference, wide
 from stepscope.report.tables import headed, ratio, table
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND
@@ -25,9 +23,6 @@ SCHEMAS = {
 }
 KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"),
         "operations": (*CONFIG, *CELL, "name")}
-PLAIN = {"attention": "naive", "compile": "none", "optimizer": "foreach", "repeat": 0}
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
-REFERENCE = 512  # the context at which sizes are compared
 WARMUPS = (0, 1, 2, 5)
 HEADINGS = {"wall_ms": "wall, ms", "wall_std_ms": "std, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %",
             "operations": "operations, n", "replayed_ms": "replayed, ms", "peak_gib": "peak, GiB",
@@ -45,21 +40,14 @@ def one_run(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard deviation of ten full steps after so many warm-up steps of a cold process, and the
-    first of the ten; by those columns of :data:`CONFIG` that are there."""
-    by = [column for column in CONFIG if column in samples]
-    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)]
-    steps = steps.sort_values("step", kind="stable")
-    found = []
-    for key, own in steps.groupby(by, sort=False) if by else [((), steps)]:
-        wall_ms = own["wall_ms"].to_numpy()
-        count = int((~own["warmup"].astype(bool)).sum())
-        for warmups in WARMUPS:
-            ten = wall_ms[warmups:warmups + count]
-            if len(ten) == count > 1:
-                found.append({**dict(zip(by, key)), "warmups": warmups, "mean_ms": ten.mean(),
-                              "std_ms": ten.std(ddof=1), "first_ms": ten[0]})
-    return pd.DataFrame(found, columns=[*by, "warmups", "mean_ms", "std_ms", "first_ms"])
+    """Mean and standard deviation of ten full steps of one run after so many warm-up steps of a cold process,
+    and the first of the ten."""
+    steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values("step")
+    count = int((~steps["warmup"].astype(bool)).sum())
+    tens = {warmups: steps["wall_ms"].to_numpy()[warmups:warmups + count] for warmups in WARMUPS}
+    rows = [(warmups, ten.mean(), ten.std(ddof=1), ten[0]) for warmups, ten in tens.items()
+            if len(ten) == count > 1]
+    return pd.DataFrame(rows, columns=["warmups", "mean_ms", "std_ms", "first_ms"])
 
 
 def largest(operations: pd.DataFrame) -> pd.DataFrame:
@@ -69,15 +57,6 @@ def largest(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 # All runs
-
-def chosen(frame: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """The rows that have these values, in the batch and vocabulary that most have, sizes in order."""
-    wanted = {name: frame[name].mode().max() for name in ("batch_size", "vocab_size")} | values
-    for name, value in wanted.items():
-        frame = frame[frame[name] == value] if name in frame else frame
-    order = {size: at for at, size in enumerate(SIZES)}
-    return frame.sort_values("size", key=lambda sizes: sizes.astype(str).map(order), kind="stable")
-
 
 def every(tables: Tables, name: str = "times") -> pd.DataFrame:
     """A table of all precisions: this study's, and of the plain program those that mixed_precision
@@ -89,16 +68,21 @@ def every(tables: Tables, name: str = "times") -> pd.DataFrame:
     return pd.concat([own, others.assign(repeat=0)], ignore_index=True).drop_duplicates(list(KEYS[name]))
 
 
-def steps(tables: Tables, **values: object) -> pd.DataFrame:
-    """Whole modes (the full step, if no other ``mode`` is named) of the plain program but for what is named.
+def cells(tables: Tables, name: str = "times", **values: object) -> pd.DataFrame:
+    """A table's rows of the plain program's full step in fp32, but for what is named.
 
     Raises:
         KeyError: no run measured that.
     """
-    rows = chosen(every(tables), **PLAIN | {"phase": WHOLE, "mode": "step", "precision": "fp32"} | values)
+    rows = chosen(every(tables, name), **PLAIN | {"mode": "step", "precision": "fp32"} | values)
     if rows.empty:
         raise KeyError(str(values))
     return rows
+
+
+def steps(tables: Tables, **values: object) -> pd.DataFrame:
+    """:func:`cells` as a whole, not by phase."""
+    return cells(tables, phase=WHOLE, **values)
 
 
 def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
@@ -113,15 +97,19 @@ def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def low_precision(tables: Tables) -> str:
+    """bf16, where it was measured."""
+    return "bf16" if (every(tables)["precision"] == "bf16").any() else "fp32"
+
+
 def low_steps(tables: Tables, **values: object) -> pd.DataFrame:
     """:func:`steps` on a GPU in bf16, where that was measured, else in fp32."""
     return on_gpu(steps(tables, precision=low_precision(tables), **values))
 
 
 def context(tables: Tables) -> int:
-    """The context at which sizes are compared: 512, else the longest there is."""
-    found = steps(tables)["context_length"]
-    return int(REFERENCE if (found == REFERENCE).any() else found.max())
+    """The context at which sizes are compared."""
+    return reference(steps(tables))
 
 
 def at_context(tables: Tables, **values: object) -> pd.DataFrame:
@@ -129,76 +117,68 @@ def at_context(tables: Tables, **values: object) -> pd.DataFrame:
     return steps(tables, context_length=context(tables), **values).set_index("size")
 
 
-def low_precision(tables: Tables) -> str:
-    """bf16, where it was measured."""
-    return "bf16" if (every(tables)["precision"] == "bf16").any() else "fp32"
+def cold_steps(tables: Tables) -> pd.DataFrame:
+    """Every full fp32 step at that context, from the first of its process on."""
+    return cells(tables, "samples", phase=WHOLE, context_length=context(tables))
 
 
 def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
     on_gpu(steps(tables))
-    rows = chosen(tables["benchmark.times"], **PLAIN, mode="step", precision="fp32",
-                  context_length=context(tables))
-    rows = rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()]
-    return rows.pivot(index="size", columns="phase", values="gpu_ms").loc[list(dict.fromkeys(rows["size"]))]
+    rows = cells(tables, context_length=context(tables))
+    return wide(rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()], "phase", "gpu_ms")
 
 
-def matmul_shares(tables: Tables) -> pd.Series:
-    """Matmuls' share of the kernels' time of a full fp32 step, by size."""
-    on_gpu(steps(tables))
-    rows = chosen(tables["benchmark.operations"], **PLAIN, mode="step", precision="fp32",
-                  context_length=context(tables))
-    matmul = rows["gpu_ms"].where(rows["family"] == MATMUL, 0.0)
-    sums = pd.DataFrame({"size": rows["size"], "matmul": matmul, "all": rows["gpu_ms"]})
-    sums = sums.groupby("size", sort=False).sum()
-    return sums["matmul"] / sums["all"]
+def waiting(tables: Tables) -> pd.DataFrame:
+    """Which sizes' full steps are launch-bound at the shortest and at the longest context: a row a size that
+    was measured at both, a column a context.
+
+    Raises:
+        KeyError: none was.
+    """
+    busy = low_steps(tables).pivot(index="size", columns="context_length", values="busy")
+    ends = busy.iloc[:, [0, -1]].dropna()
+    if len(busy.columns) < 2 or ends.empty:
+        raise KeyError("two contexts")
+    return ends < LAUNCH_BOUND
 
 
 def fused_beside(tables: Tables) -> pd.DataFrame:
     """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
     on_gpu(steps(tables))
-    both = {name: chosen(tables["benchmark.times"], **PLAIN | {"optimizer": name}, mode="step",
-                         precision="fp32", phase="optimizer",
-                         context_length=context(tables)).set_index("size")["gpu_ms"]
+    both = {name: cells(tables, optimizer=name, phase="optimizer",
+                        context_length=context(tables)).set_index("size")["gpu_ms"]
             for name in ("foreach", "fused")}
     found = pd.DataFrame(both).reindex(both["foreach"].index).dropna()
-    if found.empty:
-        raise KeyError("fused")
     return found.assign(gain=[ratio(*pair) for pair in zip(found["foreach"], found["fused"])])
 
 
 def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
     """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
-    model in fp32, as they were measured; ``gain`` in GPU time, ``compile_s`` of the full step's first call,
-    and ``pays_after``, so many steps.
+    model in fp32, as they were measured; ``gain`` in GPU time, and ``pays_after``, so many steps.
 
     Raises:
-        KeyError: nothing was compiled so.
+        LookupError: nothing was compiled so.
     """
-    rows = chosen(tables["benchmark.times"], **PLAIN | {"compile": parts}, phase=WHOLE)
-    on_gpu(rows)
-    precision = rows["precision"].iloc[0]
+    precision = on_gpu(chosen(tables["benchmark.times"], compile=parts))["precision"].iloc[0]
     after = at_context(tables, compile=parts, precision=precision, mode=mode)
-    before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "busy", "peak_gib"]]
+    before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "peak_gib"]]
     both = pd.concat([after, before.add_suffix("_eager")], axis=1, join="inner")
-    both["compile_s"] = rows[rows["mode"] == "step"].set_index("size")["compile_s"].reindex(both.index)
     saved_ms = both["wall_ms_eager"] - both["wall_ms"]
     return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_eager"], both["gpu_ms"])],
                        pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
 
 
-def besides_matmuls(tables: Tables, parts: str) -> pd.DataFrame:
-    """Of forward and backward in bf16, or what was compiled, the operations that are no matmuls: ``count``
-    and ``gpu_ms`` by size, compiled and not (``_eager``)."""
-    precision = compiled_beside(tables, parts)["precision"].iloc[0]
-    rows = every(tables, "operations")
-    found = {}
-    for name in (parts, "none"):
-        own = chosen(rows, **PLAIN | {"compile": name}, mode="forward_backward", precision=precision,
-                     context_length=context(tables))
+def besides_matmuls(tables: Tables) -> pd.DataFrame:
+    """Of forward and backward the operations that are no matmuls: ``count`` and ``gpu_ms`` by size, with
+    compiled blocks and without (``_eager``)."""
+    precision, found = compiled_beside(tables, "blocks")["precision"].iloc[0], {}
+    for parts in ("blocks", "none"):
+        own = cells(tables, "operations", compile=parts, mode="forward_backward", precision=precision,
+                    context_length=context(tables))
         own = own[own["family"] != MATMUL]
-        found[name] = own.groupby("size", sort=False)[["count", "gpu_ms"]].sum()
-    return pd.concat([found[parts], found["none"].add_suffix("_eager")], axis=1, join="inner")
+        found[parts] = own.groupby("size", sort=False)[["count", "gpu_ms"]].sum()
+    return pd.concat([found["blocks"], found["none"].add_suffix("_eager")], axis=1, join="inner")
 
 
 def repeated(tables: Tables) -> pd.DataFrame:
@@ -216,39 +196,10 @@ def repeated(tables: Tables) -> pd.DataFrame:
                          gpu=groups["gpu_max"] / groups["gpu_min"])
 
 
-def launches(tables: Tables) -> pd.Series:
-    """Microseconds a launch in each step of the run whose GPU work is tiny (the shortest context, batch 1).
-
-    Raises:
-        KeyError: there is no such run.
-    """
-    times = tables["benchmark.times"]
-    tiny = times[(times["batch_size"] == 1) & (times["context_length"] <= 16) & (times["phase"] == WHOLE)
-                 & (times["mode"] == "step") & (times["busy"] < LAUNCH_BOUND)]
-    if tiny.empty:
-        raise KeyError("batch 1, context 16")
-    samples, run = tables["benchmark.samples"], tiny.iloc[0]
-    own = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE) & ~samples["warmup"]]
-    for name in CONFIG:
-        own = own[own[name] == run[name]]
-    return own["wall_ms"] / run["operations"] * 1e3
-
-
-def varied(tables: Tables) -> pd.Series:
-    """Standard deviation over median of ten steps of every shape and mode in fp32, by whether it is
-    launch-bound."""
-    rows = chosen(tables["benchmark.times"], **PLAIN, phase=WHOLE, precision="fp32")
-    rows = rows.dropna(subset=["wall_ms", "busy"])
-    found = (rows["wall_std_ms"] / rows["wall_ms"]).set_axis(rows["busy"] < LAUNCH_BOUND)
-    if found.empty:
-        raise KeyError("wall_std_ms")
-    return found
-
-
 # Printed
 
-def _handout_times(tables: Tables) -> pd.DataFrame:
-    """A row a size, the three modes' wall times and deviations at the reference context."""
+def handout_times(tables: Tables) -> pd.DataFrame:
+    """A row a size, the three modes' wall times and deviations."""
     found = {}
     for mode, words in MODES.items():
         rows = at_context(tables, mode=mode)
@@ -256,72 +207,61 @@ def _handout_times(tables: Tables) -> pd.DataFrame:
     return table(pd.DataFrame(found).rename_axis("size"))
 
 
-def _times_by_context(tables: Tables) -> pd.DataFrame:
+def times_by_context(tables: Tables) -> pd.DataFrame:
     """Wall time of the full step: a row a size, a column a context."""
-    wide = steps(tables).pivot(index="size", columns="context_length", values="wall_ms")
-    wide = wide.loc[list(dict.fromkeys(steps(tables)["size"]))]
-    return table(wide.rename(columns=lambda length: f"{length:,}").rename_axis(columns=None), unit="ms")
+    return table(wide(steps(tables), "context_length", "wall_ms"), unit="ms")
 
 
-def _warmup(tables: Tables) -> pd.DataFrame:
+def warmup(tables: Tables) -> pd.DataFrame:
     """Mean and deviation of ten steps after so many warm-up steps: a row a size."""
-    samples = tables["benchmark.samples"]
-    rows = warm_up(chosen(samples, **PLAIN, precision="fp32", context_length=context(tables)))
-    wide = rows.pivot(index="size", columns="warmups", values=["mean_ms", "std_ms"])
-    wide = wide.loc[list(dict.fromkeys(rows["size"]))]
-    wide.columns = [f"{what.removesuffix('_ms')} after {count}, ms" for what, count in wide.columns]
-    return table(wide)
+    rows = {size: warm_up(own).set_index("warmups")[["mean_ms", "std_ms"]].unstack()
+            for size, own in cold_steps(tables).groupby("size", sort=False)}
+    found = pd.DataFrame(rows).T.rename_axis("size")
+    found.columns = [f"{what.removesuffix('_ms')} after {count}, ms" for what, count in found.columns]
+    return table(found)
 
 
-def _launch_bound(tables: Tables) -> pd.DataFrame:
+def launch_bound(tables: Tables) -> pd.DataFrame:
     """The full step by both clocks and replayed, by size: bf16 if it was measured."""
     rows = low_steps(tables, context_length=context(tables)).set_index("size")
-    columns = ["operations", "wall_ms", "gpu_ms", "busy", "replayed_ms"]
-    return table(rows[columns].rename(columns=HEADINGS), bold=None)
+    return table(rows[["operations", "wall_ms", "gpu_ms", "busy", "replayed_ms"]].rename(columns=HEADINGS))
 
 
-def _busy(tables: Tables) -> pd.DataFrame:
+def busy(tables: Tables) -> pd.DataFrame:
     """Busy share of the full step: a row a size and precision, a column a context."""
-    frames = [on_gpu(steps(tables, precision=name))
-              for name in dict.fromkeys(("fp32", low_precision(tables)))]
-    rows = pd.concat(frames)
-    wide = rows.pivot(index=["precision", "size"], columns="context_length", values="busy")
-    wide = wide.loc[list(dict.fromkeys(zip(rows["precision"], rows["size"])))]
-    return table(wide.rename(columns=lambda length: f"{length:,}").rename_axis(columns=None), unit="%")
+    found = {name: wide(on_gpu(steps(tables, precision=name)), "context_length", "busy")
+             for name in dict.fromkeys(("fp32", low_precision(tables)))}
+    return table(pd.concat(found, names=["precision"]), unit="%")
 
 
-def _optimizers(tables: Tables) -> pd.DataFrame:
-    found = fused_beside(tables)
-    return table(found.set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
+def optimizers(tables: Tables) -> pd.DataFrame:
+    return table(fused_beside(tables).set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
 
 
-def _mfu(tables: Tables) -> pd.DataFrame:
+def mfu_ways(tables: Tables) -> pd.DataFrame:
     """MFU of the full step three ways: of the data sheet's rate, of a large matmul's, and of the sheet's at
     the clock that the step ran at."""
-    frames = [on_gpu(at_context(tables, precision=name)).reset_index()
-              for name in dict.fromkeys(("fp32", low_precision(tables)))]
-    rows = pd.concat(frames).set_index(["precision", "size"])
+    rows = pd.concat({name: on_gpu(at_context(tables, precision=name))
+                      for name in dict.fromkeys(("fp32", low_precision(tables)))}, names=["precision"])
     names = {"mfu": "of the data sheet, %", "mfu_measured": "of a large matmul, %",
              "mfu_at_clock": "of the data sheet at this clock, %", "sm_clock_mhz": "SM clock, MHz",
              "power_w": "power, W", "step_j": "energy, J"}
     return table(rows[list(names)].rename(columns=names))
 
 
-def _compile_cost(tables: Tables) -> pd.DataFrame:
+def compile_cost(tables: Tables) -> pd.DataFrame:
     """Compiling by what is compiled and size: seconds, wall time before and after, and when it pays."""
-    found = []
-    for parts in ("blocks", "model"):
-        if (tables["benchmark.times"]["compile"] == parts).any():
-            found.append(compiled_beside(tables, parts).reset_index().assign(compiled=parts))
-    if not found:
-        raise KeyError("compile")
+    measured = dict.fromkeys(chosen(tables["benchmark.times"])["compile"])
     names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms", "wall_ms": "after, ms",
              "pays_after": "break-even (steps), n"}
-    rows = pd.concat(found).set_index(["compiled", "precision", "size"])
-    return table(rows[list(names)].rename(columns=names))
+    found = {parts: compiled_beside(tables, parts).set_index("precision", append=True).swaplevel()
+             for parts in ("blocks", "model") if parts in measured}
+    if not found:
+        raise KeyError("compile")
+    return table(pd.concat(found, names=["compiled"])[list(names)].rename(columns=names))
 
 
-def _compiled_model(tables: Tables) -> pd.DataFrame:
+def compiled_model(tables: Tables) -> pd.DataFrame:
     """The whole model compiled, GPU time before and after by mode: a row a size."""
     found = {}
     for mode, words in MODES.items():
@@ -330,28 +270,16 @@ def _compiled_model(tables: Tables) -> pd.DataFrame:
     return table(pd.DataFrame(found).rename_axis("size"))
 
 
-def _repeats(tables: Tables) -> pd.DataFrame:
+def repeats(tables: Tables) -> pd.DataFrame:
     """What several processes measured of one shape, by either clock."""
-    rows = repeated(tables)
     names = {"size": "size", "context_length": "context", "precision": "precision", "processes": "processes",
-             "wall_min": "wall least, ms", "wall_max": "most, ms", "wall": "wall most/least"}
-    shown = rows[list(names)].rename(columns=names)
-    shown["wall most/least"] = rows["wall"].map(lambda value: f"{value:.3f}")
-    return table(shown.assign(**{"GPU least, ms": rows["gpu_min"], "GPU most, ms": rows["gpu_max"],
-                                 "GPU most/least": rows["gpu"].map(lambda value: f"{value:.3f}")}))
+             "wall_min": "wall least, ms", "wall_max": "most, ms", "wall": "wall most/least",
+             "gpu_min": "GPU least, ms", "gpu_max": "GPU most, ms", "gpu": "GPU most/least"}
+    rows = repeated(tables)
+    ratios = {clock: rows[clock].map("{:.3f}".format) for clock in ("wall", "gpu")}
+    return table(rows.assign(**ratios)[list(names)].rename(columns=names))
 
 
-def _printed(make: Callable[[Tables], pd.DataFrame]) -> Callable[[Tables], pd.DataFrame | None]:
-    """None where there are no data for a table."""
-    def printed(tables: Tables) -> pd.DataFrame | None:
-        try:
-            return make(tables)
-        except LookupError:
-            return None
-    return printed
-
-
-PRINTED = {name: _printed(make) for name, make in {
-    "handout_times": _handout_times, "times_by_context": _times_by_context, "warmup": _warmup,
-    "launch_bound": _launch_bound, "busy": _busy, "optimizers": _optimizers, "mfu_ways": _mfu,
-    "compile_cost": _compile_cost, "compiled_model": _compiled_model, "repeats": _repeats}.items()}
+PRINTED = {"handout_times": handout_times, "times_by_context": times_by_context, "warmup": warmup,
+           "launch_bound": launch_bound, "busy": busy, "optimizers": optimizers, "mfu_ways": mfu_ways,
+           "compile_cost": compile_cost, "compiled_model": compiled_model, "repeats": repeats}
