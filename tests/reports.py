@@ -3,6 +3,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope import PROJECT
+from stepscope import PACKAGE, PROJECT
+from stepscope.report.claims import formatted
 from stepscope.report.load import Read, read
 from stepscope.runs.store import Store
 from stepscope.studies import STUDIES
@@ -18,6 +20,13 @@ from stepscope.studies import STUDIES
 RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
 PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
+
+
+def said(name: str, values: dict) -> list[str]:
+    """A claim's sentences, wherever the chapters have it, with these values in their places."""
+    chapters = (path.read_text(encoding="utf-8") for path in (PACKAGE / "report" / "chapters").rglob("*.md"))
+    sentences = re.findall(rf"{{% claim {name} %}}(.*?){{% endclaim %}}", "".join(chapters), re.DOTALL)
+    return [formatted(sentence, values, name) for sentence in sentences]
 
 
 def needs_runs() -> None:

@@ -1,13 +1,15 @@
 """docs/fast_step.py: the script that the report copies runs, and trains."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
 
-from stepscope import PROJECT
+from stepscope import PACKAGE, PROJECT
 
 SCRIPT = PROJECT / "docs" / "fast_step.py"
+CHAPTER = PACKAGE / "report" / "chapters" / "01-which-change.md"
 SHAPE = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 50, "context": 16, "batch": 2, "steps": 2}
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
 CHANGES = ["TF32", "fused attention", "fused AdamW", "compiled blocks", "bf16 autocast", "CUDA graph of the step"]
@@ -42,6 +44,25 @@ def test_its_step_trains(script, monkeypatch):
     tokens, targets = torch.randint(50, (2, 2, 16)).unbind()
     step = script.make_step(model, tokens, targets)
     first = step().item()
+    assert [step().item() for _ in range(50)][-1] < 0.9 * first
+
+
+def test_the_optimizer_that_the_report_imports_trains_the_script(script, monkeypatch):
+    """What the chapter shows, in place of AdamW: weights are bf16, and the step trains."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    shown = re.findall(r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL)[0]
+    made, plain = {}, torch.optim.AdamW
+
+    def optimizer(parameters, **options):
+        exec(shown, made)
+        return made["optimizer"]
+    made |= {"model": script.Model(32, 64, 1, 2, 50, 16), "torch": torch}
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    tokens, targets = torch.randint(50, (2, 2, 16)).unbind()
+    step = script.make_step(made["model"], tokens, targets)
+    first = step().item()
+    assert not isinstance(made["optimizer"], plain) and made["model"].head.weight.dtype == torch.bfloat16
     assert [step().item() for _ in range(50)][-1] < 0.9 * first
 
 

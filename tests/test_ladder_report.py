@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from reports import said
 from stepscope.config import StepConfig
 from stepscope.report.style import svg
 from stepscope.report.tables import markdown
@@ -92,6 +93,7 @@ def public(module):
 def test_every_claim_holds_on_a_campaign_and_has_its_numbers(campaign, claim):
     found = claim(campaign)
     assert found and all(value is not None and value == value for value in found.values())
+    assert said(claim.__name__, found)
 
 
 @pytest.mark.parametrize("claim", public(claims), ids=lambda claim: claim.__name__)
@@ -140,10 +142,16 @@ def test_which_change_is_in_gpu_time_but_for_the_graph(campaign):
 
 
 def test_the_graph_is_the_largest_change_only_of_small(campaign):
-    assert claims.change_graph(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
+    assert claims.change_graph(campaign) == {"size": "small"}
     steps = campaign["ladder.steps"]
     steps.loc[steps["change"] == "blocks", "wall_ms"] = 7
     assert claims.change_graph(campaign) is None and claims.first_small(campaign) is None
+
+
+def test_without_a_larger_size_nothing_is_said_of_smaller_ones(campaign):
+    steps = campaign["ladder.steps"]
+    campaign["ladder.steps"] = steps[steps["size"] == "small"]
+    assert claims.change_graph(campaign) is None
 
 
 def test_peers_are_compared_at_their_best(campaign):
@@ -160,9 +168,10 @@ def test_peers_are_compared_at_their_best(campaign):
 
 def test_where_fp8_pays(campaign):
     found = claims.fp8_large_batch(campaign)
-    assert (found["tokens"], found["batch"], found["size"]) == (8 * 512, 32, "2.7B")
+    assert (found["tokens"], found["batch"]) == (8 * 512, 32)
     assert found["gain"] == pytest.approx(600 / 497) and found["joules"] == pytest.approx(1 - 497 / 600)
-    assert claims.fp8_small_batch(campaign)["batch"] == 4
+    (sentence,) = said("fp8_small_batch", claims.fp8_small_batch(campaign))
+    assert "2.7B's step takes 89.6 ms in bf16 and 89.9 ms with them" in sentence
     steps = campaign["ladder.steps"]
     steps.loc[steps["change"] == "fp8", "wall_ms"] *= 1.5
     assert claims.fp8_large_batch(campaign) is None
@@ -172,7 +181,7 @@ def test_where_fp8_pays(campaign):
 
 def test_a_change_that_moves_the_loss_more_than_a_seed_is_not_said_to_be_harmless(campaign):
     found = claims.change_training(campaign)
-    assert found["steps"] == 200 and found["most"] < 0.2
+    assert found["steps"] == 200
     curves = campaign["ladder.curves"]
     curves.loc[curves["change"] == "bf16_moments", "loss"] += 0.5
     assert claims.change_training(campaign) is None

@@ -16,11 +16,8 @@ count (the roofline of Williams, Waterman & Patterson 2009, with its two terms a
 gradients first). They last milliseconds, at the highest clock. A step goes on, and where its power reaches
 the limit the clock falls: then time is energy over power, and only fewer joules make it faster.
 """
-
 import math
-from typing import Any
 
-import pandas as pd
 import pynvml
 import torch
 
@@ -80,13 +77,5 @@ def kept_up(device: str) -> dict[str, float]:
     back_to_back(multiply, device, matmuls)
     with Watch() as watch:
         times = back_to_back(multiply, device, matmuls)
-    return {
-        "kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
-        "kept_up_clock_mhz": watch.sm_clock_mhz,
-        "kept_up_power_w": watch.power_w,
-    }
-
-
-def ceilings_of(measured: pd.DataFrame) -> dict[str, Any]:
-    """``measure_ceilings``' rows as value by name."""
-    return measured.set_index("ceiling")["value"].to_dict()
+    return {"kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
+            "kept_up_clock_mhz": watch.sm_clock_mhz, "kept_up_power_w": watch.power_w}

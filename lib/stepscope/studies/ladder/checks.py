@@ -1,5 +1,4 @@
 """Is our optimizer AdamW, and do bf16 moments move? Tried on the device that is measured, in the same run."""
-
 import math
 
 import numpy as np
@@ -18,10 +17,8 @@ from stepscope.studies.ladder.optimizer import (
     rounded_by_chance,
 )
 
-SHAPES = {
-    "matrix": (130, 70),
-    "vector": (130,),
-}  # neither fills its last block; a matrix is bf16, a vector fp32
+SHAPES = {"matrix": (130, 70),
+          "vector": (130,)}  # neither fills its last block; a matrix is bf16, a vector fp32
 RATE = 1e-3
 FORMULA_STEPS, TORCH_STEPS = 5, 200
 FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
@@ -68,8 +65,7 @@ class Tried(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.matrix, self.vector = (
-            nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values()
-        )
+            nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values())
 
 
 def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
@@ -79,8 +75,7 @@ def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW,
     generator = torch.Generator().manual_seed(1)
     drawn = {
         name: [
-            torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)
-        ]
+            torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)]
         for name, parameter in own.named.items()
     }
     for step in range(steps):
@@ -111,16 +106,13 @@ def against_torch(device: str) -> float:
     own, drawn = stepped(device, TORCH_STEPS, torch.float32)
     theirs = Tried().to(device)
     torchs = torch.optim.AdamW(
-        theirs.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
-    )
+        theirs.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False)
     for step in range(TORCH_STEPS):
         for name, parameter in theirs.named_parameters():
             parameter.grad = drawn[name][step].float()
         torchs.step()
-    return max(
-        ((own.masters()[name] - weight).abs().max() / weight.abs().max()).item()
-        for name, weight in theirs.named_parameters()
-    )
+    return max(((own.masters()[name] - weight).abs().max() / weight.abs().max()).item()
+               for name, weight in theirs.named_parameters())
 
 
 def falling_moment() -> dict[str, float]:
@@ -134,21 +126,13 @@ def falling_moment() -> dict[str, float]:
         exact = exact * BETAS[1] + squared
         chance = rounded_by_chance(chance * BETAS[1] + squared, bits).float()
         nearest = (nearest * BETAS[1] + squared).bfloat16().float()
-    return {
-        "v_fp32": exact.mean().item(),
-        "v_by_chance": chance.mean().item(),
-        "v_nearest": nearest.mean().item(),
-    }
+    return {"v_fp32": exact.mean().item(), "v_by_chance": chance.mean().item(),
+            "v_nearest": nearest.mean().item()}
 
 
 def check_optimizer(device: str) -> dict[str, float]:
     """All of the above: results of a run."""
     compared, unequal = against_formula(device, torch.float32)
     low_compared, low_unequal = against_formula(device, torch.bfloat16)
-    return {
-        "compared": compared,
-        "unequal": unequal,
-        "low_compared": low_compared,
-        "low_unequal": low_unequal,
-        "torch_off": against_torch(device),
-    } | falling_moment()
+    return {"compared": compared, "unequal": unequal, "low_compared": low_compared,
+            "low_unequal": low_unequal, "torch_off": against_torch(device)} | falling_moment()

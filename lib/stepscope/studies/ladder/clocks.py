@@ -1,5 +1,4 @@
 """Steps one after another, as training runs them: the host enqueues, and waits only for the last."""
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,5 +1,4 @@
 """What a run of the ladder has: which changes it measures, and what it measures beside them."""
-
 import math
 from typing import Annotated, Literal, get_args
 
@@ -9,8 +8,7 @@ from stepscope.config import StepConfig
 
 Change = Literal[
     "fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments",
-    "chunked", "fp8",
-]  # fmt: skip
+    "chunked", "fp8"]
 # In their order, each one change on the last.
 CHANGES: tuple[Change, ...] = get_args(Change)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
@@ -23,8 +21,7 @@ Peer = Literal["hugging_face", "hugging_face_graphs"]
 MEASURES = (
     "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
     "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured",
-    "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms",
-)  # fmt: skip
+    "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms", "energy_ms")
 
 
 class Config(StepConfig):

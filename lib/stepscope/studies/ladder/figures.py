@@ -1,32 +1,21 @@
 """The ladder's figures."""
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from stepscope.report.style import (
-    BLUE,
-    GRID,
-    INK,
-    MUTED,
-    ORANGE,
-    PALETTE,
-    SIZE_COLORS,
-    bars,
-    figure,
-    label_ends,
-)
+from stepscope.report import style
+from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, bars, figure, label_ends
 from stepscope.report.tables import number, ratio
 from stepscope.studies.ladder.config import CHANGES, PEERS
-from stepscope.studies.ladder.names import name_of
+from stepscope.studies.ladder.names import NAMES
 from stepscope.studies.ladder.tables import (
     LAST,
-    LEAST_GAIN,
     Tables,
     by_batch,
     climbed,
     largest,
     moved,
+    pays_from,
     trained,
 )
 
@@ -35,53 +24,52 @@ TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  #
 
 def steps_here(steps: pd.DataFrame, label: str) -> Figure | None:
     """A run's own steps, for its notebook: milliseconds of each change that was timed."""
-    timed = steps[steps["wall_ms"].notna()]
-    if timed.empty:
-        return None
-    drawn, axes = figure(f"A step of {label}, change by change", height=0.9 + 0.3 * len(timed))
-    bars(axes, [name_of(change) for change in timed["change"]], list(timed["wall_ms"]),
-         [number(value, "ms") for value in timed["wall_ms"]])  # fmt: skip
+    timed = steps[steps["wall_ms"].notna()].set_index("change")["wall_ms"]
+    return _bars(f"A step of {label}, change by change", timed, "ms") if len(timed) else None
+
+
+def _bars(message: str, values: pd.Series, unit: str) -> Figure:
+    drawn, axes = figure(message, height=0.9 + 0.3 * len(values))
+    bars(axes, [NAMES[change] for change in values.index], list(values),
+         [number(value, unit) for value in values])
     return drawn
 
 
 def ladder(tables: Tables) -> Figure | None:
-    """Each change's step on one logarithmic axis, with the bounds as lines."""
+    """Each change's step and the best peer's on one logarithmic axis, with the bounds as lines."""
     shape, rows = largest(tables)
     own = climbed(rows)
     peer = rows[rows.index.isin(PEERS) & rows["wall_ms"].notna()].nsmallest(1, "wall_ms")
-    shown = pd.concat([own, peer])
-    walls, last = shown["wall_ms"], own.iloc[-1]
-    speedup = ratio(own["wall_ms"].iloc[0], last["wall_ms"])
-    drawn, axes = figure(
-        f"{shape.size}: {number(own['wall_ms'].iloc[0], 'ms')} become {number(last['wall_ms'], 'ms')},"
-        f" {number(speedup, 'x')} faster", height=1.5 + 0.3 * len(shown))  # fmt: skip
-    places = range(len(shown))
-    colors = [ORANGE if change in PEERS else BLUE for change in shown.index]
-    axes.set_xscale("log")
-    axes.set_xlim(last["bound_ms"] * 0.8, walls.max() * 1.9)
+    walls, last = pd.concat([own, peer])["wall_ms"], own.iloc[-1]
+    first, end = walls.iloc[0], last["wall_ms"]
+    drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
+                         f" {number(ratio(first, end), 'x')} faster", height=1.5 + 0.3 * len(walls))
+    places = range(len(walls))
+    axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -2),
+             xlabel="milliseconds a step")
     axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
-    axes.scatter(walls, places, color=colors, s=36, zorder=3)
+    axes.scatter(walls, places, color=[ORANGE if change in PEERS else BLUE for change in walls.index], s=36,
+                 zorder=3)
     for place, wall in zip(places, walls):
-        axes.annotate(
-            number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords="offset points", va="center"
-        )
-    axes.set_yticks(places, [name_of(change) for change in shown.index])
-    axes.set_ylim(len(shown) - 0.4, -1.9)
+        axes.annotate(number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords="offset points",
+                      va="center")
+    axes.set_yticks(places, [NAMES[change] for change in walls.index])
     axes.grid(False, axis="y")
-    bounds = {"lower bound": (last["bound_ms"], INK), "energy at the power limit": (last["energy_ms"], MUTED)}
+    bounds = {"lower bound": (last["bound_ms"], INK),
+              "energy at the power limit": (last["energy_ms"], MUTED)}
     for row, (name, (at, color)) in enumerate(bounds.items()):
-        if pd.notna(at):
-            axes.axvline(at, color=color, linewidth=1.2, linestyle="--", zorder=1)
-            axes.annotate(f"{name} {number(at, 'ms')}", (at, -1.6 + 0.8 * row), xytext=(4, 0), color=color,
-                          textcoords="offset points", va="center")  # fmt: skip
-    _milliseconds(axes)
-    axes.set_xlabel("milliseconds a step")
+        if pd.notna(at):  # the line begins at its name, so that none goes through another's
+            top = -1.7 + 0.8 * row
+            axes.vlines(at, top - 0.3, len(walls), color=color, linewidth=1.2, linestyle="--", zorder=1)
+            axes.annotate(f"{name} {number(at, 'ms')}", (at, top), xytext=(4, 0), color=color,
+                          textcoords="offset points", va="center")
+    _ticks(axes, [tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]])
     return drawn
 
 
-def _milliseconds(axes) -> None:
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS if low <= tick <= high]))
+def _ticks(axes, places: list) -> None:
+    """These and no others, as plain numbers."""
+    axes.xaxis.set_major_locator(FixedLocator(places))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
 
@@ -91,66 +79,49 @@ def fp8(tables: Tables) -> Figure | None:
     found = by_batch(tables)
     if found["tokens"].nunique() < 2:
         return None
-    pays = found[found["gain"] > 1 + LEAST_GAIN]
-    message = "FP8 matmuls gain nothing at these batches"
-    if len(pays):
-        tokens = int(pays.groupby("size")["tokens"].min().max())
-        message = f"FP8 matmuls pay from {tokens:,} tokens a step on"
-    drawn, axes = figure(message)
+    tokens = pays_from(found)
+    drawn, axes = figure(f"FP8 matmuls pay from {tokens:,} tokens a step on" if tokens
+                         else "FP8 matmuls gain nothing at these batches")
     ends = {}
     for size, rows in found.groupby("size", sort=False):
         axes.plot(rows["tokens"], rows["gain"], marker="o", color=SIZE_COLORS.get(size, INK))
         ends[size] = (rows["tokens"].iloc[-1], rows["gain"].iloc[-1])
-    axes.set_xscale("log", base=2)
-    ticks = sorted(found["tokens"].unique())
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.set_ylim(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03)
+    axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16",
+             ylim=(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03))
+    _ticks(axes, sorted(found["tokens"].unique()))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2f}x"))
-    axes.set_xlabel("tokens a step")
-    axes.set_ylabel("times faster than bf16")
     label_ends(axes, ends, SIZE_COLORS)
     return drawn
 
 
 def ladder_training(tables: Tables) -> Figure | None:
-    """Each change's loss less fp32's of the same weights; grey: another seed's."""
+    """Each change's loss less fp32's of the same weights; grey: fp32's of another seed."""
     curves = trained(tables)
     distance, seeds = moved(curves)
-    order = [change for change in CHANGES if change in distance.index]
-    within = all(distance[change] < seeds for change in order)
+    changes = [change for change in CHANGES if change in distance.index]
+    within = distance[changes].max() < seeds
     drawn, axes = figure("Every change moves the loss less than another seed does" if within
-                         else "How far each change moves the loss")  # fmt: skip
+                         else "How far each change moves the loss")
     smooth = curves.sort_values("step").pivot_table(index="step", columns=["change", "seed"], values="loss")
     smooth = smooth.rolling(10, min_periods=5).mean()
-    first = smooth["fp32"].columns[0]
-    plain = smooth["fp32", first]
-    for seed in smooth["fp32"].columns[1:]:
-        axes.plot(smooth.index, smooth["fp32", seed] - plain, color=GRID, linewidth=3, zorder=1)
-    for change in order:
-        color = BLUE if change == LAST else PALETTE[order.index(change) % len(PALETTE)]
-        axes.plot(
-            smooth.index, smooth[change, first] - plain, color=color, linewidth=2 if change == LAST else 0.9
-        )
-    axes.annotate("other seeds", (0.98, 0.96), xycoords="axes fraction", ha="right", va="top", color=MUTED)
+    first, *others = smooth["fp32"].columns
+    off = smooth.sub(smooth["fp32", first], axis=0)
+    axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
+    axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss less fp32's, nats")
+    axes.set(xlabel="step", ylabel="loss less fp32's, nats")
+    names = {"other seeds": off["fp32"][others].iloc[-1].max(), "changes": off[LAST, first].iloc[-1]}
+    label_ends(axes, {name: (off.index[-1], at) for name, at in names.items()},
+               {"other seeds": MUTED, "changes": BLUE})
     return drawn
 
 
 def joules(tables: Tables) -> Figure | None:
-    """Each change's energy, and how long it takes at the power limit."""
+    """Each change's energy."""
     shape, rows = largest(tables)
-    own = climbed(rows).dropna(subset="step_j")
-    if own.empty:
+    spent = climbed(rows)["step_j"].dropna()
+    if spent.empty:
         return None
-    first, last = own["step_j"].iloc[0], own["step_j"].iloc[-1]
-    drawn, axes = figure(
-        f"Faster is cheaper: {shape.size}'s step takes {number(ratio(first, last, 'J'), 'x')} less energy",
-        height=0.9 + 0.3 * len(own))  # fmt: skip
-    bars(axes, [name_of(change) for change in own.index], list(own["step_j"]),
-         [number(value, "J") for value in own["step_j"]])  # fmt: skip
-    return drawn
+    less = number(ratio(spent.iloc[0], spent.iloc[-1], "J"), "x")
+    return _bars(f"Faster is cheaper: {shape.size}'s step takes {less} less energy", spent, "J")

@@ -7,7 +7,6 @@ What the gradient is off by is e4m3's mantissa: numbers of 4 significant bits an
 test holds that). So scales of smaller blocks would not help, and e5m2 for gradients, which has a bit less,
 makes it worse.
 """
-
 from typing import Any
 
 import torch
@@ -36,8 +35,7 @@ def matmul(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * a_scale * b_scale.t()).to(a.dtype)
     return torch._scaled_mm(
-        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast
-    )
+        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
 class Fp8Matmul(torch.autograd.Function):

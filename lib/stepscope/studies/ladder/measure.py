@@ -4,7 +4,6 @@ Under the profiler launches take longer, and stay so afterwards: so every change
 captured. Weights are there only while a change is measured. What is compiled is compiled outside of the GPU's
 turn.
 """
-
 import gc
 import math
 import os
@@ -78,11 +77,8 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {
-        name: sampled(parameter.grad)
-        for name, parameter in trainer.named.items()
-        if parameter.grad is not None
-    }
+    return {name: sampled(parameter.grad) for name, parameter in trainer.named.items()
+            if parameter.grad is not None}
 
 
 def off(trainer: Trainer, loss: float, reference: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
@@ -236,11 +232,8 @@ class Ladder:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         self.replay(cell, trainer)
-        if (
-            config.training_steps
-            and cell.batch == max(config.batches or [config.batch_size])
-            and not trainer.peer
-        ):
+        at_largest = cell.batch == max(config.batches or [config.batch_size])
+        if config.training_steps and at_largest and not trainer.peer:
             self.curves.append(train(config, trainer))
 
     def replay(self, cell: Cell, trainer: Trainer) -> None:
@@ -253,9 +246,8 @@ class Ladder:
         elif cell.name == "fused":
             with suppress(torch.OutOfMemoryError):
                 graph = captured(trainer.plain_step, trainer.clear_gradients)
-                cell.row["replayed_ms"] = location(back_to_back(graph, "cuda", self.config.timed_steps))[
-                    "median"
-                ]
+                times = back_to_back(graph, "cuda", self.config.timed_steps)
+                cell.row["replayed_ms"] = location(times)["median"]
 
     def captured(self, cell: Cell, trainer: Trainer) -> None:
         step_ms = self.warm(trainer)
@@ -320,7 +312,7 @@ def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, f
         gc.collect()
         release(config.device)
         with turn():
-            ceilings = bounds.ceilings_of(measure_ceilings(config.device))
+            ceilings = measure_ceilings(config.device).set_index("ceiling")["value"].to_dict()
             kept_up = bounds.kept_up(config.device)
     limit_w = bounds.power_limit_w(config.device)
     kernels = ladder.kernels()
@@ -328,11 +320,8 @@ def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, f
     if ladder.curves:
         tables["curves"] = pd.concat(ladder.curves, ignore_index=True)[COLUMNS]
     tables = {name: table for name, table in tables.items() if len(table)}
-    results = ceilings | kept_up | {
-        "parameters": parameter_count(config),
-        "power_limit_w": limit_w,
-        "sheet_bf16": sheet_tflops("bf16", config.device),
-    }
+    results = ceilings | kept_up | {"parameters": parameter_count(config), "power_limit_w": limit_w,
+                                    "sheet_bf16": sheet_tflops("bf16", config.device)}
     return tables, {name: value for name, value in results.items() if not math.isnan(value)}
 
 

@@ -15,7 +15,6 @@ to the number above (stochastic rounding): right in the mean. The chance is a ha
 the step's number, which a replayed CUDA graph reads from the GPU; Philox would cost several times as much
 arithmetic, and rounding needs no better numbers.
 """
-
 import math
 from importlib.util import find_spec
 from typing import Any
@@ -53,8 +52,7 @@ def rounded_by_chance(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def adamw_(
-    master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None
-) -> None:
+        master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None) -> None:
     """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
 
     Args:
@@ -77,31 +75,11 @@ def adamw_(
 if HAS_TRITON:
 
     @triton.jit
-    def _adamw_kernel(
-        master,
-        m,
-        v,
-        low,
-        gradients,
-        wide,
-        counts,
-        offsets,
-        owners,
-        starts,
-        scalars,
-        step,
-        beta1: tl.constexpr,
-        rest1: tl.constexpr,
-        beta2: tl.constexpr,
-        rest2: tl.constexpr,
-        eps: tl.constexpr,
-        block: tl.constexpr,
-        aligned: tl.constexpr,
-        low_moments: tl.constexpr,
-        golden: tl.constexpr,
-        mix1: tl.constexpr,
-        mix2: tl.constexpr,
-    ):
+    def _adamw_kernel(master, m, v, low, gradients, wide, counts, offsets, owners, starts, scalars, step,
+                      beta1: tl.constexpr, rest1: tl.constexpr, beta2: tl.constexpr, rest2: tl.constexpr,
+                      eps: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr,
+                      low_moments: tl.constexpr, golden: tl.constexpr, mix1: tl.constexpr,
+                      mix2: tl.constexpr):
         """:func:`adamw_` on one block of one parameter. ``gradients`` holds each parameter's gradient's
         address."""
         program = tl.program_id(0)
@@ -113,8 +91,7 @@ if HAS_TRITON:
         address = tl.load(gradients + owner)
         if tl.load(wide + owner) != 0:
             gradient = tl.load(
-                tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0
-            )
+                tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0)
         else:
             gradient = tl.load(
                 tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + within, mask=inside, other=0.0
@@ -240,32 +217,10 @@ class MasterAdamW:
                 self.bind()
         wide, counts, offsets, owners, starts = self.tables
         _adamw_kernel[(self.programs,)](
-            self.master,
-            self.m,
-            self.v,
-            self.low,
-            self.table,
-            wide,
-            counts,
-            offsets,
-            owners,
-            starts,
-            self.scalars,
-            self.count,
-            BETAS[0],
-            1 - BETAS[0],
-            BETAS[1],
-            1 - BETAS[1],
-            EPS,
-            BLOCK,
-            math.gcd(16, *self.counts),
-            self.v.dtype == torch.bfloat16,
-            GOLDEN,
-            MIX1,
-            MIX2,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )  # each operation rounded by itself, as in the formula
+            self.master, self.m, self.v, self.low, self.table, wide, counts, offsets, owners, starts,
+            self.scalars, self.count, BETAS[0], 1 - BETAS[0], BETAS[1], 1 - BETAS[1], EPS, BLOCK,
+            math.gcd(16, *self.counts), self.v.dtype == torch.bfloat16, GOLDEN, MIX1, MIX2, num_warps=4,
+            enable_fp_fusion=False)  # each operation rounded by itself, as in the formula
 
     def bind(self) -> None:
         """Tell the kernel where the gradients are: of the last step, or of the one that was captured."""

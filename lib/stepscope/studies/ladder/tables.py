@@ -1,6 +1,6 @@
 """The ladder's tables: what is in a run's files, and what is printed of all runs."""
-
 from collections.abc import Callable
+from itertools import combinations
 from typing import NamedTuple
 
 import pandas as pd
@@ -10,30 +10,24 @@ from stepscope.config import SIZES
 from stepscope.report.schemas import STATUSES, measured, tidy, word
 from stepscope.report.tables import ratio, table
 from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
-from stepscope.studies.ladder.names import LINES, name_of
+from stepscope.studies.ladder.names import LINES, NAMES
 
 Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("size", "context_length", "vocab_size")
-SHAPE = [*CONFIG]
+PLACE = [*CONFIG, "batch_size"]
 CELL = ("change", "batch_size")
-KEY = {
-    "change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
-    "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True),
-}
+KEY = {"change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
+       "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
     "steps": tidy(
-        CELL, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES}
-    ),
+        CELL, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES}),
     "kernels": tidy((*CELL, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CELL, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
-KEYS = {
-    "steps": (*CONFIG, *CELL),
-    "kernels": (*CONFIG, *CELL, "name"),
-    "curves": (*CONFIG, *CELL, "seed", "step"),
-}
+KEYS = {"steps": (*CONFIG, *CELL), "kernels": (*CONFIG, *CELL, "name"),
+        "curves": (*CONFIG, *CELL, "seed", "step")}
 CONTEXT = 512  # of what is said of all sizes, where there is such a run
 LEAST_GAIN = 0.02  # a smaller one is none
 LAST = CHANGES[-1]
@@ -62,11 +56,11 @@ def ladders(tables: Tables, context: int | None = None) -> dict[Shape, pd.DataFr
     shapes = steps[(steps["change"] == "fp32") & steps["wall_ms"].notna()]
     if context is not None:
         shapes = shapes[shapes["context_length"] == context]
-    found = [Shape(*key) for key in shapes[[*CONFIG, "batch_size"]].itertuples(index=False)]
+    found = [Shape(*key) for key in shapes[PLACE].itertuples(index=False)]
     found.sort(key=lambda shape: (_order(shape.size), shape.context_length, shape.vocab_size))
     if not found:
         raise LookupError("no ladder")
-    whole = steps.set_index([*CONFIG, "batch_size"])
+    whole = steps.set_index(PLACE)
     return {shape: whole.loc[[tuple(shape)]].reset_index().set_index("change") for shape in found}
 
 
@@ -77,7 +71,7 @@ def at_context(tables: Tables) -> dict[Shape, pd.DataFrame]:
     context = CONTEXT if CONTEXT in contexts else max(contexts)
     vocab = min(shape.vocab_size for shape in every)
     return {shape: rows for shape, rows in every.items()
-            if (shape.context_length, shape.vocab_size) == (context, vocab)}  # fmt: skip
+            if (shape.context_length, shape.vocab_size) == (context, vocab)}
 
 
 def largest(tables: Tables) -> tuple[Shape, pd.DataFrame]:
@@ -110,7 +104,7 @@ def shares(kernels: pd.DataFrame, shape: Shape, change: str) -> pd.Series:
     Raises:
         LookupError: it was not captured.
     """
-    own = kernels.set_index([*CONFIG, "batch_size", "change"]).sort_index().loc[(*shape, change)]
+    own = kernels.set_index([*PLACE, "change"]).sort_index().loc[(*shape, change)]
     times = own.groupby("family")["gpu_ms"].sum()
     return times / times.sum()
 
@@ -123,21 +117,17 @@ def moved(curves: pd.DataFrame) -> tuple[pd.Series, float]:
         LookupError: fp32 was not trained from several seeds.
     """
     key = [*CONFIG, *CELL, "seed"]
-    smooth = curves.sort_values("step").assign(
-        loss=lambda rows: rows.groupby(key)["loss"].transform(
-            lambda loss: loss.rolling(10, min_periods=1).mean()
-        )
-    )
+    smooth = curves.sort_values("step")
+    means = smooth.groupby(key)["loss"].transform(lambda loss: loss.rolling(10, min_periods=1).mean())
+    smooth = smooth.assign(loss=means)
     plain = smooth[smooth["change"] == "fp32"].pivot(index="step", columns="seed", values="loss")
     if len(plain.columns) < 2:
         raise LookupError("no seeds")
     first = plain.columns[0]
     others = smooth[(smooth["change"] != "fp32") & (smooth["seed"] == first)]
     by_change = others.pivot(index="step", columns="change", values="loss")
-    pairs = [(a, b) for a in plain for b in plain if a < b]
-    return by_change.sub(plain[first], axis=0).abs().mean(), min(
-        (plain[a] - plain[b]).abs().mean() for a, b in pairs
-    )
+    nearest = min((plain[a] - plain[b]).abs().mean() for a, b in combinations(plain, 2))
+    return by_change.sub(plain[first], axis=0).abs().mean(), nearest
 
 
 def trained(tables: Tables) -> pd.DataFrame:
@@ -150,25 +140,60 @@ def trained(tables: Tables) -> pd.DataFrame:
     plain = curves[curves["change"] == "fp32"]
     if plain.empty:
         raise LookupError("fp32 was not trained")
-    place = [*CONFIG, "batch_size"]
-    return curves.merge(plain[place].head(1), on=place)
+    return curves.merge(plain[PLACE].head(1), on=PLACE)
+
+
+def by_batch(tables: Tables) -> pd.DataFrame:
+    """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, ``mfu`` of bf16 and joules a token, of every shape and batch
+    that has both.
+
+    Raises:
+        LookupError: none has.
+    """
+    steps = tables["ladder.steps"]
+    low, eight = (steps[(steps["change"] == name) & steps["wall_ms"].notna()] for name in (LAST, "fp8"))
+    both = low.merge(eight, on=PLACE, suffixes=("", "_fp8"))
+    if both.empty:
+        raise LookupError("no FP8 beside bf16")
+    tokens = both["batch_size"] * both["context_length"]
+    return by_size(both[PLACE].assign(
+        tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"], mfu=both["mfu"],
+        gain=[ratio(a, b) for a, b in zip(both["wall_ms"], both["wall_ms_fp8"])],
+        bf16_j=both["step_j"] / tokens, fp8_j=both["step_j_fp8"] / tokens))
+
+
+def pays_from(found: pd.DataFrame) -> int | None:
+    """Of :func:`by_batch` the tokens a step from which on FP8 gains at every size; None where it does not."""
+    vain = found.loc[found["gain"] < 1 + LEAST_GAIN, "tokens"].max()
+    pays = found.loc[~(found["tokens"] <= vain), "tokens"]
+    return int(pays.min()) if len(pays) else None
+
+
+def by_size(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows in the order of sizes, contexts and batches."""
+    return rows.sort_values(["size", "context_length", "batch_size"],
+                            key=lambda values: values.map(_order) if values.name == "size" else values)
 
 
 # -- printed ------------------------------------------------------------------------------------------------
 
-
-def _named(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by change, with the changes' names as the first column."""
-    named = rows.reset_index(drop=True)
-    named.insert(0, "change", [name_of(change) for change in rows.index])
-    return named
-
-
 HEADINGS = {
-    "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "gain": "faster, x", "busy": "busy, %",
-    "operations": "kernels, n", "tokens_per_s": "tokens/s, n", "mfu": "MFU, %", "peak_gib": "peak, GiB",
-    "step_j": "energy, J", "power_w": "power, W", "sm_clock_mhz": "clock, MHz", "compile_s": "compiling, s",
-}  # fmt: skip
+    "size": "size", "context_length": "context", "batch_size": "batch", "tokens": "tokens a step",
+    "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "bf16_ms": "bf16, ms", "fp8_ms": "FP8, ms",
+    "gain": "faster, x", "busy": "busy, %", "operations": "kernels, n", "tokens_per_s": "tokens/s, n",
+    "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "mfu_at_clock": "at its clock, %",
+    "step_j": "energy, J", "energy_ms": "its energy at the power limit, ms", "bound_ms": "lower bound, ms",
+    "power_w": "power, W", "sm_clock_mhz": "clock, MHz", "peak_gib": "peak, GiB", "compile_s": "compiling, s",
+    "bf16_mj": "bf16, mJ a token", "fp8_mj": "FP8, mJ a token"}
+
+
+def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    return rows[[*columns]].rename(columns=HEADINGS).dropna(axis="columns", how="all")
+
+
+def _named(rows: pd.DataFrame, heading: str = "change") -> pd.DataFrame:
+    """Rows by change, under the changes' names."""
+    return rows.set_axis(pd.Index(rows.index.map(NAMES), name=heading))
 
 
 def ladder_steps(tables: Tables) -> pd.DataFrame:
@@ -176,29 +201,26 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     _, rows = largest(tables)
     own = pd.concat([climbed(rows), rows[rows.index.isin(PEERS) & rows["wall_ms"].notna()]])
     own = own.assign(gain=[gain(rows, change) for change in own.index])
-    printed = own[[*HEADINGS]].rename(columns=HEADINGS).dropna(axis="columns", how="all")
+    printed = _headed(own, "wall_ms", "gpu_ms", "gain", "busy", "operations", "tokens_per_s", "mfu",
+                      "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
     return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
 
 
 def which_change(tables: Tables) -> pd.DataFrame | None:
     """Changes x sizes: how many times faster than the row above."""
-    sizes = at_context(tables)
-    columns = {shape.size: [gain(rows, change) for change in CHANGES[1:]] for shape, rows in sizes.items()}
-    found = pd.DataFrame(columns, index=[name_of(change) for change in CHANGES[1:]], dtype=float)
-    found = found.rename_axis("change").dropna(how="all")
+    columns = {shape.size: [gain(rows, change) for change in CHANGES[1:]]
+               for shape, rows in at_context(tables).items()}
+    found = _named(pd.DataFrame(columns, index=CHANGES[1:], dtype=float)).dropna(how="all")
     return table(found, unit="x", note="–: under 2%, or not measured.") if len(found) else None
 
 
 def fast_step(tables: Tables) -> pd.DataFrame:
     """What a step takes with each line of the complete script and those above it, at the smallest and largest
     size."""
-    sizes = [*at_context(tables).items()]
-    ends = [sizes[0], largest(tables)] if len(sizes) > 1 else sizes
-    changes = ["fp32", *LINES, "cuda_graph"]
-    columns = {f"{shape.size}, ms": rows["wall_ms"].reindex(changes) for shape, rows in ends}
-    found = pd.DataFrame(columns).dropna(how="all")
-    found.index = pd.Index([name_of(change) for change in found.index], name="with")
-    return table(found)
+    ends = dict([next(iter(at_context(tables).items())), largest(tables)])
+    found = pd.DataFrame({f"{shape.size}, ms": rows["wall_ms"].reindex(["fp32", *LINES, "cuda_graph"])
+                          for shape, rows in ends.items()})
+    return table(_named(found.dropna(how="all"), "with"))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
@@ -208,8 +230,7 @@ def launch_cure(tables: Tables) -> pd.DataFrame | None:
     own = rows.reindex([*kinds])
     if own["wall_ms"].isna().any():
         return None
-    names = {"operations": "kernels, n", "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %"}
-    printed = own[[*names]].rename(columns=names).reset_index(drop=True)
+    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy").reset_index(drop=True)
     printed.insert(0, f"{shape.size}, context {shape.context_length}, bf16", [*kinds.values()])
     return table(printed)
 
@@ -221,46 +242,18 @@ def peers(tables: Tables) -> pd.DataFrame | None:
         walls = rows["wall_ms"].reindex([LAST, *reversed(PEERS)])
         if walls.notna().all():
             ours, graphs, default = walls
-            found.append({
-                "size": shape.size, "context": shape.context_length, "ours, ms": ours,
-                "reduce-overhead, ms": graphs, "default, ms": default,
-                "ours faster than the best, x": ratio(min(graphs, default), ours),
-            })  # fmt: skip
+            found.append({"size": shape.size, "context": shape.context_length, "ours, ms": ours,
+                          "reduce-overhead, ms": graphs, "default, ms": default,
+                          "ours faster than the best, x": ratio(min(graphs, default), ours)})
     return table(pd.DataFrame(found)) if found else None
 
 
-def fp8_batches(tables: Tables) -> pd.DataFrame | None:
+def fp8_batches(tables: Tables) -> pd.DataFrame:
     """FP8 beside bf16's last step: a row a size and batch."""
     found = by_batch(tables)
-    names = {"size": "size", "batch_size": "batch", "tokens": "tokens a step", "bf16_ms": "bf16, ms",
-             "fp8_ms": "FP8, ms", "gain": "faster, x", "mfu": "MFU of bf16, %", "bf16_j": "bf16, mJ a token",
-             "fp8_j": "FP8, mJ a token"}  # fmt: skip
-    return table(
-        found.assign(bf16_j=found["bf16_j"] * 1e3, fp8_j=found["fp8_j"] * 1e3)[[*names]].rename(columns=names)
-    )
-
-
-def by_batch(tables: Tables) -> pd.DataFrame:
-    """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, ``mfu`` of bf16 and joules a token, of every shape and batch
-    that has both.
-
-    Raises:
-        LookupError: none has.
-    """
-    steps = tables["ladder.steps"]
-    place = [*CONFIG, "batch_size"]
-    low, eight = (steps[(steps["change"] == name) & steps["wall_ms"].notna()] for name in (LAST, "fp8"))
-    both = low.merge(eight, on=place, suffixes=("", "_fp8"))
-    if both.empty:
-        raise LookupError("no FP8 beside bf16")
-    tokens = both["batch_size"] * both["context_length"]
-    found = both[place].assign(
-        tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"], mfu=both["mfu"],
-        gain=[ratio(a, b) for a, b in zip(both["wall_ms"], both["wall_ms_fp8"])],
-        bf16_j=both["step_j"] / tokens, fp8_j=both["step_j_fp8"] / tokens)  # fmt: skip
-    return found.sort_values(
-        ["size", "tokens"], key=lambda one: one.map(_order) if one.name == "size" else one
-    )
+    found = found.assign(bf16_mj=found["bf16_j"] * 1e3, fp8_mj=found["fp8_j"] * 1e3)
+    return table(_headed(found.rename(columns={"mfu": "MFU of bf16, %"}), "size", "batch_size", "tokens",
+                         "bf16_ms", "fp8_ms", "gain", "MFU of bf16, %", "bf16_mj", "fp8_mj"))
 
 
 def mfu(tables: Tables) -> pd.DataFrame | None:
@@ -268,63 +261,32 @@ def mfu(tables: Tables) -> pd.DataFrame | None:
     steps = tables["ladder.steps"]
     plain = steps["vocab_size"] == steps["vocab_size"].min()
     own = steps[steps["change"].isin([LAST, FILLED]) & steps["mfu"].notna() & plain]
-    if own.empty:
-        return None
-    names = {"size": "size", "context_length": "context", "batch_size": "batch", "wall_ms": "wall, ms",
-             "tokens_per_s": "tokens/s, n", "mfu": "MFU, %", "mfu_measured": "of a large matmul, %",
-             "mfu_at_clock": "at its clock, %", "sm_clock_mhz": "clock, MHz", "power_w": "power, W",
-             "peak_gib": "peak, GiB"}  # fmt: skip
-    small = own["batch_size"] == own.groupby(SHAPE)["batch_size"].transform("min")
-    own = own[small | (own["change"] == FILLED)]
-    own = own.sort_values(["size", "context_length", "batch_size"],
-                          key=lambda one: one.map(_order) if one.name == "size" else one)  # fmt: skip
-    return table(own[[*names]].rename(columns=names))
+    small = own["batch_size"] == own.groupby([*CONFIG])["batch_size"].transform("min")
+    own = by_size(own[small | (own["change"] == FILLED)])
+    printed = _headed(own, "size", "context_length", "batch_size", "wall_ms", "tokens_per_s", "mfu",
+                      "mfu_measured", "mfu_at_clock", "sm_clock_mhz", "power_w", "peak_gib")
+    return table(printed) if len(own) else None
 
 
 def energy(tables: Tables) -> pd.DataFrame | None:
     """Each change's joules, and the time that they take at the power limit, at the largest size."""
-    _, rows = largest(tables)
-    own = climbed(rows)
-    own = own[own["step_j"].notna()]
-    if own.empty:
-        return None
-    names = {
-        "step_j": "energy, J",
-        "power_w": "power, W",
-        "sm_clock_mhz": "clock, MHz",
-        "energy_ms": "its energy at the power limit, ms",
-        "bound_ms": "lower bound, ms",
-        "wall_ms": "wall, ms",
-    }
-    printed = own[[*names]].rename(columns=names)
-    return table(_named(printed))
+    own = climbed(largest(tables)[1]).dropna(subset="step_j")
+    printed = _headed(own, "step_j", "power_w", "sm_clock_mhz", "energy_ms", "bound_ms", "wall_ms")
+    return table(_named(printed)) if len(own) else None
 
 
 def training_check(tables: Tables) -> pd.DataFrame:
     """How far gradients and losses are from fp32's."""
     curves = trained(tables)
     distance, seeds = moved(curves)
-    place = curves.iloc[0][[*CONFIG, "batch_size"]].tolist()
-    rows = tables["ladder.steps"].set_index([*CONFIG, "batch_size"]).sort_index().loc[tuple(place)]
-    rows = rows.reset_index(drop=True).set_index("change")
+    steps = tables["ladder.steps"].merge(curves[PLACE].head(1), on=PLACE).set_index("change")
     order = [change for change in (*CHANGES, *BEYOND) if change in distance]
-    found = pd.DataFrame({
-        "change": [name_of(change) for change in order],
-        "gradient off, %": [rows["gradient_off"].get(change) for change in order],
-        "loss moved": [distance[change] for change in order],
-        "of another seed, %": [distance[change] / seeds for change in order],
-    })  # fmt: skip
-    return table(found, note="Loss moved: mean distance over the steps, in nats.")
+    found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
+                          "loss moved": distance[order], "of another seed, %": distance[order] / seeds})
+    return table(_named(found), note="Loss moved: mean distance over the steps, in nats.")
 
 
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {
-    "ladder_steps": ladder_steps,
-    "which_change": which_change,
-    "fast_step": fast_step,
-    "launch_cure": launch_cure,
-    "peers": peers,
-    "fp8_batches": fp8_batches,
-    "mfu": mfu,
-    "energy": energy,
-    "training_check": training_check,
-}
+    "ladder_steps": ladder_steps, "which_change": which_change, "fast_step": fast_step,
+    "launch_cure": launch_cure, "peers": peers, "fp8_batches": fp8_batches, "mfu": mfu, "energy": energy,
+    "training_check": training_check}

@@ -3,7 +3,6 @@
 A change's model and compiled code (:class:`Program`) are made once. Its weights, optimizer and batch are
 there only while it is measured (:class:`Trainer`), since a GPU need not hold them for all at once.
 """
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from timeit import default_timer
@@ -21,15 +20,8 @@ from stepscope.studies.ladder.cross_entropy import chunked_cross_entropy
 from stepscope.studies.ladder.optimizer import MasterAdamW
 
 RATE = 3e-4  # AdamW's learning rate, of every change
-MODEL_CHANGES = {
-    "tf32",
-    "bf16",
-    "sdpa",
-    "blocks",
-    "bf16_weights",
-    "chunked",
-    "fp8",
-}  # what a program is made of
+MODEL_CHANGES = {"tf32", "bf16", "sdpa", "blocks", "bf16_weights", "chunked",
+                 "fp8"}  # what a program is made of
 COMPILED = {"blocks", *PEERS}
 WARMUPS = 3  # before a capture, on a stream of their own: kernels are loaded and chosen, and states made
 RECOMPILES = 256  # for how many shapes one function may be compiled; torch's limit is 8
@@ -132,19 +124,11 @@ def hugging_face_program(config: Config, name: str) -> Program:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         raise Unsupported("transformers is not installed") from None
-    shape = LlamaConfig(
-        hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.context_length,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    shape = LlamaConfig(hidden_size=config.d_model, intermediate_size=config.d_ff,
+                        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+                        vocab_size=config.vocab_size, max_position_embeddings=config.context_length,
+                        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
+                        bos_token_id=None, eos_token_id=None)
     with torch.device(config.device):
         model = LlamaForCausalLM(shape).train()
     fast = torch.compile(model, mode="reduce-overhead" if name == "hugging_face_graphs" else None)
@@ -197,14 +181,8 @@ class Trainer:
         torch.OutOfMemoryError: it does not fit.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        name: str,
-        programs: dict[Any, Program],
-        batch: int | None = None,
-        changes: frozenset[str] | None = None,
-    ):
+    def __init__(self, config: Config, name: str, programs: dict[Any, Program], batch: int | None = None,
+                 changes: frozenset[str] | None = None):
         lack = lacking(config.device)
         if name in lack:
             raise Unsupported(lack[name])
@@ -215,8 +193,7 @@ class Trainer:
         if key not in programs:
             _allow_recompiling()
             programs[key] = (
-                hugging_face_program(config, name) if self.peer else build_program(config, self.changes)
-            )
+                hugging_face_program(config, name) if self.peer else build_program(config, self.changes))
         self.program = programs[key]
         self.named = dict(self.program.model.named_parameters())
         try:
@@ -230,28 +207,19 @@ class Trainer:
         torch.set_float32_matmul_precision("high" if "tf32" in self.changes else "highest")
         for name, parameter in self.named.items():
             parameter.data = torch.empty(
-                self.program.shapes[name], dtype=parameter.dtype, device=parameter.device
-            )
+                self.program.shapes[name], dtype=parameter.dtype, device=parameter.device)
         if "bf16_weights" in self.changes:
             moments = torch.bfloat16 if "bf16_moments" in self.changes else torch.float32
             self.optimizer: Any = MasterAdamW(self.program.model, RATE, moments)
         else:
             fused = "fused" in self.changes or self.peer
             # a fused step's count is on the GPU anyway, so that it can be captured
-            self.optimizer = torch.optim.AdamW(
-                self.named.values(),
-                lr=RATE,
-                fused=fused,
-                foreach=not fused,
-                capturable=fused and self.config.device == "cuda",
-            )
+            self.optimizer = torch.optim.AdamW(self.named.values(), lr=RATE, fused=fused, foreach=not fused,
+                                               capturable=fused and self.config.device == "cuda")
         generator = torch.Generator(self.config.device).manual_seed(self.config.seed)
-        self.tokens, self.targets = torch.randint(
-            self.config.vocab_size,
-            (2, self.batch, self.config.context_length),
-            generator=generator,
-            device=self.config.device,
-        ).unbind()
+        self.tokens, self.targets = torch.randint(self.config.vocab_size,
+                                                  (2, self.batch, self.config.context_length),
+                                                  generator=generator, device=self.config.device).unbind()
         self.step: Callable[[], Tensor] = self.plain_step
         self.reset(self.config.seed)
 

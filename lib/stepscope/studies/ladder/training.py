@@ -1,6 +1,5 @@
 """Is it still the same training? Every change from the same weights over the same text (step/text.py), beside
 three seeds in fp32."""
-
 import pandas as pd
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ def train(config: Config, trainer: Trainer) -> pd.DataFrame:
     """
     if config.vocab_size < 256:
         raise ConfigError(
-            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least"
-        )
+            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
     for seed in range(config.seed, config.seed + (SEEDS if trainer.name == "fp32" else 1)):
