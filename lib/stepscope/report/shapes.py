@@ -28,7 +28,12 @@ def reference(frame: pd.DataFrame) -> int:
     return int(REFERENCE if (contexts == REFERENCE).any() else contexts.sort_values().iloc[-1])
 
 
-def wide(rows: pd.DataFrame, columns: str, values: str) -> pd.DataFrame:
-    """A row a size, in the order in which they come; a column a context ("1,024") or another key."""
+def by_size(rows: pd.DataFrame, columns: str, values: str, names: dict[str, str] | None = None
+            ) -> pd.DataFrame:
+    """A row a size, in the order in which they come; a column a context ("1,024") or another key, those of
+    ``names`` in that order and by these names."""
     found = rows.pivot(index="size", columns=columns, values=values).loc[rows["size"].unique()]
-    return found.rename(columns="{:,}".format if columns == "context_length" else str).rename_axis(columns=None)
+    if names:
+        found = found[[name for name in names if name in found]].rename(columns=names)
+    return found.rename(columns=lambda name: name if isinstance(name, str) else f"{name:,}").rename_axis(
+        columns=None)

@@ -57,8 +57,8 @@ def busy(tables: Tables) -> Picture:
     """Busy share of the full step over the context, a line a size."""
     waits, rows = waiting(tables), low_steps(tables).dropna(subset=["busy"])
     (short, short_count), (long, long_count) = waits.sum().items()
-    drawn, axes = figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are launch-bound at"
-                         f" context {short:,}, and {long_count} at {long:,}", 3.4)
+    drawn, axes = figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are launch-bound"
+                         f" at context {short:,}, and {long_count} at {long:,}", 3.4)
     last = {}
     for size, own in rows[rows["size"].isin(waits.index)].groupby("size", sort=False):
         own = own.sort_values("context_length").set_index("context_length")["busy"].clip(upper=1)

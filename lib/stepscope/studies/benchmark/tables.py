@@ -3,7 +3,7 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
-from stepscope.report.shapes import MODES, PLAIN, chosen, reference, wide
+from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
 from stepscope.report.tables import headed, ratio, table
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND
@@ -126,7 +126,7 @@ def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
     on_gpu(steps(tables))
     rows = cells(tables, context_length=context(tables))
-    return wide(rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()], "phase", "gpu_ms")
+    return by_size(rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()], "phase", "gpu_ms")
 
 
 def waiting(tables: Tables) -> pd.DataFrame:
@@ -209,7 +209,7 @@ def handout_times(tables: Tables) -> pd.DataFrame:
 
 def times_by_context(tables: Tables) -> pd.DataFrame:
     """Wall time of the full step: a row a size, a column a context."""
-    return table(wide(steps(tables), "context_length", "wall_ms"), unit="ms")
+    return table(by_size(steps(tables), "context_length", "wall_ms"), unit="ms")
 
 
 def warmup(tables: Tables) -> pd.DataFrame:
@@ -229,7 +229,7 @@ def launch_bound(tables: Tables) -> pd.DataFrame:
 
 def busy(tables: Tables) -> pd.DataFrame:
     """Busy share of the full step: a row a size and precision, a column a context."""
-    found = {name: wide(on_gpu(steps(tables, precision=name)), "context_length", "busy")
+    found = {name: by_size(on_gpu(steps(tables, precision=name)), "context_length", "busy")
              for name in dict.fromkeys(("fp32", low_precision(tables)))}
     return table(pd.concat(found, names=["precision"]), unit="%")
 

@@ -1,6 +1,7 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
 from typing import Any
 
+from stepscope.report.shapes import reference
 from stepscope.report.tables import ratio
 from stepscope.step.stats import LAUNCH_BOUND, SAME, SAME_CAPPED
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
@@ -11,7 +12,6 @@ from stepscope.studies.mixed_precision.tables import (
     kinds,
     losses_off,
     numbers,
-    reference,
     steps,
     trend,
     whole,
@@ -21,31 +21,34 @@ from stepscope.studies.mixed_precision.tables import (
 Claim = dict[str, Any] | None
 
 
-def _ends(tables: Tables, precision: str) -> dict[str, Any]:
-    """The gain of the smallest and of the largest size."""
+def _gain(tables: Tables, precision: str) -> Claim:
+    """The gain of the smallest and of the largest size, where there is one."""
     found = gains(tables, precision)
     if len(found) < 2:
         raise IndexError("one size has no trend")
+    if min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
+        return None
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
             "large_gain": found.iloc[-1], "context": reference(whole(tables))}
 
 
 def precision_gain(tables: Tables) -> Claim:
-    found = _ends(tables, "bf16")
-    return found if min(found["small_gain"], found["large_gain"]) > 1 + SAME else None
+    return _gain(tables, "bf16")
 
 
 def precision_tf32(tables: Tables) -> Claim:
-    found = _ends(tables, "tf32")
-    return found if min(found["small_gain"], found["large_gain"]) > 1 + SAME else None
+    return _gain(tables, "tf32")
+
+
+def answer_trend(tables: Tables) -> Claim:
+    return _gain(tables, "bf16") if gains(tables, "bf16").is_monotonic_increasing else None
 
 
 def precision_fp16(tables: Tables) -> Claim:
     """fp16 is no faster than bf16."""
-    bf16, fp16 = _ends(tables, "bf16"), _ends(tables, "fp16")
-    if fp16["large_gain"] < bf16["large_gain"] * (1 + SAME_CAPPED):
-        return {"large": bf16["large"], "fp16": fp16["large_gain"], "bf16": bf16["large_gain"]}
-    return None
+    bf16, fp16 = (gains(tables, precision) for precision in ("bf16", "fp16"))
+    large, found = fp16.index[-1], {"fp16": fp16.iloc[-1], "bf16": bf16[fp16.index[-1]]}
+    return {"large": large} | found if found["fp16"] < found["bf16"] * (1 + SAME_CAPPED) else None
 
 
 def precision_why(tables: Tables) -> Claim:
@@ -55,20 +58,6 @@ def precision_why(tables: Tables) -> Claim:
         return {"size": found.name, "matmul": found["matmul"], "rest": slower,
                 "casts": step.loc["cast", "bf16"] / step["bf16"].sum()}
     return None
-
-
-def precision_trend(tables: Tables) -> Claim:
-    """The larger the model, the larger the share of its matmuls, and the more these gain."""
-    first, last = trend(tables).iloc[0], trend(tables).iloc[-1]
-    if last["share"] > first["share"] and last["matmul"] > first["matmul"]:
-        return {"small": first.name, "large": last.name, "small_share": first["share"],
-                "large_share": last["share"], "small_matmul": first["matmul"], "large_matmul": last["matmul"]}
-    return None
-
-
-def answer_trend(tables: Tables) -> Claim:
-    found = _ends(tables, "bf16")
-    return found if gains(tables, "bf16").is_monotonic_increasing else None
 
 
 def precision_launch(tables: Tables) -> Claim:
@@ -144,7 +133,7 @@ def health(tables: Tables) -> Claim:
     zero = wide(tables, "gradients").droplevel("at")["zero"]
     share, scaled = zero["fp16, unscaled"], zero["fp16, scaled"]
     if share > 100 * max(scaled, zero["bf16"]):
-        return {"size": numbers(tables, "gradients")["size"].iloc[0], "share": share, "scaled": scaled}
+        return {"size": numbers(tables, "gradients")["size"].iloc[0], "share": share}
     return None
 
 

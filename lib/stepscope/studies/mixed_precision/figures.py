@@ -1,10 +1,9 @@
-"""Figures of the mixed-precision study; None where there is nothing to draw."""
-import pandas as pd
+"""Figures of the mixed-precision study."""
 from matplotlib.ticker import NullLocator
 
+from stepscope.report.shapes import reference
 from stepscope.report.style import (
     BLUE,
-    FILL,
     INK,
     ORANGE,
     PRECISION_COLORS,
@@ -15,21 +14,16 @@ from stepscope.report.style import (
     label_ends,
 )
 from stepscope.report.tables import number
-from stepscope.step.clocks import WHOLE
-from stepscope.studies.mixed_precision.tables import LOST, NAMES, Tables, gains, reference, steps, wide
-
-SMALLEST = 1e-5  # share of gradients: one that is smaller is not drawn and not told to its digits
+from stepscope.studies.mixed_precision.tables import LOST, Tables, gains, steps, wide
 
 
-def precision_gain(tables: Tables) -> Picture | None:
-    """bf16's speedup of the full step over the context, a line a size."""
+def precision_gain(tables: Tables) -> Picture:
+    """bf16's speedup of the full step over the context, a line a size that was run at the longest."""
     rows, ends = steps(tables, "bf16").dropna(subset=["gain"]), gains(tables, "bf16")
-    if ends.empty:
-        return None
-    low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.idxmin(), ends.idxmax()))
+    low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
     made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
     contexts, last = sorted(rows["context_length"].unique()), {}
-    for size in rows["size"].unique():
+    for size in rows[rows["context_length"] == contexts[-1]]["size"]:
         line = rows[rows["size"] == size].set_index("context_length")["gain"].sort_index()
         axes.plot(line.index, line, marker="o", color=SIZE_COLORS.get(size, INK))
         last[size] = (line.index[-1], line.iloc[-1])
@@ -41,7 +35,7 @@ def precision_gain(tables: Tables) -> Picture | None:
     return made
 
 
-def norms(tables: Tables) -> Picture | None:
+def norms(tables: Tables) -> Picture:
     """How far LayerNorm's output is off in fp16 and in bf16, over the scale of its inputs."""
     error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
     broken = [at for at, share in lost["fp16"].items() if share > LOST and at >= 1]
@@ -56,31 +50,13 @@ def norms(tables: Tables) -> Picture | None:
 
 
 def health(tables: Tables) -> Picture | None:
-    """The share of gradients that fp16 makes zero, without and with loss scaling."""
+    """The share of gradients that fp16 makes zero, without and with loss scaling; None where a run had no
+    fp16."""
     zero = wide(tables, "gradients").droplevel("at")["zero"]
     if "fp16, unscaled" not in zero:
         return None
     shares = [zero["fp16, unscaled"], zero["fp16, scaled"]]
-    texts = [number(share, "%") if share > SMALLEST else f"under {number(SMALLEST, '%')}" for share in shares]
+    texts = [number(share, "%") for share in shares]
     made, axes = figure(f"Without loss scaling fp16 makes {texts[0]} of the gradients zero", height=1.5)
     bars(axes, ["without scaling", "with GradScaler"], shares, texts, [ORANGE, BLUE])
-    return made
-
-
-def precision_step(times: pd.DataFrame, device: str) -> Picture | None:
-    """One run: each precision's full step by both clocks, and replayed."""
-    rows = times[(times["mode"] == "step") & (times["phase"] == WHOLE) & times["gpu_ms"].notna()]
-    if rows.empty:
-        return None
-    work = "GPU time" if device == "cuda" else "operators"
-    clocks = {"wall_ms": "wall", "gpu_ms": work, "replayed_ms": "replayed"}
-    found = [(f"{NAMES[row['precision']]}, {words}", row[clock], words, row["precision"])
-             for _, row in rows.iterrows() for clock, words in clocks.items() if pd.notna(row[clock])]
-    labels, values, kinds, precisions = zip(*found)
-    least = rows.loc[rows["gpu_ms"].idxmin()]
-    wall, busy = (number(least[clock], "ms") for clock in ("wall_ms", "gpu_ms"))
-    made, axes = figure(f"{NAMES[least['precision']]}'s full step: {wall} of wall time, {busy} of {work}",
-                        height=0.7 + 0.3 * len(labels))
-    colors = [FILL if kind == "wall" else PRECISION_COLORS[name] for kind, name in zip(kinds, precisions)]
-    bars(axes, labels, values, [number(value, "ms") for value in values], colors)
     return made

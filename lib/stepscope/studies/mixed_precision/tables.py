@@ -1,8 +1,8 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
 import pandas as pd
 
-from stepscope.config import SIZES
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, measured, tidy, word
+from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
 from stepscope.report.tables import number, ratio, table
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import launch_bound
@@ -20,47 +20,26 @@ SCHEMAS = {
                      value=measured(least=-1e6), dtype=word()),
 }
 KEYS = {"times": (*CONFIG, *CELL), "operations": (*CONFIG, *CELL, "name"), "numerics": (*CONFIG, *NUMBER)}
-REFERENCE = 512  # the context at which sizes are compared, where it was run
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 LOST = 1e-3  # share of values that are inf, NaN or wrongly 0: more is a loss
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
 
 # fp32 beside the others
 
-def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of a table over runs those of the plain program, in the batch and vocabulary that most of them have;
-    the smallest size first."""
-    chosen = {"attention": "naive", "compile": "none", "optimizer": "foreach"}
-    chosen |= {name: frame[name].mode().max() for name in ("batch_size", "vocab_size")}
-    for name, value in chosen.items():
-        frame = frame[frame[name] == value]
-    order = {size: at for at, size in enumerate(SIZES)}
-    return frame.sort_values("size", key=lambda sizes: sizes.astype(str).map(order), kind="stable")
-
-
 def beside_fp32(tables: Tables) -> pd.DataFrame:
     """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``), which the benchmark
     measured; ``gain`` is in GPU time, of the numbers as they are shown."""
-    fp32, low = tables["benchmark.times"], plain(tables["mixed_precision.times"])
-    fp32 = fp32[(fp32["precision"] == "fp32") & (fp32["repeat"] == 0)]
-    low = low[(low["phase"] == WHOLE) & low["peak_gib"].notna()]  # of a CPU no peak is known
-    both = low.merge(fp32, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
+    low, fp32 = (chosen(tables[f"{study}.times"], **PLAIN, phase=WHOLE)
+                 for study in ("mixed_precision", "benchmark"))
+    low = low[low["peak_gib"].notna()]  # of a CPU no peak is known
+    both = low.merge(fp32[fp32["precision"] == "fp32"], on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
     return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_fp32"], both["gpu_ms"])])
 
 
-def reference(frame: pd.DataFrame) -> int:
-    """The context at which sizes are compared: 512, else the longest there is."""
-    contexts = frame["context_length"]
-    return int(REFERENCE if (contexts == REFERENCE).any() else contexts.sort_values().iloc[-1])
-
-
-def whole(tables: Tables, **chosen: str) -> pd.DataFrame:
+def whole(tables: Tables, **values: str) -> pd.DataFrame:
     """Whole modes beside fp32 at the reference context; of a precision or mode, if one is named."""
     rows = beside_fp32(tables)
-    for name, value in {"context_length": reference(rows), **chosen}.items():
-        rows = rows[rows[name] == value]
-    return rows
+    return chosen(rows, context_length=reference(rows), **values)
 
 
 def steps(tables: Tables, precision: str) -> pd.DataFrame:
@@ -80,11 +59,8 @@ def kinds(tables: Tables, size: str) -> pd.DataFrame:
     the longest in fp32 first; casts by themselves."""
     context, found = reference(whole(tables, mode="step")), {}
     for study, precision in (("benchmark", "fp32"), ("mixed_precision", "bf16")):
-        rows = tables[f"{study}.operations"]
-        chosen = {"precision": precision, "size": size, "context_length": context, "mode": "step"}
-        for name, value in (chosen | ({"repeat": 0} if "repeat" in rows else {})).items():
-            rows = rows[rows[name] == value]
-        rows = plain(rows)
+        rows = chosen(tables[f"{study}.operations"], **PLAIN, precision=precision, size=size,
+                      context_length=context, mode="step")
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
     return pd.DataFrame(found).fillna(0.0).sort_values("fp32", ascending=False)
@@ -154,32 +130,17 @@ def precision_memory(tables: Tables) -> pd.DataFrame:
 
 
 def precision_sizes(tables: Tables) -> pd.DataFrame:
-    rows = whole(tables, mode="step")
-    speedups = rows.pivot(index="size", columns="precision", values="gain")
-    speedups = speedups.loc[rows["size"].unique(), [name for name in NAMES if name in speedups]]
-    return table(speedups.rename(columns=NAMES).reset_index(), "x", ("max", "row"))
+    return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
 
 
 def precision_contexts(tables: Tables) -> pd.DataFrame:
-    rows = steps(tables, "bf16")
-    speedups = rows.pivot(index="size", columns="context_length", values="gain").loc[rows["size"].unique()]
-    return table(speedups.rename(columns="{:,}".format).reset_index(), "x")
+    return table(by_size(steps(tables, "bf16"), "context_length", "gain"), "x")
 
 
-def precision_wall(tables: Tables) -> pd.DataFrame:
-    columns = {"size": "size", "wall_ms_fp32": "wall, fp32, ms", "wall_ms": "wall, bf16, ms",
-               "gpu_ms": "GPU time, bf16, ms", "busy": "busy, bf16, %", "replayed_ms": "replayed, bf16, ms",
-               "mfu": "MFU, bf16, %"}
-    return table(whole(tables, precision="bf16", mode="step")[list(columns)].rename(columns=columns))
-
-
-def precision_energy(tables: Tables) -> pd.DataFrame | None:
+def precision_energy(tables: Tables) -> pd.DataFrame:
     rows = whole(tables, mode="step").dropna(subset=["step_j", "step_j_fp32"])
-    if rows.empty:
-        return None
-    joules = rows.pivot(index="size", columns="precision", values="step_j").loc[rows["size"].unique()]
-    joules["fp32"] = rows.drop_duplicates("size").set_index("size")["step_j_fp32"]
-    return table(joules[[name for name in NAMES if name in joules]].rename(columns=NAMES).reset_index(), "J")
+    fp32 = rows.drop_duplicates("size").assign(precision="fp32", step_j=lambda first: first["step_j_fp32"])
+    return table(by_size(pd.concat([rows, fp32]), "precision", "step_j", NAMES), "J")
 
 
 def precision_kinds(tables: Tables) -> pd.DataFrame:
@@ -199,10 +160,10 @@ def precision_trend(tables: Tables) -> pd.DataFrame:
 
 
 def sums(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "sums").droplevel("at")
-    found = found.assign(result=found["result"].map("{:.4f}".format)).rename(
-        columns={"result": "sum", "storing": "lost in storing 0.01", "adding": "lost in adding"})
-    return table(_tiny(found).rename_axis("0.01 a thousand times").reset_index())
+    found = wide(tables, "sums").droplevel("at").rename_axis(index="0.01 a thousand times", columns=None)
+    return table(pd.DataFrame({"sum": found["result"].map("{:.4f}".format),
+                               "lost in storing 0.01": found["storing"].map("{:.2g}".format),
+                               "lost in adding": found["adding"].map("{:.2g}".format)}))
 
 
 def toy(tables: Tables) -> pd.DataFrame:
@@ -229,19 +190,14 @@ def _ends(scales: pd.Index) -> str:
 
 
 def gradients(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "gradients").droplevel("at")
-    columns = {"zero": "share that becomes 0", "norm off": "norm off by", "loss off": "loss off by"}
-    return table(_tiny(found.rename(index=NAMES, columns=columns)).rename_axis("gradients in").reset_index())
+    found = wide(tables, "gradients").droplevel("at").rename_axis(index="gradients in", columns=None)
+    return table(found.rename(index=NAMES, columns={
+        "zero": "share that becomes 0, %", "norm off": "norm off by, %", "loss off": "loss off by, %"}))
 
 
 def training(tables: Tables) -> pd.DataFrame:
-    off = losses_off(tables).sort_values().to_frame("loss off from fp32's, mean")
-    return table(_tiny(off.rename(index=NAMES)).rename_axis("trained in").reset_index())
-
-
-def _tiny(frame: pd.DataFrame) -> pd.DataFrame:
-    """Numbers of any size as text of two digits."""
-    return frame.map(lambda value: value if isinstance(value, str) else f"{value:.2g}")
+    off = losses_off(tables).sort_values().rename(index=NAMES).rename_axis("trained in")
+    return table(off.to_frame("loss off from fp32's, mean"))
 
 
 def reading(times: pd.DataFrame, device: str) -> str:
@@ -258,7 +214,7 @@ def reading(times: pd.DataFrame, device: str) -> str:
 
 
 PRINTED = {"precision_sizes": precision_sizes, "precision_contexts": precision_contexts,
-           "precision_times": precision_times, "precision_wall": precision_wall,
-           "precision_energy": precision_energy, "precision_memory": precision_memory,
-           "precision_kinds": precision_kinds, "precision_trend": precision_trend, "sums": sums, "toy": toy,
-           "norm_parts": norm_parts, "gradients": gradients, "training": training}
+           "precision_times": precision_times, "precision_energy": precision_energy,
+           "precision_memory": precision_memory, "precision_kinds": precision_kinds,
+           "precision_trend": precision_trend, "sums": sums, "toy": toy, "norm_parts": norm_parts,
+           "gradients": gradients, "training": training}
