@@ -319,6 +319,21 @@ def test_joules_are_of_the_counted_steps_alone(monkeypatch):
     assert in_process.energy(mode, counted, ()) == pytest.approx({"power_w": 300, "step_j": 300 * 0.4})
 
 
+def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
+    warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (7.0, 9.0, 11.0, 13.0))])
+    monkeypatch.setattr(watch, "reading", lambda: next(seen))
+    monkeypatch.setattr(in_process, "plain_steps", lambda step, count, warmups, after: [
+        after() for _ in range(warmups + count)])
+    monkeypatch.setattr(in_process, "release", lambda device: None)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 2**30)
+    mode = in_process.Mode(SimpleNamespace(mode="forward", precision="fp32", device="cuda", optimizer=None))
+    in_process.plain(mode, 4, 5)
+    assert mode.readings == pytest.approx(
+        {"peak_gib": 1, "reserved_gib": 1, "sm_clock_mhz": 1980, "power_w": 300, "step_j": 600})
+
+
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     class Watched:
         readings, power_w = [Reading(0, 0, 0), Reading(0.4, 0, 0)], 250.0
@@ -360,7 +375,7 @@ def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
 # Ceilings and rates
 
 def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
-    lasts = iter([1000.0, 1000.0, 2.0, 2.0, 2.0, 2.0, 2.0] * 2)
+    lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 3.0] * 2)  # of all seven the median is 3
 
     class Clock:
         def __init__(self, device, phases):
