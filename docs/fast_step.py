@@ -65,9 +65,10 @@ def attend(q, k, v):
 
 
 def make_step(model, tokens, targets):
-    """tokens and targets keep their place: copy each next batch into them, then call the step."""
+    """Copy each next batch, and a new rate, into place; then call the step. Making it takes three steps."""
     on_gpu = tokens.is_cuda
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=on_gpu, capturable=on_gpu)  # fused AdamW
+    rate = torch.tensor(3e-4, device=tokens.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
         block.compile(dynamic=False)                                          # compiled blocks
     model.read_out = torch.compile(model.read_out, dynamic=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 from stepscope import StepscopeError, studies
 from stepscope.report.load import Tables
-from stepscope.report.style import Figure, Picture
+from stepscope.report.style import svg
 from stepscope.report.tables import Shown, escape, markdown, missing
 
 TAG = re.compile(r"\{%\s*(?P<kind>\w+)(?:\s+(?P<name>\w+))?\s*%\}")
@@ -73,13 +73,13 @@ def collect(kind: str) -> dict[str, Callable]:
 
 
 class Teller:
-    """Tells chapters of one set of tables. ``figures`` gathers the pictures that were asked for, by name."""
+    """Tells chapters of one set of tables. ``figures`` gathers those that were asked for: message and SVG."""
 
     def __init__(self, tables: Tables, where: str = "figures") -> None:
         self.tables, self.where = tables, where
         self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
         self.told: list[Told] = []
-        self.figures: dict[str, Figure] = {}
+        self.figures: dict[str, tuple[str, str]] = {}
 
     def chapter(self, text: str, name: str, where: str | None = None) -> str:
         """A chapter as markdown; empty where it has tags and none of them could be said.
@@ -137,6 +137,8 @@ class Teller:
         try:
             made = self.known[kind][name](self.tables)
             why = HOLDS if made is not None else FAILS if kind == "claim" else NO_DATA
+            if kind == "figure" and made is not None:
+                made = getattr(made, "message", name.replace("_", " ")), svg(made)
         except LookupError:
             why = NO_DATA
         except Exception as error:  # noqa: BLE001 of any table: it is named, and the rest of the report stands
@@ -157,11 +159,11 @@ class Teller:
         return SAID + markdown(frame) if frame is not None and len(frame) else NOT_SAID
 
     def _figure(self, name: str) -> str:
-        picture = self.figures.get(name) or self._made("figure", name)
-        if picture is None:
+        drawn = self.figures.get(name) or self._made("figure", name)
+        if drawn is None:
             return NOT_SAID
-        self.figures[name] = picture
-        message = picture.message if isinstance(picture, Picture) else name.replace("_", " ")
+        self.figures[name] = drawn
+        message, _ = drawn
         return f"{SAID}![{escape(message)}]({self.where}/{name}.svg)"
 
 

@@ -29,3 +29,9 @@ def cpu_phases(tables: Tables) -> Claim:
     _, phases = _largest_here(tables)
     return {phase: phases.loc[phase, "wall_ms"] / phases.loc[WHOLE, "wall_ms"]
             for phase in ("forward", "backward", "optimizer")}
+
+
+def measured_on(tables: Tables) -> Claim:
+    """The one device and the one version of torch of all runs."""
+    device, torch = (tables["runs"][name].unique() for name in ("device", "torch"))
+    return {"device": str(device[0]), "torch": str(torch[0])} if len(device) == len(torch) == 1 else None

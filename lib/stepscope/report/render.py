@@ -14,7 +14,6 @@ from stepscope.files import read_within, write_text_durably
 from stepscope.report.claims import HOLDS, TAG, Teller, Told, collect
 from stepscope.report.load import Read, read
 from stepscope.report.page import Section, page
-from stepscope.report.style import svg
 from stepscope.report.tables import NONE, escape, number
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.runs.store import Store
@@ -118,7 +117,7 @@ def compose(runs: Path, out: Path) -> Report:
     folder = os.path.relpath(runs, out / "evidence").replace(os.sep, "/")
     pages["evidence/runs.md"] = _runs_page(found, folder)
     writeup = "\n".join([*filter(None, main), *_end(missing, pages, runs)])
-    figures = {name: svg(picture) for name, picture in teller.figures.items()}
+    figures = {name: drawn for name, (_, drawn) in teller.figures.items()}
     if preset:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
     sections = [Section(name, text) for name, text in pages.items()]

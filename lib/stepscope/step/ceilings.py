@@ -2,16 +2,14 @@
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
-import yaml
 
 from stepscope.config import StepConfig
 from stepscope.step import watch
 from stepscope.step.clocks import WHOLE, PhaseClock
+from stepscope.step.data_sheets import data_sheet
 from stepscope.step.flops import phase_flops, step_flops
 from stepscope.step.training_step import AUTOCAST_DTYPES
 
@@ -57,13 +55,6 @@ def median_ms(device: str, work: Callable[[], object]) -> float:
             work()
         times_ms.append(clock.stop()[0][1])
     return statistics.median(times_ms[WARMUPS:])
-
-
-def data_sheet(device_name: str) -> dict[str, Any]:
-    """What a GPU's data sheet says: dense TFLOP/s by precision, ``tb_s`` of its memory, and its ``source``;
-    empty for a GPU that is not listed."""
-    sheets = yaml.safe_load((Path(__file__).parent / "data_sheets.yaml").read_text(encoding="utf-8"))
-    return next((sheet for sheet in sheets if all(word in device_name for word in sheet["words"])), {})
 
 
 def sheet_tflops(precision: str, device: str) -> float:

@@ -1,8 +1,8 @@
-"""Turns on a GPU: several runs share one, so that starting, compiling and analysing overlap, and one measures.
+"""Turns on a GPU: runs share one, so that starting, compiling and analysing overlap, and one measures.
 
 A turn is a lock on the file that ``$STEPSCOPE_GPU_TURN`` names. The kernel releases it when the process that
-holds it ends, however it dies. A child process that inherits the descriptor (nsys, a compile worker) does not:
-it is closed on exec.
+holds it ends, however it dies. A child process (nsys, a compile worker) does not inherit it: the descriptor
+is closed on exec.
 """
 import fcntl
 import os

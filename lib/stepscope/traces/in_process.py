@@ -188,12 +188,13 @@ def plain(mode: Mode, count: int, warmups: int, watched: Sequence[str] = ()) -> 
         return
     mode.readings = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                      "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-                     "sm_clock_mhz": watch.median_clock(seen[-count:])} | energy(mode, seen[-count - 1:], watched)
+                     "sm_clock_mhz": watch.median_clock(seen[-count:])}
+    mode.readings |= energy(mode, seen[-count - 1:], watched)
 
 
 def energy(mode: Mode, seen: list[watch.Reading], watched: Sequence[str]) -> dict[str, float]:
-    """``power_w`` and ``step_j`` from readings between plain steps; where these were too short, of more steps, of
-    the modes that are to be watched."""
+    """``power_w`` and ``step_j`` from readings between plain steps; where these were too short, of more
+    steps, of the modes that are to be watched."""
     seconds, steps = seen[-1].at_s - seen[0].at_s, len(seen) - 1
     power_w = watch.power_w(seen)
     if seconds < watch.COUNTED_S:

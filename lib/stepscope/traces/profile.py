@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
-from stepscope import PACKAGE
+from stepscope.step.data_sheets import data_sheet
 from stepscope.step.stats import LAUNCH_BOUND, union
 from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.capture import Capture, load_capture, matching
@@ -395,14 +393,6 @@ def _not_told(one: Device) -> str:
     if unknown := int(rows["launch_start_ns"].isna().sum()):
         said.append(f"who launched {unknown:,} operations")
     return ", ".join([*said, "clocks", "the step without profiler"])
-
-
-def data_sheet(name: str) -> dict[str, Any]:
-    """A GPU's dense rates in TFLOP/s and its TB/s, by the words of its name; empty of one that is not listed.
-    """
-    sheets = yaml.safe_load((PACKAGE / "step" / "data_sheets.yaml").read_text(encoding="utf-8"))
-    return next((sheet for sheet in sheets if all(word.lower() in name.lower() for word in sheet["words"])),
-                {})
 
 
 def clean(name: str) -> str:

@@ -65,7 +65,8 @@ def first_peer(tables: Tables) -> Claim:
 
 def first_bound(tables: Tables) -> Claim:
     last = largest(tables)[1].loc[LAST]
-    return {"bound": last["bound_ms"], "energy": last["energy_ms"]} if last["bound_ms"] < last["wall_ms"] else None
+    found = {"bound": last["bound_ms"], "energy": last["energy_ms"]}
+    return found if found["bound"] < last["wall_ms"] else None
 
 
 def first_start(tables: Tables) -> Claim:
