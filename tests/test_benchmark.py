@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from stepscope.config import PHASES
-from stepscope.report.style import svg
 from stepscope.report.tables import markdown
 from stepscope.step.clocks import WHOLE
 from stepscope.studies.benchmark import claims, figures
@@ -17,7 +16,6 @@ from stepscope.studies.benchmark.config import Config
 from stepscope.studies.benchmark.measure import MODES, finding, measure
 from stepscope.studies.benchmark.tables import CONFIG, PRINTED, SCHEMAS, largest, one_run, warm_up
 from stepscope.traces import in_process
-from stepscope.traces.in_process import launch_rate
 
 TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1}
 
@@ -69,13 +67,7 @@ def test_on_a_cpu_there_is_no_graph_no_clock_and_no_sheet(run):
     told = times.set_index(["mode", "phase"])["replay_reason"]
     assert told["step", WHOLE] == told["forward", WHOLE] == "a CPU has no CUDA graphs"
     assert results["sheet_tflops"] is None and results["matmul_tflops"] > 0 and results["parameters"] > 0
-    assert launch_rate("cpu") is None
-
-
-def test_reading_a_run_in_its_notebook(run):
-    shown = one_run(run[0]["times"])
-    assert len(shown) == len(run[0]["times"]) and "MFU, %" not in shown and "wall, ms" in shown
-    assert "ms" in finding(run[0]["times"])
+    assert "MFU, %" not in one_run(times) and "ms" in finding(times)
 
 
 def test_what_does_not_fit_is_a_row_and_the_other_modes_go_on(monkeypatch):
@@ -131,6 +123,20 @@ def test_out_of_memory_in_the_capture_leaves_the_wall_times_of_that_mode_alone(m
     assert whole.loc["forward", "gpu_ms"] > 0
 
 
+def test_of_a_captured_step_that_ran_out_of_memory_the_part_is_in_no_number(monkeypatch):
+    def steps(mode, index, count):
+        captured_steps(mode, index, 1)
+        if mode.step.mode == "step":
+            with in_process.record_function(f"{in_process.RANGE}/{index}/1/forward"):
+                torch.ones(2).add(1)
+            raise torch.OutOfMemoryError("while capturing: no room")
+    captured_steps = in_process.captured_steps
+    monkeypatch.setattr(in_process, "captured_steps", steps)
+    whole = measure(Config(**TINY))[0]["times"].query("phase == 'whole'").set_index("mode")
+    assert whole.loc["step", "operations"] > whole.loc["forward_backward", "operations"]
+    assert "no room" in whole.loc["step", "reason"]
+
+
 def test_all_that_the_host_times_is_timed_before_anything_is_captured(monkeypatch):
     order = []
 
@@ -140,23 +146,6 @@ def test_all_that_the_host_times_is_timed_before_anything_is_captured(monkeypatc
         monkeypatch.setattr(in_process, name, noting(name, getattr(in_process, name)))
     measure(Config(**TINY))
     assert order == ["plain"] * 3 + ["captured_steps"] * 3 + ["replay"] * 2
-
-
-def test_modes_without_an_optimizer_have_none_of_its_memory(monkeypatch):
-    states = {}
-
-    def steps(step, *arguments):
-        states[step.mode] = len(step.optimizer.state)
-        return plain_steps(step, *arguments)
-    plain_steps = in_process.plain_steps
-    monkeypatch.setattr(in_process, "plain_steps", steps)
-    measure(Config(**TINY))
-    assert states == {"step": 0, "forward_backward": 0, "forward": 0}
-
-
-def test_a_repeat_is_another_run():
-    assert len({Config(**TINY, repeat=repeat).run_id for repeat in range(3)}) == 3
-    assert Config(**TINY, repeat=0).run_id == Config(**TINY).run_id
 
 
 # The findings
@@ -175,7 +164,7 @@ def test_a_launch_bound_finding_is_in_gpu_time_and_says_so():
     assert "GPU-bound" in bound and "launch-bound" not in bound and "50%" in bound
 
 
-# Warm-up
+# Warm-up and compiling
 
 def cold_samples(walls, warmups=5, **config):
     return pd.DataFrame({"mode": "step", "step": range(len(walls)), "warmup": [i < warmups for i in range(len(walls))],
@@ -188,36 +177,24 @@ def test_warm_up_is_answered_by_leaving_out_the_first_steps():
     assert found["mean_ms"].to_dict() == pytest.approx({0: 112, 1: 13, 2: 11, 5: 10})
     assert found["std_ms"][0] == pytest.approx(np.std(walls[:10], ddof=1)) and found["std_ms"][5] == 0
     assert found["first_ms"].to_dict() == {0: 1000, 1: 30, 2: 20, 5: 10}
+    assert warm_up(cold_samples([7.0] * 12, 2))["warmups"].tolist() == [0, 1, 2], "as far as there are steps"
 
 
-def test_warm_up_is_told_by_configuration_and_as_far_as_there_are_steps():
-    both = pd.concat([cold_samples([9.0] * 15, size="small", repeat=0), cold_samples([7.0] * 12, 2, size="large", repeat=0)])
-    found = warm_up(both)
-    assert found.groupby("size")["warmups"].apply(list).to_dict() == {"small": [0, 1, 2, 5], "large": [0, 1, 2]}
-    assert warm_up(both.iloc[:0]).empty
-
-
-def test_compiling_is_timed_by_mode_and_before_the_turn(monkeypatch):
-    compiled = []
-
+@pytest.mark.parametrize("works", [True, False])
+def test_compiling_is_timed_by_mode_or_says_why_it_cannot_be(monkeypatch, works):
     def modes(step):
-        compiled.append(step.config.compile)
+        if not works:
+            raise torch._dynamo.exc.BackendCompilerFailed("inductor", ValueError("no C++ compiler"), None)
         return {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}
     monkeypatch.setattr(measuring, "compile_modes", modes)
     monkeypatch.setattr("stepscope.step.training_step.compile_parts", lambda model, parts: None)
     times = measure(Config(**TINY, compile="blocks"))[0]["times"]
-    whole = times[times["phase"] == WHOLE].set_index("mode")["compile_s"]
-    assert compiled == ["blocks"] and whole.to_dict() == {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}
-    assert times.loc[times["phase"] != WHOLE, "compile_s"].isna().all()
-
-
-def test_without_a_compiler_that_works_every_mode_says_so(monkeypatch):
-    def modes(step):
-        raise torch._dynamo.exc.BackendCompilerFailed("inductor", ValueError("no C++ compiler"), None)
-    monkeypatch.setattr(measuring, "compile_modes", modes)
-    monkeypatch.setattr("stepscope.step.training_step.compile_parts", lambda model, parts: None)
-    times = measure(Config(**TINY, compile="blocks"))[0]["times"]
-    assert (times["status"] == "unsupported").all() and times["reason"].str.contains("no C").all()
+    if works:
+        whole = times[times["phase"] == WHOLE].set_index("mode")["compile_s"]
+        assert whole.to_dict() == {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}
+        assert times.loc[times["phase"] != WHOLE, "compile_s"].isna().all()
+    else:
+        assert (times["status"] == "unsupported").all() and times["reason"].str.contains("no C").all()
 
 
 # Over all runs
@@ -237,7 +214,7 @@ def mode_rows(size, context, scale=1.0, fused=1.0, wall=1.0, **config):
         gpu[WHOLE] = sum(gpu.values())
         for phase, ms in gpu.items():
             wall_ms = max(ms, LAUNCH_MS[size] * sum(SHARES[name] for name in names) * wall)
-            row = {"mode": mode, "phase": phase, "wall_ms": wall_ms, "wall_std_ms": wall_ms * (0.1 if ms < wall_ms else 0.01),
+            row = {"mode": mode, "phase": phase, "wall_ms": wall_ms, "wall_std_ms": wall_ms * (0.1 if ms < wall_ms else 0.001),
                    "wall_q1_ms": wall_ms, "wall_q3_ms": wall_ms, "enqueue_ms": 1.0, "gpu_ms": ms, "busy": ms / wall_ms,
                    "operations": 1000.0, "status": "ok", "reason": "", "replay_reason": ""}
             if phase == WHOLE:
@@ -272,7 +249,7 @@ def campaign():
              for row in mode_rows("small", 512, off, wall=1 + repeat / 4, repeat=repeat)]
     tiny = list(mode_rows("small", 16, batch_size=1))
     own = [*eager, *blocks, *model, *fused, *again, *tiny]
-    samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.2 if i < 4 else 1) for i in range(15)],
+    samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.005 if i < 4 else 1) for i in range(15)],
                             **{name: row[name] for name in CONFIG})
                for row in own if row["mode"] == "step" and row["phase"] == WHOLE]
     operations = pd.DataFrame(named(row | {"repeat": 0} for row in low)).drop(columns="repeat")
@@ -291,16 +268,12 @@ def functions(module):
             if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
 
 
-NOT_THERE = {"answer_warmup_two", "warmup_two_suffices", "optimizer_by_size"}  # below
-
-
-@pytest.mark.parametrize("name", sorted(functions(claims).keys() - NOT_THERE))
-def test_every_claim_has_numbers_where_it_holds_and_none_of_an_empty_folder(name, all_runs):
-    claim = functions(claims)[name]
-    found = claim(all_runs)
-    assert found and not any(pd.isna(value) for value in found.values())
+@pytest.mark.parametrize("name", sorted([*functions(claims), *PRINTED, *functions(figures)]))
+def test_all_is_said_where_there_are_data_and_nothing_of_an_empty_folder(name, all_runs):
+    say = (functions(claims) | PRINTED | functions(figures))[name]
+    assert say(all_runs) is not None
     with pytest.raises(LookupError):
-        claim({})
+        say({})
 
 
 def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
@@ -313,50 +286,46 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.fused_adamw(all_runs) == {"size": "2.7B", "gain": pytest.approx(3.0, rel=0.01)}
     assert claims.compile_kernels(all_runs)["before"] == 2400 and claims.compile_kernels(all_runs)["after"] == 1200
     assert claims.repeats(all_runs) == pytest.approx({"processes": 3, "shapes": 1, "gpu": 1.002 / 0.999 - 1, "wall": 0.5})
-    assert claims.launch_bound_where(all_runs)["short"] == 3 and claims.launch_bound_where(all_runs)["long"] == 2
+    assert claims.launch_bound_where(all_runs) == {"short": 3, "long": 2, "sizes": 3, "short_context": 128, "long_context": 512}
     assert claims.launch_rate(all_runs) == pytest.approx({"low": 30.0, "high": 30.0})
-    first = claims.answer_warmup(all_runs)
-    assert first["size"] == "small" and first["first"] == pytest.approx(30 * 49) and claims.answer_warmup_two(all_runs)
+    assert claims.answer_std(all_runs) == pytest.approx({"gpu_bound": 0.001, "launch_bound": 0.1})
+    assert claims.answer_warmup(all_runs)["first"] == pytest.approx(30 * 49)
+    assert claims.answer_warmup_one(all_runs) == {"of": 2, "most": pytest.approx(0.005)}
+
+
+def with_times(all_runs, change, **which):
+    times = all_runs["benchmark.times"].copy()
+    rows = np.logical_and.reduce([times[name] == value for name, value in which.items()])
+    times.loc[rows, list(change)] = list(change.values())
+    return all_runs | {"benchmark.times": times}
 
 
 def test_a_claim_that_does_not_hold_is_not_said(all_runs):
-    def without(change, **which):
-        times = all_runs["benchmark.times"].copy()
-        rows = np.logical_and.reduce([times[name] == value for name, value in which.items()])
-        times.loc[rows, list(change)] = list(change.values())
-        return all_runs | {"benchmark.times": times}
-    assert claims.optimizer_by_size(all_runs) is None and claims.warmup_two_suffices(all_runs) is None
-    assert claims.optimizer_by_size(without({"gpu_ms": 5.0}, size="small", phase="optimizer"))["small_share"] > 0.13
-    assert claims.fused_adamw(without({"gpu_ms": 1e6}, optimizer="fused", phase="optimizer")) is None
-    assert claims.backward_ratio(without({"gpu_ms": 1e6}, phase="backward", compile="none")) is None
-    assert claims.compile_memory(without({"peak_gib": 1e6}, compile="blocks")) is None
-    assert claims.repeats_within_same(without({"gpu_ms": 20.0}, repeat=2)) is None
-    assert claims.repeats(without({"gpu_ms": 1000.0}, repeat=2)) is None
-    assert claims.matmul_rate(without({"mfu_measured": 0.3}, phase=WHOLE)) is None
-
-
-@pytest.mark.parametrize("name", sorted(PRINTED))
-def test_every_table_prints_where_it_has_data_and_is_none_without(name, all_runs):
-    printed = PRINTED[name](all_runs)
-    assert markdown(printed).count("\n") > len(printed) > 0
-    assert PRINTED[name]({}) is None
+    for claim, change, which in [
+            ("fused_adamw", {"gpu_ms": 1e6}, {"optimizer": "fused", "phase": "optimizer"}),
+            ("backward_ratio", {"gpu_ms": 1e6}, {"phase": "backward", "compile": "none"}),
+            ("compile_memory", {"peak_gib": 1e6}, {"compile": "blocks"}),
+            ("compile_gain", {"gpu_ms": np.nan}, {"compile": "blocks", "size": "small"}),
+            ("repeats_within_same", {"gpu_ms": 20.0}, {"repeat": 2}), ("repeats", {"gpu_ms": 1000.0}, {"repeat": 2}),
+            ("matmul_rate", {"mfu_measured": 0.3}, {"phase": WHOLE}),
+            ("answer_std", {"wall_std_ms": 50.0}, {"phase": WHOLE})]:
+        changed = with_times(all_runs, change, **which)
+        if claim == "compile_gain":
+            changed = with_times(changed, change, compile="blocks", size="large")
+        assert getattr(claims, claim)(changed) is None, claim
 
 
 def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):
     assert list(PRINTED["times_by_context"](all_runs).index) == ["small", "large", "2.7B"]
     warm = PRINTED["warmup"](all_runs)
-    assert warm.loc["small", "mean after 0, ms"] == pytest.approx(30 * (50 + 3 * 1.2 + 6) / 10)
+    assert warm.loc["small", "mean after 0, ms"] == pytest.approx(30 * (50 + 3 * 1.005 + 6) / 10)
     assert warm.loc["small", "mean after 5, ms"] == pytest.approx(30)
     cost = PRINTED["compile_cost"](all_runs).loc[("blocks", "bf16", "small")]
     assert cost["break-even (steps), n"] == pytest.approx(12_000 / 15)
     model = PRINTED["compiled_model"](all_runs)
     assert model.loc["2.7B", "full step, ms"] == 1000 and model.loc["2.7B", "full step compiled, ms"] == 800
-
-
-@pytest.mark.parametrize("name", sorted(functions(figures)))
-def test_every_figure_is_drawn_and_says_something_or_is_not_there(name, all_runs):
-    draw = functions(figures)[name]
-    assert svg(draw(all_runs)).startswith("<svg") and draw({}) is None
+    for name, printed in PRINTED.items():
+        assert markdown(printed(all_runs)).count("\n") > len(printed(all_runs)), name
 
 
 def test_modes_that_did_not_fit_are_in_no_number(all_runs):
@@ -367,6 +336,5 @@ def test_modes_that_did_not_fit_are_in_no_number(all_runs):
     times.loc[gone, "status"] = "oom"
     runs = all_runs | {"benchmark.times": times[~gone | (times["phase"] == WHOLE)]}
     assert claims.answer_times(runs)["size"] == claims.phases_fp32(runs)["size"] == "large"
-    assert all(PRINTED[name](runs) is not None for name in ("handout_times", "busy", "mfu_ways", "times_by_context"))
-    for name, draw in functions(figures).items():
-        assert draw(runs) is not None, name
+    for name, say in (PRINTED | functions(figures)).items():
+        assert say(runs) is not None, name

@@ -103,6 +103,16 @@ def test_the_text_of_a_trace(training):
         "not told       other ranks, clocks, the step without profiler"]
 
 
+def test_what_the_driver_launched_has_its_launch(tmp_path):
+    """Triton's kernels are launched by the driver's calls, which another category has."""
+    found = load_capture(written(tmp_path / "trace.json", [
+        event("user_annotation", "forward", 0, 20), event("cuda_driver", "cuLaunchKernelEx", 5, 2, correlation=1),
+        event("kernel", "triton_poi_fused_add_0", 10, 5, 7, correlation=1, device=0, stream=7),
+        *launched(ADD, 12, 30, 5, 2)]))
+    assert found.operations["phase"].tolist() == ["forward", "forward"] and not found.left_out
+    assert found.operations["launch_start_ns"].tolist() == [5000, 12000]
+
+
 def test_operations_go_to_csv(training, tmp_path):
     profile_text(training, csv=tmp_path / "operations.csv")
     table = pd.read_csv(tmp_path / "operations.csv")

@@ -4,14 +4,12 @@
 ``data/kernels/`` the kernels of other people's captures that took 97% of their time (a name's first 300
 characters).
 """
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from stepscope.traces.families import FAMILIES, families, family, is_cast, rules, shown_family
+from stepscope.traces.families import FAMILIES, families, family, is_cast, shown_family
 from stepscope.traces.kernel_names import identifiers, short_name, short_names, split, words
 
 DATA = Path(__file__).parent / "data"
@@ -23,12 +21,7 @@ def test_every_name_of_the_list_has_its_family():
     found = [family(name) for name in KERNELS["name"]]
     wrong = KERNELS.assign(found=found)[KERNELS["family"] != found]
     assert wrong.empty, wrong.to_string()
-
-
-def test_the_list_has_every_family_and_many_libraries():
-    assert len(KERNELS) >= 200 and KERNELS["name"].is_unique
     assert set(KERNELS["family"]) == set(FAMILIES) - {"other"}
-    assert KERNELS["source"].nunique() > 50
 
 
 @pytest.mark.parametrize("name", ["my_kernel(float *)", "spin_kernel", "", "(x)", "kernel", "void f<int>()"])
@@ -79,11 +72,6 @@ def test_the_own_name_decides_before_the_template_and_parameters_never(name, exp
     assert family(name) == expected
 
 
-def test_every_family_has_a_rule_and_a_reason():
-    assert sorted(rules()["family"]) == sorted(set(FAMILIES) - {"other"})
-    assert all(rules()["reason"])
-
-
 def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
     names = KERNELS["name"].tolist()
     assert list(families(names * 2)) == [family(name) for name in names * 2]
@@ -104,20 +92,14 @@ def test_casts_are_copies_into_another_type():
     names = pd.Series(["void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
                        "aten::_to_copy",
                        "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)",
+                       "void unrolled_elementwise_kernel<at::native::float8_e4m3fn_copy_kernel_cuda>(x)",
                        "aten::copy_",
-                       "void elementwise_kernel<direct_copy_kernel_cuda>(x)"], index=range(5, 10))
-    assert is_cast(names).tolist() == [True, True, True, False, False] and is_cast(names).index[0] == 5
-
-
-def sample_names() -> list[str]:
-    with closing(sqlite3.connect((DATA / "nsys" / "sample.sqlite").as_uri() + "?mode=ro",
-                                 uri=True)) as connection:
-        return [name for (name,) in connection.execute("SELECT value FROM StringIds")]
+                       "void elementwise_kernel<direct_copy_kernel_cuda>(x)"], index=range(5, 11))
+    assert is_cast(names).tolist() == [True, True, True, True, False, False] and is_cast(names).index[0] == 5
 
 
 def test_short_names_never_merge_kernels():
-    names = list(dict.fromkeys(sample_names() + KERNELS["name"].tolist()))
-    assert "other" not in list(families(sample_names()))
+    names = KERNELS["name"].tolist()
     assert len({name[:100] for name in names}) < len(names)  # cutting at 100 characters would merge some
     for width in (10, 40, 80):
         shown = short_names(names + names, width)
