@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from reports import said
 from stepscope.config import StepConfig
 from stepscope.report.style import Figure
 from stepscope.report.tables import markdown
@@ -113,8 +114,9 @@ FIGURES = ["memory_timeline", "memory_peak", "memory_checkpoints", "memory_neste
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_holds_on_an_h200(name, measured):
-    said = getattr(claims, name)(measured)
-    assert said is not None and all(value is not None and value == value for value in said.values())
+    found = getattr(claims, name)(measured)
+    assert found is not None and all(value is not None and value == value for value in found.values())
+    assert said(name, found)
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -183,7 +185,7 @@ def test_what_the_claims_say(measured):
     assert claims.answer_residual(measured) == {"size": "2.7B", "batch": 4, "context": 512, "d_model": 2560, "mib": 20.0}
     assert claims.answer_largest(measured)["count"] == 160 and claims.answer_largest(measured)["mib"] == 128
     mixed = claims.answer_mixed_memory(measured)
-    assert mixed["forward"] == pytest.approx(0.455, abs=0.01) and mixed["copies"] == pytest.approx(6.05, abs=0.1)
+    assert mixed["forward"] == pytest.approx(0.455, abs=0.01)
     assert claims.checkpoint_gain(measured)["more"] == pytest.approx(0.25)
     assert claims.checkpoint_best_longest(measured)["context"] == 2048
     gradients = claims.block_gradients(measured)
@@ -191,7 +193,7 @@ def test_what_the_claims_say(measured):
     assert claims.block_saves(measured)["five"] == pytest.approx((400 + 128 + 128 + 80 + 60) / 856)
     assert claims.nested_start(measured)["runs"] == 32 + 32 * 33 / 2
     assert claims.reach_state(measured)["state"] == pytest.approx(191, abs=1)
-    assert claims.memory_formula(measured)["steps"] == 26
+    assert claims.memory_formula(measured) == {"steps": 26, "exact": 26}
 
 
 def test_the_sentences_are_about_the_largest_size_and_the_usual_context(measured):

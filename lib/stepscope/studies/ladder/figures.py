@@ -111,9 +111,9 @@ def ladder_training(tables: Tables) -> Figure | None:
     axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set(xlabel="step", ylabel="loss less fp32's, nats")
-    names = {"other seeds": off["fp32"][others].iloc[-1].max(), "changes": off[LAST, first].iloc[-1]}
+    names = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
     label_ends(axes, {name: (off.index[-1], at) for name, at in names.items()},
-               {"other seeds": MUTED, "changes": BLUE})
+               {"other seeds": MUTED, "every change": BLUE})
     return drawn
 
 

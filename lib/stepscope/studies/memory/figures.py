@@ -4,21 +4,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stepscope.report.style import (
-    AMBER,
-    BLUE,
-    FILL,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PALETTE,
-    PAPER,
-    RED,
-    SKY,
-    figure,
-    label_ends,
-)
+from stepscope.report import style
+from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure, label_ends
 from stepscope.report.tables import number, ratio
 from stepscope.step.accounting import GIB, peak
 from stepscope.studies.memory.history import LIVE, column
@@ -27,15 +14,17 @@ from stepscope.studies.memory.tables import (
     Tables,
     begins_backward,
     config_of,
+    nested,
     one_level,
     usual,
     where,
 )
 
-COLORS = {"weights": BLUE, "optimizer state": GREEN, "gradients": AMBER, "saved for backward": SKY,
-          "bf16 copies": ORANGE, "temporaries": RED, "workspaces": MUTED, "other": FILL}
+COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
+          "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
+          "workspaces": MUTED, "other": style.FILL}
 POINTS = 160   # of a drawn timeline: an SVG holds each
-THICK = 0.1    # of the height: what is thinner has no name in the picture
+THICK = 0.08    # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
 GROWTH = ("none", "square root", "every block", "halved", "from the start")
 
@@ -84,7 +73,7 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
         if live[row].max() > THICK * limit and len(thick) > 0.08 * len(x):
             side = "left" if thick[0] == 0 and len(thick) < 0.5 * len(x) else "center"
             at = 0 if side == "left" else int(thick.mean())
-            axis.text(at, height[row, at] - live[row, at] / 2, kind, ha=side, va="center", color=PAPER)
+            axis.text(at, height[row, at] - live[row, at] / 2, kind, ha=side, va="center", color=style.PAPER)
     starts = rows["phase"].ne(rows["phase"].shift()).to_numpy().nonzero()[0]
     for begin, after in zip(starts, [*starts[1:], len(rows)]):
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
@@ -124,7 +113,7 @@ def memory_peak(tables: Tables) -> Figure | None:
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
         sizes = np.array([top.kinds[kind] / GIB for top in tops])
-        shown = sizes.max() > 0.02 * max(top.allocated for top in tops) / GIB
+        shown = sizes.max() > 0.01 * max(top.allocated for top in tops) / GIB
         axis.barh(range(len(tops)), sizes, left=left, color=color, height=0.7, label=kind if shown else None)
         left += sizes
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
@@ -177,19 +166,17 @@ def _saved(some: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
 
 def memory_nested(tables: Tables) -> Figure | None:
     """Memory beyond weights and gradients over the number of blocks, a line an arrangement of checkpoints."""
-    rows = tables["memory.checkpoints"]
-    rows = rows[rows["expected_kept_gib"].notna() & (rows["status"] == "ok")]
+    rows = nested(tables)
     if rows["blocks"].nunique() < 2:
         return None
-    on_gpu = rows["peak_gib"].notna().any()
-    rows = rows.assign(beyond=rows["peak_gib"] - rows["state_gib"] if on_gpu else rows["expected_kept_gib"])
-    wide = rows.pivot(index="blocks", columns="arrangement", values="beyond")[list(GROWTH)]
+    values = "beyond_gib" if rows["peak_gib"].notna().any() else "expected_kept_gib"
+    wide = rows.pivot(index="blocks", columns="arrangement", values=values)[list(GROWTH)]
     last, first = wide.iloc[-1], wide.iloc[0]
     drawn, axis = figure(f"From {wide.index[0]} to {wide.index[-1]} blocks memory grows "
                          f"{number(last['none'] / first['none'], 'x')}, with a checkpoint a block "
                          f"{number(last['every block'] / first['every block'], 'x')}, from the start "
                          f"{number(last['from the start'] / first['from the start'], 'x')}", 3.4)
-    colors = dict(zip(GROWTH, PALETTE))
+    colors = dict(zip(GROWTH, style.PALETTE))
     for name in GROWTH:
         axis.plot(wide.index, wide[name], "o-", color=colors[name])
     axis.set(xscale="log", xlabel="blocks", ylabel="activations, GiB")

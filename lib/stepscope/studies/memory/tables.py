@@ -1,6 +1,7 @@
 """The memory study's tables, and those that chapters print."""
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import product
 
 import pandas as pd
 import pandera.pandas as pa
@@ -19,21 +20,18 @@ WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
 
 
-def whole(nullable: bool = False) -> pa.Column:
-    return pa.Column(int, pa.Check.in_range(0, 2**53), nullable=nullable, coerce=True)
-
-
+WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
 SCHEMAS = {
     "peaks": tidy(("mode", "phase"), **WITHIN, **OUTCOME, **{name: measured() for name in (
         "peak_gib", "requested_gib", "reserved_gib", "predicted_gib", "predicted_requested_gib", "layer",
         "allocation_gib", *map(column, KINDS))}, peak_in=word("", *PHASES["step"]), region=word(),
         line=word()),
-    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=whole(), line=word(), source=word(),
-                        region=word(), tensor=word(), mib=measured(nullable=False), count=whole()),
-    "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=whole(), phase=word(*PHASES["step"]),
+    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=WHOLE, line=word(), source=word(),
+                        region=word(), tensor=word(), mib=measured(nullable=False), count=WHOLE),
+    "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=WHOLE, phase=word(*PHASES["step"]),
                      **{column(kind): measured(nullable=False) for kind in LIVE}),
     "checkpoints": tidy(
-        ("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=whole(), arrangement=word(), **OUTCOME,
+        ("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=WHOLE, arrangement=word(), **OUTCOME,
         **{name: measured() for name in (
             "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
             "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
@@ -98,68 +96,9 @@ def config_of(row: pd.Series | dict) -> StepConfig:
     return StepConfig(**fields, device="cpu").model_copy(update={"device": "cuda"})
 
 
-# -- what chapters print -------------------------------------------------------------------------------------
-
-def handout_peaks(tables: Tables) -> pd.DataFrame:
-    """(b), (c): peak by context, mode and precision; what ran out of memory is empty."""
-    rows = of_largest(where(tables["memory.peaks"], phase="whole", **PLAIN))
-    rows = rows[rows["precision"].isin(["fp32", "bf16"]) & rows["mode"].isin(MODE_NAMES)]
-    names = rows["mode"].map(MODE_NAMES) + ", " + rows["precision"]
-    wide = rows.assign(name=names).pivot(index="context_length", columns="name", values="peak_gib")
-    columns = [name for mode in MODE_NAMES.values() for precision in ("fp32", "bf16")
-               if (name := f"{mode}, {precision}") in wide]
-    out = " Empty: out of memory." if (rows["status"] == "oom").any() else ""
-    first = rows.iloc[0]
-    return table(wide[columns].rename_axis("context"), unit="GiB", note=(
-        f"Peak of allocated memory in GiB, {first['size']}, batch {first['batch_size']}.{out}"))
-
-
-def peak_by_kind(tables: Tables) -> pd.DataFrame:
-    """What is held at the peak of each phase of a full step, and of forward alone."""
-    rows = usual(tables["memory.peaks"])
-    rows = rows[(rows["phase"] != "whole") & (rows["phase"] != "loss") & (rows["status"] == "ok")]
-    names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
-    wide = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
-    return table(wide[wide.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
-
-
-def largest(tables: Tables) -> pd.DataFrame:
-    """(e): the largest allocations of a forward pass, with the line that makes them."""
-    rows = usual(where(tables["memory.allocations"], what="allocated in forward")).sort_values("rank").head(6)
-    return table(rows[["mib", "count", "region", "line", "source"]].rename(columns={
-        "mib": "each, MiB", "count": "how often", "line": "made by", "source": "code"}))
-
-
-def less_memory(tables: Tables) -> pd.DataFrame:
-    """What lowers the peak: each change beside the step without it."""
-    peaks = where(tables["memory.peaks"], mode="step", phase="whole")
-    rows: list[dict] = []
-
-    def add(change: str, of: str, column: str, before: pd.DataFrame, after: pd.DataFrame) -> None:
-        both = before.merge(after, on="context_length", suffixes=("", "_after"))
-        rows.extend({"change": change, "of": of, "context": one["context_length"], "before, GiB": one[column],
-                     "after, GiB": one[f"{column}_after"]} for _, one in both.iterrows())
-    fused = {"attention": "sdpa", "optimizer": "fused"}
-    plain, low = usual(peaks), usual(peaks, precision="bf16")
-    add("bf16 autocast", "full step, fp32", "peak_gib", plain, low)
-    for precision, before in (("fp32", plain), ("bf16", low)):
-        with suppress(LookupError):
-            after = usual(peaks, precision=precision, **fused)
-            add("fused attention and AdamW", f"full step, {precision}", "peak_gib", before, after)
-    with suppress(LookupError):
-        add("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
-            usual(peaks, precision="bf16", expandable_segments=True))
-    with suppress(LookupError):
-        settings = one_level(tables).set_index("arrangement")
-        add("a checkpoint around each block", "forward and backward, bf16", "peak_gib",
-            settings.loc[["none"]], settings.loc[["every 1"]])
-    return table(pd.DataFrame(rows).assign(less=lambda all: 1 - all["after, GiB"] / all["before, GiB"])
-                 .rename(columns={"less": "less, %"})) if rows else None
-
-
 def one_level(tables: Tables, longest: bool = False) -> pd.DataFrame:
     """Forward and backward under one level of checkpoints, by blocks a checkpoint (none at the end): at the
-    shortest context where it was measured, or at the longest.
+    shortest context where it was measured, or at the longest of several.
 
     Raises:
         LookupError: it was not measured.
@@ -169,86 +108,140 @@ def one_level(tables: Tables, longest: bool = False) -> pd.DataFrame:
     settings = rows.groupby("size")["arrangement"].transform("nunique")  # 10B has two
     rows = of_largest(rows[settings == settings.max()])
     contexts = sorted(rows["context_length"].unique())
-    if not contexts or (longest and len(contexts) < 2):
-        raise LookupError("no context with checkpoints")
-    rows = rows[rows["context_length"] == contexts[-1 if longest else 0]]
+    rows = where(rows, context_length=contexts[1:][-1] if longest else contexts[0])
     return rows.sort_values("blocks_per_checkpoint", key=lambda blocks: blocks.where(blocks > 0, 1e9))
 
 
-def _settings(rows: pd.DataFrame) -> pd.DataFrame:
-    blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
-    shown = rows.assign(blocks=blocks)[["blocks", "peak_gib", "predicted_gib", "gpu_ms", "wall_ms", "status"]]
-    shown = shown.rename(columns={"blocks": "blocks a checkpoint", "gpu_ms": "GPU time, ms"})
-    first = rows.iloc[0]
-    return table(headed(shown), bold=("min", "column", "peak, GiB", "GPU time, ms"), note=(
+def nested(tables: Tables) -> pd.DataFrame:
+    """Nested checkpoints, with what each takes beyond weights and gradients.
+
+    Raises:
+        LookupError: none was measured.
+    """
+    rows = where(tables["memory.checkpoints"], mode="forward_backward", status="ok")
+    rows = rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
+    return where(rows[rows["expected_kept_gib"].notna()])
+
+
+# -- what chapters print -------------------------------------------------------------------------------------
+
+HEADINGS = {
+    "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
+    "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
+    "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
+    "source": "code", "off": "requested beyond formula, B", "less": "less, %"}
+
+
+def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    return headed(rows[[*columns]].rename(columns=HEADINGS))
+
+
+def handout_peaks(tables: Tables) -> pd.DataFrame:
+    """(b), (c): peak by context, mode and precision; what ran out of memory is empty."""
+    rows = of_largest(where(tables["memory.peaks"], phase="whole", **PLAIN))
+    wide = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
+    wide = wide[[key for key in product(MODE_NAMES, ("fp32", "bf16")) if key in wide]]
+    wide.columns = [f"{MODE_NAMES[mode]}, {precision}" for mode, precision in wide.columns]
+    out = " Empty: out of memory." if (rows["status"] == "oom").any() else ""
+    return table(wide.rename_axis("context"), unit="GiB", note=(
+        f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
+
+
+def peak_by_kind(tables: Tables) -> pd.DataFrame:
+    """What is held at the peak of each phase of a full step, and of forward alone."""
+    rows = where(usual(tables["memory.peaks"]), status="ok")
+    rows = rows[~rows["phase"].isin(["whole", "loss"])]
+    names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
+    wide = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
+    return table(wide[wide.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
+
+
+def largest(tables: Tables) -> pd.DataFrame:
+    """(e): the largest allocations of a forward pass, with the line that makes them."""
+    rows = usual(where(tables["memory.allocations"], what="allocated in forward")).sort_values("rank").head(6)
+    return table(_headed(rows.rename(columns={"count": "how often"}), "mib", "how often", "region", "line",
+                         "source"))
+
+
+def saved_by_block(tables: Tables) -> pd.DataFrame:
+    """2026 (f): the five largest groups of tensors that a block saves."""
+    rows = usual(where(tables["memory.allocations"], what="saved by a block"))
+    sums = rows["mib"] * rows["count"]
+    rows = rows.assign(share=sums / sums.sum()).nlargest(5, "share").rename(columns={"count": "tensors"})
+    return table(_headed(rows, "region", "source", "tensors", "mib", "share"))
+
+
+def less_memory(tables: Tables) -> pd.DataFrame | None:
+    """What lowers the peak: each change beside the step without it."""
+    peaks = where(tables["memory.peaks"], mode="step", phase="whole")
+    fused = {"attention": "sdpa", "optimizer": "fused"}
+    low = {"precision": "bf16"}
+    changes = [("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
+               ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
+               ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
+               ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
+                low | {"expandable_segments": True})]
+    rows = []
+    for change, of, name, *both in changes:
+        with suppress(LookupError):
+            before, after = (usual(peaks, **fields).iloc[0] for fields in both)
+            rows.append((change, of, before["context_length"], before[name], after[name]))
+    with suppress(LookupError):
+        settings = one_level(tables).set_index("arrangement")
+        rows.append(("a checkpoint around each block", "forward and backward, bf16",
+                     settings["context_length"].iloc[0], *settings.loc[["none", "every 1"], "peak_gib"]))
+    found = pd.DataFrame(rows, columns=["change", "of", "context", "before_gib", "after_gib"])
+    found["less"] = 1 - found["after_gib"] / found["before_gib"]
+    return table(_headed(found, *found)) if rows else None
+
+
+def checkpoint_settings(tables: Tables, longest: bool = False) -> pd.DataFrame:
+    """Time and peak by blocks a checkpoint."""
+    rows = one_level(tables, longest)
+    first, blocks = rows.iloc[0], rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
+    shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "blocks_per_checkpoint", "peak_gib",
+                    "predicted_gib", "gpu_ms", "wall_ms", "status")
+    return table(shown, bold=("min", "column", "peak, GiB", "GPU time, ms"), note=(
         f"{first['size']}, context {first['context_length']:,}, batch {first['batch_size']},"
         f" {first['precision']}, forward and backward."))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
     """Arrangements of checkpoints over the fewest and the most blocks."""
-    rows = where(tables["memory.checkpoints"], mode="forward_backward")
-    rows = rows[rows["expected_kept_gib"].notna()]
+    rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
-    if rows.empty:
-        raise LookupError("no nested checkpoints")
-    shown = rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"], block_runs=rows["block_runs"])[
-        ["blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs", "gpu_ms"]]
-    return table(shown.rename(columns={
-        "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
-        "block_runs": "blocks run, n", "gpu_ms": "GPU time, ms"}))
-
-
-def saved_by_block(tables: Tables) -> pd.DataFrame:
-    """2026 (f): the five largest groups of tensors that a block saves."""
-    rows = usual(where(tables["memory.allocations"], what="saved by a block"))
-    rows = rows.assign(sum=rows["mib"] * rows["count"])
-    share = rows["sum"] / rows["sum"].sum()
-    shown = rows.assign(share=share).sort_values("sum", ascending=False).head(5)
-    return table(shown[["region", "source", "count", "mib", "share"]].rename(columns={
-        "source": "code", "count": "tensors", "mib": "each, MiB", "share": "of all, %"}))
+    return table(_headed(rows, "blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs",
+                         "gpu_ms"))
 
 
 def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
     rows = where(tables["memory.checkpoints"], size="10B")
-    shown = rows.assign(mode=rows["mode"].map(MODE_NAMES), checkpoints=rows["arrangement"])[
-        ["mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib", "gpu_ms"]]
-    return table(headed(shown.rename(columns={"context_length": "context", "gpu_ms": "GPU time, ms"})))
-
-
-def reserved(tables: Tables) -> pd.DataFrame:
-    """What the allocator reserves beyond tensors, most first."""
-    rows = where(tables["memory.peaks"], phase="whole", status="ok")
-    rows = rows.assign(idle=1 - rows["peak_gib"] / rows["reserved_gib"], mode=rows["mode"].map(MODE_NAMES))
-    rows = rows.rename(columns={"context_length": "context", "idle": "idle, %"})
-    return table(headed(rows.sort_values("idle, %", ascending=False)[
-        ["size", "context", "mode", "precision", "expandable_segments", "peak_gib", "reserved_gib",
-         "idle, %"]]), rows=10)
+    rows = rows.assign(mode=rows["mode"].map(MODE_NAMES), checkpoints=rows["arrangement"])
+    return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
+                         "gpu_ms"))
 
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
-    """Predicted and measured peaks of every mode that was recorded."""
+    """Predicted, measured and reserved peaks of every mode that was recorded."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
-    shown = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODE_NAMES))
-    shown = shown.rename(columns={"context_length": "context", "off": "requested beyond formula, B"})
-    return table(headed(shown[["size", "context", "mode", "precision", "attention", "peak_gib",
-                               "predicted_gib", "requested beyond formula, B"]]))
+    rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODE_NAMES))
+    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "peak_gib",
+                         "predicted_gib", "off", "reserved_gib"))
 
 
 def what_fits(tables: Tables) -> pd.DataFrame:
     """Predicted steps of the largest size on 80 GiB."""
-    rows = usual(where(tables["memory.peaks"], phase="whole"))
-    fits = pd.DataFrame(fit(config_of(rows.iloc[0]), 80))
-    return table(headed(fits), note=f"{rows['size'].iloc[0]} in 80 GiB, largest context at batch"
-                 f" {rows['batch_size'].iloc[0]}, largest batch at context {rows['context_length'].iloc[0]}.")
+    row = usual(where(tables["memory.peaks"], phase="whole")).iloc[0]
+    return table(headed(pd.DataFrame(fit(config_of(row), 80))), note=(
+        f"{row['size']} in 80 GiB, largest context at batch {row['batch_size']}, largest batch at context"
+        f" {row['context_length']}."))
 
 
 PRINTED = {
     "handout_peaks": handout_peaks, "peak_by_kind": peak_by_kind, "largest": largest,
-    "less_memory": less_memory,
-    "checkpoint_settings": lambda tables: _settings(one_level(tables)),
-    "checkpoint_settings_longest": lambda tables: _settings(one_level(tables, longest=True)),
+    "less_memory": less_memory, "checkpoint_settings": checkpoint_settings,
+    "checkpoint_settings_longest": lambda tables: checkpoint_settings(tables, longest=True),
     "nested_checkpoints": nested_checkpoints, "saved_by_block": saved_by_block, "reach_10b": reach_10b,
-    "reserved": reserved, "formula_peaks": formula_peaks, "what_fits": what_fits}
+    "formula_peaks": formula_peaks, "what_fits": what_fits}
