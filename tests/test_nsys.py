@@ -21,7 +21,7 @@ from stepscope.traces.attribution import ConservationError
 from stepscope.traces.conservation import check_conservation
 from stepscope.traces.export import activity_totals, load_trace
 from stepscope.traces.nsys_program import Capture, NsysError
-from stepscope.traces.nsys_reports import REPORTS, ReportError, load_report
+from stepscope.traces.nsys_reports import ReportError, load_report
 
 DATA = Path(__file__).parent / "data" / "nsys"
 EXPORT = DATA / "step.sqlite"  # small, context 512, three full steps, every region named
@@ -208,7 +208,7 @@ def test_a_capture_is_held_against_nsys_own_sum(fake):
 
 
 def test_nsys_own_sums_are_in_the_results():
-    folder = {name: DATA / f"sample_{name}.csv" for name in REPORTS}
+    folder = {name: DATA / f"sample_{name}.csv" for name in (*measure.OWN_SUMS, measure.PROJECTED)}
     totals = activity_totals(DATA / "sample.sqlite")
     assert measure.nsys_sums(folder, totals) == {"nsys_ns": int(totals["duration_ns"].sum()),
                                                  "nsys_backward_operations": 5}
@@ -244,38 +244,31 @@ def test_libraries_that_the_importer_lacks_are_found(tmp_path):
 
 HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n"
 ROWS = '75.0,3000,2,1500.0,"void f<int, 4>(int, float)"\n25.0,1000,1,1000.0,g\n'
-
-
-def written(folder: Path, text: str) -> Path:
-    path = folder / "run_cuda_gpu_kern_sum.csv"
-    path.write_bytes(text.encode())
-    return path
+TIME = "Total Time (ns)"
 
 
 @pytest.mark.parametrize(("text", "total"), [
     (HEADER + ROWS, 4000), ("Processing [a.sqlite] with [b.py]...\n\n" + HEADER + ROWS, 4000),
-    (HEADER.replace("(ns)", "(us)") + ROWS, 4_000_000), ("\ufeff" + HEADER + ROWS + "\nmore words\n", 4000),
+    ("\ufeff" + HEADER + ROWS + "\nmore words\n", 4000),
     ("SKIPPED: sample.sqlite does not contain CUDA kernel data.", 0), (HEADER, 0)])
-def test_a_report_is_read_whichever_release_wrote_it(tmp_path, text, total):
-    table = load_report(written(tmp_path, text), "cuda_gpu_kern_sum")
-    assert table["total_time_ns"].sum() == total and list(table) == list(REPORTS["cuda_gpu_kern_sum"])
+def test_a_report_is_read_whatever_stands_around_it(tmp_path, text, total):
+    path = tmp_path / "a.csv"
+    path.write_bytes(text.encode())
+    assert load_report(path, TIME)[TIME].sum() == total
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "no line has columns for total_time_ns, instances, name"), ("a,b\n1,2\n", "no line has columns"),
+    ("", "no line has columns for Total Time"), ("a,b\n1,2\n", "no line has columns"),
     (HEADER + ROWS[:-1], "its last line is cut off"),
-    (HEADER.replace("(ns)", "(fn)") + ROWS, "no known unit of time"),
-    (HEADER + "75.0,3000,2\n", "line 2 has 3 fields, expected 5"),
-    (HEADER + ROWS.replace("3000", "-3"), "line 2, column 'Total Time .ns.': found '-3', expected a number"),
-    (HEADER + ROWS.replace("3000", "1e999"), "expected a number"),
-    (HEADER + ROWS.replace(",2,", ",x,"), "found 'x'")])
+    (HEADER + "75.0,3000,2\n", "line 2 has 3 fields, expected 5"), (None, "cannot be read"),
+    (HEADER + ROWS.replace("3000", "-3"), "line 2, column 'Total Time .ns.': found '-3', expected a number")])
 def test_a_report_that_cannot_be_used_is_one_sentence(tmp_path, text, message):
-    path = written(tmp_path, text)
+    path = tmp_path / "a.csv"
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(ReportError, match=message) as caught:
-        load_report(path, "cuda_gpu_kern_sum")
+        load_report(path, TIME)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-    with pytest.raises(ReportError, match="no_such.csv: cannot be read"):
-        load_report(tmp_path / "no_such.csv", "cuda_gpu_kern_sum")
 
 
 # What the tables say
@@ -314,7 +307,7 @@ def test_claims_say_what_the_tables_hold(loaded):
             and name != "softmax_in_bf16"
             and name != "backward_over_forward"}
     assert said["every_kernel_counted"]["profiles"] == 12
-    assert said["forward_matches_wall"]["bound"] == 3 and said["forward_slower_under_nsys"]["context"] == 128
+    assert said["forward_matches_wall"]["most"] < 0.02 and said["forward_slower_under_nsys"]["context"] == 128
     assert said["forward_total"]["size"] == "large" and said["forward_total"]["busy"] == pytest.approx(1 / 1.02)
     assert said["first_kernel_is_a_matmul"]["profiles"] == 4
     assert said["rest_of_forward"]["small_rest"] > said["rest_of_forward"]["large_rest"]

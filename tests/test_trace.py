@@ -312,8 +312,6 @@ def test_a_capture_that_lacks_a_table(tmp_path, lacking):
     assert operations["region"].tolist() == ["unattributed", "unattributed"]
     assert len(ranges) == (0 if lacking == "NVTX_EVENTS" else len(STEP))
     check_conservation(operations, activity_totals(path))
-    assert phase_clocks(operations, ranges).query("phase == 'whole'")["operations"].tolist() == [
-        2] if len(ranges) == 0 else [0, 2]
 
 
 def test_copies_and_fills_are_operations(tmp_path):

@@ -7,7 +7,6 @@ counted.
 import gzip
 import re
 import shutil
-import subprocess
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,27 +18,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.traces.attribution import (
-    KINDS,
-    OUTSIDE,
-    PROCESS,
-    Records,
-    TraceError,
-    find_launches,
-    thread_columns,
-)
+from stepscope.config import PHASE_NAMES
+from stepscope.traces.attribution import OUTSIDE, PROCESS, Records, TraceError, find_launches
 from stepscope.traces.export import device_names, read_export
-from stepscope.traces.families import FAMILIES, families
 from stepscope.traces.nsys_program import export_capture, find_nsys
 from stepscope.traces.torch_trace import (
     CATEGORIES,
-    LAUNCHES,
     OPERATOR,
-    PROCESS_KEY,
     RANGE,
     WORK,
     Events,
+    ranges_of,
     read_trace,
+    records_of,
 )
 
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
@@ -49,12 +40,10 @@ STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
 CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
 PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 # What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {"forward": "forward", "fwd": "forward", "loss": "loss", "criterion": "loss",
-               "backward": "backward",
-               "bwd": "backward", "backprop": "backward", "optimizer": "optimizer", "optim": "optimizer",
-               "opt": "optimizer", "adamw": "optimizer", "adam": "optimizer", "sgd": "optimizer"}
+PHASE_WORDS = {word: phase for phase, words in {
+    "forward": "forward fwd", "loss": "loss criterion", "backward": "backward bwd backprop",
+    "optimizer": "optimizer optim opt adamw adam sgd"}.items() for word in words.split()}
 FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
-PHASES = ("forward", "loss", "backward", "optimizer")
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
 DTYPES = {"float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2),
@@ -102,23 +91,13 @@ def load_capture(path: Path | str, step: str | None = None,
     path = Path(path)
     with _readable(path) as (kind, file):
         if kind == "json":
-            events = read_trace(file, SHAPED)
-            records, extra, autograd = _of_events(str(path), events)
-            gpus, rank = _header(events)
+            records, autograd, gpus, rank = _of_trace(str(path), read_trace(file, SHAPED))
         else:
-            records = _exported(path, file)
-            extra, autograd = {}, _autograd_of(records.ranges)
-            gpus, rank = device_names(file), None
-    return _attributed(records, extra, autograd, step, phases, gpus, rank)
-
-
-def _exported(path: Path, file: Path) -> Records:
-    try:
-        records = read_export(file, domains=None)
-    except TraceError as error:
-        raise TraceError(str(error).replace(str(file), str(path))) from None
-    records.path = str(path)
-    return records
+            records, gpus, rank = read_export(file, domains=None), device_names(file), None
+            records.path = str(path)
+            records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
+            autograd = records.ranges[matching(records.ranges["name"], AUTOGRAD)]  # by emit_nvtx
+    return _attributed(records, autograd, step, phases, gpus, rank)
 
 
 @contextmanager
@@ -134,103 +113,74 @@ def _readable(path: Path) -> Iterator[tuple[str, Path]]:
     except (OSError, EOFError, zlib.error) as error:
         said = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: cannot be read ({said}), {wanted}") from None
+    is_export = head.startswith(b"SQLite format 3\0")
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         yield "json", path
-    elif path.suffix == ".nsys-rep" or (head.startswith(b"SQLite format 3\0") and zipped):
+    elif path.suffix == ".nsys-rep" or (is_export and zipped):
         with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-            yield "sqlite", _unzipped(path, Path(folder)) if zipped else _report(path, Path(folder))
-    elif head.startswith(b"SQLite format 3\0"):
+            made = Path(folder, "capture.sqlite")
+            (_unzip if zipped else _export)(path, made)
+            try:
+                yield "sqlite", made
+            except TraceError as error:  # what is wrong with the one that was made
+                raise TraceError(str(error).replace(str(made), str(path))) from None
+    elif is_export:
         yield "sqlite", path
     else:
         what = f"no capture: it begins with {head[:16]!r}" if head else "empty"
         raise TraceError(f"{path}: is {what}, {wanted}")
 
 
-def _unzipped(path: Path, folder: Path) -> Path:
-    made = folder / "capture.sqlite"
+def _unzip(path: Path, made: Path) -> None:
     try:
         with gzip.open(path, "rb") as file, made.open("wb") as out:
             shutil.copyfileobj(file, out)
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be unzipped ({error}), expected a whole .sqlite.gz") from None
-    return made
 
 
-def _report(path: Path, folder: Path) -> Path:
+def _export(path: Path, made: Path) -> None:
     nsys = find_nsys()
     if nsys is None:
         raise TraceError(f"{path}: is nsys's own report, and nsys is not installed here; expected its export:"
                          f" run 'nsys export --type sqlite {path.name}' where nsys is")
     try:
-        return export_capture(nsys, path, folder / "capture.sqlite")
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = " ".join(str(error).split())
-        raise TraceError(f"{path}: {said}, expected a report that nsys can export") from None
+        export_capture(nsys, path, made)
+    except (OSError, RuntimeError) as error:
+        raise TraceError(f"{path}: {' '.join(str(error).split())}, expected a report that nsys can"
+                         " export") from None
 
 
-def _header(events: Events) -> tuple[dict[int, str], tuple[int, int] | None]:
-    """The GPUs' names by id, and the rank of how many."""
-    devices, ranks = events.header.get("deviceProperties"), events.header.get("distributedInfo")
-    gpus = {one["id"]: str(one.get("name")) for one in devices if isinstance(one, dict)
-            and isinstance(one.get("id"), int)
-            } if isinstance(devices, list) else {}
-    ranks = ranks if isinstance(ranks, dict) else {}
-    rank, size = ranks.get("rank"), ranks.get("world_size")
-    return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
-
-
-def _of_events(path: str, events: Events) -> tuple[Records, dict[str, np.ndarray], pd.DataFrame]:
-    """A trace's records; more columns of its operations; and autograd's ranges."""
-    cat, name, tid, start, end = (events.column(column) for column in ("cat", "name", "tid", "start", "end"))
-    code = {category: place for place, category in enumerate(CATEGORIES)}
-    work = np.flatnonzero(cat < len(WORK))
-    if not len(work):
-        operators = int((cat == code[OPERATOR]).sum())
-        only = f", only {operators:,} operators of the CPU" if operators else ""
+def _of_trace(path: str, events: Events) -> tuple[Records, pd.DataFrame, dict[int, str],
+                                                  tuple[int, int] | None]:
+    """A trace's records, autograd's ranges, the GPUs' names by id, and the rank of how many."""
+    cat = events.column("cat")
+    operators, found = cat == CATEGORIES.index(OPERATOR), np.flatnonzero(cat < len(WORK))
+    if not len(found):
+        only = f", only {operators.sum():,} operators of the CPU" if operators.any() else ""
         raise TraceError(f"{path}: holds no GPU work{only},"
                          " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])")
-    work = work[np.argsort(start[work], kind="stable")]
-    key = PROCESS_KEY | (tid + 1)
-    kinds = [KINDS.index(kind) for kind in WORK.values()]
-    used, codes = np.unique(name[work], return_inverse=True)
-    texts = [events.names[place] for place in used]
-    correlation = events.column("correlation")
-    operations = pd.DataFrame({
-        "kind": pd.Categorical.from_codes(np.array(kinds)[cat[work]], KINDS),
-        "name": pd.Categorical.from_codes(codes, texts),
-        "family": pd.Categorical.from_codes(families(texts).codes[codes], FAMILIES),
-        "start_ns": start[work], "duration_ns": end[work] - start[work],
-        "device": events.column("device")[work],
-        "stream": events.column("stream")[work], "correlation_id": correlation[work],
-        "bytes": events.column("bytes")[work]})
-    calls = np.flatnonzero(np.isin(cat, [code[category] for category in LAUNCHES]) & (correlation >= 0))
-    launches = np.stack([key[calls], correlation[calls], start[calls], end[calls]])
-    process = np.full(len(work), PROCESS_KEY)
-    launch = find_launches(process, operations["correlation_id"].to_numpy(), launches)
-    external = events.column("external")
-    of_call = np.append(external[calls], -1)[launch]
-    extra = _shaped(events, np.where(of_call >= 0, of_call, external[work]))
-
-    def ranges(rows: np.ndarray) -> pd.DataFrame:
-        rows = rows[np.lexsort((-end[rows], start[rows], key[rows]))]
-        used, codes = np.unique(name[rows], return_inverse=True)
-        return pd.DataFrame({"name": pd.Categorical.from_codes(codes,
-                                                               [events.names[place] for place in used]),
-                             "start_ns": start[rows], "end_ns": end[rows], **thread_columns(key[rows])})
-    own = np.array([bool(AUTOGRAD.match(text)) for text in events.names], bool)
-    return (Records(path, operations, process, launches, ranges(np.flatnonzero(cat == code[RANGE]))), extra,
-            ranges(np.flatnonzero((cat == code[OPERATOR]) & own[name])))
+    records, external = records_of(path, events, found, np.flatnonzero(cat == CATEGORIES.index(RANGE)))
+    records.operations = _shaped(records.operations, events, external)
+    own = np.array([bool(AUTOGRAD.match(text)) for text in events.names], bool)[events.column("name")]
+    devices, ranks = events.header.get("deviceProperties"), events.header.get("distributedInfo")
+    gpus = {one["id"]: str(one.get("name")) for one in (devices if isinstance(devices, list) else ())
+            if isinstance(one, dict) and isinstance(one.get("id"), int)}
+    rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
+    known = (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
+    return records, ranges_of(events, np.flatnonzero(operators & own)), gpus, known
 
 
-def _shaped(events: Events, external: np.ndarray) -> dict[str, np.ndarray]:
-    """By the operator that made each operation its FLOPs and dtype, and the bytes of a generated kernel's
+def _shaped(operations: pd.DataFrame, events: Events, external: np.ndarray) -> pd.DataFrame:
+    """With FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
     arguments. Where one operator made several kernels, all are its first one's."""
     known = {key: _work(*operator) for key, operator in events.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
     found = [known.get(key, (-1, "", -1)) for key in ids.tolist()]
     flops, dtype, size = (np.array(column)[codes] for column in zip(*found))
-    return {"flops": flops.astype(float), "dtype": dtype, "arguments": size.astype(np.int64),
-            "operator": np.where((flops >= 0) | (size >= 0), external, -1)}
+    return operations.assign(
+        flops=flops.astype(float), dtype=dtype, operator=np.where((flops >= 0) | (size >= 0), external, -1),
+        bytes=operations["bytes"].where(operations["bytes"] >= 0, size.astype(np.int64)))
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
@@ -246,11 +196,6 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
         return 2.0 * float(np.prod(left)) * right[-1], kind[0], -1
     except (TypeError, ValueError, IndexError):
         return -1, "", -1
-
-
-def _autograd_of(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Autograd's ranges among nsys's, where the program ran under torch.autograd.profiler.emit_nvtx."""
-    return ranges[matching(ranges["name"], AUTOGRAD)]
 
 
 def matching(names: pd.Series, pattern: re.Pattern) -> pd.Series:
@@ -275,45 +220,40 @@ def phase_of(name: str) -> str | None:
     return found.pop() if whole and len(found) == 1 else None
 
 
-def _attributed(records: Records, extra: dict[str, np.ndarray], autograd: pd.DataFrame, step: str | None,
+def _attributed(records: Records, autograd: pd.DataFrame, step: str | None,
                 phases: Mapping[str, str] | None, gpus: dict[int, str],
                 rank: tuple[int, int] | None) -> Capture:
-    operations, ranges, launches = records.operations, records.ranges, records.launches
+    operations, launches = records.operations, records.launches
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
     known = launch >= 0
     thread, _, launch_start, launch_end = (np.append(values, -1)[launch] for values in launches)
-    ranges = ranges.assign(role="region", phase="")
+
+    def at_launch(rows: pd.DataFrame, values: Any, otherwise: Any) -> np.ndarray:
+        """The value of the range that was open when each operation was launched."""
+        place = np.where(known, _within(rows, records.process, launch_start), -1)
+        return np.append(np.asarray(values, object), otherwise)[place]
+    ranges = records.ranges.assign(role="region", phase="")
     steps = _steps(records.path, ranges, launches, step)
     ranges.loc[steps.index, "role"] = "step"
     ranges["phase"] = _phase_names(records.path, ranges, phases)
     ranges.loc[(ranges["phase"] != "") & (ranges["role"] != "step"), "role"] = "phase"
-
-    place = _within(steps, records.process, launch_start)
-    phase = np.full(len(operations), OUTSIDE, object)
-    if len(autograd) and not (ranges["phase"] == "backward").any():
-        phase[known & (_within(autograd, records.process, launch_start) >= 0)] = "backward"
     own = ranges[ranges["role"] == "phase"]
-    at = _within(own, records.process, launch_start)
-    phase = np.where(known & (at >= 0), np.append(own["phase"].to_numpy(object), OUTSIDE)[at], phase)
     others = ranges[(ranges["role"] == "region") & ~matching(ranges["name"], OPERATOR_RANGE)]
-    outermost = _within(others, records.process, launch_start)
-    named = np.append(others["name"].astype(str).to_numpy(object), "")[outermost]
-    before = _before(operations, records.process, known, launch_start, steps)
-    number = np.append(np.arange(len(steps)) if steps.empty else steps["step"].to_numpy(), -1)[place]
-    table = operations.assign(
-        launch_start_ns=pd.arrays.IntegerArray(launch_start.astype(np.int64), ~known),
-        launch_duration_ns=pd.arrays.IntegerArray((launch_end - launch_start).astype(np.int64), ~known),
-        process=records.process >> 24 & 0xFFFFFF, thread=np.where(known, thread & 0xFFFFFF, -1),
-        step=np.where(known, number, -1), range=pd.Categorical(np.where(known, named, "")), flops=-1.0,
-        dtype="", operator=-1)
-    if extra:
-        size = np.where(table["bytes"] >= 0, table["bytes"], extra["arguments"])
-        table = table.assign(flops=extra["flops"], dtype=extra["dtype"], operator=extra["operator"],
-                             bytes=size)
+    number = at_launch(steps, steps["step"], -1).astype(int)
+    phase = at_launch(own, own["phase"], OUTSIDE)
     told = len(autograd) > 0 and not (ranges["phase"] == "backward").any()
+    if told:
+        back = at_launch(autograd, np.full(len(autograd), "backward"), OUTSIDE)
+        phase = np.where(phase == OUTSIDE, back, phase)
     if told and not (ranges["phase"] == "forward").any():
-        phase = _forward_before_backward(table["step"].to_numpy(), phase, launch_start, known)
-    table["phase"] = pd.Categorical(phase, [*PHASES, *sorted({*phase} - {*PHASES, OUTSIDE}), OUTSIDE])
+        phase = _forward_before_backward(number, phase, launch_start, known)
+    before = _before(operations, records.process, known, launch_start, steps)
+    table = operations.assign(
+        launch_start_ns=pd.arrays.IntegerArray(launch_start, ~known),
+        launch_duration_ns=pd.arrays.IntegerArray(launch_end - launch_start, ~known),
+        process=records.process >> 24 & 0xFFFFFF, thread=np.where(known, thread & 0xFFFFFF, -1),
+        step=number, range=pd.Categorical(at_launch(others, others["name"].astype(str), "")),
+        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]))
     names = steps.drop_duplicates("step")["name"].astype(str).tolist()
     return Capture(records.path, table[~before].reset_index(drop=True), ranges.drop(columns="key"), names,
                    int(before.sum()), int(table.loc[before, "duration_ns"].sum()), gpus, rank, told)
@@ -332,15 +272,13 @@ def _before(operations: pd.DataFrame, process: np.ndarray, known: np.ndarray, la
             steps: pd.DataFrame) -> np.ndarray:
     """Which operations were launched before the capture (their launch is not in it, and they begin before all
     that it saw launched), or before its first step."""
-    before = np.zeros(len(operations), bool)
+    before, start = np.zeros(len(operations), bool), operations["start_ns"].to_numpy()
     for one in np.unique(process):
-        own = process == one
-        begin = operations["start_ns"].to_numpy()[own & known].min(initial=np.iinfo(np.int64).max)
-        if (own & known).any():
-            before |= own & ~known & (operations["start_ns"].to_numpy() < begin)
-        first = steps.loc[steps["key"] & PROCESS == one, "start_ns"]
-        if len(first):
-            before |= own & known & (launch < first.min())
+        own, seen = process == one, (process == one) & known
+        if seen.any():
+            before |= own & ~known & (start < start[seen].min())
+        first = steps.loc[steps["key"] & PROCESS == one, "start_ns"].min()  # NaN: there is none
+        before |= seen & (launch < first)
     return before
 
 
@@ -365,11 +303,15 @@ def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.
 def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
     names = ranges["name"].cat.categories
     said = {plain_name(name): phase for name, phase in (phases or {}).items()}
+    if lacking := set(said) - {plain_name(name) for name in names}:
+        raise _no_range(path, ", ".join(sorted(lacking)), ranges)
     each = [said.get(plain_name(name)) or phase_of(name) or "" for name in names]
-    if (lacking := set(said) - {plain_name(name) for name in names}):
-        raise TraceError(f"{path}: no range is named {', '.join(sorted(lacking))}, expected one of"
-                         f" {', '.join(named_ranges(ranges)) or 'none: the capture has no ranges'}")
     return np.append(np.array(each, object), "")[ranges["name"].cat.codes]
+
+
+def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
+    return TraceError(f"{path}: no range is named {name}, expected one of"
+                      f" {', '.join(_named(ranges)) or 'none: the capture has no ranges'}")
 
 
 def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
@@ -379,8 +321,7 @@ def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | No
     if step is not None:
         found = ranges[plain == plain_name(step)]
         if found.empty:
-            raise TraceError(f"{path}: no range is named {step[:80]!r}, expected one of"
-                             f" {', '.join(named_ranges(ranges)) or 'none: the capture has no ranges'}")
+            raise _no_range(path, repr(step[:80]), ranges)
     else:
         own = matching(ranges["name"], PROFILER_STEP)
         found = ranges[own] if own.any() else _repeating(ranges, plain, launches)
@@ -396,29 +337,23 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
     total = max(1, launches.shape[1])
     longest = (ranges["end_ns"] - ranges["start_ns"]).groupby(plain).sum().nlargest(CANDIDATES).index
     for name, own in ranges[plain.isin(longest)].groupby(plain):
-        said = set(str(name).split())
         operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
-        if not 2 <= len(own) <= 10_000 or operator or phase_of(str(name)):
+        several_threads = own["key"].nunique() > own["process"].nunique()
+        if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
             continue
-        if own["key"].nunique() > own["process"].nunique():
-            continue  # on several threads of a process
         held = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool(said & STEP_WORDS) and held > 0.2, held)
+        rank = (bool({*str(name).split()} & STEP_WORDS) and held > 0.2, held)
         if rank > score:
             best, score = own, rank
     return best
 
 
-def named_ranges(ranges: pd.DataFrame, most: int = 8) -> list[str]:
+def _named(ranges: pd.DataFrame, most: int = 8) -> list[str]:
     """The names that ranges have, without numbers, those with the most time first, with how many there are.
     """
-    if ranges.empty:
-        return []
     rows = ranges[~matching(ranges["name"], OPERATOR_RANGE)]
-    rows = rows.assign(plain=rows["name"].astype(str).map(plain_name),
-                       time=rows["end_ns"] - rows["start_ns"])
-    summed = rows.groupby("plain").agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
-    rows = summed.sort_values("time", ascending=False).head(most)
-    return [f"{str(row.name_)[:60]!r} ({row.count_})" for row in rows.rename(
-        columns={"name": "name_", "count": "count_"}).itertuples()]
-
+    plain = rows["name"].astype(str).map(plain_name)
+    summed = rows.assign(time=rows["end_ns"] - rows["start_ns"]).groupby(plain).agg(
+        time=("time", "sum"), name=("name", "first"), count=("time", "size"))
+    summed = summed.sort_values("time", ascending=False).head(most)
+    return [f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"])]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from stepscope.traces.kernel_names import Parts, identifiers, split, words
+from stepscope.traces.kernel_names import identifiers, split, words
 
 MATMUL = "matrix multiply"
 OTHER = "other"
@@ -23,95 +23,86 @@ FAMILIES = ["memory", "communication", "compiler-generated", "fused attention", 
 # Of a name's words (lower case, a space between). The first rule that fits decides, so that of a kernel that
 # does several things the one that costs most is named: a product's epilogue activates, a norm quantizes.
 RULES = [
+    # a copy engine's or the driver's copy or fill, no kernel
     ("memory",
-     (r"^(cuda |hip |unified memory )*mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device"
-      r"|host) to"),
-     "a copy engine's or the driver's copy or fill, not a kernel; named so by nsys and by torch.profiler"),
+     r"^(cuda |hip |unified memory )*mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device"
+     r"|host) to"),
+    # of several operators: TorchInductor's triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT
     ("compiler-generated",
-     (r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser|^[\w ]*\bfusion( "
-      r"\d+)*$|^wrapped |^myl "),
-     ("generated from several operators of one graph and named after what is fused: TorchInductor's "
-      "triton_poi_, triton_red_, triton_per_; nvFuser, XLA, TensorRT. One may do several families' work")),
+     r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser"
+     r"|^[\w ]*\bfusion( \d+)*$|^wrapped |^myl "),
+    # NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch
     ("communication",
-     (r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
-      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier"
-      r"|\bcomm\b|deep ep|(put|wait|send) signal|stream (write|wait) value"),
-     "between GPUs: NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch"),
+     r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
+     r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier|\bcomm\b"
+     r"|deep ep|(put|wait|send) signal|stream (write|wait) value"),
+    # scores, softmax and values in one: FlashAttention, cuDNN's sdpa, memory-efficient, paged
     ("fused attention",
-     (r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
-      r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
-      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^[fb]wd kernel( \w+)?$|chunk (fwd|bwd) kernel|fused "
-      r"recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule|\bkda\b|wkv"
-      r"|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff"
-      r"|fwd (grouped )?kernel stage"),
-     ("scores, softmax and value product in one kernel: FlashAttention, cuDNN's sdpa, memory-efficient, "
-      "paged")),
+     r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
+     r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
+     r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^[fb]wd kernel( \w+)?$|chunk (fwd|bwd) kernel"
+     r"|fused recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule"
+     r"|\bkda\b|wkv|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n"
+     r"|en)|mem ?eff|fwd (grouped )?kernel stage"),
+    # cuDNN's, CUTLASS's and MIOpen's, direct, as products, or transformed
     ("convolution",
-     (r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
-      r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter|im2d2col"),
-     "cuDNN's, CUTLASS's and MIOpen's convolutions, direct, as products, or transformed"),
+     r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
+     r"|\bigemm (fwd|bwd|wrw)|vol2col|fft[12]d|\d+cudnn\b|flip filter|im2d2col"),
+    # cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS, Tensile (Cijk), split-K reductions, experts' products
     (MATMUL,
-     (r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled |batched "
-      r")?mm\b|bmm\b|nvjet|xmma(?! pooling)|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out"
-      r"|input) proj|moe (stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b"
-      r"|marlin(?!.*repack)|fmoe|fused moe kernel|mat ?vec|flatmm|[bs]gmv|einsum|\bw?mfma\b|\bw?mma\b"
-      r"|lora (shrink|expand|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))"
-      r"|tensorop|\bxxt\b|ba plus caa|ba plus c aa"),
-     ("cuBLAS, cuBLASLt (xmma, nvjet), CUTLASS and Tensile (Cijk) products, their split-K reductions, "
-      "experts' grouped products")),
+     r"(?<!fb)(?<!deep)(?<!deep )gemm(?!a)|gemv|mat ?mul|(?<!dequant )\b(add|badd|mixed |scaled "
+     r"|batched )?mm\b|bmm\b|nvjet|xmma(?! pooling)|wgmma|split ?k(?!ernel)|mul mat\b|(up|down|gate|qkv|out"
+     r"|input) proj|moe (stage|[fb]wd)|spmm\b|cublas|dot kernel|reduce 1 ?block|\bcijk\b|marlin(?!.*repack)"
+     r"|fmoe|fused moe kernel|mat ?vec|flatmm|[bs]gmv|einsum|\bw?mfma\b|\bw?mma\b|lora (shrink|expand"
+     r"|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))|tensorop|\bxxt\b"
+     r"|ba plus caa|ba plus c aa"),
+    # one launch over a list of tensors: fused and foreach, gradient clipping and scaling
     ("optimizer",
-     (r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop"
-      r"|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
-      r"|percentile clip)"),
-     ("one launch over a list of tensors: fused and foreach optimizers, gradient clipping and scaling; "
-      "an embedding's backward that updates its rows")),
-    ("softmax",
-     r"soft ?max|sparsemax",
-     "row-wise softmax and log-softmax, forward and backward"),
+     r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop"
+     r"|\blamb\b|\blion\b|muon\b|optimizer|amp (update|foreach|non)|foreach|unscale|clip (grad|coef)"
+     r"|percentile clip)"),
+    ("softmax", r"soft ?max|sparsemax"),
+    # dropout, initialisation, sampling
     ("random",
-     (r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial"
-      r"|sampling|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur"),
-     "draws random numbers: dropout, initialisation, sampling"),
+     r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial|sampling"
+     r"|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur"),
+    # rows by index: embeddings (their gradient sorts and scans token ids), key-value caches, expert routing
     ("embedding and indexing",
-     (r"^(?!.*(rms ?norm|layer ?norm|\brms\b)).*((?<!rotary )(?<!rope )(?<!timestep )(?<!position "
-      r")(?<!sinusoidal )embed(ding|s|)\b|(?<!with )\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique"
-      r"|unpermute|permute (2|1|tokens|pooled|multi)|moe (un)?permute|bucketize|and cache|slot mapping|(kv"
-      r"|mla) ?(cache|buffer|pages?)|copy blocks|swap blocks|page table|token pool|req to token|src2dst"
-      r"|align block size|block table|kth value|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets"
-      r"|to dense|bounds check|lengths|non ?zero|masked select|\btake\b|krn partial|partial segment|num "
-      r"of segments|segments\b|compute grad weight|by key|compact|device (scan|select|partition|run "
-      r"length)|triton kv ind|\b[gs]et rows)"),
-     ("reads or writes rows by index: embeddings, key-value caches, expert routing; in a training step "
-      "the sorts and scans order the token ids for the embedding's gradient")),
-    ("pooling",
-     r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align",
-     "windows of an image into one number, or an image into another size"),
+     r"^(?!.*(rms ?norm|layer ?norm"
+     r"|\brms\b)).*((?<!rotary )(?<!rope )(?<!timestep )(?<!position )(?<!sinusoidal )embed(ding|s|)\b"
+     r"|(?<!with )\bind(ex(?!er)|ices)|gather|scatter|sort|top ?k|unique|unpermute|permute (2|1|tokens"
+     r"|pooled|multi)|moe (un)?permute|bucketize|and cache|slot mapping|(kv|mla) ?(cache|buffer|pages?)"
+     r"|copy blocks|swap blocks|page table|token pool|req to token|src2dst|align block size|block table"
+     r"|kth value|expert|input rows|rout(er|ing)|bitmatrix|jagged|offsets|to dense|bounds check|lengths"
+     r"|non ?zero|masked select|\btake\b|krn partial|partial segment|num of segments|segments\b"
+     r"|compute grad weight|by key|compact|device (scan|select|partition|run length)|triton kv ind"
+     r"|\b[gs]et rows)"),
+    # windows of an image into one number, or an image into another size
+    ("pooling", r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align"),
+    # many numbers in, few out: sums, means, scans, normalisation layers, the loss over the batch
     ("reduction and norm",
-     (r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
-      r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|classifier|\bce\b|\bloss"
-      r"|kl ?div|\bjsd|\bscan"
-      r"|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state|state passing|fused "
-      r"params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance|\b[cp]dist\b"
-      r"|quantile|\basum\b|\bnrm2\b"),
-     ("many numbers in, few out: sums, means, maxima, scans, normalisation layers, the loss over the "
-      "batch")),
+     r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
+     r"|compute grad input|moments|welford|\bnll|cross ?entropy|xentropy|classifier|\bce\b|\bloss|kl ?div"
+     r"|\bjsd|\bscan|cum(sum|prod)|\bsum|mean|arg ?m(ax|in)|a(bs)?max|stats\b|statistics|chunk state"
+     r"|state passing|fused params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance"
+     r"|\b[cp]dist\b|quantile|\basum\b|\bnrm2\b"),
+    # numbers into fewer bits with a scale, and back
     ("quantization",
-     (r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
-      r"|fp8 (cast|scale)|k?hadamard"),
-     "numbers into fewer bits with a scale, and back"),
+     r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
+     r"|fp8 (cast|scale)|k?hadamard"),
+    # the same numbers in another layout or type: contiguous, cat, to(dtype)
     ("copy and cast",
-     (r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
-      r"|\bconvert|nchw ?to ?n|nhwc ?ton?|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy"
-      r"|\bpad(ding)?\b|\breorder|\bflip\b"),
-     "the same numbers in another layout or type: contiguous, cat, to(dtype)"),
+     r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
+     r"|\bconvert|nchw ?to ?n|nhwc ?ton?|\bclone\b|contiguous|\b(re|un)?pack\b|swizzle|memcpy"
+     r"|\bpad(ding)?\b|\breorder|\bflip\b"),
+    # one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel
     ("elementwise",
-     (r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|elu\b|glu\b|silu|swish|relu"
-      r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset"
-      r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b"
-      r"|penalt(y|ies)|\baxpb?y\b|\bscal\b"),
-     "one output per input: arithmetic, activations, masks, rotary embeddings, fills by a kernel"),
+     r"elem(ent)? ?wise|pointwise|functor|cwise|\btri[ul]\b|\bm?rope\b|rotary|elu\b|glu\b|silu|swish|relu"
+     r"|sigmoid|tanh|\bact\b|activation|\badd\d?\b|\bmul\b|\bbias|mask|\bfill|residual|scale|clamp|memset"
+     r"|\bexp\b|with scalar|soft ?plus|embed|square|(lstm|gru) cell|\bdyt\b|penalt(y|ies)|\baxpb?y\b"
+     r"|\bscal\b"),
 ]
-_PATTERNS = [(family, re.compile(pattern)) for family, pattern, _ in RULES]
+_PATTERNS = [(family, re.compile(pattern)) for family, pattern in RULES]
 # Softmax as the model is written is five operations of other families, so no kernel's name tells it: its
 # region does. The family "softmax" is then the loss's, where it is torch's own.
 ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
@@ -138,11 +129,6 @@ _LIBRARIES, _SERVES = ([(family, re.compile(pattern)) for family, pattern in lis
 _DULL = re.compile(r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$")
 
 
-def rules() -> pd.DataFrame:
-    """The rules as a table with the columns family, pattern, reason, in the order in which they are tried."""
-    return pd.DataFrame(RULES, columns=["family", "pattern", "reason"])
-
-
 def family(name: str) -> str:
     """The family, one of FAMILIES, of a kernel, copy or fill with this name."""
     if (made := _first(words(name), MADE)) != OTHER:
@@ -153,7 +139,7 @@ def family(name: str) -> str:
     own = _first(words(parts.own))
     if own == "optimizer" and FOREACH_COPY.search(parts.template):
         return "copy and cast"
-    if own in PREPARES and (served := _of_scope_in(_SERVES, words(parts.scope))) != OTHER:
+    if own in PREPARES and (served := _listed(_SERVES, words(parts.scope))) != OTHER:
         return served
     if own == "elementwise":
         return _of_template(parts.template, APPLIED, own)
@@ -162,8 +148,10 @@ def family(name: str) -> str:
     inside = _of_template(parts.template, set(FAMILIES), OTHER)
     if inside != OTHER:
         return inside
-    # A CPU's operators: what no rule names is arithmetic, such as div or pow.
-    return "elementwise" if name.startswith("aten::") else _of_scope(parts)
+    if name.startswith("aten::"):  # a CPU's operators: what no rule names is arithmetic, such as div or pow
+        return "elementwise"
+    library = _listed(_LIBRARIES, words(f"{parts.scope}::{parts.own}"))
+    return _first(words(parts.scope), set(FAMILIES) - MADE, library)
 
 
 def _first(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
@@ -178,12 +166,7 @@ def _of_template(template: str, among: Iterable[str], otherwise: str) -> str:
     return next((family for family in found if family != OTHER), otherwise)
 
 
-def _of_scope(parts: Parts) -> str:
-    path = words(f"{parts.scope}::{parts.own}")
-    return _first(words(parts.scope), set(FAMILIES) - MADE, _of_scope_in(_LIBRARIES, path))
-
-
-def _of_scope_in(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
+def _listed(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
     return next((family for family, pattern in listed if pattern.search(path)), OTHER)
 
 

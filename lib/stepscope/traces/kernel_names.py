@@ -89,28 +89,23 @@ def words(text: str) -> str:
 
 
 def identifiers(template: str) -> list[str]:
-    """The qualified names in template arguments in the order in which they stand, the parameter lists of
-    functions among them left out.
-    """
-    return re.findall(r"[A-Za-z_][\w]*(?:::[A-Za-z_]\w*)*", _without_parameters(template))
-
-
-def _without_parameters(text: str) -> str:
+    """The qualified names in template arguments, in order, without the parameter lists of functions there."""
     kept, depth = [], 0
-    for char in text:
+    for char in template:
         depth += char == "("
         if depth == 0:
             kept.append(char)
         depth = max(depth - (char == ")"), 0)
-    return "".join(kept)
+    return re.findall(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*", "".join(kept))
 
 
 # What says little in a template's arguments; element types are kept, since they tell precisions apart.
 _DULL = re.compile(
     r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator(_call)?|at|native|ul|c10"
     r"|cuda|cutlass|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?"
-    r"|binary_internal|T\d+"
-)
+    r"|binary_internal|T\d+")
+
+
 def _whole(name: str) -> str:
     """The kernel's own name and its whole template."""
     parts = split(name)

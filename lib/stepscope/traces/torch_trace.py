@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,26 +26,23 @@ from stepscope.traces.attribution import (
     Records,
     TraceError,
     attribute,
+    find_launches,
     thread_columns,
     with_roles,
 )
-from stepscope.traces.families import families
+from stepscope.traces.families import FAMILIES, families
 
-# Operators that allocate, or look at the same numbers in another shape: they call for no work and hide what
-# does it.
+# Operators that allocate, or look at the same numbers in another shape: no work, and they hide what does it.
 NO_WORK = re.compile(
-    r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types"
-    r"|expand|t$|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense"
-    r"|unflatten|flatten|reshape$|chunk$|split"
-    r"|item$)"
-)
+    r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types|expand|t$"
+    r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
+    r"|reshape$|chunk$|split|item$)")
 PROCESS_KEY = 1 << 48 | 7 << 24
 # The categories of events that are read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_annotation"
 CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE]
 COLUMNS = ("cat", "name", "tid", "start", "end", "correlation", "device", "stream", "bytes", "external")
-HEADER = ("deviceProperties", "distributedInfo")
 CHUNK = 1 << 22  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCAN = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
@@ -64,63 +61,89 @@ def load_torch_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES,
         TraceError: the file is no such trace, or an event has no times or ids that can be used.
         ConservationError: two phases, or two steps, overlap.
     """
-    events = [event for event in read_events(Path(path)) if "#" not in event["name"] or event["cat"] != RANGE]
+    trace = read_trace(Path(path))
+    events = _as_dicts(trace)
+    found = work(events)
     totals = dict.fromkeys(KINDS, (0, 0))
-    for event in work(events):
+    for event in found:
         kind = WORK.get(event["cat"], "kernel")
         totals[kind] = totals[kind][0] + 1, totals[kind][1] + event["end"] - event["start"]
-    operations, ranges = attribute(with_roles(_records(str(path), events), tuple(phases), step),
-                                   tuple(phases))
+    own = [event["row"] for event in events if event["cat"] == RANGE and "#" not in event["name"]]
+    records, _ = records_of(str(path), trace, [event["row"] for event in found], own)
+    operations, ranges = attribute(with_roles(records, tuple(phases), step), tuple(phases))
     return operations, ranges, pd.DataFrame.from_dict(totals, orient="index",
                                                       columns=["operations", "duration_ns"])
 
 
-def _records(path: str, events: list[dict[str, Any]]) -> Records:
-    key = {tid: PROCESS_KEY | number for number, tid in enumerate(sorted({e["tid"] for e in events}),
-                                                                  start=1)}
-    found = work(events)
-    if any(e["cat"] in WORK for e in found):
-        launches = [e for e in events if e["cat"] in LAUNCHES and e["correlation"] is not None]
+def records_of(path: str, events: "Events", found: Sequence[int],
+               opened: Sequence[int]) -> tuple[Records, np.ndarray]:
+    """Records of a trace, and of each operation "External id" of the call that launched it, else its own.
+
+    Args:
+        found: the rows of events that are its operations; a CPU's operators are launched by themselves.
+        opened: the rows that are its ranges.
+    """
+    cat, start, end, correlation, external = (
+        events.column(name) for name in ("cat", "start", "end", "correlation", "external"))
+    work = np.array(found, np.int64)
+    work = work[np.argsort(start[work], kind="stable")]
+    key = PROCESS_KEY | (events.column("tid") + 1)
+    if (cat[work] < len(WORK)).all():
+        launching = np.isin(cat, [CATEGORIES.index(category) for category in LAUNCHES])
+        calls = np.flatnonzero(launching & (correlation >= 0))
     else:
-        launches = found = [e | {"correlation": i} for i, e in enumerate(found, start=1)]
-    found = sorted(found, key=lambda e: e["start"])
-    names, kinds = [e["name"] for e in found], [WORK.get(e["cat"], "kernel") for e in found]
-    start = _integers(e["start"] for e in found)
+        calls, correlation = work, correlation.copy()
+        correlation[work] = np.arange(len(work))
+    kinds = np.array([KINDS.index(WORK.get(category, "kernel")) for category in CATEGORIES])
+    names, codes = _named(events, work)
     operations = pd.DataFrame({
-        "kind": pd.Categorical(kinds, KINDS), "name": pd.Categorical(names), "family": families(names),
-        "start_ns": start, "duration_ns": _integers(e["end"] for e in found) - start,
-        "device": _integers(e["device"] for e in found), "stream": _integers(e["stream"] for e in found),
-        "correlation_id": _integers(-1 if e["correlation"] is None else e["correlation"] for e in found),
-        "row": np.arange(len(found))})
-    opened = sorted((e for e in events if e["cat"] == RANGE),
-                    key=lambda e: (key[e["tid"]], e["start"], -e["end"]))
-    ranges = pd.DataFrame({
-        "name": pd.Categorical([e["name"] for e in opened]),
-        "start_ns": _integers(e["start"] for e in opened), "end_ns": _integers(e["end"] for e in opened),
-        **thread_columns(_integers(key[e["tid"]] for e in opened))})
-    calls = [_integers(values) for values in zip(*((key[e["tid"]], e["correlation"], e["start"], e["end"])
-                                                   for e in launches))]
-    return Records(path, operations, np.full(len(found), PROCESS_KEY),
-                   np.stack(calls) if calls else np.zeros((4, 0), np.int64), ranges)
+        "kind": pd.Categorical.from_codes(kinds[cat[work]], KINDS),
+        "name": pd.Categorical.from_codes(codes, names),
+        "family": pd.Categorical.from_codes(families(names).codes[codes], FAMILIES),
+        "start_ns": start[work], "duration_ns": end[work] - start[work],
+        "device": events.column("device")[work], "stream": events.column("stream")[work],
+        "correlation_id": correlation[work], "row": np.arange(len(work)),
+        "bytes": events.column("bytes")[work]})
+    launches = np.stack([key[calls], correlation[calls], start[calls], end[calls]])
+    process = np.full(len(work), PROCESS_KEY)
+    of_call = np.append(external[calls], -1)[find_launches(process, correlation[work], launches)]
+    records = Records(path, operations, process, launches, ranges_of(events, opened))
+    return records, np.where(of_call >= 0, of_call, external[work])
 
 
-def _integers(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, np.int64)
+def ranges_of(events: "Events", rows: Sequence[int]) -> pd.DataFrame:
+    """The ranges of Records that these rows are."""
+    start, end = events.column("start"), events.column("end")
+    key, opened = PROCESS_KEY | (events.column("tid") + 1), np.array(rows, np.int64)
+    opened = opened[np.lexsort((-end[opened], start[opened], key[opened]))]
+    names, codes = _named(events, opened)
+    return pd.DataFrame({"name": pd.Categorical.from_codes(codes, names), "start_ns": start[opened],
+                         "end_ns": end[opened], **thread_columns(key[opened])})
+
+
+def _named(events: "Events", rows: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """The distinct names of these rows, and the place of each row's among them."""
+    used, codes = np.unique(events.column("name")[rows], return_inverse=True)
+    return [events.names[place] for place in used], codes
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The complete events of a trace: cat, name, tid (text), start and end in ns, correlation (None: none),
-    device, stream.
+    device, stream, row.
 
     Raises:
         TraceError: as load_torch_trace.
     """
-    events = read_trace(path)
+    return _as_dicts(read_trace(path))
+
+
+def _as_dicts(events: "Events") -> list[dict[str, Any]]:
     columns = {name: events.column(name).tolist() for name in COLUMNS[:8]}
     columns |= {"cat": [CATEGORIES[code] for code in columns["cat"]],
                 "name": [events.names[code] for code in columns["name"]],
                 "tid": [events.threads[code] for code in columns["tid"]],
-                "correlation": [None if value < 0 else value for value in columns["correlation"]]}
+                "correlation": [None if value < 0 else value for value in columns["correlation"]],
+                "row": [*range(len(columns["cat"]))]}
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
@@ -167,20 +190,17 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Events:
     add = _adder(path, events, shaped)
     with _opened(path) as file:
         stream = _Stream(path, file)
+
+        def read_list() -> None:
+            for _ in stream.entries("[]"):
+                add(stream.value())
         if stream.peek() == "[":  # Chrome's other form: a list of events
-            for event in stream.items():
-                add(event)
+            read_list()
             return events
-        for key in stream.fields():
-            if key == "traceEvents":
-                for event in stream.items():
-                    add(event)
-            elif key in HEADER:
-                events.header[key] = stream.value()
-            else:
-                stream.value()
-            if key == "traceEvents":
-                events.header[key] = True
+        for _ in stream.entries("{}"):
+            key = str(stream.value())
+            stream.take(":")
+            events.header[key] = read_list() if key == "traceEvents" else stream.value()
     if "traceEvents" not in events.header:
         raise TraceError(f"{path}: has no traceEvents, expected torch.profiler's trace: JSON with that list")
     return events
@@ -205,20 +225,20 @@ def _adder(path: Path, events: Events, shaped: re.Pattern | None) -> Any:
         try:
             start, duration = round(event["ts"] * 1000), round(event["dur"] * 1000)
             correlation, external = _id(args.get("correlation", -1)), _id(args.get("External id", -1))
-            device, stream = (_id(args.get("device", 0)), _id(args.get("stream", 0))) if code < gpu else (0,
-                0)
-            size = args.get("bytes", -1) if code < gpu else -1
-            if (duration < 0 or not -LATEST < start < LATEST - duration or not
-                -1 <= correlation < CORRELATIONS
-                    or not 0 <= device < CORRELATIONS or not -1 <= stream < LATEST or not
-                    -1 <= external < LATEST):
+            device, stream, size = 0, 0, -1
+            if code < gpu:
+                device, stream = _id(args.get("device", 0)), _id(args.get("stream", 0))
+                size = args.get("bytes", -1)
+            if not (duration >= 0 and -LATEST < start < LATEST - duration
+                    and -1 <= correlation < CORRELATIONS and 0 <= device < CORRELATIONS
+                    and -1 <= stream < LATEST and -1 <= external < LATEST):
                 raise ValueError
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(_complaint(path, event, args)) from None
         size = size if type(size) is int and 0 <= size < LATEST else -1
-        for append, value in zip(appends, (code, names.setdefault(name, len(names)),
-                                           threads.setdefault(tid, len(threads)), start, start + duration,
-                                           correlation, device, stream, size, external)):
+        places = names.setdefault(name, len(names)), threads.setdefault(tid, len(threads))
+        values = code, *places, start, start + duration, correlation, device, stream, size, external
+        for append, value in zip(appends, values):
             append(value)
         if len(names) > len(events.names):
             events.names.append(name)
@@ -301,27 +321,15 @@ class _Stream:
             except RecursionError:
                 self.wrong("brackets are nested too deep")
 
-    def items(self) -> Iterator[Any]:
-        self.take("[")
-        if self.peek() == "]":
+    def entries(self, brackets: str) -> Iterator[None]:
+        """Stands before each entry of a list or an object in turn; who is told so takes it."""
+        self.take(brackets[0])
+        if self.peek() == brackets[1]:
             self.at += 1
             return
         while True:
-            yield self.value()
-            if self.take(",]") == "]":
-                return
-
-    def fields(self) -> Iterator[str]:
-        """The keys of an object; whoever is given one takes its value."""
-        self.take("{")
-        if self.peek() == "}":
-            self.at += 1
-            return
-        while True:
-            key = self.value()
-            self.take(":")
-            yield key
-            if self.take(",}") == "}":
+            yield
+            if self.take("," + brackets[1]) == brackets[1]:
                 return
 
     def wrong(self, what: str) -> None:

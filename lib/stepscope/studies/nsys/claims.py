@@ -105,8 +105,8 @@ def nontrivial_kernels(tables: Tables) -> Numbers:
     rows = shares(tables, "forward").reset_index()
     row = rows[rows["context_length"] == reference(rows)].iloc[0].drop(["size", "context_length", MATMUL])
     heavy = row[row >= WEIGHS].sort_values(ascending=False)
-    named = " and ".join(filter(None, [", ".join(heavy.index[:-1]), *heavy.index[-1:]]))
-    return {"families": named, "share": float(heavy.sum())} if len(heavy) else None
+    named = [f"{family} ({number(share, '%')})" for family, share in heavy.items()]
+    return {"families": " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))} if named else None
 
 
 def softmax_grows(tables: Tables) -> Numbers:
@@ -128,7 +128,8 @@ def matmul_share_falls(tables: Tables) -> Numbers:
         return {"size": both.index[0], "context": context, "forward": both["forward"].iloc[0],
                 "step": both["step"].iloc[0], "large": both.index[-1],
                 "large_forward": both["forward"].iloc[-1],
-                "large_step": both["step"].iloc[-1]}
+                "large_step": both["step"].iloc[-1],
+                "adamw": shares(tables, "step").loc[(both.index[0], context), "optimizer"]}
     return None
 
 

@@ -23,7 +23,7 @@ from stepscope.traces.torch_trace import load_torch_trace
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 # nsys's own sums of what ran, by the kinds of operations that are in them.
 OWN_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
-PROJECTED = "nvtx_gpu_proj_sum"
+PROJECTED, TIME = "nvtx_gpu_proj_sum", "Total Time (ns)"
 WINDOW_NS = 2_000_000  # of the timeline
 OPERATIONS = ["mode", "phase", "region", "family", "name", "count", "total_ns"]
 CLOCKS = ["mode", "phase", "step", "captured", "wall_ms", "host_ns", "projected_ns", "operations_ns",
@@ -82,7 +82,7 @@ def nsys_sums(reports: dict[str, Path], totals: pd.DataFrame) -> dict[str, int]:
     found, sums = {}, []
     for report, kinds in OWN_SUMS.items():
         if report in reports:
-            sums.append(int(load_report(reports[report], report)["total_time_ns"].sum()))
+            sums.append(int(load_report(reports[report], TIME)[TIME].sum()))
             ours = int(totals.loc[kinds, "duration_ns"].sum())
             if sums[-1] != ours:
                 raise ConservationError(f"operations sum to {ours} ns, and nsys's own {report} to"
@@ -90,9 +90,9 @@ def nsys_sums(reports: dict[str, Path], totals: pd.DataFrame) -> dict[str, int]:
     if len(sums) == len(OWN_SUMS):
         found["nsys_ns"] = sum(sums)
     if PROJECTED in reports:
-        rows = load_report(reports[PROJECTED], PROJECTED)
-        own = rows["range"].str.rpartition(":")[2] == "backward"
-        found["nsys_backward_operations"] = int(rows.loc[own, "total_gpu_ops"].sum())
+        rows = load_report(reports[PROJECTED], "Range", "Total GPU Ops").astype({"Range": str})
+        own = rows["Range"].str.rpartition(":")[2] == "backward"
+        found["nsys_backward_operations"] = int(rows.loc[own, "Total GPU Ops"].sum())
     return found
 
 
@@ -151,10 +151,8 @@ def _summed(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def _clocks(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
-    rows = pd.concat([phase_clocks(operations, ranges).astype({"phase": str}),
-                      phase_clocks(operations, ranges, ("step",)).assign(phase=WHOLE)], ignore_index=True)
-    place = {step: taken.inside[:step].count(name) for step,
-             name in enumerate(taken.inside)}  # of its mode's steps
+    rows = phase_clocks(operations, ranges).astype({"phase": str})
+    place = {step: taken.inside[:step].count(mode) for step, mode in enumerate(taken.inside)}  # among its mode's
     rows["mode"] = rows["step"].map(dict(enumerate(taken.inside)))
     walls = [taken.modes[mode]["captured_ms"][place[step]] if phase == WHOLE else np.nan
              for mode, step, phase in zip(rows["mode"], rows["step"], rows["phase"])]
