@@ -15,7 +15,7 @@ from stepscope.report.style import figure
 from stepscope.report.tables import table
 
 PAGES = sorted(CHAPTERS.rglob("*.md"))
-FROM_SHAPES = {"answer_residual"}  # computed of the configuration alone
+FROM_SHAPES = {"answer_residual", "measured_on"}  # of the configuration or the machine alone
 CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
 
 
