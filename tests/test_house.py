@@ -15,7 +15,8 @@ MOST_LINES = 450
 LAYERS = [
     ["stepscope"], ["stepscope.files", "stepscope.yaml_files"], ["stepscope.config"], ["stepscope.step"],
     ["stepscope.traces"], ["stepscope.runs"],
-    ["stepscope.report.style", "stepscope.report.tables", "stepscope.report.schemas"], ["stepscope.studies"],
+    ["stepscope.report.style", "stepscope.report.tables", "stepscope.report.schemas",
+     "stepscope.report.shapes"], ["stepscope.studies"],
     ["stepscope.report"], ["stepscope.cli"]]
 # Names that several modules may know though they stand above: the list of studies, found by name.
 ALLOWED = {("stepscope.config", "stepscope.studies"), ("stepscope.runs", "stepscope.step"),
