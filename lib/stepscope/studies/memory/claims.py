@@ -149,7 +149,7 @@ def answer_largest(tables: Tables) -> Claim:
 def block_saves(tables: Tables) -> Claim:
     """2026 (f): what one block saves for backward, and how much of it the five largest places make."""
     rows, sums = _allocated(tables, "saved by a block")
-    return {"context": rows["context_length"].iloc[0], "saved": sums.sum(),
+    return _where(rows.iloc[0]) | {"saved": sums.sum(),
             "tensors": int(rows["count"].sum()), "five": sums.nlargest(5).sum() / sums.sum()}
 
 

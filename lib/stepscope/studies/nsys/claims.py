@@ -1,6 +1,6 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
-from stepscope.report.tables import ratio
+from stepscope.report.tables import number, ratio
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND, SAME
 from stepscope.studies.nsys.tables import (
