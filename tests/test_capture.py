@@ -178,6 +178,13 @@ def test_a_gpu_that_waits_is_launch_bound(tmp_path):
         written(tmp_path / "c.json", apart))
 
 
+def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
+    steps = [event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)]
+    path = written(tmp_path / "a.json", [*steps, *launched(GEMM, 2, 10, 140, 1), *launched(ADD, 102, 120, 10, 2),
+                                         *launched(ADD, 105, 160, 10, 3)])
+    assert "step on GPU    0.08 ms (0.11 0.05): compute 0.075, idle 0.005" in profile_text(path, step="step")
+
+
 def test_phases_are_named_on_the_command_line():
     assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
     assert phases_of([]) is None

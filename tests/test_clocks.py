@@ -274,6 +274,13 @@ def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread():
     assert (found["end"] - found["start"]).tolist() == [7, 1, 2]
 
 
+def test_of_a_cpus_operators_the_innermost_that_do_work_stand_for_kernels():
+    operators = [("mm", 1, 5), ("add", 5, 8), ("linear", 8, 15), ("t", 8, 9), ("addmm", 9, 12), ("view", 12, 13)]
+    found = captured_operations([phase_range(0, 0, "forward", 0, 20),
+                                 *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators)])
+    assert found["name"].tolist() == ["aten::mm", "aten::add", "aten::addmm"]
+
+
 def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown():
     events = [phase_range(0, 0, "forward", 0, 10), event("kernel", "lost", 3, 4, 1)]
     with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):

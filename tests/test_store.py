@@ -57,6 +57,12 @@ def test_what_was_altered_is_named(store, tiny, alter, words):
     assert not records and len(errors) == 1 and words in str(errors[0]) and "\n" not in str(errors[0])
 
 
+def test_what_was_altered_is_not_taken_for_done(store, tiny):
+    (committed(store, tiny()) / "times.parquet").write_bytes(b"another")
+    with pytest.raises(RecordError, match="times.parquet: differs"):
+        store.find(tiny())
+
+
 def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
     with store.writing(), pytest.raises(StoreBusy, match=f"process {os.getpid()}"), store.writing():
         pass

@@ -94,10 +94,10 @@ def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
 
 
 def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
-    end = sweep([0, KILLS_WORKER])
+    end = sweep([KILLS_WORKER, 0])
     assert end.counts == {"ok": 1, "failed": 1} and "the worker that ran it died" in end.failed[0][1]
     began = [line.split()[0] for line in (faults / "began").read_text().splitlines()]
-    assert began.count(str(KILLS_WORKER)) == 2 and began.count("0") == 1
+    assert began == [str(KILLS_WORKER)] * 2 + ["0"]
     assert "once more" in sweep.said
     assert ended(int((faults / "child").read_text()))
 
