@@ -16,7 +16,6 @@ from stepscope.step.clocks import (
     WHOLE,
     NotReplayed,
     PhaseClock,
-    capture_failure,
     keep_up,
     plain_steps,
     replay_ms,
@@ -90,11 +89,6 @@ def test_what_ran_before_is_in_no_step(gpu):
     assert phased(gpu, clock, forward=10)[WHOLE] == (11, 1)
     gpu.launch(5000)
     assert phased(gpu, clock, forward=2, loss=3) == {"forward": (3, 1), "loss": (3, 1), WHOLE: (6, 2)}
-
-
-def test_of_a_launch_bound_step_the_launches_are_the_wall_time(gpu):
-    found = phased(gpu, PhaseClock("cuda"), forward=0.1, loss=0.1, backward=0.1, optimizer=0.1)
-    assert found[WHOLE] == (4.1, 4)
 
 
 def test_keeping_up_waits_for_each_step(gpu):
@@ -206,16 +200,6 @@ def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeyp
     assert step.optimizer.param_groups[0]["capturable"] is False
 
 
-def test_the_reason_of_a_broken_capture_is_what_went_wrong_first():
-    try:
-        try:
-            raise ValueError("a read on the host\nand a stack")
-        except ValueError:
-            raise RuntimeError("capture invalidated")  # noqa: B904
-    except RuntimeError as error:
-        assert capture_failure(error) == "ValueError: a read on the host"
-
-
 def test_what_cannot_be_captured_says_why(tiny, monkeypatch):
     with pytest.raises(NotReplayed, match="a CPU has no CUDA graphs"):
         replay_ms(tiny(), 1)
@@ -237,16 +221,9 @@ def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
 
 # GPU time
 
-@pytest.mark.parametrize("intervals, covered", [
-    ([], 0), ([(0, 5)], 5), ([(0, 5), (5, 9)], 9), ([(0, 10), (2, 3), (4, 12)], 12), ([(20, 25), (0, 5)], 10),
-    ([(0, 100), (1, 2), (50, 60), (90, 110), (200, 201)], 111), ([(3, 3)], 0)])
-def test_a_union_counts_each_moment_once(intervals, covered):
-    starts, ends = np.array(intervals, dtype=int).reshape(-1, 2).T
-    assert stats.union(starts, ends) == covered
-
-
 def test_a_union_is_that_of_counting_every_moment():
     rng = np.random.default_rng(0)
+    assert stats.union(np.array([]), np.array([])) == 0
     for _ in range(50):
         starts = rng.integers(0, 80, 12)
         ends = starts + rng.integers(0, 9, 12)
@@ -317,13 +294,6 @@ def test_power_is_unknown_where_the_counter_is():
     assert math.isnan(power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(power_w(steady(0.15)))
     assert math.isnan(watch.median_clock([Reading(0, nan, nan)]))
     assert watch.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
-
-
-def test_joules_are_of_the_counted_steps_alone(monkeypatch):
-    """A second of warm-up at another power before, and what comes after, change nothing."""
-    mode = SimpleNamespace(step=None)
-    counted = [Reading(t, 1980.0, 300.0 * t) for t in np.linspace(10, 14, 11)]
-    assert in_process.energy(mode, counted, ()) == pytest.approx({"power_w": 300, "step_j": 300 * 0.4})
 
 
 def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
@@ -422,15 +392,5 @@ def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monk
     assert whole["tokens_per_s"] == pytest.approx(8 / wall_ms * 1e3)
     assert np.isnan(loss["tflops"]) and np.isnan(loss["tokens_per_s"])
 
-
-# What is said of samples
-
-def test_location_of_samples_is_numpys():
-    found = stats.location([3.0, 1.0, 2.0, 10.0])
-    assert found == pytest.approx({"median": 2.5, "std": np.std([1, 2, 3, 10], ddof=1), "q1": 1.75, "q3": 4.75})
-    assert math.isnan(stats.location([1.0])["std"]) and math.isnan(stats.location([])["median"])
-
-
-def test_one_threshold_tells_launch_bound_and_one_constant_the_same():
+def test_launch_bound_is_below_one_threshold():
     assert [stats.launch_bound(busy) for busy in (0.949, 0.95, float("nan"))] == [True, False, False]
-    assert stats.differ(100, 101.5) and not stats.differ(100, 100.9) and not stats.differ(100, 102.9, capped=True)

@@ -200,14 +200,12 @@ def repeated(tables: Tables) -> pd.DataFrame:
 
 def handout_times(tables: Tables) -> pd.DataFrame:
     """A row a size, the mean and deviation of each mode's ten plain steps."""
-    samples = tables["benchmark.samples"]
-    means = samples[(samples["phase"] == WHOLE) & ~samples["warmup"]].groupby(["run_id", "mode"])["wall_ms"].mean()
     found = {}
     for mode, words in MODES.items():
-        rows = at_context(tables, mode=mode)
-        found |= {f"{words} mean, ms": rows["run_id"].map(means.xs(mode, level="mode")),
-                  f"{words} std, ms": rows["wall_std_ms"]}
-    return table(pd.DataFrame(found).rename_axis("size"))
+        ten = cells(tables, "samples", mode=mode, phase=WHOLE, warmup=False, context_length=context(tables))
+        for what, ms in ten.groupby("size")["wall_ms"].agg(["mean", "std"]).items():
+            found[f"{words} {what}, ms"] = ms
+    return table(pd.DataFrame(found).reindex(at_context(tables).index))
 
 
 def times_by_context(tables: Tables) -> pd.DataFrame:
