@@ -73,16 +73,6 @@ def test_the_peak_with_checkpoints(blocks, attention, mode, optimizer, monkeypat
     assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
 
 
-def test_what_the_foreach_optimizer_adds_is_the_root_of_all_second_moments():
-    config = on_gpu(size="2.7B", context_length=128)
-    top = accounting.peak(config)
-    weights = 4 * parameter_count(config)
-    assert (top.phase, top.kinds["temporaries"], top.kinds["gradients"]) == ("optimizer", weights, weights)
-    assert top.kinds["optimizer state"] == 2 * weights == 2 * top.kinds["weights"]
-    fused = accounting.peak(config.model_copy(update={"optimizer": "fused"}))
-    assert fused.phase == "backward" and fused.allocated < top.allocated
-
-
 # -- what an H200's allocator said ---------------------------------------------------------------------------
 
 def measured(source):
@@ -149,12 +139,6 @@ def test_rounding_is_the_allocators(size):
         assert accounting.rounding(size, number) == allocate(size, number) - number * size
 
 
-def test_a_tensor_of_exactly_a_mebibyte_is_a_small_one():
-    """Two share a segment of 2 MiB. One byte more, and nineteen share 20 MiB, of which the last takes the rest."""
-    assert accounting.rounding(MIB, 38) == 0
-    assert accounting.rounding(MIB + 1, 19) == 19 * 511 + 20 * MIB - 19 * (MIB + 512)
-
-
 def test_rounding_and_workspaces_are_a_gpus_alone():
     config = config_of(SHAPES[0])
     assert accounting.peak(config).kinds["rounding"] == accounting.peak(config).kinds["workspaces"] == 0
@@ -200,12 +184,6 @@ def test_fits_tight_and_not():
     assert list(said.values()) == ["yes", "yes", "tight", "tight", "no"]
     nothing = accounting.fit(config, 0.5)[0]
     assert (nothing.fits, nothing.largest_context, nothing.largest_batch) == ("no", 0, 0)
-
-
-def test_fit_does_not_ask_what_precision_or_attention_a_configuration_has():
-    plain, other = (accounting.fit(on_gpu(size="small", context_length=512, **fields), 24)
-                    for fields in ({}, {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}))
-    assert plain == other
 
 
 def test_there_is_no_formula_for_what_is_compiled():

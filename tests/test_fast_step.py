@@ -72,7 +72,3 @@ def test_the_copied_block_is_short_and_names_every_change():
     for change in CHANGES:
         assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
     assert "stepscope" not in block()
-
-
-def test_it_needs_nothing_of_ours():
-    assert "import stepscope" not in SCRIPT.read_text(encoding="utf-8")

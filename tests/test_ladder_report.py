@@ -1,5 +1,4 @@
 """What the report says of the ladder, from a campaign's tables made here: each claim where it holds, and where not."""
-
 import inspect
 
 import numpy as np
@@ -35,7 +34,7 @@ def row(size, context, change, wall, gpu, batch=4, vocab=10_000):
         "sm_clock_mhz": clock, "power_w": 690.0, "step_j": step_j, "tokens_per_s": batch * context / wall * 1e3,
         "mfu": 0.48, "mfu_measured": 0.6, "mfu_at_clock": 0.57, "loss_off": 1e-5, "gradient_off": 0.07,
         "compile_s": np.nan, "matmul_ms": 54.0, "moved_ms": moved, "bound_ms": 54.0 + moved,
-        "energy_ms": step_j / 700 * 1e3}  # fmt: skip
+        "energy_ms": step_j / 700 * 1e3}
 
 
 def a_campaign():
@@ -43,14 +42,14 @@ def a_campaign():
     for (size, context), (walls, gpus) in WALLS.items():
         gpus = [*gpus, *walls[6:9], walls[9] * 0.6, walls[10]]
         rows += [row(size, context, change, wall, gpu)
-                 for change, wall, gpu in zip((*CHANGES, *PEERS), walls, gpus)]  # fmt: skip
+                 for change, wall, gpu in zip((*CHANGES, *PEERS), walls, gpus)]
     for batch, low, eight in ((4, 89.6, 89.9), (8, 165, 155), (16, 310, 270), (32, 600, 497)):
         if batch > 4:
             rows.append(row("2.7B", 512, "bf16_moments", low, low, batch))
         rows.append(row("2.7B", 512, "fp8", eight, eight, batch))
     rows.append(row("2.7B", 512, "filled", 920, 920, 52))
     rows += [row("small", 512, change, wall, wall, vocab=50257)
-             for change, wall in (("fp32", 68), ("bf16_moments", 6.6), ("chunked", 6.7))]  # fmt: skip
+             for change, wall in (("fp32", 68), ("bf16_moments", 6.6), ("chunked", 6.7))]
     steps = pd.DataFrame(rows)
     steps.loc[steps["change"] == "chunked", "peak_gib"] = 51.0
     shape = {"size": "2.7B", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
@@ -59,24 +58,24 @@ def a_campaign():
          for change in ("fp32", "blocks")
          for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
         + [shape | {"batch_size": 52, "change": "filled", "name": family, "family": family, "count": 1.0, "gpu_ms": share}
-           for family, share in (("matrix multiply", 900.0), ("optimizer", 16.0))])  # fmt: skip
+           for family, share in (("matrix multiply", 900.0), ("optimizer", 16.0))])
     small = {"size": "small", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     noise, curves = np.random.default_rng(0), []
     for change, seed, off in (("fp32", 0, 0), ("fp32", 1, 0.1), ("fp32", 2, -0.08),
-                              *((change, 0, 0.01) for change in CHANGES[1:])):  # fmt: skip
+                              *((change, 0, 0.01) for change in CHANGES[1:])):
         loss = 5 * np.exp(-np.arange(200) / 60) + 1.5 + off + 0.001 * noise.standard_normal(200)
         curves += [small | {"change": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
     for change, off in (("bf16_moments", 0), ("fp8", 0.02)):
         curves += [shape | {"batch_size": 32, "change": change, "seed": 0, "step": step, "loss": 8 - 0.05 * step + off}
-                   for step in range(50)]  # fmt: skip
+                   for step in range(50)]
     results = pd.DataFrame([{
         "size": size, "context_length": 512, "vocab_size": 10_000, "power_limit_w": 700.0, "sheet_bf16": 989.5,
         "kept_up_tflops": 667.0, "kept_up_clock_mhz": 1515.0, "kept_up_power_w": 695.0, "v_fp32": 0.3514,
         "v_by_chance": 0.3515, "v_nearest": 1.0, "compared": 18330, "unequal": 0, "low_unequal": 0, "torch_off": 5e-8,
         "parameters": parameter_count(StepConfig(size=size, context_length=512, device="cpu"))}
-        for size in ("small", "2.7B")])  # fmt: skip
+        for size in ("small", "2.7B")])
     return {"ladder.steps": steps, "ladder.kernels": kernels, "ladder.curves": pd.DataFrame(curves),
-            "ladder.results": results, "runs": pd.DataFrame({"study": ["ladder"], "device": ["NVIDIA H200"]})}  # fmt: skip
+            "ladder.results": results, "runs": pd.DataFrame({"study": ["ladder"], "device": ["NVIDIA H200"]})}
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def campaign():
 
 def public(module):
     return [function for name, function in inspect.getmembers(module, inspect.isfunction)
-            if function.__module__ == module.__name__ and not name.startswith("_")]  # fmt: skip
+            if function.__module__ == module.__name__ and not name.startswith("_")]
 
 
 @pytest.mark.parametrize("claim", public(claims), ids=lambda claim: claim.__name__)

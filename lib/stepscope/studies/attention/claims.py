@@ -4,15 +4,8 @@ import pandas as pd
 from stepscope.report.tables import ratio
 from stepscope.step.stats import SAME
 from stepscope.studies.attention.checking import QUANTITIES
-from stepscope.studies.attention.memory import SQUARES, longest, peak_parts
-from stepscope.studies.attention.tables import (
-    GRID_ENDS,
-    HEAD,
-    LABELS,
-    Tables,
-    first_out_of_memory,
-    rounded,
-)
+from stepscope.studies.attention.memory import SQUARES
+from stepscope.studies.attention.tables import GRID_ENDS, HEAD, LABELS, Tables, first_out_of_memory
 
 Claim = dict | None
 
@@ -38,7 +31,7 @@ def attention_saved(tables: Tables) -> Claim:
     rows = _at(tables)
     naive, fused = rows.loc["naive", "saved_mib"], rows.iloc[0]["saved_mib"]
     if naive > 100 * fused:
-        return {"naive": naive / 1024, "fused": fused, "sequence": GRID_ENDS}
+        return {"naive": naive / 1024, "fused": fused}
     return None
 
 
@@ -65,7 +58,7 @@ def attention_compile(tables: Tables) -> Claim:
     naive, compiled = (_at(tables).loc[name] for name in ("naive", "compiled"))
     gain = ratio(naive["gpu_ms"], compiled["gpu_ms"])
     if gain > 1 + SAME and compiled["saved_mib"] > naive["saved_mib"] / 2:
-        return {"gain": gain, "saved": compiled["saved_mib"] / 1024}
+        return {"gain": gain}
     return None
 
 
@@ -108,31 +101,22 @@ def attention_formula(tables: Tables) -> Claim:
 def answer_attention_oom(tables: Tables) -> Claim:
     """Nothing of the grid runs out of memory; naive attention in fp32 does, first of all that was measured
     beyond it, and the bytes say so: its peak by formula is more than there is, its inputs are not."""
-    passes, row = tables["attention.passes"], first_out_of_memory(tables)
-    on_grid = passes[passes["sequence"] <= GRID_ENDS]
-    if row is None or on_grid.empty or (on_grid["status"] == "oom").any() or row["precision"] != "fp32":
+    row, parts = first_out_of_memory(tables)
+    passes, need = tables["attention.passes"], sum(parts.values())
+    on_grid = passes.loc[passes["sequence"] <= GRID_ENDS, "status"]
+    if on_grid.empty or "oom" in set(on_grid) or row["precision"] != "fp32" or need <= row["device_gib"]:
         return None
-    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
-    need, have = sum(parts.values()) / 2**30, row["device_gib"]
-    if need <= have:
-        return None
-    matrix = parts["T x T matrices"] / SQUARES["naive"] / 2**30
-    return {"memory": have, "grid": GRID_ENDS, "sequence": int(row["sequence"]), "squares": SQUARES["naive"],
-            "square": matrix, "need": need,
-            "end": rounded(longest("naive", row["batch_size"], row["d_model"], "fp32", have * 2**30))}
+    return {"memory": row["device_gib"], "sequence": int(row["sequence"]), "squares": SQUARES["naive"],
+            "square": parts["T x T matrices"] / SQUARES["naive"], "need": need}
 
 
 def answer_attention_account(tables: Tables) -> Claim:
     """Where that pass failed: what it had and what it asked for, one T x T matrix more than fits."""
-    row = first_out_of_memory(tables)
-    if row is None or row["asked_gib"] + row["allocated_gib"] < row["device_gib"]:
-        return None
-    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
-    matrix = parts["T x T matrices"] / SQUARES["naive"] / 2**30
-    if abs(row["asked_gib"] / matrix - 1) > 0.01:
-        return None
-    return {"batch": int(row["batch_size"]), "sequence": int(row["sequence"]), "asked": row["asked_gib"],
-            "allocated": row["allocated_gib"], "memory": row["device_gib"]}
+    row, parts = first_out_of_memory(tables)
+    asked, allocated, memory = row[["asked_gib", "allocated_gib", "device_gib"]]
+    one_matrix = abs(asked / parts["T x T matrices"] * SQUARES["naive"] - 1) < 0.01
+    holds = one_matrix and asked + allocated > memory
+    return {"asked": asked, "allocated": allocated, "memory": memory} if holds else None
 
 
 def answer_attention_growth(tables: Tables) -> Claim:
@@ -141,8 +125,7 @@ def answer_attention_growth(tables: Tables) -> Claim:
     grown = long / short
     if abs(grown["naive"] / 16 - 1) < 0.01 and abs(grown["efficient"] / 4 - 1) < 0.01:
         return {"short": short["naive"], "short_sequence": GRID_ENDS // 4, "long": long["naive"],
-                "long_sequence": GRID_ENDS, "fused": LABELS["efficient"], "fused_short": short["efficient"],
-                "fused_long": long["efficient"]}
+                "long_sequence": GRID_ENDS}
     return None
 
 

@@ -71,7 +71,19 @@ def chosen(rows: pd.DataFrame, precision: str = PRECISION, d: int = HEAD) -> pd.
     return rows
 
 
+def some(rows: pd.DataFrame) -> pd.DataFrame:
+    """These rows.
+
+    Raises:
+        LookupError: there are none.
+    """
+    if rows.empty:
+        raise LookupError("no such cell was measured")
+    return rows
+
+
 def where(rows: pd.DataFrame) -> str:
+    """What was measured in these rows, in words."""
     batch, d, precision = rows[["batch_size", "d_model", "precision"]].iloc[0]
     return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
 
@@ -88,36 +100,30 @@ def finding(config: Config, cells: pd.DataFrame) -> str:
             f" backward: {times}.")
 
 
-def attention_times(tables: Tables) -> pd.DataFrame | None:
+def attention_times(tables: Tables) -> pd.DataFrame:
     return _pivot(tables, "gpu_ms", "ms", "GPU time of forward and backward, ms", ("min", "row"))
 
 
-def attention_walls(tables: Tables) -> pd.DataFrame | None:
+def attention_walls(tables: Tables) -> pd.DataFrame:
     return _pivot(tables, "wall_ms", "ms", "Wall time of forward and backward, ms", ("min", "row"))
 
 
-def attention_memory(tables: Tables) -> pd.DataFrame | None:
+def attention_memory(tables: Tables) -> pd.DataFrame:
     return _pivot(tables, "saved_mib", "MiB", "Saved for backward besides q, k, v and the output, MiB")
 
 
-def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple[str, ...] | None = None
-           ) -> pd.DataFrame | None:
+def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple | None = None) -> pd.DataFrame:
     """A row a sequence, a column an implementation, at the d and precision that are spoken of."""
-    rows = chosen(tables["attention.passes"])
-    rows = rows[rows[value].notna()]
-    if rows.empty:
-        return None
+    rows = some(chosen(tables["attention.passes"]).dropna(subset=value))
     pivot = rows.pivot(index="sequence", columns="implementation", values=value)
     pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS)
     return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({where(rows)}).")
 
 
-def handout_attention(tables: Tables) -> pd.DataFrame | None:
+def handout_attention(tables: Tables) -> pd.DataFrame:
     """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
     cells = chosen(tables["attention.cells"], "fp32")
-    cells = cells[cells["implementation"].isin(["naive", "compiled"]) & cells["wall_ms"].notna()]
-    if cells.empty:
-        return None
+    cells = some(cells[cells["implementation"].isin(["naive", "compiled"]) & cells["wall_ms"].notna()])
     wide = cells.pivot(index="sequence", columns=["implementation", "phase"], values="wall_ms")
     wide = wide[[key for key in product(("naive", "compiled"), PASSES) if key in wide]]
     wide.columns = [f"{name} {phase}, ms" for name, phase in wide.columns]
@@ -126,13 +132,11 @@ def handout_attention(tables: Tables) -> pd.DataFrame | None:
     return table(wide, note=f"Wall time ({where(cells)}).")
 
 
-def attention_dimensions(tables: Tables) -> pd.DataFrame | None:
+def attention_dimensions(tables: Tables) -> pd.DataFrame:
     """All of the assignment's points: naive attention in fp32, wall time, and the memory before backward."""
     cells = tables["attention.cells"]
     cells = cells[(cells["precision"] == "fp32") & (cells["implementation"] == "naive")]
-    cells = cells[cells["wall_ms"].notna() & (cells["sequence"] <= GRID_ENDS)]
-    if cells.empty:
-        return None
+    cells = some(cells[cells["wall_ms"].notna() & (cells["sequence"] <= GRID_ENDS)])
     forward, backward = (cells[cells["phase"] == phase] for phase in PASSES)
     parts = {"forward, ms": (forward, "wall_ms"), "in use before backward, MiB": (backward, "in_use_mib"),
              "backward, ms": (backward, "wall_ms")}
@@ -141,27 +145,23 @@ def attention_dimensions(tables: Tables) -> pd.DataFrame | None:
     return table(wide.rename_axis(columns=None))
 
 
-def attention_compiled(tables: Tables) -> pd.DataFrame | None:
+def attention_compiled(tables: Tables) -> pd.DataFrame:
     """What compiling naive attention gains, by GPU time of forward and backward."""
     passes = tables["attention.passes"]
     passes = passes[passes["gpu_ms"].notna() & (passes["sequence"] <= GRID_ENDS)]
     wide = passes.pivot(index=["precision", "d_model", "sequence"], columns="implementation", values="gpu_ms")
-    if not {"naive", "compiled"} <= set(wide):
-        return None
-    wide = wide[["naive", "compiled"]].dropna()
+    wide = some(wide[["naive", "compiled"]].dropna())
     gains = pd.Series([ratio(a, b) for a, b in wide.itertuples(index=False)], wide.index, dtype=float)
     gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
     gains.columns = [f"{PRECISION_LABELS[precision]} d {d}, x" for precision, d in gains.columns]
     return table(gains, note="Compiled against naive attention, GPU time of forward and backward.")
 
 
-def attention_precisions(tables: Tables) -> pd.DataFrame | None:
+def attention_precisions(tables: Tables) -> pd.DataFrame:
     """GPU time at the longest sequence of the grid, by precision."""
     rows = tables["attention.passes"]
     rows = rows[(rows["d_model"] == chosen(rows)["d_model"].min()) & (rows["sequence"] <= GRID_ENDS)]
-    rows = rows[(rows["sequence"] == rows["sequence"].max()) & rows["gpu_ms"].notna()]
-    if rows.empty:
-        return None
+    rows = some(rows[(rows["sequence"] == rows["sequence"].max()) & rows["gpu_ms"].notna()])
     wide = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
     wide = wide.reindex([name for name in IMPLEMENTATIONS if name in wide.index]).rename(index=LABELS)
     wide = wide[[name for name in PRECISION_LABELS if name in wide]].rename(columns=PRECISION_LABELS)
@@ -170,18 +170,15 @@ def attention_precisions(tables: Tables) -> pd.DataFrame | None:
                  note=f"GPU time of forward and backward, ms, {at}.")
 
 
-def attention_ends(tables: Tables) -> pd.DataFrame | None:
-    """The longest sequence that fits, by formula, and what was measured beyond the grid."""
-    cells = tables["attention.cells"]
-    cells = chosen(cells[cells["device_gib"].notna()], "fp32")
-    if cells.empty:
-        return None
+def attention_ends(tables: Tables) -> pd.DataFrame:
+    """The longest sequence that fits, by formula."""
+    cells = some(chosen(tables["attention.cells"].dropna(subset="device_gib"), "fp32"))
     batch, d, device_gib = cells[["batch_size", "d_model", "device_gib"]].iloc[0]
 
     def end(name: str, precision: str) -> float | None:
         if precision == "fp32" and name in ("flash", "cudnn"):
             return None  # they have no fp32
-        return rounded(longest(name, batch, d, precision, device_gib * 2**30))
+        return float(f"{longest(name, batch, d, precision, device_gib * 2**30):.3g}")  # an upper limit
     wide = pd.DataFrame({"implementation": LABELS.values(),
                          "T x T matrices at the peak": [float(SQUARES.get(name, 0)) for name in LABELS],
                          **{f"longest, {precision}": [end(name, precision) for name in LABELS]
@@ -190,38 +187,32 @@ def attention_ends(tables: Tables) -> pd.DataFrame | None:
     return table(wide, "n", note=f"By formula: {at}. FlexAttention ends where its mask is made.")
 
 
-def attention_account(tables: Tables) -> pd.DataFrame | None:
+def attention_account(tables: Tables) -> pd.DataFrame:
     """The bytes of the shortest sequence that ran out of memory, by formula."""
-    row = first_out_of_memory(tables)
-    if row is None:
-        return None
-    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
-    parts["together"] = sum(parts.values())
-    sizes = [size / 2**30 for size in parts.values()]
-    frame = pd.DataFrame({"part": parts.keys(), "at the peak, GiB": sizes})
+    row, parts = first_out_of_memory(tables)
+    parts = parts | {"together": sum(parts.values())}
+    frame = pd.DataFrame({"part": parts.keys(), "at the peak, GiB": parts.values()})
     return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, sequence"
                              f" {row['sequence']:,}, of {row['device_gib']:.0f} GiB.")
 
 
-def rounded(sequence: int) -> int:
-    """Three significant digits: a formula's end is an upper limit."""
-    return int(float(f"{sequence:.3g}"))
+def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
+    """The shortest sequence, of those measured, at which naive attention runs out of memory, of several
+    precisions the one that needs most; and the parts of its peak by formula, in GiB.
 
-
-def first_out_of_memory(tables: Tables) -> pd.Series | None:
-    """The shortest sequence, of those measured, at which naive attention runs out of memory; of several
-    precisions the one that needs most."""
+    Raises:
+        LookupError: it never does.
+    """
     rows = tables["attention.passes"]
-    rows = rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")]
-    rows = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False])
-    return rows.iloc[0] if len(rows) else None
+    rows = some(rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")])
+    row = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False]).iloc[0]
+    parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
+    return row, {part: size / 2**30 for part, size in parts.items()}
 
 
-def attention_checks(tables: Tables) -> pd.DataFrame | None:
+def attention_checks(tables: Tables) -> pd.DataFrame:
     """The largest relative error of an output or a gradient against float64."""
-    checks = tables["attention.checks"]
-    if checks.empty:
-        return None
+    checks = some(tables["attention.checks"])
     worst = checks.assign(error=checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1))
     wide = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
     wide = wide[[name for name in PRECISION_LABELS if name in wide]]
@@ -232,31 +223,27 @@ def attention_checks(tables: Tables) -> pd.DataFrame | None:
                  note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
 
 
-def attention_refused(tables: Tables) -> pd.DataFrame | None:
+def attention_refused(tables: Tables) -> pd.DataFrame:
     """What does not run, and torch's reason."""
     rows = tables["attention.cells"]
-    rows = rows[rows["status"].isin(["unsupported", "failed"])]
+    rows = some(rows[rows["status"].isin(["unsupported", "failed"])])
     rows = rows.drop_duplicates(["implementation", "precision"])
-    if rows.empty:
-        return None
     return table(pd.DataFrame({"implementation": rows["implementation"].map(LABELS), "reason": rows["reason"],
                                "precision": rows["precision"].map(PRECISION_LABELS)}))
 
 
-def attention_kernels(tables: Tables) -> pd.DataFrame | None:
+def attention_kernels(tables: Tables) -> pd.DataFrame:
     """How many kernels a pass has, and the longest, at the longest sequence of the grid."""
     cells = chosen(tables["attention.cells"])
     cells = cells[cells["gpu_ms"].notna() & (cells["sequence"] <= GRID_ENDS)]
-    cells = cells[cells["sequence"] == cells["sequence"].max()]
-    if cells.empty:
-        return None
+    cells = some(cells[cells["sequence"] == cells["sequence"].max()])
     return table(pd.DataFrame({"implementation": cells["implementation"].map(LABELS), "phase": cells["phase"],
                                "operations": cells["operations"].astype(int), "GPU time, ms": cells["gpu_ms"],
                                "longest kernel": cells["kernel"].str.slice(0, MOST_NAME)}),
                  note=f"Sequence {cells['sequence'].iloc[0]:,} ({where(cells)}).")
 
 
-PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {one.__name__: one for one in (
+PRINTED: dict[str, Callable[[Tables], pd.DataFrame]] = {one.__name__: one for one in (
     attention_times, attention_walls, attention_memory, handout_attention, attention_dimensions,
     attention_compiled, attention_precisions, attention_ends, attention_account, attention_checks,
     attention_refused, attention_kernels)}
