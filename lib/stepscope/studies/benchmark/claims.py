@@ -251,11 +251,3 @@ def repeats_within_same(tables: Tables) -> Claim:
     """A difference of 1% is one: no shape's GPU time repeats worse."""
     worst = repeated(tables)["gpu"].max() - 1
     return {"worst": worst, "same": SAME} if worst <= SAME else None
-
-
-def mfu_ways(tables: Tables) -> Claim:
-    """The largest size's MFU: the data sheet's rate is one that no matmul reaches."""
-    row = on_gpu(at_context(tables)).iloc[-1]
-    if not row["mfu"] < row["mfu_measured"]:
-        return None
-    return {"size": row.name, "sheet": row["mfu"], "measured": row["mfu_measured"]}

@@ -102,16 +102,11 @@ def finding(times: pd.DataFrame) -> str:
     if fits.empty:
         return f"No mode could be measured: {whole['reason'].iloc[0]}."
     best = fits.iloc[0]
-    wall, gpu, idle = number(best.wall_ms, "ms"), number(best.gpu_ms, "ms"), number(1 - best.busy, "%")
-    takes = f"{WORDS[best.name]} takes **{wall}**, {number(best.tokens_per_s, 'n')} tokens/s"
+    takes = (f"{WORDS[best.name]} takes **{number(best.wall_ms, 'ms')}**,"
+             f" {number(best.tokens_per_s, 'n')} tokens/s")
     if math.isnan(best.gpu_ms):
         return f"{takes}; its GPU time is not known: {best.reason}."
+    busy = number(best.busy, "%")
     if math.isnan(best.sm_clock_mhz):  # a CPU, which launches nothing
-        return f"{takes}; torch's operators take {number(best.busy, '%')} of it."
-    if launch_bound(best.busy):
-        replayed = number(best.replayed_ms, "ms")
-        graph = "" if math.isnan(best.replayed_ms) else f" As a CUDA graph it takes {replayed}."
-        return (f"{WORDS[best.name]} needs **{gpu} of GPU time** and takes {wall}: it is launch-bound, the"
-                f" GPU idles {idle} of it.{graph}")
-    return (f"{takes}, {number(best.mfu_measured, '%')} of what a large matmul reaches here; the GPU is busy"
-            f" {number(best.busy, '%')} of it: GPU-bound.")
+        return f"{takes}; torch's operators take {busy} of it."
+    return f"{takes}; the GPU is busy {busy} of it: {'launch' if launch_bound(best.busy) else 'GPU'}-bound."

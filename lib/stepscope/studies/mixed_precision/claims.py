@@ -24,9 +24,7 @@ Claim = dict[str, Any] | None
 def _gain(tables: Tables, precision: str) -> Claim:
     """The gain of the smallest and of the largest size, where there is one."""
     found = gains(tables, precision)
-    if len(found) < 2:
-        raise IndexError("one size has no trend")
-    if min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
+    if len(found) < 2 or min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
         return None
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
             "large_gain": found.iloc[-1], "context": reference(whole(tables))}

@@ -26,7 +26,12 @@ def measure(config: Config) -> dict[str, pd.DataFrame]:
     """
     torch.zeros(1, device=config.device)  # making a GPU's context takes a second, and no turn
     asked = PRECISIONS[config.device]
-    lacking = {name: reason for name in asked if (reason := _lacks(config, name))}
+    lacking = {}
+    for name in asked:
+        try:
+            require_device(config.step(precision=name, mode="step"))
+        except ConfigError as error:
+            lacking[name] = str(error)
     precisions = [name for name in asked if name not in lacking]
     tables = {}
     with turn():
@@ -54,12 +59,3 @@ def _take(config: Config, precisions: Sequence[str]) -> list[Taken]:
         return [without_readings(MODES, name, "oom", reason) for name in precisions]
     steps = [step.of(mode, name) for name in precisions for mode in MODES]
     return [take(steps, Counts(config.timed_steps, config.warmup_steps, captured=2, watched=("step",)))]
-
-
-def _lacks(config: Config, precision: str) -> str:
-    """Why this device cannot do a precision; empty where it can."""
-    try:
-        require_device(config.step(precision=precision, mode="step"))
-    except ConfigError as error:
-        return str(error)
-    return ""

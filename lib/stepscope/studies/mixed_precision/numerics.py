@@ -8,7 +8,6 @@ the place on an experiment's axis (a scale, a step; 0 where it has none), and wh
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 
 import pandas as pd
 import torch
@@ -94,7 +93,8 @@ def toy(device: str) -> Iterator[tuple]:
     for autocast, low in AUTOCAST_DTYPES.items():
         model, seen = ToyModel().to(device), dict[str, torch.dtype]()
         for layer, name in ((model.fc1, "first layer's output"), (model.ln, "LayerNorm's output")):
-            layer.register_forward_hook(partial(_note, seen, name))
+            layer.register_forward_hook(lambda layer, inputs, output, name=name, seen=seen: seen.update(
+                {name: output.dtype}))
         x, y = torch.randn(8, 20, device=device), torch.randint(5, (8,), device=device)
         with torch.autocast(device, low):
             logits = model(x)
@@ -106,10 +106,6 @@ def toy(device: str) -> Iterator[tuple]:
                                                     "gradients": grads}
         for tensor, dtype in seen.items():
             yield "toy", autocast, tensor, 0, float("nan"), NAMES[dtype]
-
-
-def _note(seen: dict[str, torch.dtype], name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
-    seen[name] = output.dtype
 
 
 # A norm
@@ -177,22 +173,19 @@ def gradients(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
     exact = build_step(config, "forward_backward", "fp32")
     true_loss, truth = _backward(exact)
     true_norm, nonzero = _norm(truth), sum(int(t.count_nonzero()) for t in truth)
-    for case, step in _cases(exact, precisions):
+    cases = {}
+    for low in precisions:
+        step = exact.of(precision=low)
+        if step.scaler.is_enabled():
+            cases[f"{low}, unscaled"] = replace(step, scaler=torch.amp.GradScaler(step.device, enabled=False))
+        cases[f"{low}, scaled" if step.scaler.is_enabled() else low] = step
+    for case, step in cases.items():
         loss, found = _backward(step)
         zero = sum(int(((g == 0) & (t != 0)).sum()) for g, t in zip(found, truth, strict=True))
         norm_off = _norm(found) / step.scaler.get_scale() / true_norm - 1
         values = {"zero": zero / nonzero, "norm off": abs(norm_off), "loss off": abs(loss / true_loss - 1)}
         for quantity, value in values.items():
             yield "gradients", case, quantity, 0, value, ""
-
-
-def _cases(exact: Step, precisions: Sequence[str]) -> Iterator[tuple[str, Step]]:
-    for precision in precisions:
-        step = exact.of(precision=precision)
-        if step.scaler.is_enabled():
-            unscaled = torch.amp.GradScaler(step.device, enabled=False)
-            yield f"{precision}, unscaled", replace(step, scaler=unscaled)
-        yield f"{precision}, scaled" if step.scaler.is_enabled() else precision, step
 
 
 def _backward(step: Step) -> tuple[float, list[Tensor]]:
@@ -220,15 +213,11 @@ def training(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
                                       num_layers=min(config.num_layers, LAYERS), context_length=context,
                                       vocab_size=BYTES))
         case = f"fp32, seed {seed}" if precision == "fp32" else precision
-        for at, loss in enumerate(_losses(step, batches)):
+        losses = []
+        for batch in batches:
+            step.tokens.copy_(batch[:, :-1])
+            step.targets.copy_(batch[:, 1:])
+            step.clear_gradients()
+            losses.append(step())
+        for at, loss in enumerate(torch.stack(losses).tolist()):
             yield "training", case, "loss", at, loss, ""
-
-
-def _losses(step: Step, batches: Tensor) -> list[float]:
-    found = []
-    for batch in batches:
-        step.tokens.copy_(batch[:, :-1])
-        step.targets.copy_(batch[:, 1:])
-        step.clear_gradients()
-        found.append(step())
-    return torch.stack(found).tolist()

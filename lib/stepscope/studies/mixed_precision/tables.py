@@ -49,8 +49,7 @@ def steps(tables: Tables, precision: str) -> pd.DataFrame:
 
 
 def gains(tables: Tables, precision: str) -> pd.Series:
-    """A precision's speedup of the full step in GPU time by size at the reference context, the smallest size
-    first."""
+    """A precision's speedup of the full step in GPU time at the reference context, by size."""
     return whole(tables, precision=precision, mode="step").set_index("size")["gain"].dropna()
 
 
@@ -133,10 +132,6 @@ def precision_sizes(tables: Tables) -> pd.DataFrame:
     return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
 
 
-def precision_contexts(tables: Tables) -> pd.DataFrame:
-    return table(by_size(steps(tables, "bf16"), "context_length", "gain"), "x")
-
-
 def precision_energy(tables: Tables) -> pd.DataFrame:
     rows = whole(tables, mode="step").dropna(subset=["step_j", "step_j_fp32"])
     fp32 = rows.drop_duplicates("size").assign(precision="fp32", step_j=lambda first: first["step_j_fp32"])
@@ -184,9 +179,9 @@ def norm_parts(tables: Tables) -> pd.DataFrame:
 
 def _ends(scales: pd.Index) -> str:
     """Where a part fails: "0.1 and less, 100 and more"."""
-    low, high = [scale for scale in scales if scale < 1], [scale for scale in scales if scale >= 1]
-    ends = [f"{scale:g} and less" for scale in low[-1:]] + [f"{scale:g} and more" for scale in high[:1]]
-    return ", ".join(ends) or "none"
+    low = [f"{scale:g} and less" for scale in scales if scale < 1]
+    high = [f"{scale:g} and more" for scale in scales if scale >= 1]
+    return ", ".join(low[-1:] + high[:1]) or "none"
 
 
 def gradients(tables: Tables) -> pd.DataFrame:
@@ -206,15 +201,14 @@ def reading(times: pd.DataFrame, device: str) -> str:
     step = steps[steps["precision"] == "bf16"].iloc[0]
     if step["status"] != "ok":
         return f"In bf16 a full step does not run here: {step['reason']}."
-    takes = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}"
-    if device == "cpu" or pd.isna(step["gpu_ms"]):
-        return f"{takes}."
-    bound = "launch-bound" if launch_bound(step["busy"]) else "GPU-bound"
-    return f"{takes} and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}."
+    kernels = ""
+    if device == "cuda" and pd.notna(step["gpu_ms"]):
+        bound = "launch" if launch_bound(step["busy"]) else "GPU"
+        kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
+    return f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
 
 
-PRINTED = {"precision_sizes": precision_sizes, "precision_contexts": precision_contexts,
-           "precision_times": precision_times, "precision_energy": precision_energy,
-           "precision_memory": precision_memory, "precision_kinds": precision_kinds,
-           "precision_trend": precision_trend, "sums": sums, "toy": toy, "norm_parts": norm_parts,
-           "gradients": gradients, "training": training}
+PRINTED = {"precision_sizes": precision_sizes, "precision_times": precision_times,
+           "precision_energy": precision_energy, "precision_memory": precision_memory,
+           "precision_kinds": precision_kinds, "precision_trend": precision_trend, "sums": sums, "toy": toy,
+           "norm_parts": norm_parts, "gradients": gradients, "training": training}
