@@ -308,7 +308,8 @@ def test_claims_say_what_the_tables_hold(loaded):
             and name != "backward_over_forward"}
     assert said["every_kernel_counted"]["profiles"] == 12
     assert said["forward_matches_wall"]["most"] < 0.02 and said["forward_slower_under_nsys"]["context"] == 128
-    assert said["forward_total"]["size"] == "large" and said["forward_total"]["busy"] == pytest.approx(1 / 1.02)
+    assert said["forward_total"]["size"] == "large" and said["forward_total"]["wall"] == pytest.approx(
+        1.02 / 1.01 * said["forward_total"]["gpu"])
     assert said["first_kernel_is_a_matmul"]["profiles"] == 4
     assert said["rest_of_forward"]["small_rest"] > said["rest_of_forward"]["large_rest"]
     assert said["nsys_agrees_in_process"]["most"] == pytest.approx(0.003, rel=0.02)

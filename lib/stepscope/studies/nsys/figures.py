@@ -6,28 +6,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
-from stepscope.report.style import (
-    AMBER,
-    BLUE,
-    FILL,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PAPER,
-    PINK,
-    RED,
-    SKY,
-    figure,
-)
+from stepscope.report import style
 from stepscope.report.tables import number
 from stepscope.step.stats import launch_bound, union
 from stepscope.studies.nsys.tables import Tables, at_reference, by_family, profiles, reference
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
-COLORS = {MATMUL: BLUE, "fused attention": SKY, ATTENTION_SOFTMAX: PINK, "elementwise": AMBER,
-          "optimizer": GREEN,
-          "copy and cast": ORANGE, "reduction and norm": RED}
+COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
+          "elementwise": style.AMBER, "optimizer": style.GREEN, "copy and cast": style.ORANGE, "reduction and norm": style.RED}
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
 
@@ -36,12 +22,12 @@ def stacked(axes: Axes, wide: pd.DataFrame, labels: Sequence[str], least: float 
     left = pd.Series(0.0, wide.index)
     places = range(len(wide))
     for family in wide.columns:
-        axes.barh(places, wide[family], left=left.to_numpy(), color=COLORS.get(family, FILL), height=0.66,
-                  edgecolor=PAPER, linewidth=0.5, label=family if family in COLORS else "_")
+        axes.barh(places, wide[family], left=left.to_numpy(), height=0.66,
+                  color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5, label=family if family in COLORS else "_")
         for place, (begin, width) in enumerate(zip(left, wide[family])):
             if width > least:
                 axes.text(begin + width / 2, place, number(width, "%"), ha="center", va="center",
-                          color=PAPER if family in COLORS else INK)
+                          color=style.PAPER if family in COLORS else style.INK)
         left += wide[family]
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
@@ -57,7 +43,7 @@ def families_of(operations: pd.DataFrame, where: str) -> Figure | None:
         return None
     wide = by_family(rows, ("phase",)).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
     share = wide.get(MATMUL, pd.Series(0.0, wide.index)).sum() / wide.to_numpy().sum()
-    drawn, axes = figure(f"{where}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
+    drawn, axes = style.figure(f"{where}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
     stacked(axes, wide.div(wide.sum(axis=1), axis=0), list(wide.index))
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
@@ -69,14 +55,14 @@ def lanes(timeline: pd.DataFrame, message: str = "") -> Figure | None:
     if rows.empty:
         return None
     running = rows[rows["start_ns"] + rows["duration_ns"] > 0]
-    drawn, axes = figure(message or "A millisecond of forward on the CPU and on the GPU", 2.3)
+    drawn, axes = style.figure(message or "A millisecond of forward on the CPU and on the GPU", 2.3)
     host = rows[(rows["launch_ns"] < LANE_NS) & (rows["launch_ns"] + rows["launch_duration_ns"] > 0)]
     axes.broken_barh(list(zip(host["launch_ns"] / 1e3, host["launch_duration_ns"] / 1e3)), (1.15, 0.7),
-                     color=MUTED)
+                     color=style.MUTED)
     for family, own in running.groupby(running["family"].where(running["family"].isin([*COLORS]),
                                                                "all else")):
         axes.broken_barh(list(zip(own["start_ns"] / 1e3, own["duration_ns"] / 1e3)), (0.15, 0.7),
-                         color=COLORS.get(str(family), FILL), label=family)
+                         color=COLORS.get(str(family), style.FILL), label=family)
     axes.set(xlim=(0, LANE_NS / 1e3), ylim=(0, 2), xlabel="µs")
     axes.set_yticks([0.5, 1.5], ["GPU runs", "CPU launches"])
     axes.grid(False)
@@ -117,7 +103,7 @@ def kernel_families(tables: Tables) -> Figure | None:
     wide = wide.div(wide.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
     wide = wide.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
     matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
+    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
     stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
                          phase in wide.index], least=0.05)
     drawn.legend(loc="outside lower center", ncols=3)

@@ -27,8 +27,7 @@ PROJECTED, TIME = "nvtx_gpu_proj_sum", "Total Time (ns)"
 WINDOW_NS = 2_000_000  # of the timeline
 OPERATIONS = ["mode", "phase", "region", "family", "name", "count", "total_ns"]
 CLOCKS = ["mode", "phase", "step", "captured", "wall_ms", "host_ns", "projected_ns", "operations_ns",
-          "busy_ns",
-          "operations"]
+          "busy_ns", "operations"]
 TIMELINE = ["mode", "family", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
 
 
@@ -133,9 +132,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
         region = region.mask((operations["phase"] == phase) & (region == UNATTRIBUTED), name)
     operations["region"] = region
     of_named = operations["step"].isin(named)
-    clocks = pd.concat([_clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)]),
-                        clocks],
-                       ignore_index=True)
+    own = _clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)])
+    clocks = pd.concat([own, clocks], ignore_index=True)
     return {"operations": _summed(operations[of_named]), "clocks": clocks[CLOCKS],
             "timeline": _timeline(operations[~of_named & (operations["mode"] == "forward")])}
 
@@ -152,7 +150,7 @@ def _summed(operations: pd.DataFrame) -> pd.DataFrame:
 
 def _clocks(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
     rows = phase_clocks(operations, ranges).astype({"phase": str})
-    place = {step: taken.inside[:step].count(mode) for step, mode in enumerate(taken.inside)}  # among its mode's
+    place = {step: taken.inside[:step].count(mode) for step, mode in enumerate(taken.inside)}
     rows["mode"] = rows["step"].map(dict(enumerate(taken.inside)))
     walls = [taken.modes[mode]["captured_ms"][place[step]] if phase == WHOLE else np.nan
              for mode, step, phase in zip(rows["mode"], rows["step"], rows["phase"])]

@@ -2,7 +2,7 @@
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import SIZES
+from stepscope.config import PHASES, SIZES
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import table
 from stepscope.step.clocks import WHOLE
@@ -15,7 +15,7 @@ CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "at
 OPERATION = ("mode", "phase", "region", "family", "name")
 CLOCK = ("mode", "phase", "step", "captured")
 LANE = ("mode", "launch_ns", "start_ns")
-_MODE = pa.Column(str, pa.Check.isin(["forward", "forward_backward", "step"]), coerce=True)
+_MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
 SCHEMAS = {
@@ -26,8 +26,7 @@ SCHEMAS = {
                    captured=pa.Column(bool, coerce=True), **{name: measured() for name in (
                        "wall_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns", "operations")}),
     "timeline": tidy(LANE, mode=_MODE, family=word(), launch_ns=_ANY_NS, launch_duration_ns=_NS,
-                     start_ns=_ANY_NS,
-                     duration_ns=_NS),
+                     start_ns=_ANY_NS, duration_ns=_NS),
 }
 KEYS = {"operations": (*CONFIG, *OPERATION), "clocks": (*CONFIG, *CLOCK), "timeline": (*CONFIG, *LANE)}
 
@@ -42,9 +41,8 @@ def top_kernels(operations: pd.DataFrame, mode: str, count: int = 10) -> pd.Data
     """Of one run the kernels with the most time in a mode: short name, family, ms and launches a step, share.
     """
     rows = operations[operations["mode"] == mode]
-    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum().sort_values("total_ns",
-        ascending=False)
-    shown = summed.head(count).reset_index()
+    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum()
+    shown = summed.nlargest(count, "total_ns").reset_index()
     return pd.DataFrame({"kernel": shown["name"].map(short_names(shown["name"])), "family": shown["family"],
                          "time_ms": shown["total_ns"] / 1e6, "launches": shown["count"],
                          "share, %": shown["total_ns"] / summed["total_ns"].sum()})
@@ -76,9 +74,9 @@ def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame
                 & (rows["optimizer"] == "foreach")]
     if rows.empty:
         raise LookupError(f"no profile in {precision}")
-    order = rows["size"].map({size: at for at, size in enumerate(SIZES)})
-    return rows.assign(order=order).sort_values(["order", "context_length"],
-                                                kind="stable").drop(columns="order")
+    order = {size: at for at, size in enumerate(SIZES)}
+    return rows.sort_values(["size", "context_length"], kind="stable",
+                            key=lambda column: column.map(order) if column.name == "size" else column)
 
 
 def reference(rows: pd.DataFrame) -> int:
@@ -111,11 +109,11 @@ def forward_clocks(tables: Tables) -> pd.DataFrame:
 
 
 def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
-    """A row a size and context: the kernel with the most time in a mode, its launches, and its share."""
+    """A row a size and context: the kernel with the most time in a mode, its family, launches and share."""
     keys = ["size", "context_length"]
     rows = profiles(tables, "operations")
     rows = rows[rows["mode"] == mode]
-    summed = rows.groupby([*keys, "name"], sort=False)[["count", "total_ns"]].sum().reset_index()
+    summed = rows.groupby([*keys, "name", "family"], sort=False)[["count", "total_ns"]].sum().reset_index()
     summed["share"] = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
     return summed.loc[summed.groupby(keys, sort=False)["total_ns"].idxmax()].set_index(keys)
 
@@ -135,9 +133,9 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
     rows = rows[rows["mode"] == "forward"]
     keys = [rows["size"], rows["context_length"]]
     product = (rows["family"] == MATMUL) & rows["region"].isin(["attention.scores", "attention.value"])
+    parts = {"softmax_ms": rows["region"] == "attention.softmax", "matmul_ms": product}
     found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6
-                          for name, which in (
-        ("softmax_ms", rows["region"] == "attention.softmax"), ("matmul_ms", product))})
+                          for name, which in parts.items()})
     head_dim = [SIZES[size].d_model / SIZES[size].num_heads for size in found.index.get_level_values("size")]
     return found.assign(times=found["softmax_ms"] / found["matmul_ms"], flops=[5 / (4 * d) for d in head_dim])
 
@@ -176,8 +174,8 @@ def first_kernel(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame({
         "size": rows["size"], "first in forward": rows["name"].map(names), "launches": rows["count"],
         "share of forward, %": rows["share"],
-        "first in forward + backward": rows["name_both"].map(names).where(rows["name_both"] != rows["name"],
-            "the same"),
+        "first in forward + backward": rows["name_both"].map(names).mask(rows["name_both"] == rows["name"],
+                                                                         "the same"),
         "share, %": rows["share_both"]}).set_index("size")
 
 
@@ -189,11 +187,11 @@ def forward_families(tables: Tables) -> pd.DataFrame:
 def step_families(tables: Tables) -> pd.DataFrame:
     """(d) At the reference context the shares of forward and of a full step by family, of the least and the
     largest size."""
-    wide = {mode: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
-    sizes = list(dict.fromkeys([wide["step"].columns[0], wide["step"].columns[-1]]))
-    return pd.DataFrame({f"{size.removesuffix(', %')}, {NAMES[mode]}, %": frame.get(size)
-                         for size in sizes for mode, frame in wide.items()}).sort_values(
-                             f"{sizes[-1].removesuffix(', %')}, {NAMES['step']}, %", ascending=False)
+    wide = {NAMES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
+    ends = dict.fromkeys(wide[NAMES["step"]].columns[[0, -1]])
+    found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
+                          for size in ends for mode, frame in wide.items()})
+    return found.sort_values(found.columns[-1], ascending=False)
 
 
 def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
@@ -207,8 +205,8 @@ def attention_softmax(tables: Tables) -> pd.DataFrame:
     rows = softmax_and_matmuls(tables).reset_index()
     rows = rows[rows["context_length"] == reference(rows)]
     return pd.DataFrame({"size": rows["size"], "softmax, ms": rows["softmax_ms"],
-                         "matmuls, ms": rows["matmul_ms"],
-                         "time, %": rows["times"], "FLOPs, %": rows["flops"]}).set_index("size")
+                         "matmuls, ms": rows["matmul_ms"], "time, %": rows["times"],
+                         "FLOPs, %": rows["flops"]}).set_index("size")
 
 
 def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
@@ -216,13 +214,11 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
     a row a size, a column a mode."""
     rows = beside_in_process(tables)
     rows = rows[rows["phase"] == WHOLE]
-    wide = rows.assign(off=rows["off"].abs()).pivot_table(index="size", columns="mode", values="off",
-                                                          aggfunc="max",
-                                                          sort=False)
+    wide = rows.assign(off=rows["off"].abs()).pivot_table(
+        index="size", columns="mode", values="off", aggfunc="max", sort=False)
     profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
     return wide.rename(columns=lambda mode: f"{NAMES[mode]}, %").join(profiles_of)
 
 
-PRINTED = {"forward_times": forward_times, "first_kernel": first_kernel, "forward_families": forward_families,
-           "step_families": step_families, "attention_softmax": attention_softmax,
-           "nsys_beside_in_process": nsys_beside_in_process}
+PRINTED = {printed.__name__: printed for printed in (
+    forward_times, first_kernel, forward_families, step_families, attention_softmax, nsys_beside_in_process)}
