@@ -22,7 +22,7 @@ WORDS = {"step": "A full step", "forward_backward": "Forward + backward", "forwa
 WARMUPS = 2  # of the modes after the first, in a process that is warm
 
 
-def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | None]]:
+def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | str | None]]:
     """The run's tables (see ``tables.SCHEMAS``) and results: ``parameters``, ``matmul_tflops`` and
     ``copy_tb_s`` as measured in this run, the data sheet's ``sheet_tflops``, ``highest_clock_mhz``; None
     where not known.
@@ -40,7 +40,7 @@ def measure(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, float | 
     known = {"matmul_tflops": precision[config.precision], "copy_tb_s": ceilings.get("copy", math.nan),
              "sheet_tflops": sheet_tflops(config.precision, config.device),
              "highest_clock_mhz": watch.highest_clock_mhz()}
-    results: dict[str, float | None] = {"parameters": parameter_count(config)}
+    results: dict[str, float | str | None] = {"parameters": parameter_count(config)}
     results |= {name: None if math.isnan(value) else float(value) for name, value in known.items()}
     return {name: table.drop(columns="precision") for name, table in tables.items()}, results
 

@@ -68,7 +68,7 @@ def every(tables: Tables, name: str = "times") -> pd.DataFrame:
     return pd.concat([own, others.assign(repeat=0)], ignore_index=True).drop_duplicates(list(KEYS[name]))
 
 
-def cells(tables: Tables, name: str = "times", **values: object) -> pd.DataFrame:
+def cells(tables: Tables, name: str = "times", /, **values: object) -> pd.DataFrame:
     """A table's rows of the plain program's full step in fp32, but for what is named.
 
     Raises:
