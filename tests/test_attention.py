@@ -267,7 +267,9 @@ def test_flops_are_of_the_pairs_that_are_seen():
 # Peaks that torch 2.11's allocator counted on an H200, batch 8: bytes by implementation, precision, d, sequence.
 PEAKS = {("naive", "fp32", 64, 16384): 52009893888, ("naive", "bf16", 64, 4096): 1652621312,
          ("compiled", "fp32", 16, 16384): 26089619456, ("math", "fp32", 128, 16384): 34896609280,
-         ("math", "bf16", 64, 16384): 34544287744}
+         ("math", "bf16", 64, 16384): 34544287744,
+         ("flash", "bf16", 16, 16384): 51381248, ("cudnn", "bf16", 16, 16384): 42993152,
+         ("flex", "bf16", 16, 16384): 34867200}
 
 
 @pytest.mark.parametrize("cell", PEAKS)
