@@ -1,15 +1,14 @@
 """docs/fast_step.py: the script that the report copies runs, and trains."""
-
 import importlib.util
 import re
 
 import pytest
 import torch
 
-from stepscope import PACKAGE, PROJECT
+from stepscope import PACKAGE
 
-SCRIPT = PROJECT / "docs" / "fast_step.py"
-CHAPTER = PACKAGE / "report" / "chapters" / "01-which-change.md"
+SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
+CHAPTER = SCRIPT.with_name("01-which-change.md")
 SHAPE = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 50, "context": 16, "batch": 2, "steps": 2}
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
 CHANGES = ["TF32", "fused attention", "fused AdamW", "compiled blocks", "bf16 autocast", "CUDA graph of the step"]

@@ -9,6 +9,7 @@ from stepscope.studies.ladder.tables import (
     LAST,
     LEAST_GAIN,
     PLACE,
+    Shape,
     Tables,
     at_context,
     by_batch,
@@ -223,7 +224,7 @@ def filled_optimizer(tables: Tables) -> Claim:
     """Gradient accumulation could spare no more than the optimizer's share of the filled step."""
     kernels = tables["ladder.kernels"]
     place = kernels.loc[kernels["change"] == FILLED, PLACE].iloc[0]
-    return {"share": shares(kernels, tuple(place), FILLED)["optimizer"]}
+    return {"share": shares(kernels, Shape(*place), FILLED)["optimizer"]}
 
 
 def power(tables: Tables) -> Claim:

@@ -24,7 +24,7 @@ COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AM
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
           "workspaces": MUTED, "other": style.FILL}
 POINTS = 160   # of a drawn timeline: an SVG holds each
-THICK = 0.08    # of the height: what is thinner has no name in the picture
+THICK = 0.08   # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
 GROWTH = ("none", "square root", "every block", "halved", "from the start")
 
@@ -69,8 +69,13 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
     x, height, total = np.arange(len(rows)), live.cumsum(axis=0), live.sum(axis=0)
     axis.stackplot(x, live, colors=[COLORS[kind] for kind in kinds], step="post", linewidth=0)
     for row, kind in enumerate(kinds):
-        thick = (live[row] > 0.5 * live[row].max()).nonzero()[0]  # a spike has no name
-        if live[row].max() > THICK * limit and len(thick) > 0.08 * len(x):
+        thick, at = (live[row] > 0.5 * live[row].max()).nonzero()[0], int(live[row].argmax())
+        if live[row].max() < THICK * limit:
+            continue
+        if kind == "temporaries":  # spikes: their name is beside the highest
+            axis.annotate(kind, (at, height[row, at]), xytext=(8, 22), textcoords="offset points", ha="right",
+                          color=COLORS[kind])
+        elif len(thick) > 0.08 * len(x):
             side = "left" if thick[0] == 0 and len(thick) < 0.5 * len(x) else "center"
             at = 0 if side == "left" else int(thick.mean())
             axis.text(at, height[row, at] - live[row, at] / 2, kind, ha=side, va="center", color=style.PAPER)

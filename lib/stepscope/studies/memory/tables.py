@@ -176,15 +176,16 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
     peaks = where(tables["memory.peaks"], mode="step", phase="whole")
     fused = {"attention": "sdpa", "optimizer": "fused"}
     low = {"precision": "bf16"}
-    changes = [("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
-               ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
-               ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
-               ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
-                low | {"expandable_segments": True})]
+    changes: list[tuple[str, str, str, dict, dict]] = [
+        ("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
+        ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
+        ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
+        ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
+         low | {"expandable_segments": True})]
     rows = []
-    for change, of, name, *both in changes:
+    for change, of, name, without, with_it in changes:
         with suppress(LookupError):
-            before, after = (usual(peaks, **fields).iloc[0] for fields in both)
+            before, after = (usual(peaks, **fields).iloc[0] for fields in (without, with_it))
             rows.append((change, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
         settings = one_level(tables).set_index("arrangement")
@@ -223,10 +224,11 @@ def reach_10b(tables: Tables) -> pd.DataFrame:
 
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
-    """Predicted, measured and reserved peaks of every mode that was recorded."""
+    """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODE_NAMES))
+    rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "peak_gib",
                          "predicted_gib", "off", "reserved_gib"))
 
