@@ -13,7 +13,7 @@ from stepscope.traces import capture as module
 from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.capture import load_capture, phase_of, plain_name
 from stepscope.traces.profile import data_sheet, phases_of, profile_text
-from stepscope.traces.torch_trace import load_torch_trace, read_trace
+from stepscope.traces.torch_trace import read_trace
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz"))  # where they lie beside the checkout
@@ -229,14 +229,6 @@ def test_made_up_captures_of_both_kinds_say_the_same(tmp_path):
         # whole microseconds in the trace: an operation may be launched on the other side of an edge
         assert (nsys[column].astype(str) == torch[column].astype(str)).mean() > 0.99
     assert set(nsys["phase"]) == {"forward", "backward"}
-
-
-def test_a_capture_of_this_project_is_read_as_load_trace_reads_it(tmp_path):
-    ours = load_torch_trace(written(tmp_path / "a.json", [
-        event("user_annotation", "step", 0, 99), event("user_annotation", "forward", 1, 50),
-        event("user_annotation", "Optimizer.step#AdamW.step", 3, 4), *launched(GEMM, 4, 10, 20, 1)]))
-    assert ours[0][["phase", "region", "step"]].iloc[0].tolist() == ["forward", "unattributed", 0]
-    assert ours[2].loc["kernel"].tolist() == [1, 20_000]
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)

@@ -116,10 +116,8 @@ def _check_span(records: Records) -> None:
     threads = len(pd.unique(np.concatenate([launches[0], ranges["key"], records.process])))
     first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
     if len(times) and threads * (last - first + 2) > NEVER:
-        raise TraceError(
-            f"{records.path}: {threads} threads have times from {first} to {last} ns, expected so short a"
-            " capture that the times of all, one after the other, fit into 64 bits"
-        )
+        raise TraceError(f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
+                         " so short a capture that the times of all, one after the other, fit into 64 bits")
 
 
 def _open_range(path: str, ranges: pd.DataFrame, role: str, process: np.ndarray,
@@ -137,8 +135,7 @@ def _open_range(path: str, ranges: pd.DataFrame, role: str, process: np.ndarray,
         inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
         raise ConservationError(
             f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
-        )
+            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another")
     return np.append(rows, -1)[found]
 
 
@@ -152,10 +149,8 @@ def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray)
     innermost, parent, _ = enclosing(range_key, starts, ends, key, time_ns)
     crossing = np.append(ends, NEVER)[parent] < ends
     if crossing.any():
-        raise TraceError(
-            f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it began in,"
-            " expected the ranges of a thread to nest"
-        )
+        raise TraceError(f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
+                         " began in, expected the ranges of a thread to nest")
     steps = ranges.loc[ranges["role"] == "step"]
     number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
     number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1

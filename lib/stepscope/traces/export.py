@@ -39,6 +39,7 @@ DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
+LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
 
 def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str = STEP,
@@ -155,9 +156,8 @@ def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str],
     """
     if not _has(connection, table):
         return ()
-    return connection.execute(
-        f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid"
-    )
+    return connection.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY"
+                              f" {table}.rowid")
 
 
 def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
@@ -171,10 +171,8 @@ def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> 
         try:
             found = cursor.fetch_arrow_table().combine_chunks()
         except OSError as error:  # how the driver says that a later row has another type than the first ones
-            raise TraceError(
-                f"{path}: {table} has values of several types in one column ({error}), expected one"
-                " type in each"
-            ) from None
+            raise TraceError(f"{path}: {table} has values of several types in one column ({error}), expected"
+                             " one type in each") from None
     return found if len(found) else None
 
 
@@ -191,27 +189,19 @@ def _integers(path: Path | str, table: str, columns: Sequence[str], where: str =
 
 def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     """_integers of what was read of a table."""
+    values = {}
     for name, column in zip(found.column_names, found.columns):
         if not pa.types.is_int64(column.type):
-            raise TraceError(
-                f"{path}: {table} has {column.type} values in its column {name}, expected integers"
-            )
+            raise TraceError(f"{path}: {table} has {column.type} values in its column {name}, expected"
+                             " integers")
         if column.null_count and name in NEEDED:
-            raise TraceError(
-                f"{path}: {table} has no value in column {name} of {column.null_count} rows, expected"
-                " one in each"
-            )
-    values = {name: column.fill_null(-1).to_numpy() for name,
-              column in zip(found.column_names, found.columns)}
-    for name, least, most in (("start", -LATEST, LATEST), ("end", -LATEST, LATEST),
-                              ("correlationId", -1, CORRELATIONS)):
-        if name in values:
-            wrong = (values[name] < least) | (values[name] >= most)
-            if wrong.any():
-                raise TraceError(
-                    f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name}, expected"
-                    f" {least} to {most}"
-                )
+            raise TraceError(f"{path}: {table} has no value in column {name} of {column.null_count} rows,"
+                             " expected one in each")
+        values[name] = column.fill_null(-1).to_numpy()
+        least, most = LIMITS.get(name, (None, None))
+        if least is not None and (wrong := (values[name] < least) | (values[name] >= most)).any():
+            raise TraceError(f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name},"
+                             f" expected {least} to {most}")
     backward = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
     if backward.any():
         row = backward.argmax()
@@ -237,8 +227,8 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
     parts = np.concatenate(found, axis=1)
-    kinds, name, row, start, end, device, stream, correlation, process, size = parts[:, np.argsort(parts[3],
-                                                                                             kind="stable")]
+    parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
+    kinds, name, row, start, end, device, stream, correlation, process, size = parts
     return pd.DataFrame({
         "kind": pd.Categorical.from_codes(kinds, list(ACTIVITIES)),
         "name": pd.Categorical.from_codes(name, list(names)),
@@ -285,11 +275,8 @@ def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Co
                 keep &= (thread & PROCESS != process) | (domain != i)
     order = np.lexsort((-end, start, thread))
     order = order[keep[order]]
-    return pd.DataFrame({
-        "name": pd.Categorical.from_codes(code[order], names),
-        "start_ns": start[order], "end_ns": end[order],
-        **thread_columns(thread[order]),
-    })
+    return pd.DataFrame({"name": pd.Categorical.from_codes(code[order], names), "start_ns": start[order],
+                         "end_ns": end[order], **thread_columns(thread[order])})
 
 
 def _range_names(text: pa.DictionaryArray, text_id: np.ndarray,

@@ -179,8 +179,8 @@ def _looked_into(one: Device) -> list[str]:
     advice = [f"{place}. {what}: {_ms(saved)} ms ({_percent(saved / one.accounts['wall'].mean())})"
               for place, (saved, what) in enumerate(_advice(one), start=1)]
     if advice:
-        lines += [f"{'to do, most it can save:' if place == 0 else '':<{LABEL + 10}}{text}" for place,
-                  text in enumerate(advice)]
+        lines += [f"{'' if place else 'to do, most it can save:':<{LABEL + 10}}{text}"
+                  for place, text in enumerate(advice)]
     return [*lines, f"{'not told':<{LABEL}}{_not_told(one)}"]
 
 
@@ -213,8 +213,7 @@ def _steps(one: Device, several: bool) -> str:
     accounts = one.accounts
     mean = accounts.mean()
     each = " ".join(_ms(value) for value in accounts["wall"].head(8)) + (" ..." if len(accounts) > 8 else "")
-    parts = [f"{name} {_ms(mean[name])}" for name in ("compute", "exposed copies", "exposed communication",
-                                                      "idle")
+    parts = [f"{name} {_ms(mean[name])}" for name in accounts.columns[1:]
              if name in ("compute", "idle") or mean[name] >= 0.0005 * mean["wall"]]
     label = one.name if several else "step on GPU" if one.capture.steps else "on GPU"
     shown = f" ({each})" if len(accounts) > 1 else ""
@@ -288,9 +287,8 @@ def _communication(one: Device) -> str:
     text = f"{_ms(whole)} ms, {_percent(1 - exposed / whole if whole else 0)} hidden"
     kinds, taken = {}, pd.Series(False, one.operations.index)
     for kind, pattern in [*KINDS_OF_COMMUNICATION, ("other", "")]:
-        own = (one.operations["part"] == COMMUNICATION) & ~taken & matching(one.operations["name"],
-                                                                            re.compile(pattern,
-                                                                                re.IGNORECASE))
+        named = matching(one.operations["name"], re.compile(pattern, re.IGNORECASE))
+        own = (one.operations["part"] == COMMUNICATION) & ~taken & named
         kinds[kind], taken = one.exposed_ms(own), taken | own
     said = [f"{kind} {_ms(value)}" for kind, value in sorted(kinds.items(), key=lambda item: -item[1])
             if value >= 0.05 * exposed and value > 0]
@@ -329,8 +327,8 @@ def _matmul_rates(one: Device) -> pd.DataFrame:
 def _rates(one: Device) -> tuple[str, str]:
     rates, sheet = _matmul_rates(one), data_sheet(one.capture.gpus.get(one.number, ""))
     said = []
-    for dtype, row in rates[rates["ms"] >= WORTH * rates["ms"].sum()].sort_values("ms",
-        ascending=False).iterrows():
+    rated = rates[rates["ms"] >= WORTH * rates["ms"].sum()].sort_values("ms", ascending=False)
+    for dtype, row in rated.iterrows():
         most = sheet.get("bf16" if dtype == "fp16" else str(dtype))
         of = f" ({_percent(row.tflops / most)} of {most:,.0f})" if most else ""
         said.append(f"{clean(str(dtype))} {_three(row.tflops)} TFLOP/s{of}")

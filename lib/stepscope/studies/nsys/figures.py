@@ -13,7 +13,8 @@ from stepscope.studies.nsys.tables import Tables, at_reference, by_family, profi
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
-          "elementwise": style.AMBER, "optimizer": style.GREEN, "copy and cast": style.ORANGE, "reduction and norm": style.RED}
+          "elementwise": style.AMBER, "optimizer": style.GREEN, "copy and cast": style.ORANGE,
+          "reduction and norm": style.RED}
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
 
@@ -23,7 +24,8 @@ def stacked(axes: Axes, wide: pd.DataFrame, labels: Sequence[str], least: float 
     places = range(len(wide))
     for family in wide.columns:
         axes.barh(places, wide[family], left=left.to_numpy(), height=0.66,
-                  color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5, label=family if family in COLORS else "_")
+                  color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5,
+                  label=family if family in COLORS else "_")
         for place, (begin, width) in enumerate(zip(left, wide[family])):
             if width > least:
                 axes.text(begin + width / 2, place, number(width, "%"), ha="center", va="center",
