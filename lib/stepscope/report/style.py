@@ -89,11 +89,10 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
             short = step - (at[low + 1] - at[low])
             if short > 1e-4:
                 at[low], at[low + 1] = at[low] - short / 2, at[low + 1] + short / 2
-    right = max(x for x, _ in ends.values())
-    across = place_of((right, axes.get_ylim()[0]))[0]
     for name, y in zip(order, at):
-        axes.annotate(name, (across, y), xycoords="axes fraction", xytext=(6, 0), textcoords="offset points",
-                      va="center", color=colors.get(name, INK), annotation_clip=False)
+        axes.annotate(name, (place_of(ends[name])[0], y), xycoords="axes fraction", xytext=(6, 0),
+                      textcoords="offset points", va="center", color=colors.get(name, INK),
+                      annotation_clip=False)
 
 
 def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str],

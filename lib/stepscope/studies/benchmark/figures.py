@@ -60,7 +60,7 @@ def busy(tables: Tables) -> Picture:
     drawn, axes = figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are launch-bound"
                          f" at context {short:,}, and {long_count} at {long:,}", 3.4)
     last = {}
-    for size, own in rows[rows["size"].isin(waits.index)].groupby("size", sort=False):
+    for size, own in rows.groupby("size", sort=False):
         own = own.sort_values("context_length").set_index("context_length")["busy"].clip(upper=1)
         axes.plot(own, marker="o", color=SIZE_COLORS.get(size, BLUE))
         last[size] = (own.index[-1], own.iloc[-1])

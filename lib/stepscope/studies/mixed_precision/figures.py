@@ -18,12 +18,12 @@ from stepscope.studies.mixed_precision.tables import LOST, Tables, gains, steps,
 
 
 def precision_gain(tables: Tables) -> Picture:
-    """bf16's speedup of the full step over the context, a line a size that was run at the longest."""
+    """bf16's speedup of the full step over the context, a line a size."""
     rows, ends = steps(tables, "bf16").dropna(subset=["gain"]), gains(tables, "bf16")
     low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
     made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
     contexts, last = sorted(rows["context_length"].unique()), {}
-    for size in rows[rows["context_length"] == contexts[-1]]["size"]:
+    for size in rows["size"].unique():
         line = rows[rows["size"] == size].set_index("context_length")["gain"].sort_index()
         axes.plot(line.index, line, marker="o", color=SIZE_COLORS.get(size, INK))
         last[size] = (line.index[-1], line.iloc[-1])
