@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stepscope.config import PHASES, StepConfig
-from stepscope.step import ceilings, clocks, stats, watch
+from stepscope.step import ceilings, clocks, stats, turn, watch
 from stepscope.step.clocks import (
     SAMPLE_COLUMNS,
     WHOLE,
@@ -98,6 +98,17 @@ def test_keeping_up_waits_for_each_step(gpu):
     step = Kept(device="cuda", clear_gradients=lambda: None)
     assert keep_up(step, 0.25) == 3 and gpu.host_ms == 300
     assert keep_up(step, 0) == 1
+
+
+def test_waiting_for_the_turn_is_no_measuring(monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setenv(turn.TURN, str(tmp_path / "turn"))
+    monkeypatch.setattr(turn, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(turn, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
+    before = turn.held_s
+    with turn.turn(), turn.turn():
+        now[0] += 3
+    assert turn.held_s - before == 3
 
 
 # Plain steps

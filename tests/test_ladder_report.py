@@ -196,6 +196,13 @@ def test_power_is_said_only_where_it_is_the_limit(campaign):
     assert claims.power(campaign) is None
 
 
+def test_matmuls_are_said_only_where_they_are_most_of_the_step(campaign):
+    assert claims.change_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
+    kernels = campaign["ladder.kernels"]
+    kernels.loc[kernels["family"] == "matrix multiply", "gpu_ms"] = 30.0
+    assert claims.change_matmul(campaign) is None
+
+
 def test_an_optimizer_that_differs_is_not_said_to_be_exact(campaign):
     assert claims.optimizer_exact(campaign)["numbers"] == 18330
     campaign["ladder.results"].loc[0, "low_unequal"] = 3

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,11 +22,12 @@ from conftest import (
     UNFINISHED,
     ended,
     put,
+    record_of,
 )
 from stepscope.runs import sweep as sweeping
 from stepscope.runs.record import LOG
 from stepscope.runs.run import Abandoned, make_run
-from stepscope.runs.sweep import How, plain, run_sweep
+from stepscope.runs.sweep import How, SweepEnd, plain, run_sweep
 from stepscope.runs.sweep_file import SweepError, needed_gib
 from stepscope.runs.workers import WorkersError
 
@@ -127,8 +129,6 @@ def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, st
 
 
 def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
-    from types import SimpleNamespace
-
     from stepscope.runs.workers import Given, Workers
     offer = {"nthreads": 3, "resources": {"GPU_GIB": 80.0}}
     workers = Workers.__new__(Workers)
@@ -176,6 +176,19 @@ def test_one_folder_holds_one_devices_runs(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
     with pytest.raises(SweepError, match="holds runs of 'another'"):
         sweep([0])
+
+
+def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
+    configs = [tiny(seed=0), tiny(seed=1)]
+    under_way = sweeping._Sweep(None, store, How(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0)
+
+    def take(config, name):
+        given = SimpleNamespace(config=config, folder=store.folder_in_making())
+        under_way._take(given, record_of(config, machine={"device_name": name}))
+    take(configs[0], "H200")
+    with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
+        take(configs[1], "another")
+    assert by_seed(store).keys() == {0}
 
 
 def test_findings_are_plain_in_a_terminal():
