@@ -220,3 +220,4 @@ def test_the_timelines_message_says_where_the_peak_is(measured):
     other = changed(measured, "peaks", "phase == 'whole'", peak_in="optimizer")
     assert figures.memory_timeline(other).message.startswith("The peak is in optimizer")
     assert figures.memory_timeline(measured | {"memory.timeline": measured["memory.timeline"].head(0)}) is None
+    assert figures.memory_nested(changed(measured, "checkpoints", "", status="oom")) is None

@@ -171,7 +171,10 @@ def _saved(some: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
 
 def memory_nested(tables: Tables) -> Figure | None:
     """Memory beyond weights and gradients over the number of blocks, a line an arrangement of checkpoints."""
-    rows = nested(tables)
+    try:
+        rows = nested(tables)
+    except LookupError:  # a notebook's own run, of which nothing fitted
+        return None
     if rows["blocks"].nunique() < 2:
         return None
     values = "beyond_gib" if rows["peak_gib"].notna().any() else "expected_kept_gib"
