@@ -23,10 +23,7 @@ _MANGLED, _DIGITS, _CONSTANT = (re.compile(p) for p in (r"^_ZN?[KVr]*(?:St|S_)?"
 
 
 def split(name: str) -> Parts:
-    """The parts of a demangled name; of a mangled one (Itanium's ABI) as far as its identifiers say.
-
-    A name cut off in its middle is split as far as it goes.
-    """
+    """The parts of a demangled name; of a mangled one (Itanium's ABI), or one cut off, as far as it goes."""
     name = _CLONE.sub("", name.strip())
     if name.startswith("_Z"):
         return _split_mangled(name)
@@ -106,12 +103,6 @@ _DULL = re.compile(
     r"|binary_internal|T\d+")
 
 
-def _whole(name: str) -> str:
-    """The kernel's own name and its whole template."""
-    parts = split(name)
-    return f"{parts.own}<{parts.template}>" if parts.template else parts.own or name
-
-
 def short_name(name: str) -> str:
     """The kernel's own name and the words that tell its template apart:
     elementwise_kernel<direct_copy_kernel_cuda float>.
@@ -138,7 +129,11 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """
     pending = list(dict.fromkeys(names))
     shown: dict[str, str] = {}
-    for form in (lambda name: _cut(short_name(name), width), short_name, _whole):
+
+    def whole(name: str) -> str:
+        parts = split(name)
+        return f"{parts.own}<{parts.template}>" if parts.template else parts.own or name
+    for form in (lambda name: _cut(short_name(name), width), short_name, whole):
         candidates = {name: form(name) for name in pending}
         count = Counter([*candidates.values(), *shown.values()])
         shown |= {name: text for name, text in candidates.items() if count[text] == 1}

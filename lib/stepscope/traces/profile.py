@@ -267,11 +267,11 @@ def _bound(one: Device) -> tuple[str, str]:
     late = gaps[gaps["late"]]
     waiting = late["ms"].sum() / one.steps
     if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
-        longest = f", longest gap {_us(gaps['ms'].max())}" if len(gaps) else ""
+        ahead = f"the host is {_ms(max(one.ahead_ms, 0))} ms ahead"
+        ahead += f", longest gap {_us(gaps['ms'].max())}" if len(gaps) else ""
         if mean["idle"] <= (1 - LAUNCH_BOUND) * mean["wall"]:
-            return "GPU-bound", f"the host is {_ms(max(one.ahead_ms, 0))} ms ahead{longest}"
-        return "idle", (f"{_percent(mean['idle'] / mean['wall'])}, though launches are early: the host is"
-                        f" {_ms(max(one.ahead_ms, 0))} ms ahead{longest}")
+            return "GPU-bound", ahead
+        return "idle", f"{_percent(mean['idle'] / mean['wall'])}, though launches are early: {ahead}"
     worst = late.loc[late["ms"].idxmax()]
     return "launch-bound", (
         f"the GPU waits {_ms(waiting)} ms{one.each} ({_percent(waiting / mean['wall'])}) for launches,"
@@ -285,16 +285,17 @@ def _communication(one: Device) -> str:
         return ""
     whole, exposed = one.union(rows) / 1e6 / one.steps, one.accounts["exposed communication"].mean()
     text = f"{_ms(whole)} ms, {_percent(1 - exposed / whole if whole else 0)} hidden"
-    kinds, taken = {}, pd.Series(False, one.operations.index)
+    communicates = one.operations["part"] == COMMUNICATION
+    kinds, taken = {}, ~communicates
     for kind, pattern in [*KINDS_OF_COMMUNICATION, ("other", "")]:
         named = matching(one.operations["name"], re.compile(pattern, re.IGNORECASE))
-        own = (one.operations["part"] == COMMUNICATION) & ~taken & named
+        own = ~taken & named
         kinds[kind], taken = one.exposed_ms(own), taken | own
     said = [f"{kind} {_ms(value)}" for kind, value in sorted(kinds.items(), key=lambda item: -item[1])
             if value >= 0.05 * exposed and value > 0]
     text += f"; exposed: {', '.join(said)} ms" if said else ""
-    phases = {phase: one.exposed_ms(pd.Series(one.operations.index.isin(own.index), one.operations.index))
-              for phase, own in rows.groupby("phase", observed=True)}
+    phases = {phase: one.exposed_ms(communicates & (one.operations["phase"] == phase))
+              for phase in rows["phase"].unique()}
     first = max(phases, key=lambda phase: phases[phase])
     if exposed and phases[first] > 0.5 * exposed and first != OUTSIDE:
         text += f", {_percent(phases[first] / exposed)} of it launched by the {clean(first)}"

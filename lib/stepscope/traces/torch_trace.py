@@ -69,23 +69,23 @@ def load_torch_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES,
         kind = WORK.get(event["cat"], "kernel")
         totals[kind] = totals[kind][0] + 1, totals[kind][1] + event["end"] - event["start"]
     own = [event["row"] for event in events if event["cat"] == RANGE and "#" not in event["name"]]
-    records, _ = records_of(str(path), trace, [event["row"] for event in found], own)
+    rows = (np.array(each, np.int64) for each in ([event["row"] for event in found], own))
+    records, _ = records_of(str(path), trace, *rows)
     operations, ranges = attribute(with_roles(records, tuple(phases), step), tuple(phases))
     return operations, ranges, pd.DataFrame.from_dict(totals, orient="index",
                                                       columns=["operations", "duration_ns"])
 
 
-def records_of(path: str, events: "Events", found: Sequence[int],
-               opened: Sequence[int]) -> tuple[Records, np.ndarray]:
+def records_of(path: str, events: "Events", work: np.ndarray,
+               opened: np.ndarray) -> tuple[Records, np.ndarray]:
     """Records of a trace, and of each operation "External id" of the call that launched it, else its own.
 
     Args:
-        found: the rows of events that are its operations; a CPU's operators are launched by themselves.
+        work: the rows of events that are its operations; a CPU's operators are launched by themselves.
         opened: the rows that are its ranges.
     """
     cat, start, end, correlation, external = (
         events.column(name) for name in ("cat", "start", "end", "correlation", "external"))
-    work = np.array(found, np.int64)
     work = work[np.argsort(start[work], kind="stable")]
     key = PROCESS_KEY | (events.column("tid") + 1)
     if (cat[work] < len(WORK)).all():
@@ -111,14 +111,14 @@ def records_of(path: str, events: "Events", found: Sequence[int],
     return records, np.where(of_call >= 0, of_call, external[work])
 
 
-def ranges_of(events: "Events", rows: Sequence[int]) -> pd.DataFrame:
+def ranges_of(events: "Events", rows: np.ndarray) -> pd.DataFrame:
     """The ranges of Records that these rows are."""
     start, end = events.column("start"), events.column("end")
-    key, opened = PROCESS_KEY | (events.column("tid") + 1), np.array(rows, np.int64)
-    opened = opened[np.lexsort((-end[opened], start[opened], key[opened]))]
-    names, codes = _named(events, opened)
-    return pd.DataFrame({"name": pd.Categorical.from_codes(codes, names), "start_ns": start[opened],
-                         "end_ns": end[opened], **thread_columns(key[opened])})
+    key = PROCESS_KEY | (events.column("tid") + 1)
+    rows = rows[np.lexsort((-end[rows], start[rows], key[rows]))]
+    names, codes = _named(events, rows)
+    return pd.DataFrame({"name": pd.Categorical.from_codes(codes, names), "start_ns": start[rows],
+                         "end_ns": end[rows], **thread_columns(key[rows])})
 
 
 def _named(events: "Events", rows: np.ndarray) -> tuple[list[str], np.ndarray]:
@@ -200,7 +200,9 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Events:
         for _ in stream.entries("{}"):
             key = str(stream.value())
             stream.take(":")
-            events.header[key] = read_list() if key == "traceEvents" else stream.value()
+            if key == "traceEvents":
+                read_list()
+            events.header[key] = True if key == "traceEvents" else stream.value()
     if "traceEvents" not in events.header:
         raise TraceError(f"{path}: has no traceEvents, expected torch.profiler's trace: JSON with that list")
     return events
