@@ -24,7 +24,7 @@ MARKUP = [
     '<script>alert(1)</script>', '<a href=//x style=position:fixed;inset:0 onclick=alert(1)>x</a>',
     '<img src=x onerror=alert(1)>', '[x](javascript:alert(1))', '![x](https://evil.example/x.png)',
     '| a | b |\n|--|--|\n| <b>c</b> | d |', 'https://evil.example www.evil.example a@evil.example mailto:a@evil.example',
-    '`<b>` **bold** $x$ &lt;b&gt; &#60;b&#62;', '</details></table><h1>x', '{{ 7 * 7 }}{% claim x %}{size}${title}',
+    '`<b>` **bold** ~~gone~~ $x$ &lt;b&gt; &#60;b&#62;', '</details></table><h1>x', '{{ 7 * 7 }}{% claim x %}{size}${title}',
     '<!-- /story -->', '\u202eevil\x00\x01\x02\x1b[31m', '# heading\n\n> quote\n\n1. list', 'x' * 5000, '\\', '-', '']
 TAGS = {"html", "head", "meta", "title", "style", "body", "main", "nav", "ul", "ol", "li", "a", "section", "details",
         "summary", "h1", "h2", "h3", "p", "strong", "em", "code", "pre", "img", "figure", "div", "table", "thead", "tbody",

@@ -248,6 +248,18 @@ def test_precision_is_autocasts_and_weights_stay_fp32(precision, dtype):
     assert {tensor.dtype for p in step.model.parameters() for tensor in (p, p.grad)} == {torch.float32}
 
 
+def test_fp16_steps_follow_one_another_and_the_scale_falls_where_gradients_overflow():
+    step = build_step(step_config(**SHAPE)).of(precision="fp16")
+    for scale in (2.0**16, 2.0**100):  # the latter is none that fp16 holds
+        step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        before = [parameter.detach().clone() for parameter in step.model.parameters()]
+        for _ in range(2):
+            step.clear_gradients()
+            step()
+        moved = any(not torch.equal(*both) for both in zip(before, step.model.parameters()))
+        assert moved == (scale == 2.0**16) and step.scaler.get_scale() == (scale if moved else scale / 4)
+
+
 def test_tf32_is_asked_for_by_the_step_that_has_it():
     step = build_step(step_config(**SHAPE))
     for precision, asked in (("tf32", "high"), ("fp32", "highest")):
