@@ -73,6 +73,13 @@ def test_the_peak_with_checkpoints(blocks, attention, mode, optimizer, monkeypat
     assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_peak_with_checkpoints_at_the_head(blocks, monkeypatch):
+    config = config_of(SHAPES[0] | {"num_layers": 5, "vocab_size": 1000})
+    peak = accounting.peak(config, "forward_backward", blocks)
+    assert peak.layer is None and peak_of_step(config, "forward_backward", monkeypatch, blocks) == peak.requested
+
+
 # -- what an H200's allocator said ---------------------------------------------------------------------------
 
 def measured(source):

@@ -284,7 +284,7 @@ def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int]
                                              of(f.logits))
     head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
     kernel = of(f.kernel) if config.device == "cuda" else 0
-    kept = (layers - 1) // k * stream if k else layers * saved  # beside the first block's input
+    kept = -(-layers // k) * stream if k else layers * saved
     cached = 0 if k else layers * copies  # what is run again makes its copies again
     for phase, these in (("loss", f.loss), ("backward", f.backward_head)):
         for operation, formula in these.items():
