@@ -137,6 +137,7 @@ def test_names_in_tables_are_shown_and_not_alive(copy, tmp_path, first):
 def test_errors_quote_what_is_wrong_and_are_not_alive(copy, tmp_path):
     """Folders, configurations, results and columns that cannot be used are named where all are listed."""
     first, *others = sorted(_runs(copy), key=lambda run: run.parent.name != "benchmark")
+    others = others[-4:]  # one stays as it was
     name = "<b onclick=alert(1)>"
     (copy / first.parent.name / name).mkdir()
     (copy / first.parent.name / name / "record.json").write_text("{")
