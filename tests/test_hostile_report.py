@@ -137,7 +137,6 @@ def test_names_in_tables_are_shown_and_not_alive(copy, tmp_path, first):
 def test_errors_quote_what_is_wrong_and_are_not_alive(copy, tmp_path):
     """Folders, configurations, results and columns that cannot be used are named where all are listed."""
     first, *others = sorted(_runs(copy), key=lambda run: run.parent.name != "benchmark")
-    others = others[-4:]  # one stays as it was
     name = "<b onclick=alert(1)>"
     (copy / first.parent.name / name).mkdir()
     (copy / first.parent.name / name / "record.json").write_text("{")
@@ -145,11 +144,12 @@ def test_errors_quote_what_is_wrong_and_are_not_alive(copy, tmp_path):
                lambda record: record.update(beside=[MARKUP[1]]),
                lambda record: record["results"].update({MARKUP[2]: [1]}),
                lambda record: record.update(study=MARKUP[0])]
-    for run, change in zip(others, hostile):
+    spoiled = list(zip(others[1:], hostile))  # one run stays as it was
+    for run, change in spoiled:
         reports.change_record(run / "record.json", change)
     reports.change_table(first, "times", lambda frame: frame.rename(columns={"wall_ms": MARKUP[1]}))
     rendered = render(copy, tmp_path / "out")
-    assert len(rendered.errors) == 6
+    assert len(rendered.errors) == 2 + len(spoiled) >= 5
     assert all("\n" not in error for error in rendered.errors)
     assert not alive(tmp_path / "out")
     assert "## Left out" in (tmp_path / "out" / "evidence" / "runs.md").read_text()
