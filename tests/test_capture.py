@@ -371,3 +371,7 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
 def test_names_and_data_sheets():
     assert plain_name("ProfilerStep#7") == "profiler step" and plain_name("Warm-up Step 12") == "warm up step"
     assert data_sheet("NVIDIA H100 80GB HBM3")["bf16"] == 989.5 and data_sheet("Tesla V100") == {}
+
+
+def test_of_few_operations_no_bound_is_told(tmp_path):
+    assert "not told: too little to judge by" in profile_text(written(tmp_path / "a.json", launched(ADD, 0, 5, 10, 1)))

@@ -19,6 +19,8 @@ from stepscope.traces.capture import Capture, load_capture, matching
 from stepscope.traces.families import MATMUL, OTHER
 from stepscope.traces.kernel_names import short_name
 
+FEW = 5      # operations: of fewer it is not told what bounds them
+RATED = 0.5  # of the matmuls' time: where shapes are known of less, their rate is none of the whole
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 KINDS_OF_COMMUNICATION = [("reduce-scatter", r"reduce_?scatter"), ("all-gather", r"all_?gather"),
                           ("all-reduce", r"all_?reduce"),
@@ -264,6 +266,8 @@ def _bound(one: Device) -> tuple[str, str]:
     mean, gaps = one.accounts.mean(), one.gaps
     if one.operations["launch_start_ns"].isna().all():
         return "bound", "not told: the capture holds no launches"
+    if len(one.operations) < FEW:
+        return "bound", f"not told: too little to judge by, {len(one.operations):,} operations"
     late = gaps[gaps["late"]]
     waiting = late["ms"].sum() / one.steps
     if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
@@ -335,7 +339,9 @@ def _rates(one: Device) -> tuple[str, str]:
         said.append(f"{clean(str(dtype))} {_three(row.tflops)} TFLOP/s{of}")
     whole = one.operations.loc[one.operations["family"] == MATMUL, "duration_ns"].sum() / 1e6 / one.steps
     matmul = ", ".join(said)
-    if said and whole and rates["ms"].sum() < 0.9 * whole:
+    if rates["ms"].sum() < RATED * whole:
+        matmul = ""
+    elif said and whole and rates["ms"].sum() < 0.9 * whole:
         matmul += f"; shapes are known of {_percent(rates['ms'].sum() / whole)} of their time"
     made = _generated(one)
     if made.empty:
@@ -385,6 +391,8 @@ def _not_told(one: Device) -> str:
     rows, said = one.operations, []
     if one.capture.rank and one.capture.rank[1] > 1:
         said.append("other ranks")
+    if (rows["family"] == MATMUL).any() and (rows["flops"] > 0).any() and not _rates(one)[0]:
+        said.append("matmul rates: shapes of too few")
     if (rows["family"] == MATMUL).any() and not (rows["flops"] > 0).any():
         said.append("matmul rates: no shapes (record_shapes=True)"
                     if one.capture.path.rstrip(".gz").endswith("json")
