@@ -183,7 +183,7 @@ def _looked_into(one: Device) -> list[str]:
     if advice:
         lines += [f"{'' if place else 'to do, most it can save:':<{LABEL + 10}}{text}"
                   for place, text in enumerate(advice)]
-    return [*lines, f"{'not told':<{LABEL}}{_not_told(one)}"]
+    return [*lines, f"{'not told':<{LABEL}}{_not_told(one, matmuls)}"]
 
 
 def _header(one: Device, gpus: int) -> str:
@@ -387,14 +387,13 @@ def _advice(one: Device) -> list[tuple[float, str]]:
     return sorted(worth, reverse=True)[:MOST]
 
 
-def _not_told(one: Device) -> str:
+def _not_told(one: Device, matmuls: str) -> str:
     rows, said = one.operations, []
     if one.capture.rank and one.capture.rank[1] > 1:
         said.append("other ranks")
-    if (rows["family"] == MATMUL).any() and (rows["flops"] > 0).any() and not _rates(one)[0]:
-        said.append("matmul rates: shapes of too few")
-    if (rows["family"] == MATMUL).any() and not (rows["flops"] > 0).any():
-        said.append("matmul rates: no shapes (record_shapes=True)"
+    if (rows["family"] == MATMUL).any() and not matmuls:
+        said.append("matmul rates: shapes of too few" if (rows["flops"] > 0).any()
+                    else "matmul rates: no shapes (record_shapes=True)"
                     if one.capture.path.rstrip(".gz").endswith("json")
                     else "matmul rates: nsys has no shapes")
     if unknown := int(rows["launch_start_ns"].isna().sum()):

@@ -4,6 +4,7 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES
 from stepscope.report.schemas import measured, tidy, word
+from stepscope.report.shapes import MODES, reference
 from stepscope.report.tables import table
 from stepscope.step.clocks import WHOLE
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
@@ -59,9 +60,6 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
 
 # Over all runs
 
-REFERENCE = 512  # the context at which sizes are compared, where it was profiled
-NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
-
 
 def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
     """A table of the profiles of the plain program in one precision, sizes in order.
@@ -77,12 +75,6 @@ def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame
     order = {size: at for at, size in enumerate(SIZES)}
     return rows.sort_values(["size", "context_length"], kind="stable",
                             key=lambda column: column.map(order) if column.name == "size" else column)
-
-
-def reference(rows: pd.DataFrame) -> int:
-    """The context at which sizes are compared: 512, else the longest there is."""
-    contexts = rows["context_length"]
-    return int(REFERENCE if (contexts == REFERENCE).any() else contexts.max())
 
 
 def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
@@ -187,8 +179,8 @@ def forward_families(tables: Tables) -> pd.DataFrame:
 def step_families(tables: Tables) -> pd.DataFrame:
     """(d) At the reference context the shares of forward and of a full step by family, of the least and the
     largest size."""
-    wide = {NAMES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
-    ends = dict.fromkeys(wide[NAMES["step"]].columns[[0, -1]])
+    wide = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
+    ends = dict.fromkeys(wide[MODES["step"]].columns[[0, -1]])
     found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
                           for size in ends for mode, frame in wide.items()})
     return found.sort_values(found.columns[-1], ascending=False)
@@ -217,7 +209,7 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
     wide = rows.assign(off=rows["off"].abs()).pivot_table(
         index="size", columns="mode", values="off", aggfunc="max", sort=False)
     profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
-    return wide.rename(columns=lambda mode: f"{NAMES[mode]}, %").join(profiles_of)
+    return wide.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
 
 
 PRINTED = {printed.__name__: printed for printed in (
