@@ -4,12 +4,9 @@ import pandas as pd
 from stepscope.report.tables import digits, ratio
 from stepscope.step.stats import LAUNCH_BOUND
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
-from stepscope.studies.ladder.names import COUNTS, LINES
 from stepscope.studies.ladder.tables import (
     LAST,
     LEAST_GAIN,
-    PLACE,
-    Shape,
     Tables,
     at_context,
     by_batch,
@@ -20,6 +17,7 @@ from stepscope.studies.ladder.tables import (
     moved,
     pays_from,
     shares,
+    smallest,
     trained,
 )
 
@@ -30,16 +28,6 @@ PAYS = 1 + LEAST_GAIN
 def _faster(rows: pd.DataFrame, change: str, than: str) -> float:
     """How many times faster a change's step is than another's, in wall time."""
     return ratio(rows.loc[than, "wall_ms"], rows.loc[change, "wall_ms"])
-
-
-def _faster_than_peers(rows: pd.DataFrame) -> float:
-    """The last step against the best of the peers' steps."""
-    return ratio(rows.loc[[*PEERS], "wall_ms"].min(), rows.loc[LAST, "wall_ms"])
-
-
-def _smallest(tables: Tables) -> tuple:
-    """The smallest size's ladder."""
-    return next(iter(at_context(tables).items()))
 
 
 def headline(tables: Tables) -> Claim:
@@ -55,12 +43,14 @@ def first_ladder(tables: Tables) -> Claim:
     own = results[(results["size"] == shape.size) & (results["vocab_size"] == shape.vocab_size)]
     return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
             "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
-            "changes": COUNTS[sum(LINES.values())].capitalize(), "lines": rows.loc["blocks", "wall_ms"],
-            "last": last["wall_ms"], "tokens": last["tokens_per_s"], "mfu": last["mfu"]}
+            "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"], "tokens": last["tokens_per_s"],
+            "mfu": last["mfu"]}
 
 
 def first_peer(tables: Tables) -> Claim:
-    found = _faster_than_peers(largest(tables)[1])
+    """The last step against the best of the peers'."""
+    walls = largest(tables)[1]["wall_ms"]
+    found = ratio(walls[[*PEERS]].min(), walls[LAST])
     return {"gain": found} if found > 1 else None
 
 
@@ -77,7 +67,7 @@ def first_start(tables: Tables) -> Claim:
 
 
 def first_small(tables: Tables) -> Claim:
-    shape, rows = _smallest(tables)
+    shape, rows = smallest(tables)
     found = _faster(rows, "cuda_graph", "blocks")
     launch_bound = rows.loc["blocks", "busy"] < LAUNCH_BOUND
     return {"size": shape.size, "gain": found} if launch_bound and found > 1.5 else None
@@ -109,23 +99,21 @@ def change_graph(tables: Tables) -> Claim:
 
 
 def change_training(tables: Tables) -> Claim:
-    curves = trained(tables)
-    distance, seeds = moved(curves)
-    most = distance.reindex(CHANGES).max()
-    return {"steps": int(curves["step"].max()) + 1} if most < seeds else None
+    _, off = trained(tables)
+    distance, seeds = moved(off)
+    return {"steps": len(off)} if distance.reindex(CHANGES).max() < seeds else None
 
 
 def attention_step(tables: Tables) -> Claim:
     """What fused attention gives the whole step, at the longest context of the largest size."""
     size = largest(tables)[0].size
-    shape, rows = max(((shape, rows) for shape, rows in ladders(tables).items() if shape.size == size),
-                      key=lambda item: item[0].context_length)
+    shape, rows = [(shape, rows) for shape, rows in ladders(tables).items() if shape.size == size][-1]
     found = gain(rows, "sdpa") or 0
     return {"size": size, "gain": found, "context": shape.context_length} if found > 1 else None
 
 
 def graph_by_size(tables: Tables) -> Claim:
-    (small, of_small), (large, of_large) = _smallest(tables), largest(tables)
+    (small, of_small), (large, of_large) = smallest(tables), largest(tables)
     small_gain, large_gain = (_faster(rows, "cuda_graph", "blocks") for rows in (of_small, of_large))
     if small == large or small_gain < large_gain:
         return None
@@ -135,13 +123,6 @@ def graph_by_size(tables: Tables) -> Claim:
 def precision_masters(tables: Tables) -> Claim:
     found = gain(largest(tables)[1], "bf16_weights") or 0
     return {"gain": found} if found > 1 else None
-
-
-def moments_gain(tables: Tables) -> Claim:
-    shape, rows = largest(tables)
-    found = gain(rows, "bf16_moments") or 0
-    before, after = rows.loc[["bf16_weights", "bf16_moments"], "wall_ms"]
-    return {"size": shape.size, "gain": found, "before": before, "after": after} if found > 1 else None
 
 
 def moments_rounding(tables: Tables) -> Claim:
@@ -160,22 +141,6 @@ def optimizer_exact(tables: Tables) -> Claim:
     return {"numbers": int(found.iloc[0]["compared"])} if not wrong else None
 
 
-def peers_all(tables: Tables) -> Claim:
-    """Ours is faster than the best of the peers at every shape that has them."""
-    gains = [_faster_than_peers(rows) for rows in ladders(tables).values()
-             if rows["wall_ms"].reindex([LAST, *PEERS]).notna().all()]
-    least, most = min(gains, default=0), max(gains, default=0)
-    return {"shapes": len(gains), "least": least, "most": most} if least > 1 else None
-
-
-def peer_graphs(tables: Tables) -> Claim:
-    """What CUDA graphs give the peer, at the smallest size."""
-    shape, rows = _smallest(tables)
-    default, graphs = rows.loc[[*PEERS], "wall_ms"]
-    found = ratio(default, graphs)
-    return {"size": shape.size, "default": default, "graphs": graphs, "gain": found} if found > 1.1 else None
-
-
 def fp8_small_batch(tables: Tables) -> Claim:
     """At the smallest batch FP8 is not faster."""
     first = by_batch(tables).groupby("size", sort=False).head(1)
@@ -190,7 +155,7 @@ def fp8_large_batch(tables: Tables) -> Claim:
     if tokens is None or last["gain"] < PAYS:
         return None
     return {"tokens": tokens, "batch": int(last["batch_size"]), "gain": last["gain"],
-            "joules": 1 - last["fp8_j"] / last["bf16_j"]}
+            "joules": 1 - last["fp8_mj"] / last["bf16_mj"]}
 
 
 def fp8_training(tables: Tables) -> Claim:
@@ -220,13 +185,6 @@ def filled_limit(tables: Tables) -> Claim:
             "of_it": step["mfu"] * sheet / rate}
 
 
-def filled_optimizer(tables: Tables) -> Claim:
-    """Gradient accumulation could spare no more than the optimizer's share of the filled step."""
-    kernels = tables["ladder.kernels"]
-    place = kernels.loc[kernels["change"] == FILLED, PLACE].iloc[0]
-    return {"share": shares(kernels, Shape(*place), FILLED)["optimizer"]}
-
-
 def power(tables: Tables) -> Claim:
     """The largest size's last step runs into the power limit."""
     shape, rows = largest(tables)
@@ -238,18 +196,9 @@ def power(tables: Tables) -> Claim:
             "joules": last["step_j"], "cap": limit, "bound": last["energy_ms"]}
 
 
-def energy_saved(tables: Tables) -> Claim:
-    shape, rows = largest(tables)
-    first, last = rows.loc[["fp32", LAST], "step_j"]
-    return {"size": shape.size, "first": first, "last": last, "less": ratio(first, last, "J")}
-
-
 def chunked_memory(tables: Tables) -> Claim:
-    """The chunked loss, at the largest vocabulary: what it saves and what it costs."""
-    every = [(shape, rows) for shape, rows in ladders(tables).items() if "chunked" in rows.index]
-    shape, rows = max(every, key=lambda item: item[0].vocab_size, default=(None, None))
-    if shape is None or rows is None:
-        raise LookupError("no chunked loss")
+    """The chunked loss, at the largest shape that has it: what it saves and what it costs."""
+    shape, rows = [(shape, rows) for shape, rows in ladders(tables).items() if "chunked" in rows.index][-1]
     plain, chunked = rows.loc[LAST], rows.loc["chunked"]
     saved = plain["peak_gib"] - chunked["peak_gib"]
     return {"vocabulary": shape.vocab_size, "saved": saved, "peak": plain["peak_gib"],

@@ -1,15 +1,15 @@
 """The ladder's figures."""
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
 from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, bars, figure, label_ends
 from stepscope.report.tables import number, ratio
 from stepscope.studies.ladder.config import CHANGES, PEERS
-from stepscope.studies.ladder.names import NAMES
 from stepscope.studies.ladder.tables import (
     LAST,
+    NAMES,
     Tables,
     by_batch,
     climbed,
@@ -18,8 +18,6 @@ from stepscope.studies.ladder.tables import (
     pays_from,
     trained,
 )
-
-TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # ms
 
 
 def steps_here(steps: pd.DataFrame, label: str) -> Figure | None:
@@ -39,7 +37,7 @@ def ladder(tables: Tables) -> Figure | None:
     """Each change's step and the best peer's on one logarithmic axis, with the bounds as lines."""
     shape, rows = largest(tables)
     own = climbed(rows)
-    peer = rows[rows.index.isin(PEERS) & rows["wall_ms"].notna()].nsmallest(1, "wall_ms")
+    peer = climbed(rows, PEERS).nsmallest(1, "wall_ms")
     walls, last = pd.concat([own, peer])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
@@ -63,15 +61,10 @@ def ladder(tables: Tables) -> Figure | None:
             axes.vlines(at, top - 0.3, len(walls), color=color, linewidth=1.2, linestyle="--", zorder=1)
             axes.annotate(f"{name} {number(at, 'ms')}", (at, top), xytext=(4, 0), color=color,
                           textcoords="offset points", va="center")
-    _ticks(axes, [tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]])
-    return drawn
-
-
-def _ticks(axes, places: list) -> None:
-    """These and no others, as plain numbers."""
-    axes.xaxis.set_major_locator(FixedLocator(places))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return drawn
 
 
 def fp8(tables: Tables) -> Figure | None:
@@ -79,7 +72,7 @@ def fp8(tables: Tables) -> Figure | None:
     found = by_batch(tables)
     if found["tokens"].nunique() < 2:
         return None
-    tokens = pays_from(found)
+    tokens, places = pays_from(found), sorted(found["tokens"].unique())
     drawn, axes = figure(f"FP8 matmuls pay from {tokens:,} tokens a step on" if tokens
                          else "FP8 matmuls gain nothing at these batches")
     ends = {}
@@ -89,7 +82,8 @@ def fp8(tables: Tables) -> Figure | None:
     axes.axhline(1, color=MUTED, linewidth=1)
     axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16",
              ylim=(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03))
-    _ticks(axes, sorted(found["tokens"].unique()))
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2f}x"))
     label_ends(axes, ends, SIZE_COLORS)
     return drawn
@@ -97,22 +91,19 @@ def fp8(tables: Tables) -> Figure | None:
 
 def ladder_training(tables: Tables) -> Figure | None:
     """Each change's loss less fp32's of the same weights; grey: fp32's of another seed."""
-    curves = trained(tables)
-    distance, seeds = moved(curves)
+    _, off = trained(tables)
+    distance, seeds = moved(off)
     changes = [change for change in CHANGES if change in distance.index]
     within = distance[changes].max() < seeds
     drawn, axes = figure("Every change moves the loss less than another seed does" if within
                          else "How far each change moves the loss")
-    smooth = curves.sort_values("step").pivot_table(index="step", columns=["change", "seed"], values="loss")
-    smooth = smooth.rolling(10, min_periods=5).mean()
-    first, *others = smooth["fp32"].columns
-    off = smooth.sub(smooth["fp32", first], axis=0)
+    first, *others = off["fp32"].columns
     axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
     axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set(xlabel="step", ylabel="loss less fp32's, nats")
-    names = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
-    label_ends(axes, {name: (off.index[-1], at) for name, at in names.items()},
+    ends = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
+    label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})
     return drawn
 

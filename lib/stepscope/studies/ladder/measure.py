@@ -8,13 +8,14 @@ import gc
 import math
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -40,9 +41,9 @@ from stepscope.studies.ladder.trainer import (
     changes_of,
     precision_of,
 )
-from stepscope.studies.ladder.training import COLUMNS, train
-from stepscope.traces.in_process import CaptureError, by_name, captured_operations, gpu_time
-from stepscope.traces.torch_trace import read_events
+from stepscope.studies.ladder.training import train
+from stepscope.traces.attribution import TraceError
+from stepscope.traces.in_process import by_name, captured_operations, gpu_time, short_reason
 
 BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
@@ -59,15 +60,9 @@ def compiler_cache(device: str) -> Iterator[None]:
     if device != "cuda":
         yield
         return
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    found = {name: os.environ.get(name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="stepscope-", ignore_cleanup_errors=True) as folder:
-        os.environ |= dict(zip(names, (folder, f"{folder}/triton")))
-        try:
-            yield
-        finally:
-            for name, value in found.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with TemporaryDirectory(prefix="stepscope-", ignore_cleanup_errors=True) as folder, patch.dict(
+            os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton"):
+        yield
 
 
 def sampled(gradient: Tensor) -> Tensor:
@@ -105,19 +100,9 @@ def filling_batch(config: Config, memory_bytes: int) -> int:
     return batch
 
 
-def exported(profiler: torch.profiler.profile) -> Path:
-    """A capture's trace as a file. It is written before the next capture begins: after that, torch no longer
-    has the GPU's part of this one."""
-    descriptor, path = tempfile.mkstemp(prefix="stepscope-", suffix=".json")
-    os.close(descriptor)
-    profiler.export_chrome_trace(path)
-    return Path(path)
-
-
 def reason(error: Exception) -> str:
     """An error's own words on one line, without paths of this machine."""
-    words = " ".join((str(error) or type(error).__name__).partition(" Including")[0].split())
-    return re.sub(r"/\S*/", "", words)[:300]
+    return re.sub(r"/\S*/", "", short_reason(error) or type(error).__name__)
 
 
 @dataclass
@@ -127,8 +112,7 @@ class Cell:
     name: str
     batch: int
     row: dict[str, Any]
-    profiler: torch.profiler.profile | None = None  # until its trace is written
-    trace: Path | None = None
+    profiler: torch.profiler.profile | None = None  # until its trace is read
 
 
 @dataclass
@@ -138,6 +122,7 @@ class Ladder:
     config: Config
     programs: dict[Any, Program] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
+    kernels: list[pd.DataFrame] = field(default_factory=list)  # a table a change, as the next
     curves: list[pd.DataFrame] = field(default_factory=list)
     reference: tuple[float, dict[str, Tensor]] | None = None
 
@@ -181,14 +166,15 @@ class Ladder:
                     part(cell, trainer)
                     if compiles and part == self.first_pass:
                         held.enter_context(turn())
+            if cell.profiler is not None:
+                profiler, cell.profiler = cell.profiler, None
+                self.read(cell, profiler)
         except torch.OutOfMemoryError as error:
             status, why = "oom", reason(error)
         except (Unsupported, torch._dynamo.exc.BackendCompilerFailed) as error:
             status, why = "unsupported", reason(error)
-        except (RuntimeError, torch._dynamo.exc.Unsupported) as error:  # a kernel that is refused, a capture
+        except (RuntimeError, TraceError, torch._dynamo.exc.Unsupported) as error:  # a kernel, a capture
             status, why = "failed", reason(error)
-        if cell.profiler is not None:
-            cell.trace, cell.profiler = exported(cell.profiler), None
         if status == "ok":
             return
         if "wall_ms" in cell.row:  # timed, and only not captured
@@ -255,25 +241,16 @@ class Ladder:
             back_to_back(trainer.step, "cuda", steps_in(BURST_S, step_ms))
         cell.profiler = capture(trainer.step, self.config.device, 2 if step_ms > 1000 else 3)
 
-    def kernels(self) -> pd.DataFrame:
-        """Read the captures: GPU time and operations into the rows; of each kernel its number and time a
-        step."""
-        frames = [pd.DataFrame(columns=KERNELS)]
-        for cell in self.cells:
-            if cell.trace is None:
-                continue
-            try:
-                found = captured_operations(read_events(cell.trace))
-            except (CaptureError, ValueError) as error:  # a trace that cannot be read is a ValueError
-                cell.row["reason"] = f"not captured: {reason(error)}"
-                continue
-            finally:
-                cell.trace.unlink()
-            cell.row |= gpu_time(found)
-            cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
-            frames.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])
-        kept = [frame for frame in frames if len(frame)]
-        return pd.concat(kept, ignore_index=True) if kept else frames[0]
+    def read(self, cell: Cell, profiler: torch.profiler.profile) -> None:
+        """Read a capture: GPU time and operations into the row; of each kernel its number and time a step.
+        Before the next capture begins: after that, torch no longer has the GPU's part of this one."""
+        with TemporaryDirectory(prefix="stepscope-") as folder:
+            trace = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            found = captured_operations(trace)
+        cell.row |= gpu_time(found)
+        cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
+        self.kernels.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])
 
     def steps(self, ceilings: dict[str, float], limit_w: float) -> pd.DataFrame:
         """A row a change and batch, with its rates and bounds."""
@@ -315,11 +292,9 @@ def measure_ladder(config: Config) -> tuple[dict[str, pd.DataFrame], dict[str, f
             ceilings = measure_ceilings(config.device).set_index("ceiling")["value"].to_dict()
             kept_up = bounds.kept_up(config.device)
     limit_w = bounds.power_limit_w(config.device)
-    kernels = ladder.kernels()
-    tables = {"steps": ladder.steps(ceilings, limit_w), "kernels": kernels}
-    if ladder.curves:
-        tables["curves"] = pd.concat(ladder.curves, ignore_index=True)[COLUMNS]
-    tables = {name: table for name, table in tables.items() if len(table)}
+    tables = {"steps": ladder.steps(ceilings, limit_w)} | {
+        name: pd.concat(frames, ignore_index=True)
+        for name, frames in {"kernels": ladder.kernels, "curves": ladder.curves}.items() if frames}
     results = ceilings | kept_up | {"parameters": parameter_count(config), "power_limit_w": limit_w,
                                     "sheet_bf16": sheet_tflops("bf16", config.device)}
     return tables, {name: value for name, value in results.items() if not math.isnan(value)}

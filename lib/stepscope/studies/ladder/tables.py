@@ -1,5 +1,6 @@
 """The ladder's tables: what is in a run's files, and what is printed of all runs."""
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -8,9 +9,9 @@ import pandera.pandas as pa
 
 from stepscope.config import SIZES
 from stepscope.report.schemas import STATUSES, measured, tidy, word
-from stepscope.report.tables import ratio, table
+from stepscope.report.shapes import chosen, reference
+from stepscope.report.tables import headed, ratio, table
 from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
-from stepscope.studies.ladder.names import LINES, NAMES
 
 Tables = dict[str, pd.DataFrame]
 
@@ -28,9 +29,13 @@ SCHEMAS = {
 }
 KEYS = {"steps": (*CONFIG, *CELL), "kernels": (*CONFIG, *CELL, "name"),
         "curves": (*CONFIG, *CELL, "seed", "step")}
-CONTEXT = 512  # of what is said of all sizes, where there is such a run
 LEAST_GAIN = 0.02  # a smaller one is none
 LAST = CHANGES[-1]
+NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
+         "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
+         "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
+         "chunked": "chunked loss", "fp8": "FP8 matmuls", "filled": "batch that fills the memory",
+         "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead"}
 
 
 class Shape(NamedTuple):
@@ -42,36 +47,39 @@ class Shape(NamedTuple):
     batch_size: int
 
 
-def _order(size: str) -> int:
-    return [*SIZES].index(size) if size in SIZES else len(SIZES)
+def in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows by size, from the smallest, then by context, vocabulary and batch."""
+    sizes = {size: at for at, size in enumerate(SIZES)}
+    return rows.sort_values(PLACE, kind="stable", key=lambda values: (
+        values.map(sizes) if values.name == "size" else values))
 
 
-def ladders(tables: Tables, context: int | None = None) -> dict[Shape, pd.DataFrame]:
-    """The rows of every shape that has a timed fp32 step, by change; sizes in order, then contexts.
+def ladders(tables: Tables) -> dict[Shape, pd.DataFrame]:
+    """The rows of every shape and batch that has a timed fp32 step, by change, in order.
 
     Raises:
         LookupError: there is none.
     """
-    steps = tables["ladder.steps"]
-    shapes = steps[(steps["change"] == "fp32") & steps["wall_ms"].notna()]
-    if context is not None:
-        shapes = shapes[shapes["context_length"] == context]
-    found = [Shape(*key) for key in shapes[PLACE].itertuples(index=False)]
-    found.sort(key=lambda shape: (_order(shape.size), shape.context_length, shape.vocab_size))
+    every = in_order(tables["ladder.steps"]).groupby(PLACE, sort=False)
+    found = {Shape(*place): rows.set_index("change") for place, rows in every}
+    found = {shape: rows for shape, rows in found.items() if "fp32" in climbed(rows).index}
     if not found:
         raise LookupError("no ladder")
-    whole = steps.set_index(PLACE)
-    return {shape: whole.loc[[tuple(shape)]].reset_index().set_index("change") for shape in found}
+    return found
 
 
 def at_context(tables: Tables) -> dict[Shape, pd.DataFrame]:
-    """One ladder a size: of the plainest vocabulary, at :data:`CONTEXT` where anything was measured there."""
+    """One ladder a size: of the plainest vocabulary, at the reference context."""
     every = ladders(tables)
-    contexts = {shape.context_length for shape in every}
-    context = CONTEXT if CONTEXT in contexts else max(contexts)
-    vocab = min(shape.vocab_size for shape in every)
+    shapes = pd.DataFrame([*every])
+    context, vocab = reference(shapes), shapes["vocab_size"].min()
     return {shape: rows for shape, rows in every.items()
             if (shape.context_length, shape.vocab_size) == (context, vocab)}
+
+
+def smallest(tables: Tables) -> tuple[Shape, pd.DataFrame]:
+    """The ladder of the smallest size, of those that compare sizes."""
+    return next(iter(at_context(tables).items()))
 
 
 def largest(tables: Tables) -> tuple[Shape, pd.DataFrame]:
@@ -79,87 +87,67 @@ def largest(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     return max(at_context(tables).items(), key=lambda item: item[1].loc["fp32", "wall_ms"])
 
 
-def climbed(rows: pd.DataFrame) -> pd.DataFrame:
+def climbed(rows: pd.DataFrame, names: Sequence[str] = CHANGES) -> pd.DataFrame:
     """A ladder's timed changes in their order."""
-    timed = rows[rows["wall_ms"].notna()]
-    return timed.reindex([change for change in CHANGES if change in timed.index])
+    return rows.reindex([*names]).dropna(subset="wall_ms")
 
 
 def gain(rows: pd.DataFrame, change: str) -> float | None:
     """How many times faster than the change before: in GPU time, and of the CUDA graph, which removes
     launches and no kernel, in wall time. None for less than :data:`LEAST_GAIN`, and where one is not known.
     """
-    own = climbed(rows)
-    if change not in own.index or change == own.index[0]:
-        return None
-    before = own.iloc[own.index.get_loc(change) - 1]
-    column = "wall_ms" if change == "cuda_graph" else "gpu_ms"
-    found = ratio(before[column], own.loc[change, column])
+    times = climbed(rows)["wall_ms" if change == "cuda_graph" else "gpu_ms"]
+    found = ratio(times.shift().get(change), times.get(change))
     return found if abs(found - 1) >= LEAST_GAIN else None
 
 
 def shares(kernels: pd.DataFrame, shape: Shape, change: str) -> pd.Series:
-    """Each family's share of the kernels' time in a change's step.
-
-    Raises:
-        LookupError: it was not captured.
-    """
-    own = kernels.set_index([*PLACE, "change"]).sort_index().loc[(*shape, change)]
+    """Each family's share of the kernels' time in a change's step; empty where it was not captured."""
+    own = kernels[kernels["change"] == change].merge(pd.DataFrame([shape]))
     times = own.groupby("family")["gpu_ms"].sum()
     return times / times.sum()
 
 
-def moved(curves: pd.DataFrame) -> tuple[pd.Series, float]:
-    """How far each change's loss is from fp32's of the same weights: the mean over steps of the distance, as
-    text is learnt unevenly of means of ten steps; and the nearest that two seeds' fp32 losses are.
-
-    Raises:
-        LookupError: fp32 was not trained from several seeds.
-    """
-    key = [*CONFIG, *CELL, "seed"]
-    smooth = curves.sort_values("step")
-    means = smooth.groupby(key)["loss"].transform(lambda loss: loss.rolling(10, min_periods=1).mean())
-    smooth = smooth.assign(loss=means)
-    plain = smooth[smooth["change"] == "fp32"].pivot(index="step", columns="seed", values="loss")
-    if len(plain.columns) < 2:
-        raise LookupError("no seeds")
-    first = plain.columns[0]
-    others = smooth[(smooth["change"] != "fp32") & (smooth["seed"] == first)]
-    by_change = others.pivot(index="step", columns="change", values="loss")
-    nearest = min((plain[a] - plain[b]).abs().mean() for a, b in combinations(plain, 2))
-    return by_change.sub(plain[first], axis=0).abs().mean(), nearest
-
-
-def trained(tables: Tables) -> pd.DataFrame:
-    """The curves of the shape that fp32 was trained at, too.
+def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
+    """The shape that fp32 was trained at, and by step the loss of each change and seed there less fp32's of
+    the first seed: of means of ten steps, as text is learnt unevenly.
 
     Raises:
         LookupError: there is none.
     """
     curves = tables["ladder.curves"]
-    plain = curves[curves["change"] == "fp32"]
-    if plain.empty:
-        raise LookupError("fp32 was not trained")
-    return curves.merge(plain[PLACE].head(1), on=PLACE)
+    shape = Shape(*curves.loc[curves["change"] == "fp32", PLACE].iloc[0])
+    own = curves.merge(pd.DataFrame([shape]))
+    losses = own.pivot(index="step", columns=["change", "seed"], values="loss")
+    smooth = losses.rolling(10, min_periods=5).mean()
+    return shape, smooth.sub(smooth["fp32"].iloc[:, 0], axis=0)
+
+
+def moved(off: pd.DataFrame) -> tuple[pd.Series, float]:
+    """Of :func:`trained` how far each change's loss is from fp32's of the same weights, the mean over steps;
+    and the nearest that fp32's losses of two seeds are, nan of one seed."""
+    seeds = off["fp32"]
+    nearest = min(((seeds[a] - seeds[b]).abs().mean() for a, b in combinations(seeds, 2)), default=math.nan)
+    return off.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop("fp32"), nearest
 
 
 def by_batch(tables: Tables) -> pd.DataFrame:
-    """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, ``mfu`` of bf16 and joules a token, of every shape and batch
+    """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, MFU of bf16 and millijoules a token, of every shape and batch
     that has both.
 
     Raises:
         LookupError: none has.
     """
-    steps = tables["ladder.steps"]
-    low, eight = (steps[(steps["change"] == name) & steps["wall_ms"].notna()] for name in (LAST, "fp8"))
+    steps = in_order(tables["ladder.steps"].dropna(subset="wall_ms"))
+    low, eight = (steps[steps["change"] == name] for name in (LAST, "fp8"))
     both = low.merge(eight, on=PLACE, suffixes=("", "_fp8"))
     if both.empty:
         raise LookupError("no FP8 beside bf16")
     tokens = both["batch_size"] * both["context_length"]
-    return by_size(both[PLACE].assign(
-        tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"], mfu=both["mfu"],
-        gain=[ratio(a, b) for a, b in zip(both["wall_ms"], both["wall_ms_fp8"])],
-        bf16_j=both["step_j"] / tokens, fp8_j=both["step_j_fp8"] / tokens))
+    return both[PLACE].assign(
+        tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"],
+        gain=[ratio(a, b) for a, b in zip(both["wall_ms"], both["wall_ms_fp8"])], bf16_mfu=both["mfu"],
+        bf16_mj=both["step_j"] / tokens * 1e3, fp8_mj=both["step_j_fp8"] / tokens * 1e3)
 
 
 def pays_from(found: pd.DataFrame) -> int | None:
@@ -169,26 +157,18 @@ def pays_from(found: pd.DataFrame) -> int | None:
     return int(pays.min()) if len(pays) else None
 
 
-def by_size(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows in the order of sizes, contexts and batches."""
-    return rows.sort_values(["size", "context_length", "batch_size"],
-                            key=lambda values: values.map(_order) if values.name == "size" else values)
-
-
 # -- printed ------------------------------------------------------------------------------------------------
 
 HEADINGS = {
-    "size": "size", "context_length": "context", "batch_size": "batch", "tokens": "tokens a step",
-    "wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "bf16_ms": "bf16, ms", "fp8_ms": "FP8, ms",
+    "context_length": "context", "batch_size": "batch", "tokens": "tokens a step", "fp8_ms": "FP8, ms",
     "gain": "faster, x", "busy": "busy, %", "operations": "kernels, n", "tokens_per_s": "tokens/s, n",
     "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "mfu_at_clock": "at its clock, %",
-    "step_j": "energy, J", "energy_ms": "its energy at the power limit, ms", "bound_ms": "lower bound, ms",
-    "power_w": "power, W", "sm_clock_mhz": "clock, MHz", "peak_gib": "peak, GiB", "compile_s": "compiling, s",
+    "step_j": "energy, J", "compile_s": "compiling, s", "bf16_mfu": "MFU of bf16, %",
     "bf16_mj": "bf16, mJ a token", "fp8_mj": "FP8, mJ a token"}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    return rows[[*columns]].rename(columns=HEADINGS).dropna(axis="columns", how="all")
+    return headed(rows[[*columns]].rename(columns=HEADINGS)).dropna(axis="columns", how="all")
 
 
 def _named(rows: pd.DataFrame, heading: str = "change") -> pd.DataFrame:
@@ -199,7 +179,7 @@ def _named(rows: pd.DataFrame, heading: str = "change") -> pd.DataFrame:
 def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the peers."""
     _, rows = largest(tables)
-    own = pd.concat([climbed(rows), rows[rows.index.isin(PEERS) & rows["wall_ms"].notna()]])
+    own = climbed(rows, [*CHANGES, *PEERS])
     own = own.assign(gain=[gain(rows, change) for change in own.index])
     printed = _headed(own, "wall_ms", "gpu_ms", "gain", "busy", "operations", "tokens_per_s", "mfu",
                       "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
@@ -216,23 +196,22 @@ def which_change(tables: Tables) -> pd.DataFrame | None:
 
 def fast_step(tables: Tables) -> pd.DataFrame:
     """What a step takes with each line of the complete script and those above it, at the smallest and largest
-    size."""
-    ends = dict([next(iter(at_context(tables).items())), largest(tables)])
-    found = pd.DataFrame({f"{shape.size}, ms": rows["wall_ms"].reindex(["fp32", *LINES, "cuda_graph"])
-                          for shape, rows in ends.items()})
+    size; the last two changes need an optimizer of ours."""
+    found = pd.DataFrame({f"{shape.size}, ms": rows["wall_ms"].reindex(CHANGES[:-2])
+                          for shape, rows in (smallest(tables), largest(tables))})
     return table(_named(found.dropna(how="all"), "with"))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
     """The smallest size's bf16 step: eager, compiled, as a CUDA graph."""
-    shape, rows = next(iter(at_context(tables).items()))
+    shape, rows = smallest(tables)
     kinds = {"fused": "eager", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of compiled blocks"}
-    own = rows.reindex([*kinds])
-    if own["wall_ms"].isna().any():
+    own = climbed(rows, [*kinds])
+    if len(own) < len(kinds):
         return None
-    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy").reset_index(drop=True)
-    printed.insert(0, f"{shape.size}, context {shape.context_length}, bf16", [*kinds.values()])
-    return table(printed)
+    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy")
+    heading = f"{shape.size}, context {shape.context_length}, bf16"
+    return table(printed.set_axis(pd.Index(kinds.values(), name=heading)))
 
 
 def peers(tables: Tables) -> pd.DataFrame | None:
@@ -250,36 +229,24 @@ def peers(tables: Tables) -> pd.DataFrame | None:
 
 def fp8_batches(tables: Tables) -> pd.DataFrame:
     """FP8 beside bf16's last step: a row a size and batch."""
-    found = by_batch(tables)
-    found = found.assign(bf16_mj=found["bf16_j"] * 1e3, fp8_mj=found["fp8_j"] * 1e3)
-    return table(_headed(found.rename(columns={"mfu": "MFU of bf16, %"}), "size", "batch_size", "tokens",
-                         "bf16_ms", "fp8_ms", "gain", "MFU of bf16, %", "bf16_mj", "fp8_mj"))
+    return table(_headed(by_batch(tables), "size", "batch_size", "tokens", "bf16_ms", "fp8_ms", "gain",
+                         "bf16_mfu", "bf16_mj", "fp8_mj"))
 
 
 def mfu(tables: Tables) -> pd.DataFrame | None:
     """MFU of the last step at every shape, and of the batch that fills the memory."""
-    steps = tables["ladder.steps"]
-    plain = steps["vocab_size"] == steps["vocab_size"].min()
-    own = steps[steps["change"].isin([LAST, FILLED]) & steps["mfu"].notna() & plain]
-    small = own["batch_size"] == own.groupby([*CONFIG])["batch_size"].transform("min")
-    own = by_size(own[small | (own["change"] == FILLED)])
+    steps = tables["ladder.steps"].dropna(subset="mfu")
+    own = in_order(pd.concat([chosen(steps, change=LAST), steps[steps["change"] == FILLED]]))
     printed = _headed(own, "size", "context_length", "batch_size", "wall_ms", "tokens_per_s", "mfu",
                       "mfu_measured", "mfu_at_clock", "sm_clock_mhz", "power_w", "peak_gib")
     return table(printed) if len(own) else None
 
 
-def energy(tables: Tables) -> pd.DataFrame | None:
-    """Each change's joules, and the time that they take at the power limit, at the largest size."""
-    own = climbed(largest(tables)[1]).dropna(subset="step_j")
-    printed = _headed(own, "step_j", "power_w", "sm_clock_mhz", "energy_ms", "bound_ms", "wall_ms")
-    return table(_named(printed)) if len(own) else None
-
-
 def training_check(tables: Tables) -> pd.DataFrame:
     """How far gradients and losses are from fp32's."""
-    curves = trained(tables)
-    distance, seeds = moved(curves)
-    steps = tables["ladder.steps"].merge(curves[PLACE].head(1), on=PLACE).set_index("change")
+    shape, off = trained(tables)
+    distance, seeds = moved(off)
+    steps = tables["ladder.steps"].merge(pd.DataFrame([shape])).set_index("change")
     order = [change for change in (*CHANGES, *BEYOND) if change in distance]
     found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
                           "loss moved": distance[order], "of another seed, %": distance[order] / seeds})
@@ -288,5 +255,5 @@ def training_check(tables: Tables) -> pd.DataFrame:
 
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {
     "ladder_steps": ladder_steps, "which_change": which_change, "fast_step": fast_step,
-    "launch_cure": launch_cure, "peers": peers, "fp8_batches": fp8_batches, "mfu": mfu, "energy": energy,
+    "launch_cure": launch_cure, "peers": peers, "fp8_batches": fp8_batches, "mfu": mfu,
     "training_check": training_check}

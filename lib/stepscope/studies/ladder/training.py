@@ -10,7 +10,6 @@ from stepscope.studies.ladder.config import Config
 from stepscope.studies.ladder.trainer import Trainer
 
 SEEDS = 3  # of fp32: what another draw of the weights alone changes
-COLUMNS = ["change", "batch_size", "seed", "step", "loss"]
 
 
 def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
@@ -25,7 +24,8 @@ def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
 
 
 def train(config: Config, trainer: Trainer) -> pd.DataFrame:
-    """Loss curves, :data:`COLUMNS`: fp32 from three seeds, any other change from the first.
+    """Loss curves (change, batch_size, seed, step, loss): fp32 from three seeds, any other change from the
+    first.
 
     Raises:
         ConfigError: the vocabulary has no room for bytes.
