@@ -113,7 +113,7 @@ def test_what_records_say_is_shown_and_not_alive(copy, tmp_path):
     assert not found.errors and len(found.records) == len(_runs(copy))
     render(copy, tmp_path / "out")
     assert not alive(tmp_path / "out")
-    assert "script" in (tmp_path / "out" / "evidence" / "runs.md").read_text()
+    assert "onclick" in (tmp_path / "out" / "evidence" / "runs.md").read_text()
 
 
 @pytest.mark.parametrize("first", [0, 5, 11])

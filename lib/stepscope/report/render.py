@@ -14,7 +14,7 @@ from stepscope.files import read_within, write_text_durably
 from stepscope.report.claims import HOLDS, TAG, Teller, Told, collect
 from stepscope.report.load import Read, read
 from stepscope.report.page import Section, page
-from stepscope.report.tables import NONE, escape, number
+from stepscope.report.tables import escape, number
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.runs.store import Store
 
@@ -172,13 +172,13 @@ def _runs_page(found: Read, folder: str) -> str:
     """All runs with links to their notebooks, and what was left out. Run ids are plain names."""
     def row(record: Record) -> str:
         link = f"[{record.run_id}]({folder}/{record.study}/{record.run_id}/{NOTEBOOK})"
-        said = record.results.get("finding") or record.cause or ""
-        cells = (record.study, link, record.status, number(record.duration_s, "s"), escape(said) or NONE)
+        outcome = f"{record.status}: {escape(record.cause)}" if record.cause else record.status
+        cells = (record.study, link, number(record.duration_s, "s"), outcome)
         return f"| {' | '.join(cells)} |"
 
     rows = "\n".join(map(row, found.records))
     left = "\n".join(f"* {escape(error)}" for error in found.errors)
-    head = "| study | run | status | time | what it found |\n| :-- | :-- | :-- | --: | :-- |"
+    head = "| study | run | time | outcome |\n| :-- | :-- | --: | :-- |"
     return (f"# Runs\n\n{head}\n{rows}\n" + (f"\n## Left out\n\n{left}\n" if left else ""))
 
 
