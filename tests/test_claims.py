@@ -18,7 +18,7 @@ from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 PAGES = sorted(CHAPTERS.rglob("*.md"))
 # Of the configuration, the machine, a formula or types alone: no measured number is in them.
-FROM_SHAPES = {"answer_residual", "measured_on", "bf16_moments_memory", "answer_toy"}
+FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy"}
 CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
 
 

@@ -8,17 +8,13 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stepscope.step.accounting import GIB, formulas_of, predicted_gib, value
+from stepscope.step.accounting import GIB, formulas_of, peak, value
 from stepscope.step.training_step import Step, build_step, release
 from stepscope.studies.memory.arrangements import ARRANGEMENTS, arranged, block_runs, every, kept, unchecked
 from stepscope.studies.memory.config import Config
-from stepscope.studies.memory.history import NUMBER, TEXT, typed
+from stepscope.studies.memory.tables import typed
 from stepscope.traces.in_process import Counts, take
 
-CHECKPOINT_COLUMNS = {
-    "mode": TEXT, "blocks": "int64", "arrangement": TEXT, "blocks_per_checkpoint": NUMBER, "status": TEXT,
-    "reason": TEXT} | dict.fromkeys(("wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
-                                     "state_gib", "block_runs", "expected_runs", "expected_kept_gib"), NUMBER)
 MEASURED = ["status", "reason", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib"]
 
 
@@ -32,7 +28,9 @@ class Cell:
 
 def measure(config: Config) -> list[Cell]:
     """All settings of the configuration, in the GPU's turn; :func:`table` does the rest without it."""
-    return measure_stacks(config) if config.stacks else measure_settings(config)
+    if config.stacks:
+        return [cell for blocks in config.stacks for cell in measure_stack(config, blocks)]
+    return measure_settings(config)
 
 
 def measure_settings(config: Config) -> list[Cell]:
@@ -44,23 +42,18 @@ def measure_settings(config: Config) -> list[Cell]:
         for k in [0] if mode == "forward" else config.checkpoints:
             name = f"every {k}" if k else "none"
             fields = {"mode": mode, "blocks": layers, "arrangement": name, "blocks_per_checkpoint": k,
-                      "predicted_gib": predicted_gib(config, mode, k)}
+                      "predicted_gib": peak(config, mode, k).allocated / GIB}
             parts = every(layers, k) if k else unchecked(layers)
             found.append(measure_one(step.of(mode), parts, fields, config))
     return found
 
 
-def measure_stacks(config: Config) -> list[Cell]:
-    """Each arrangement (:data:`ARRANGEMENTS`) over each number of blocks in ``stacks``.
+def measure_stack(config: Config, blocks: int) -> list[Cell]:
+    """Each arrangement (:data:`ARRANGEMENTS`) over so many blocks, whose model is gone after it.
 
     Gradients are there from the start and are added to, so that what comes beyond ``state_gib`` is saved
     tensors and temporaries alone.
     """
-    return [cell for blocks in config.stacks for cell in cells_of_stack(config, blocks)]
-
-
-def cells_of_stack(config: Config, blocks: int) -> list[Cell]:
-    """The cells of one number of blocks; its model is gone after it."""
     release(config.device, after_error=True)
     here = config.step(num_layers=blocks)
     step = KeepingGradients(**vars(build_step(here, mode="forward_backward")))
@@ -120,9 +113,9 @@ def counted(model: torch.nn.Module) -> Iterator[list[int | None]]:
 
 
 def table(cells: list[Cell]) -> pd.DataFrame:
-    """A row a cell, in :data:`CHECKPOINT_COLUMNS`."""
+    """A row a cell, as a run's ``checkpoints``."""
     rows = []
     for cell in cells:
         whole = cell.times[cell.times["phase"] == "whole"].iloc[0]
         rows.append(cell.fields | whole[MEASURED].to_dict())
-    return typed(pd.DataFrame(rows), CHECKPOINT_COLUMNS)
+    return typed("checkpoints", pd.DataFrame(rows))

@@ -4,18 +4,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from stepscope.config import PHASES
 from stepscope.report import style
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure, label_ends
-from stepscope.report.tables import number, ratio
+from stepscope.report.tables import number
 from stepscope.step.accounting import GIB, peak
-from stepscope.studies.memory.history import LIVE, column
 from stepscope.studies.memory.tables import (
     CONFIG,
+    LIVE,
     Tables,
     begins_backward,
+    column,
     config_of,
     nested,
-    one_level,
     usual,
     where,
 )
@@ -35,34 +36,28 @@ def memory_timeline(tables: Tables) -> Figure | None:
     if lines.empty:
         return None
     try:
-        chosen = usual(lines).iloc[0]
+        one = usual(lines).iloc[0]
     except LookupError:  # a notebook's own run, of another configuration
-        chosen = lines.iloc[0]
-    fields = {name: chosen[name] for name in CONFIG}
-    rows, own = where(lines, **fields), where(tables["memory.peaks"], phase="whole", **fields)
-    modes = [mode for mode in ("forward", "forward_backward", "step") if (rows["mode"] == mode).any()]
-    drawn, axes = figure(
-        _message(where(own, mode=modes[-1]).iloc[0]), 3.6, 1, len(modes), sharey=True, squeeze=False,
-        width_ratios=[0.6, 1.4][-len(modes):] if len(modes) < 3 else None)
+        one = lines.iloc[0]
+    rows, peaks = (where(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
+    wholes = where(peaks, phase="whole").set_index("mode")
+    modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
+    last = wholes.loc[modes[-1]]
+    place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
+    drawn, axes = figure(f"The peak is {place}: {number(last['peak_gib'], 'GiB')}", 3.6, 1, len(modes),
+                         sharey=True, squeeze=False, width_ratios=[1 + len(PHASES[mode]) for mode in modes])
     limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
     for axis, mode in zip(axes[0], modes):
-        _live(axis, rows[rows["mode"] == mode], limit)
-        # what is drawn was asked for; the peak is what was allocated, a little more
-        axis.texts[-1].set_text(number(where(own, mode=mode)["peak_gib"].iloc[0], ""))
+        _live(axis, rows[rows["mode"] == mode], limit, number(wholes.loc[mode, "peak_gib"], ""))
         axis.set_title("forward alone" if mode == "forward" else "")
     axes[0, 0].set_ylabel("GiB")
     axes[0, 0].set_ylim(0, limit * 1.14)
     return drawn
 
 
-def _message(whole: pd.Series) -> str:
-    """Where the peak is, as a sentence."""
-    place = "where backward begins" if begins_backward(whole) else f"in {whole['peak_in']}"
-    return f"The peak is {place}: {number(whole['peak_gib'], 'GiB')}"
-
-
-def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
-    """One mode's kinds stacked and named where they are thickest, its phases marked, its peak labelled."""
+def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
+    """One mode's kinds stacked and named where they are thickest, its phases marked, its peak labelled: what
+    is drawn was asked for, and ``top`` is what was allocated, a little more."""
     rows = _fewer(rows)
     kinds = [kind for kind in COLORS if rows[column(kind)].max() > 0]
     live = rows[[column(kind) for kind in kinds]].to_numpy().T
@@ -85,9 +80,9 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
             axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
             axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(),
                       va="bottom")
-    top = int(total.argmax())
-    axis.plot([top], [total[top]], "v", color=INK)
-    axis.annotate("", (top, total[top]), xytext=(7, 2), textcoords="offset points", color=INK)
+    at = int(total.argmax())
+    axis.plot([at], [total[at]], "v", color=INK)
+    axis.annotate(top, (at, total[at]), xytext=(7, 2), textcoords="offset points", color=INK)
     axis.set_xlabel("allocations and frees")
     axis.set_xticks([])
     axis.margins(x=0)
@@ -96,31 +91,27 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
 
 def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     """At most :data:`POINTS` rows of a timeline: of each stretch the highest."""
-    total = rows[[column(kind) for kind in LIVE]].sum(axis=1).to_numpy()
-    stretch = -(-len(rows) // POINTS)
-    return rows.iloc[[first + int(total[first:first + stretch].argmax())
-                      for first in range(0, len(rows), stretch)]]
+    total = rows[[column(kind) for kind in LIVE]].sum(axis=1)
+    return rows.loc[total.groupby(np.arange(len(rows)) // -(-len(rows) // POINTS)).idxmax()]
 
 
 def memory_peak(tables: Tables) -> Figure | None:
     """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
     longer."""
-    one = usual(where(tables["memory.peaks"], phase="whole")).iloc[0]
-    named = one["size"] in NAMED
-    context = int(one["context_length"])
-    shapes = [(name, context) for name in (NAMED[:NAMED.index(one["size"]) + 1] if named else [one["size"]])]
-    shapes += [(one["size"], context * times) for times in (2, 4)]
-    tops = [peak(config_of(one.to_dict() | {"size": size, "context_length": length}))
-            for size, length in shapes]
+    one = usual(tables["memory.peaks"], phase="whole").iloc[0].to_dict()
+    largest, context = one["size"], one["context_length"]
+    sizes = NAMED[:NAMED.index(largest) + 1] if largest in NAMED else (largest,)
+    shapes = [*((size, context) for size in sizes), (largest, 2 * context), (largest, 4 * context)]
+    tops = [peak(config_of(one | {"size": size, "context_length": length})) for size, length in shapes]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{one['size']}: {number(moving[-3], '%')} of the peak grows with the context at"
+    drawn, axis = figure(f"{largest}: {number(moving[-3], '%')} of the peak grows with the context at"
                          f" {context:,}, {number(moving[-1], '%')} at {4 * context:,}", 3.6)
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
-        sizes = np.array([top.kinds[kind] / GIB for top in tops])
-        shown = sizes.max() > 0.01 * max(top.allocated for top in tops) / GIB
-        axis.barh(range(len(tops)), sizes, left=left, color=color, height=0.7, label=kind if shown else None)
-        left += sizes
+        held = np.array([top.kinds[kind] / GIB for top in tops])
+        shown = held.max() > 0.01 * max(top.allocated for top in tops) / GIB
+        axis.barh(range(len(tops)), held, left=left, color=color, height=0.7, label=kind if shown else None)
+        left += held
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
     axis.invert_yaxis()
     for row, (end, top) in enumerate(zip(left, tops)):
@@ -131,42 +122,6 @@ def memory_peak(tables: Tables) -> Figure | None:
     axis.legend(loc="upper right")
     axis.grid(visible=False)
     return drawn
-
-
-def memory_checkpoints(tables: Tables) -> Figure | None:
-    """Peak and GPU time over blocks a checkpoint; dashed: without checkpoints."""
-    rows = one_level(tables).sort_values("blocks_per_checkpoint")
-    none, some = rows[rows["blocks_per_checkpoint"] == 0], rows[rows["blocks_per_checkpoint"] > 0]
-    some = some[some["status"] == "ok"]
-    if some.empty:
-        return None
-    peak = "peak_gib" if some["peak_gib"].notna().any() else "predicted_gib"
-    drawn, axes = figure(_saved(some, none, peak), 3.0, 1, 2)
-    blocks = some["blocks_per_checkpoint"].astype(int)
-    for axis, name, title, color in ((axes[0], peak, "peak, GiB", BLUE),
-                                     (axes[1], "gpu_ms", "GPU time, ms", ORANGE)):
-        axis.plot(blocks, some[name], "o-", color=color)
-        if len(none) and none["status"].iloc[0] == "ok":
-            axis.axhline(none[name].iloc[0], color=MUTED, linestyle="--")
-            axis.annotate("no checkpoints", (blocks.max(), none[name].iloc[0]), ha="right",
-                          xytext=(0, 3), textcoords="offset points", color=MUTED)
-        axis.set(title=title, xlabel="blocks a checkpoint", xscale="log")
-        axis.set_ylim(0, axis.get_ylim()[1] * 1.06)
-        axis.set_xticks(blocks, blocks)
-        axis.minorticks_off()
-    return drawn
-
-
-def _saved(some: pd.DataFrame, none: pd.DataFrame, peak: str) -> str:
-    """What the setting that needs least saves, and what that costs."""
-    least = some.loc[some[peak].idxmin()]
-    blocks = int(least["blocks_per_checkpoint"])
-    words = "A checkpoint around each block" if blocks == 1 else f"A checkpoint around {blocks} blocks"
-    if none.empty or none["status"].iloc[0] != "ok":
-        return f"{words} needs least: {number(least[peak], 'GiB')}"
-    off, longer = (ratio(least[name], none[name].iloc[0], unit) - 1
-                   for name, unit in ((peak, "GiB"), ("gpu_ms", "ms")))
-    return f"{words} takes {number(-off, '%')} off the peak for {number(longer, '%')} more GPU time"
 
 
 def memory_nested(tables: Tables) -> Figure | None:

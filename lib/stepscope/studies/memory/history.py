@@ -8,28 +8,19 @@ import numpy as np
 import pandas as pd
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.step.accounting import GIB, KINDS, MIB, AccountingError, peak
+from stepscope.step.accounting import GIB, MIB, peak
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.recording import Recording
 from stepscope.studies.memory.snapshot import allocations
+from stepscope.studies.memory.tables import LIVE, column, typed
 
 POINTS = 2000  # of a timeline, at most
 LARGEST = 12   # groups of allocations that are kept
-# What has a history of its own; what the allocator's rounding adds is known at peaks only.
-LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
-def column(kind: str) -> str:
-    """A kind's column, in GiB."""
-    return f"{kind.replace(' ', '_')}_gib"
-
-
-def peak_row(config: Config, mode: str) -> dict:
-    """What stands in a mode's row before anything is measured: the prediction, empty where there is none."""
-    try:
-        top = peak(config, mode)
-    except AccountingError:
-        return {"mode": mode, "phase": "whole"}
+def predicted(config: Config, mode: str) -> dict:
+    """What stands in a mode's row before anything is measured: the prediction."""
+    top = peak(config, mode)
     return {"mode": mode, "phase": "whole", "predicted_gib": top.allocated / GIB,
             "predicted_requested_gib": top.requested / GIB}
 
@@ -70,8 +61,7 @@ def classified(recording: Recording, config: Config) -> pd.DataFrame:
 
 def _ends(recording: Recording) -> list[int]:
     """Events up to the end of each phase."""
-    start = recording.start.allocations + recording.start.frees
-    return [end.allocations + end.frees - start for _, _, end in recording.phases]
+    return [end.events - recording.start.events for _, _, end in recording.phases]
 
 
 def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
@@ -115,12 +105,11 @@ def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[in
 def _check(table: pd.DataFrame, recording: Recording) -> None:
     """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
     known, live = sum(recording.before.values()), live_bytes(table, _ends(recording)[-1]).sum(axis=0)
-    start = recording.start.allocations + recording.start.frees
     if known != recording.start.requested:
         raise StepscopeError(f"{recording.mode}: weights, optimizer state, batch and workspaces are {known:,}"
                              f" bytes, but the allocator says {recording.start.requested:,}")
     for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
-        first = begin.allocations + begin.frees - start
+        first = begin.events - recording.start.events
         told = {"ends with {:,} bytes": (known + live[at], end.requested),
                 "peaks at {:,} bytes": (known + live[first:at + 1].max(), end.peak_requested),
                 "has {:,} allocations": ((table["allocated_at"] < at).sum(),
@@ -150,11 +139,11 @@ NOTHING = pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0}
 def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list[dict]:
     """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached
     and the allocation that makes it, all in GiB."""
-    live, start = live_bytes(table), recording.start.allocations + recording.start.frees
+    live = live_bytes(table)
     base = np.array([recording.before.get(kind, 0) for kind in LIVE])
     reserved, rows = max(end.peak_reserved for _, _, end in recording.phases) / GIB, []
     for (phase, begin, _), (_, _, end), last in zip(recording.phases, recording.phases, _ends(recording)):
-        first = begin.allocations + begin.frees - start
+        first = begin.events - recording.start.events
         event = first + int(live[:, first:last + 1].sum(axis=0).argmax())
         held = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
         made = table[table["allocated_at"] == event - 1]
@@ -165,7 +154,7 @@ def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list
                      "peak_in": phase, "layer": what["layer"], "region": what["region"], "line": what["line"],
                      "allocation_gib": what["size"] / GIB})
     top = max(rows, key=lambda row: row["peak_gib"])
-    return [*rows, top | peak_row(config, recording.mode) | {"reserved_gib": reserved}]
+    return [*rows, top | predicted(config, recording.mode) | {"reserved_gib": reserved}]
 
 
 def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
@@ -184,15 +173,18 @@ def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def largest(table: pd.DataFrame) -> pd.DataFrame:
-    """The largest allocations of a forward pass by line of code and size: rank, line, source, region, tensor
-    (empty), mib (of each), count (how many of them)."""
-    forward = table[table["phase"] == "forward"]
-    grouped = forward.groupby(["line", "region", "size"], sort=False).size().rename("count").reset_index()
-    grouped = grouped.sort_values(["size", "count"], ascending=False, kind="stable").head(LARGEST)
-    return pd.DataFrame({"what": "allocated in forward", "rank": range(1, len(grouped) + 1),
-                         "line": list(grouped["line"]), "source": list(map(source, grouped["line"])),
-                         "region": list(grouped["region"]), "tensor": "",
-                         "mib": grouped["size"].to_numpy() / MIB, "count": grouped["count"].to_numpy()})
+    """The largest allocations of a forward pass by line of code and size."""
+    forward = table[table["phase"] == "forward"].assign(tensor="")
+    return grouped("allocated in forward", forward, ["size", "count"]).head(LARGEST)
+
+
+def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
+    """Tensors of one ``line``, ``region``, ``tensor`` and ``size`` (bytes) as one row of a run's
+    ``allocations``, with their ``count``; the first has most of ``order`` (of these, or their ``sum``)."""
+    rows = table.groupby(["line", "region", "tensor", "size"], sort=False).size().reset_index(name="count")
+    rows = rows.assign(sum=rows["size"] * rows["count"]).sort_values(order, ascending=False, kind="stable")
+    return typed("allocations", rows.assign(what=what, rank=range(1, len(rows) + 1), mib=rows["size"] / MIB,
+                                            source=rows["line"].map(source)))
 
 
 def source(line: str) -> str:
@@ -207,39 +199,16 @@ def tables(config: Config, recordings: list[Recording]) -> dict[str, pd.DataFram
     """``peaks``, ``allocations`` and ``timeline`` of all modes; a mode that ran out of memory has a row in
     ``peaks`` that says so, and so has every mode where nothing could be recorded."""
     nothing = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
-    rows = [] if recordings else [peak_row(config, mode) | nothing for mode in config.modes]
+    rows = [] if recordings else [predicted(config, mode) | nothing for mode in config.modes]
     lines, times = [], []
     for recording in recordings:
         if recording.reason:
-            rows.append(peak_row(config, recording.mode) | {"status": "oom", "reason": recording.reason})
+            rows.append(predicted(config, recording.mode) | {"status": "oom", "reason": recording.reason})
             continue
         table = classified(recording, config)
         rows += [row | {"status": "ok", "reason": ""} for row in peak_rows(recording, table, config)]
         times.append(timeline(recording, table))
         if recording.mode == "forward":
             lines.append(largest(table))
-    return {"peaks": typed(pd.DataFrame(rows), PEAK_COLUMNS), "allocations": together(lines, LINE_COLUMNS),
-            "timeline": together(times, TIMELINE_COLUMNS)}
-
-
-TEXT, NUMBER = "str", "float64"
-PEAK_COLUMNS = {
-    "mode": TEXT, "phase": TEXT, "status": TEXT, "reason": TEXT, "peak_gib": NUMBER, "requested_gib": NUMBER,
-    "reserved_gib": NUMBER, "predicted_gib": NUMBER, "predicted_requested_gib": NUMBER,
-    **{column(kind): NUMBER for kind in KINDS}, "peak_in": TEXT, "layer": NUMBER, "region": TEXT,
-    "line": TEXT, "allocation_gib": NUMBER}
-LINE_COLUMNS = {"what": TEXT, "rank": "int64", "line": TEXT, "source": TEXT, "region": TEXT, "tensor": TEXT,
-                "mib": NUMBER, "count": "int64"}
-TIMELINE_COLUMNS = {"mode": TEXT, "event": "int64", "phase": TEXT, **{column(kind): NUMBER for kind in LIVE}}
-
-
-def typed(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
-    """These columns in these types; a text that is missing is empty."""
-    frame = frame.reindex(columns=list(columns))
-    texts = {name: "" for name, kind in columns.items() if kind == TEXT}
-    return frame.astype(dict.fromkeys(texts, object)).fillna(texts).astype(columns)
-
-
-def together(frames: list[pd.DataFrame], columns: dict[str, str]) -> pd.DataFrame:
-    """All rows, in columns of these types; empty where there are none."""
-    return typed(pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), columns)
+    return {"peaks": typed("peaks", pd.DataFrame(rows)), "allocations": typed("allocations", *lines),
+            "timeline": typed("timeline", *times)}

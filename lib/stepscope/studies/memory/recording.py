@@ -24,6 +24,10 @@ class Counts(NamedTuple):
     peak_allocated: int
     peak_reserved: int
 
+    @property
+    def events(self) -> int:
+        return self.allocations + self.frees
+
 
 def counts() -> Counts:
     stats = torch.cuda.memory_stats_as_nested_dict()

@@ -9,13 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from stepscope import StepscopeError
-
 COLUMNS = ["size", "address", "allocated_at", "freed_at", "line"]
 # The part of a path that says where in which project a file is, wherever that is installed.
 PLACE = re.compile(
     r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
-RANGES = re.compile(r"stepscope/step/(ranges|annotate)\.py$")  # calls the model's methods, and makes nothing
+RANGES = "stepscope/step/ranges.py"  # calls the model's methods, and makes nothing
 
 
 def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
@@ -24,28 +22,21 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
     from 0 on, both in one numbering; ``freed_at`` is infinite while it lives. ``line`` is the innermost line
     of this package or of torch's optimizers, as ``path:line``; empty where no Python ran (backward).
-
-    Raises:
-        StepscopeError: the history has another shape than PyTorch's.
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
     event = 0
-    try:
-        for entry in snapshot["device_traces"][device]:
-            if entry["action"] == "alloc":
-                open_at[entry["addr"]] = len(rows)
-                line = line_of(entry.get("frames", []))
-                rows.append([entry["size"], entry["addr"], event, float("inf"), line])
-            elif entry["action"] == "free_requested":
-                if entry["addr"] in open_at:  # what was there before the history began has no row
-                    rows[open_at.pop(entry["addr"])][3] = event
-            else:
-                continue
-            event += 1
-    except (KeyError, IndexError, TypeError) as error:
-        raise StepscopeError(f"the memory history of device {device} is not as expected"
-                             f" ({type(error).__name__}: {error})") from None
+    for entry in snapshot["device_traces"][device]:
+        if entry["action"] == "alloc":
+            open_at[entry["addr"]] = len(rows)
+            line = line_of(entry.get("frames", []))
+            rows.append([entry["size"], entry["addr"], event, float("inf"), line])
+        elif entry["action"] == "free_requested":
+            if entry["addr"] in open_at:  # what was there before the history began has no row
+                rows[open_at.pop(entry["addr"])][3] = event
+        else:
+            continue
+        event += 1
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -54,7 +45,7 @@ def line_of(frames: list[dict]) -> str:
     for frame in frames:
         found = PLACE.search(frame["filename"])
         path = found and (found[1] or found[2])
-        if path and path.startswith(("stepscope/", "torch/optim/")) and not RANGES.search(path):
+        if path and path.startswith(("stepscope/", "torch/optim/")) and path != RANGES:
             return f"{path}:{frame['line']}"
     return ""
 

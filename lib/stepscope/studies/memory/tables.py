@@ -8,16 +8,23 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES, StepConfig
 from stepscope.report.schemas import STATUSES, WITHIN, measured, tidy, word
+from stepscope.report.shapes import MODES, chosen, reference
 from stepscope.report.tables import headed, table
-from stepscope.step.accounting import GIB, KINDS, fit
+from stepscope.step.accounting import GIB, KINDS
 from stepscope.studies.memory.config import Config
-from stepscope.studies.memory.history import LIVE, column
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
           "expandable_segments")
 Tables = Mapping[str, pd.DataFrame]
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
+# What has a history of its own; what the allocator's rounding adds is known at peaks only.
+LIVE = [kind for kind in KINDS if kind != "rounding"]
+
+
+def column(kind: str) -> str:
+    """A kind's column, in GiB."""
+    return f"{kind.replace(' ', '_')}_gib"
 
 
 WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
@@ -39,14 +46,22 @@ SCHEMAS = {
 KEYS = {name: (*CONFIG, *schema.unique) for name, schema in SCHEMAS.items()}
 
 
+def typed(name: str, *frames: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a run's table, in the columns and types of its schema; a text that is missing is empty."""
+    rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    rows = rows.reindex(columns=list(SCHEMAS[name].columns))
+    types = {column: str(kind) for column, kind in SCHEMAS[name].dtypes.items()}
+    texts = [column for column, kind in types.items() if kind.startswith("str")]
+    rows[texts] = rows[texts].astype(object).fillna("")
+    return rows.astype(types | dict.fromkeys(texts, "str"))
+
+
 def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """One run's tables as the report has them, for its notebook's pictures."""
     fields = {name: getattr(config, name) for name in CONFIG}
     return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
 
 
-USUAL = 512  # the context that sentences speak of
-MODE_NAMES = {"forward": "forward", "forward_backward": "forward and backward", "step": "full step"}
 PLAIN = {"attention": "naive", "optimizer": "foreach", "expandable_segments": False}
 
 
@@ -58,15 +73,14 @@ def of_largest(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
-    """The rows that sentences speak of: the largest size's plain step (fp32 unless ``fields`` say another
-    precision) at the context nearest to 512.
+    """The rows that sentences speak of: the largest size's plain fp32 step (but for ``fields``) at the
+    context at which sizes are compared.
 
     Raises:
         LookupError: there are none.
     """
-    rows = of_largest(where(frame, **PLAIN | {"precision": "fp32"} | fields))
-    distance = (rows["context_length"] - USUAL).abs()
-    return rows[distance == distance.min()]
+    rows = of_largest(chosen(frame, **PLAIN | {"precision": "fp32"} | fields))
+    return rows[rows["context_length"] == reference(rows)]
 
 
 def where(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
@@ -96,9 +110,9 @@ def config_of(row: pd.Series | dict) -> StepConfig:
     return StepConfig(**fields, device="cpu").model_copy(update={"device": "cuda"})
 
 
-def one_level(tables: Tables, longest: bool = False) -> pd.DataFrame:
-    """Forward and backward under one level of checkpoints, by blocks a checkpoint (none at the end): at the
-    shortest context where it was measured, or at the longest of several.
+def one_level(tables: Tables) -> pd.DataFrame:
+    """Forward and backward under one level of checkpoints: the settings of each context by blocks a
+    checkpoint, none at the end.
 
     Raises:
         LookupError: it was not measured.
@@ -107,9 +121,8 @@ def one_level(tables: Tables, longest: bool = False) -> pd.DataFrame:
     rows = rows[rows["blocks_per_checkpoint"].notna()]
     settings = rows.groupby("size")["arrangement"].transform("nunique")  # 10B has two
     rows = of_largest(rows[settings == settings.max()])
-    contexts = sorted(rows["context_length"].unique())
-    rows = where(rows, context_length=contexts[1:][-1] if longest else contexts[0])
-    return rows.sort_values("blocks_per_checkpoint", key=lambda blocks: blocks.where(blocks > 0, 1e9))
+    return where(rows.sort_values(["context_length", "blocks_per_checkpoint"],
+                                  key=lambda numbers: numbers.replace(0, 1e9)))
 
 
 def nested(tables: Tables) -> pd.DataFrame:
@@ -140,8 +153,8 @@ def handout_peaks(tables: Tables) -> pd.DataFrame:
     """(b), (c): peak by context, mode and precision; what ran out of memory is empty."""
     rows = of_largest(where(tables["memory.peaks"], phase="whole", **PLAIN))
     wide = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
-    wide = wide[[key for key in product(MODE_NAMES, ("fp32", "bf16")) if key in wide]]
-    wide.columns = [f"{MODE_NAMES[mode]}, {precision}" for mode, precision in wide.columns]
+    wide = wide[[key for key in product(MODES, ("fp32", "bf16")) if key in wide]]
+    wide.columns = [f"{MODES[mode]}, {precision}" for mode, precision in wide.columns]
     out = " Empty: out of memory." if (rows["status"] == "oom").any() else ""
     return table(wide.rename_axis("context"), unit="GiB", note=(
         f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
@@ -158,14 +171,14 @@ def peak_by_kind(tables: Tables) -> pd.DataFrame:
 
 def largest(tables: Tables) -> pd.DataFrame:
     """(e): the largest allocations of a forward pass, with the line that makes them."""
-    rows = usual(where(tables["memory.allocations"], what="allocated in forward")).sort_values("rank").head(6)
+    rows = usual(tables["memory.allocations"], what="allocated in forward").sort_values("rank").head(6)
     return table(_headed(rows.rename(columns={"count": "how often"}), "mib", "how often", "region", "line",
                          "source"))
 
 
 def saved_by_block(tables: Tables) -> pd.DataFrame:
     """2026 (f): the five largest groups of tensors that a block saves."""
-    rows = usual(where(tables["memory.allocations"], what="saved by a block"))
+    rows = usual(tables["memory.allocations"], what="saved by a block")
     sums = rows["mib"] * rows["count"]
     rows = rows.assign(share=sums / sums.sum()).nlargest(5, "share").rename(columns={"count": "tensors"})
     return table(_headed(rows, "region", "source", "tensors", "mib", "share"))
@@ -173,9 +186,7 @@ def saved_by_block(tables: Tables) -> pd.DataFrame:
 
 def less_memory(tables: Tables) -> pd.DataFrame | None:
     """What lowers the peak: each change beside the step without it."""
-    peaks = where(tables["memory.peaks"], mode="step", phase="whole")
-    fused = {"attention": "sdpa", "optimizer": "fused"}
-    low = {"precision": "bf16"}
+    low, fused = {"precision": "bf16"}, {"attention": "sdpa", "optimizer": "fused"}
     changes: list[tuple[str, str, str, dict, dict]] = [
         ("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
         ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
@@ -185,26 +196,28 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
     rows = []
     for change, of, name, without, with_it in changes:
         with suppress(LookupError):
-            before, after = (usual(peaks, **fields).iloc[0] for fields in (without, with_it))
+            before, after = (usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
+                             for fields in (without, with_it))
             rows.append((change, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
-        settings = one_level(tables).set_index("arrangement")
-        rows.append(("a checkpoint around each block", "forward and backward, bf16",
-                     settings["context_length"].iloc[0], *settings.loc[["none", "every 1"], "peak_gib"]))
+        settings = one_level(tables)
+        context = settings["context_length"].min()
+        peaks = where(settings, context_length=context).set_index("arrangement")["peak_gib"]
+        rows.append(("a checkpoint around each block", "forward and backward, bf16", context,
+                     peaks["none"], peaks["every 1"]))
     found = pd.DataFrame(rows, columns=["change", "of", "context", "before_gib", "after_gib"])
     found["less"] = 1 - found["after_gib"] / found["before_gib"]
     return table(_headed(found, *found)) if rows else None
 
 
-def checkpoint_settings(tables: Tables, longest: bool = False) -> pd.DataFrame:
-    """Time and peak by blocks a checkpoint."""
-    rows = one_level(tables, longest)
+def checkpoint_settings(tables: Tables) -> pd.DataFrame:
+    """Time and peak by blocks a checkpoint, at each context."""
+    rows = one_level(tables)
     first, blocks = rows.iloc[0], rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
-    shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "blocks_per_checkpoint", "peak_gib",
-                    "predicted_gib", "gpu_ms", "wall_ms", "status")
-    return table(shown, bold=("min", "column", "peak, GiB", "GPU time, ms"), note=(
-        f"{first['size']}, context {first['context_length']:,}, batch {first['batch_size']},"
-        f" {first['precision']}, forward and backward."))
+    shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
+                    "peak_gib", "predicted_gib", "gpu_ms", "wall_ms", "status")
+    return table(shown, note=f"{first['size']}, batch {first['batch_size']}, {first['precision']},"
+                             " forward and backward.")
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
@@ -218,7 +231,7 @@ def nested_checkpoints(tables: Tables) -> pd.DataFrame:
 def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
     rows = where(tables["memory.checkpoints"], size="10B")
-    rows = rows.assign(mode=rows["mode"].map(MODE_NAMES), checkpoints=rows["arrangement"])
+    rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["arrangement"])
     return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
                          "gpu_ms"))
 
@@ -227,23 +240,12 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
-    rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODE_NAMES))
+    rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "peak_gib",
                          "predicted_gib", "off", "reserved_gib"))
 
 
-def what_fits(tables: Tables) -> pd.DataFrame:
-    """Predicted steps of the largest size on 80 GiB."""
-    row = usual(where(tables["memory.peaks"], phase="whole")).iloc[0]
-    return table(headed(pd.DataFrame(fit(config_of(row), 80))), note=(
-        f"{row['size']} in 80 GiB, largest context at batch {row['batch_size']}, largest batch at context"
-        f" {row['context_length']}."))
-
-
-PRINTED = {
-    "handout_peaks": handout_peaks, "peak_by_kind": peak_by_kind, "largest": largest,
-    "less_memory": less_memory, "checkpoint_settings": checkpoint_settings,
-    "checkpoint_settings_longest": lambda tables: checkpoint_settings(tables, longest=True),
-    "nested_checkpoints": nested_checkpoints, "saved_by_block": saved_by_block, "reach_10b": reach_10b,
-    "formula_peaks": formula_peaks, "what_fits": what_fits}
+PRINTED = {one.__name__: one for one in (
+    handout_peaks, peak_by_kind, largest, less_memory, checkpoint_settings, nested_checkpoints,
+    saved_by_block, reach_10b, formula_peaks)}
