@@ -12,6 +12,7 @@ Nothing here imports torch: ``stepscope fit`` answers at once.
 """
 import functools
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,10 +30,6 @@ WORKSPACE = 32 * MIB
 TIGHT = 0.9
 
 
-class AccountingError(StepscopeError, ValueError):
-    """A configuration that the formulas do not describe."""
-
-
 @dataclass(frozen=True)
 class Formulas:
     """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result
@@ -43,15 +40,12 @@ class Formulas:
     infer: dict[str, str]          # in a block without gradients, beside the copies of the blocks below
     infer_head: dict[str, str]     # after the last block
     forward: dict[str, str]        # in a block, beside what the blocks below saved and their copies
-    end: str                       # alive after forward beside the blocks': final norm, head's copy, logits
     loss: dict[str, str]           # beside what all blocks saved; with their copies
     backward_head: dict[str, str]
     # in a block, beside the gradients above, and saved and copies of the blocks below
     backward: dict[str, str]
-    backward_end: dict[str, str]   # after the first block
-    head_copies: str
+    backward_end: str              # after the first block, the embedding's
     logits: str
-    loss_saved: str                # by the loss for its own backward
     kernel: str = ""               # taken for itself by a fused kernel on a GPU, in its backward
 
 
@@ -66,7 +60,6 @@ FORMULAS = {
         infer_head={"norm: mul": "12X + 4r", "head: mm": "8X + 4V"},
         forward={"attention.softmax: div": "32X + 12S + 4n + 4r",
                  "residual: add": "48X + 20G + 8S + 4n + 8r"},
-        end="12X + 4r + 4V",
         loss={"cross_entropy: log_softmax": "12X + 4r + 8V + 8"},
         backward_head={"cross_entropy: nll_loss": "12X + 4r + 12V + 12",
                        "cross_entropy: log_softmax": "12X + 4r + 16V + 8",
@@ -80,8 +73,8 @@ FORMULAS = {
                   "attention.rope: mul": "38X + 4r + 4V + 4A + 12M + 4C + 8",
                   "attention.qkv: mm": "32X + 4r + 4V + 12A + 12M + 4C + 8",
                   "attention.qkv: last mm": "28X + 4r + 4V + 16A + 12M + 4C + 8"},
-        backward_end={"embedding: dense_backward": "4X + 4V + 8E + 4C + 8"},
-        head_copies="0X", logits="4V", loss_saved="4V + 4"),
+        backward_end="4X + 4V + 8E + 4C + 8",
+        logits="4V"),
     "bf16": Formulas(
         saved="34X + 10G + 6S + 4n + 8r + 4t", copies="8A + 6M",
         infer={"attention.rope: mul": "22X + 6A + 4t", "attention.softmax: exp": "14X + 12S + 6A",
@@ -92,7 +85,6 @@ FORMULAS = {
         forward={"attention.softmax: exp": "28X + 12S + 4r + 6A + 4t",
                  "attention.value: bmm": "32X + 10S + 4n + 4r + 6A + 4t",
                  "ffn: down_proj": "40X + 10G + 6S + 4n + 8r + 8A + 6M + 4t"},
-        end="10X + 4r + 2V + 2E",
         loss={"cross_entropy: to fp32": "10X + 4r + 8V + 2E + 8"},
         backward_head={"cross_entropy: nll_loss": "10X + 4r + 12V + 2E + 12",
                        "head: mm": "12X + 4r + 4V + 4E + 8", "head: to fp32": "10X + 4r + 2V + 6E + 8",
@@ -108,41 +100,33 @@ FORMULAS = {
                   "attention.softmax: div": "24X + 24S + 4n + 4r + 2V + 10A + 12M + 4C + 4t + 8",
                   "attention.qkv: mm": "28X + 4r + 2V + 14A + 12M + 4C + 8",
                   "attention.qkv: last to fp32": "18X + 4r + 2V + 18A + 12M + 4C + 8"},
-        backward_end={"embedding: dense_backward": "4X + 2V + 8E + 4C + 8"},
-        head_copies="2E", logits="2V", loss_saved="6V + 4"),
+        backward_end="4X + 2V + 8E + 4C + 8",
+        logits="2V"),
 }
+# What only naive attention does; terms has no scores elsewhere.
+NAIVE_ONLY = ("attention.scores", "attention.softmax", "attention.value")
 FUSED_BACKWARD = "attention.fused: backward"
-# The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm 1
-# and appendix B): no scores. In backward cuDNN's and flash's take fp32 sums of the queries' gradients and a
-# number a row; the memory-efficient one, which fp32 gets, two and 128 numbers a row (measured: heads of 80).
+
+
+def _fused(naive: Formulas, kernel: str, infer: dict[str, str], backward: dict[str, str]) -> Formulas:
+    """The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm
+    1 and appendix B), by what is different in it."""
+    def shared(instants: dict[str, str]) -> dict[str, str]:
+        return {operation: formula for operation, formula in instants.items()
+                if not operation.startswith(NAIVE_ONLY)}
+    return replace(naive, kernel=kernel, infer=shared(naive.infer) | infer, forward=shared(naive.forward),
+                   backward=shared(naive.backward) | backward)
+
+
+# In backward cuDNN's and flash's kernels take fp32 sums of the queries' gradients and a number a row; the
+# memory-efficient one, which fp32 gets, two and 128 numbers a row (measured: heads of 80).
 FUSED_FORMULAS = {
-    "fp32": replace(
-        FORMULAS["fp32"], saved="40X + 20G + 4n + 8r", kernel="520n",
-        infer={"attention.rope: mul": "36X", "ffn: mul": "12X + 16G"},
-        forward={"residual: add": "48X + 20G + 4n + 8r"},
-        backward={"ffn: mul": "44X + 28G + 4n + 8r + 4V + 4M + 8",
-                  "ffn: up_proj": "48X + 20G + 4n + 8r + 4V + 8M + 8",
-                  "ffn: gate_proj": "52X + 4G + 4n + 8r + 4V + 12M + 8",
-                  "norm: mul": "52X + 4n + 8r + 4V + 12M + 4C + 8",
-                  FUSED_BACKWARD: "48X + 4n + 4r + 4V + 4A + 12M + 4C + 8",
-                  "attention.qkv: mm": "32X + 4r + 4V + 12A + 12M + 4C + 8",
-                  "attention.qkv: last mm": "28X + 4r + 4V + 16A + 12M + 4C + 8"}),
-    "bf16": replace(
-        FORMULAS["bf16"], saved="34X + 10G + 4n + 8r + 4t", kernel="4X + 4n",
-        infer={"attention.rope: mul": "22X + 6A + 4t", "attention.output: o_proj": "18X + 8A",
-               "ffn: up_proj": "14X + 6G + 8A + 4M", "ffn: mul": "12X + 8G + 8A + 4M",
-               "ffn: down_proj": "14X + 4G + 8A + 6M"},
-        forward={"ffn: down_proj": "40X + 10G + 4n + 8r + 8A + 6M + 4t"},
-        backward={"ffn: down_proj": "40X + 12G + 4n + 8r + 2V + 8A + 8M + 4t + 8",
-                  "ffn: mul": "38X + 14G + 4n + 8r + 2V + 8A + 8M + 4t + 8",
-                  "ffn: up_proj": "38X + 6G + 4n + 8r + 2V + 8A + 12M + 4t + 8",
-                  "ffn: gate": "40X + 10G + 4n + 8r + 2V + 8A + 10M + 4t + 8",
-                  "ffn: gate_proj": "40X + 4n + 8r + 2V + 8A + 14M + 4t + 8",
-                  "norm: mul": "46X + 4n + 8r + 2V + 8A + 12M + 4C + 4t + 8",
-                  "attention.output: to fp32": "28X + 4n + 4r + 2V + 12A + 12M + 4C + 4t + 8",
-                  FUSED_BACKWARD: "34X + 4n + 4r + 2V + 10A + 12M + 4C + 4t + 8",
-                  "attention.qkv: mm": "28X + 4r + 2V + 14A + 12M + 4C + 8",
-                  "attention.qkv: last to fp32": "18X + 4r + 2V + 18A + 12M + 4C + 8"}),
+    "fp32": _fused(FORMULAS["fp32"], kernel="520n", infer={}, backward={
+        FUSED_BACKWARD: "48X + 4n + 4r + 4V + 4A + 12M + 4C + 8"}),
+    "bf16": _fused(
+        FORMULAS["bf16"], kernel="4X + 4n", infer={"attention.output: o_proj": "18X + 8A"}, backward={
+            "attention.output: to fp32": "28X + 4n + 4r + 2V + 12A + 12M + 4C + 4t + 8",
+            FUSED_BACKWARD: "34X + 4n + 4r + 2V + 10A + 12M + 4C + 4t + 8"}),
 }
 
 
@@ -153,7 +137,8 @@ def terms(config: StepConfig) -> dict[str, int]:
                         config.num_heads, config.vocab_size)
     return {"X": B * T * C,      # residual stream, and each projection of attention
             "G": B * T * F,      # feed-forward
-            "S": B * H * T * T,  # attention scores
+            # attention scores, of which fused kernels keep none
+            "S": B * H * T * T * (config.attention == "naive"),
             "V": B * T * V,      # logits
             "n": B * H * T,      # a number for each row of scores
             "r": B * T,          # a number for each token
@@ -162,15 +147,20 @@ def terms(config: StepConfig) -> dict[str, int]:
             "t": T * (C // H), "": 1}                    # a table of RoPE
 
 
-@functools.cache
-def parsed(formula: str) -> list[tuple[int, str]]:
-    return [(int(number), letter) for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula)]
+def evaluator(config: StepConfig) -> Callable[[str], int]:
+    """What says a formula's bytes for a configuration."""
+    letters = terms(config)
+
+    @functools.cache  # the same few formulas in every block
+    def of(formula: str) -> int:
+        return sum(int(number) * letters[letter]
+                   for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula))
+    return of
 
 
 def value(formula: str, config: StepConfig) -> int:
     """A formula's bytes."""
-    letters = terms(config)
-    return sum(number * letters[letter] for number, letter in parsed(formula))
+    return evaluator(config)(formula)
 
 
 def rounding(size: int, number: int) -> int:
@@ -211,6 +201,11 @@ class Instant(NamedTuple):
     gradients: int = 0
     held: int = 0
 
+    @property
+    def like_parameters(self) -> int:
+        """Of these the bytes in tensors of the parameters' shapes, which are rounded as those are."""
+        return self.gradients + self.temporaries * (self.phase == "optimizer")
+
 
 class Peak(NamedTuple):
     """The instant of a step at which most is allocated, and all that lives then: bytes by :data:`KINDS`."""
@@ -235,10 +230,10 @@ def formulas_of(config: StepConfig) -> Formulas:
     """The formulas of a configuration's attention and precision.
 
     Raises:
-        AccountingError: there are none for it.
+        StepscopeError: there are none for it.
     """
     if config.compile != "none":
-        raise AccountingError(f"compile: got {config.compile!r}, but the memory formulas are of 'none' only")
+        raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas are of 'none' only")
     formulas = FUSED_FORMULAS if config.attention == "sdpa" else FORMULAS
     return formulas["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
@@ -251,14 +246,10 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
     again (0: all is kept).
 
     Raises:
-        AccountingError: the configuration has no formulas.
+        StepscopeError: the configuration has no formulas.
     """
-    f, layers, letters = formulas_of(config), config.num_layers, terms(config)
-
-    @functools.cache  # the same few formulas in every block
-    def of(formula: str) -> int:
-        return sum(number * letters[letter] for number, letter in parsed(formula))
-    k, saved, copies, stream = blocks_per_checkpoint, of(f.saved), of(f.copies), of("4X")
+    f, layers, of, k = formulas_of(config), config.num_layers, evaluator(config), blocks_per_checkpoint
+    saved, copies, stream, logits = of(f.saved), of(f.copies), of("4X"), of(f.logits)
     keeps = mode != "forward" and not k
     for layer in range(layers):
         below = layer * saved if keeps else layer // k * stream if k and mode != "forward" else 0
@@ -268,28 +259,13 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
         for operation, formula in f.infer_head.items():
             yield Instant("forward", None, operation, of(formula), copies=layers * copies)
         return
-    yield from _loss_and_backward(config, f, of, k)
-    if mode == "step":
-        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing.
-        root = config.optimizer == "foreach"
-        weights = 4 * parameter_count(config)
-        yield Instant("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", weights * root,
-                      gradients=weights, held=of(f.logits) + 4)
-
-
-def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int],
-                       k: int) -> Iterator[Instant]:
-    """The instants between forward and the optimizer; with checkpoints of ``k`` blocks each, 0 for none."""
-    layers, saved, copies, stream, logits = (config.num_layers, of(f.saved), of(f.copies), of("4X"),
-                                             of(f.logits))
-    head, block = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS)
-    kernel = of(f.kernel) if config.device == "cuda" else 0
     kept = -(-layers // k) * stream if k else layers * saved
     cached = 0 if k else layers * copies  # what is run again makes its copies again
     for phase, these in (("loss", f.loss), ("backward", f.backward_head)):
         for operation, formula in these.items():
             yield Instant(phase, None, operation, of(formula) - logits, kept, cached, held=logits)
-    group = k or layers
+    head, block, group = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS), k or layers
+    kernel = of(f.kernel) if config.device == "cuda" else 0
     for layer in reversed(range(layers)):
         first = layer // group * group  # of the blocks that are run again together
         below, done = first // group * stream, head + (layers - 1 - layer) * block
@@ -303,9 +279,14 @@ def _loss_and_backward(config: StepConfig, f: Formulas, of: Callable[[str], int]
             yield Instant("backward", layer, operation, own, below + (layer - first) * saved,
                           (layer - first) * copies, done, logits)
     # the gradients of embedding, head and final norm stand in the formula
-    for operation, formula in f.backward_end.items():
-        yield Instant("backward", None, operation, of(formula) - head - logits,
-                      gradients=head + layers * block, held=logits)
+    yield Instant("backward", None, "embedding: dense_backward", of(f.backward_end) - head - logits,
+                  gradients=head + layers * block, held=logits)
+    if mode == "step":
+        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing.
+        root = config.optimizer == "foreach"
+        weights = 4 * parameter_count(config)
+        yield Instant("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", weights * root,
+                      gradients=weights, held=logits + 4)
 
 
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
@@ -330,34 +311,25 @@ def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int
               "other": kinds["other"] + instant.held}
     if config.device == "cuda":
         kinds["workspaces"] = WORKSPACE * (1 if mode == "forward" else 2)  # backward has a thread of its own
-        rounded, weights = parameter_rounding(config), 4 * parameter_count(config)
-        root = instant.phase == "optimizer" and instant.temporaries > 0
-        kinds["rounding"] += round(rounded * instant.gradients / weights) + rounded * root
+        kinds["rounding"] += round(_rounding_share(config) * instant.like_parameters)
     return kinds
+
+
+def _rounding_share(config: StepConfig) -> float:
+    return parameter_rounding(config) / (4 * parameter_count(config)) * (config.device == "cuda")
 
 
 def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
     """The peak of a steady step (or of the part of it that ``mode`` names).
 
     Raises:
-        AccountingError: the configuration has no formulas.
+        StepscopeError: the configuration has no formulas.
     """
-    rounded = parameter_rounding(config) / (4 * parameter_count(config)) * (config.device == "cuda")
-
-    def size(one: Instant) -> float:
-        root = one.temporaries * (one.phase == "optimizer")
-        return (one.temporaries + one.saved + one.copies + one.gradients + one.held
-                + rounded * (one.gradients + root))
-    top = max(instants(config, mode, blocks_per_checkpoint), key=size)
+    share = _rounding_share(config)
+    top = max(instants(config, mode, blocks_per_checkpoint),
+              key=lambda one: (one.temporaries + one.saved + one.copies + one.gradients + one.held
+                               + share * one.like_parameters))
     return Peak(top.phase, top.layer, top.operation, everything(top, config, mode))
-
-
-def predicted_gib(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> float | None:
-    """The predicted peak in GiB, None where there is no formula for the configuration."""
-    try:
-        return peak(config, mode, blocks_per_checkpoint).allocated / GIB
-    except AccountingError:
-        return None
 
 
 # -- what fits ----------------------------------------------------------------------------------------------
@@ -384,14 +356,12 @@ def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
     return peak(config, "step", blocks_per_checkpoint).allocated
 
 
+FAST = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
 # name -> the fields that differ from the plain step, and what says its bytes
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     "plain (fp32, naive attention)": ({}, plain_bytes),
-    "bf16 autocast, SDPA, fused AdamW": (
-        {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}, plain_bytes),
-    "the same, each block checkpointed": (
-        {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"},
-        functools.partial(plain_bytes, blocks_per_checkpoint=1)),
+    "bf16 autocast, SDPA, fused AdamW": (FAST, plain_bytes),
+    "the same, each block checkpointed": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
     "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
 }
 
@@ -417,26 +387,18 @@ def fit(config: StepConfig, memory_gib: float) -> list[Fit]:
     """
     plain = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
              "device": "cuda"}
-    rows = []
+    rows, memory = [], memory_gib * GIB
     for name, (fields, bytes_of) in STEPS.items():
         own = config.model_copy(update=plain | fields)
-
-        def fits(within: float, own: StepConfig = own, bytes_of: Callable = bytes_of, **changed: int) -> bool:
-            return bytes_of(own.model_copy(update=changed)) <= within * memory_gib * GIB
-        rows.append(Fit(name, bytes_of(own) / GIB, "yes" if fits(TIGHT) else "tight" if fits(1) else "no",
-                        largest(lambda n: fits(1, context_length=n)),
-                        largest(lambda n: fits(1, batch_size=n))))
+        needed = bytes_of(own)
+        fits = "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
+        rows.append(Fit(name, needed / GIB, fits, *(largest(field, own, bytes_of, memory)
+                                                    for field in ("context_length", "batch_size"))))
     return rows
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, 0 if 1 does not; what is larger needs more."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def largest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
+    """The largest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
+    1 does not fit. What is larger needs more."""
+    return bisect_right(range(1, 2**24), memory,
+                        key=lambda number: bytes_of(config.model_copy(update={field: number})))
