@@ -12,7 +12,6 @@ from stepscope.config import (
     StepConfig,
     configure,
     device_here,
-    free_fields,
     from_notebook,
     require_device,
     shown,
@@ -29,7 +28,6 @@ def test_every_study_can_be_configured_and_comes_back_from_json(study):
     config = configure(study, **fields)
     again = configure(**json.loads(config.model_dump_json()))
     assert again == config and again.run_id == config.run_id
-    assert set(free_fields(study)) <= set(type(config).model_fields)
     assert config.run_id.endswith(config.digest()) and f"ctx{config.context_length}" in config.run_id
     assert all(c.isalnum() or c in "-._" for c in config.run_id)
 
@@ -68,8 +66,7 @@ def test_a_size_that_is_none_is_refused(name, edition, words):
         size_of(name, edition)
 
 
-def test_editions_hold_the_handouts_shapes():
-    assert SIZES[EDITIONS[2025]["xl"]] == (1600, 6400, 48, 25)
+def test_an_edition_holds_the_handouts_shapes():  # 2025's: test_model.HANDOUT
     assert SIZES[EDITIONS[2026]["xl"]] == (2560, 10240, 32, 32)
     assert SIZES[EDITIONS[2026]["10B"]] == (4608, 12288, 50, 36)
 
@@ -78,16 +75,10 @@ def test_editions_hold_the_handouts_shapes():
     ({"size": "small", "d_model": 8}, "d_model: got 8, but size 'small' has 768"),
     ({"context_length": "8"}, "context_length: got '8'"),
     ({"context_length": 0}, "context_length: got 0"),
-    ({"context_length": 2**40}, "context_length"),
     ({"batch_size": True}, "batch_size: got True"),
     ({"precision": "fp8"}, "precision: got 'fp8'"),
-    ({"mode": "backward"}, "mode"),
-    ({"attention": "eager"}, "attention: got 'eager'"),
-    ({"compile": True}, "compile: got True"),
-    ({"optimizer": "sgd"}, "optimizer"),
     ({"device": "tpu"}, "device: got 'tpu'"),
-    ({"seed": -1}, "seed"),
-    ({"nonsense": 1}, "nonsense: no such field in study 'benchmark'"),
+    ({"nonsense": 1}, "nonsense: no such field"),
     ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 4}, "must divide d_model = 6"),
     ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 2}, "must be even"),
     ({"size": None}, "d_model: not given"),
@@ -105,8 +96,6 @@ def test_a_study_that_is_none_is_refused():
     for study in ("warmup", 3, None):
         with pytest.raises(ConfigError, match="known studies are benchmark"):
             configure(study)
-    with pytest.raises(ConfigError, match="known studies"):
-        free_fields("warmup")
 
 
 def test_the_plain_step_of_a_run_has_its_own_fields_and_the_changes(tiny):
@@ -142,7 +131,7 @@ def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
 
 def test_a_value_is_shown_on_one_line_and_cut():
     assert len(shown("x" * 10**6)) < 120 and "\n" not in shown("a\nb")
-    nested: list = []
-    for _ in range(10**5):
-        nested = [nested]
+    nested = ["x" * 100] * 10
+    for _ in range(10**5):  # which whole would be longer than any memory
+        nested = [nested] * 10
     assert len(shown(nested)) < 200

@@ -1,19 +1,26 @@
 """The command line: a thin layer over the functions a notebook would call."""
+import math
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from stepscope import PROJECT, StepscopeError, __version__
+from stepscope.config import Dimensions, configure, device_here, size_of
+from stepscope.runs.machine import gpus_here, machine, software
+from stepscope.runs.record import LOG, Record
+from stepscope.runs.store import Store
+from stepscope.runs.sweep import How, run_sweep
+from stepscope.runs.sweep_file import find_sweeps, said_before
+from stepscope.step.accounting import fit as fitted
 
-if TYPE_CHECKING:
-    from stepscope.runs.record import Record
+# Imported where they are needed: what imports torch, pandas or matplotlib.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                   pretty_exceptions_enable=False, help="""
@@ -25,20 +32,29 @@ interrupted is continued by giving the same command again.
 """)
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
-MOST_GIB = 100_000  # a GPU's memory that fit believes
+LASTING = "90s|20m|1h"
+
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m|h)", text)
+    if not found:
+        raise typer.BadParameter(f"got {text!r:.80}, but expected a number with s, m or h, such as 20m")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
 
 RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
                                                  show_default="runs/local-<this machine's device>")]
 OutOption = Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")]
-BudgetOption = Annotated[str | None, typer.Option("--time-budget", metavar="90s|20m|1h",
-                         help="Start no run after this time, and say what is left.")]
+BudgetOption = Annotated[float | None, typer.Option("--time-budget", parser=_seconds, metavar=LASTING, help=(
+    "Start no run after this time, and say what is left."))]
 WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help=(
     "So many GPUs; without a GPU, so many runs side by side."), show_default="all GPUs, or 1")]
 SharedOption = Annotated[int | None, typer.Option("--runs-per-gpu", min=1, max=16, metavar="N", help=(
     "So many runs share a GPU, of which one measures at a time."), show_default="one for 4 cores, at most 4")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT", help=(
     "Give runs to the workers of this Dask scheduler instead."))]
-TimeoutOption = Annotated[str | None, typer.Option("--timeout", metavar="90s|20m|1h", help=(
+TimeoutOption = Annotated[float | None, typer.Option("--timeout", parser=_seconds, metavar=LASTING, help=(
     "Kill a run's processes after this time; it has then failed."))]
 EditionOption = Annotated[int | None, typer.Option("--edition", metavar="2025|2026", help=(
     "Whose names of sizes: xl is another model in each."), show_default="2025")]
@@ -60,15 +76,6 @@ def options(version: Annotated[bool, typer.Option("--version", callback=_say_ver
     pass
 
 
-def _seconds(text: str | None, option: str) -> float | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m|h)", text)
-    if not found or (option == "--timeout" and not float(found[1])):
-        raise StepscopeError(f"{option}: got {text!r:.80}, but expected a number with s, m or h, such as 20m")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     """Runs of this machine go into a folder named after its device, which git ignores; without a checkout,
     where one stands. To be read, the only local folder that there is will do."""
@@ -77,15 +84,12 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     folder = (PROJECT or Path.cwd()) / "runs"
     if reading and len(local := sorted(folder.glob("local-*/"))) == 1:
         return local[0]
-    from stepscope.runs.machine import gpus_here
     gpus = gpus_here()
     return folder / f"local-{re.sub(r'[^a-z0-9]+', '-', gpus[0]['name'].lower()) if gpus else 'cpu'}"
 
 
-def _sweep(sources: list[Any], runs: Path, how: Any) -> int:
+def _sweep(sources: list[Any], runs: Path, how: How) -> int:
     """Run sweeps, and say how they ended; the exit status."""
-    from stepscope.runs.store import Store
-    from stepscope.runs.sweep import run_sweep
     end = run_sweep(sources, Store(runs), how, console)
     counts = end.counts
     console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
@@ -94,7 +98,15 @@ def _sweep(sources: list[Any], runs: Path, how: Any) -> int:
         console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with"
                       f" {end.left[0].label}. Go on by giving the same command again")
         return EXIT_LEFT
-    return EXIT_FAILED if end.failed else 0
+    return EXIT_FAILED if counts["failed"] else 0
+
+
+def _sweep_and_render(sources: list[Any], runs: Path, how: How) -> NoReturn:
+    """Run sweeps and render what was measured, also when something failed."""
+    status = _sweep(sources, runs, how)
+    if any(runs.glob("*/*/record.json")):
+        _render(runs, runs)
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -109,20 +121,16 @@ def sweep(
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
-    from stepscope.runs.sweep import How
-    from stepscope.runs.sweep_file import find_sweeps, said_before
-    how = How(workers, runs_per_gpu, scheduler, _seconds(timeout, "--timeout"),
-              _seconds(time_budget, "--time-budget"))
     paths = [path for name in sweeps for path in find_sweeps(name)]
     _require_gpu(sweeps, scheduler)
     for path in paths:
         console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
+    how = How(workers, runs_per_gpu, scheduler, timeout, time_budget)
     raise typer.Exit(_sweep(paths, _local_runs(runs), how))
 
 
 def _require_gpu(names: list[str], scheduler: str | None) -> None:
     """What ships is for a GPU, but for what is named cpu."""
-    from stepscope.runs.machine import gpus_here
     shipped = [name for name in names if name != "cpu" and not Path(name).is_file()]
     if shipped and not scheduler and not gpus_here():
         raise StepscopeError(f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same"
@@ -136,18 +144,10 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
     What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
     """
-    from stepscope.runs.machine import gpus_here
-    from stepscope.runs.sweep import How
-    from stepscope.runs.sweep_file import find_sweeps, said_before
     console.print("Looking at this machine.")
-    how = How(workers, runs_per_gpu, None, _seconds(timeout, "--timeout"),
-              _seconds(time_budget, "--time-budget"))
-    paths, folder = find_sweeps("tour" if gpus_here() else "cpu"), _local_runs(runs)
+    paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
-    status = _sweep(paths, folder, how)
-    if any(folder.glob("*/*/record.json")):  # what was measured is shown, also when something failed
-        _render(folder, folder)
-    raise typer.Exit(status)
+    _sweep_and_render(paths, _local_runs(runs), How(workers, runs_per_gpu, None, timeout, time_budget))
 
 
 @app.command()
@@ -161,21 +161,14 @@ def ladder(
 ) -> None:
     """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report.
     """
-    from stepscope.runs.machine import gpus_here
-    from stepscope.runs.sweep import How
     contexts = context or [512 if gpus_here() else 64]
     fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
-    folder = _local_runs(runs)
-    status = _sweep([block], folder, How(time_budget_s=_seconds(time_budget, "--time-budget")))
-    if any(folder.glob("*/*/record.json")):
-        _render(folder, folder)
-    raise typer.Exit(status)
+    _sweep_and_render([block], _local_runs(runs), How(time_budget_s=time_budget))
 
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
     """A size's or a shape's fields, by the name in records."""
-    from stepscope.config import Dimensions, size_of
     if (size is None) == (shape is None):
         raise StepscopeError("size: give a size, such as small, or --shape; one of them, not both")
     if shape is None:
@@ -198,15 +191,21 @@ def list_runs(
     Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
     the columns. Exit status 1 where something cannot be used.
     """
-    from stepscope.runs.store import Store
     folder = _local_runs(runs, reading=True)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
     records, errors = Store(folder).records(check_files=True)
-    asked = [_condition(text, records) for text in where or []]
-    kept = [record for record in records if all(_field(record, name) == value for name, value in asked)]
+    found = [(record, record.config | {"status": record.status, "run_id": record.run_id})
+             for record in records]
+    known = sorted({name for _, fields in found for name in fields})
+    for text in where or []:
+        name, equals, value = text.partition("=")
+        if not equals or (known and name not in known):
+            raise StepscopeError(f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one"
+                                 f" of {', '.join(known)}")
+        found = [(record, fields) for record, fields in found if str(fields.get(name)) == value]
     columns = ("study", "run", "what", "status", "seconds", "cause")
-    rows = [_row(record, folder) for record in kept]
+    rows = [_row(record, folder) for record, _ in found]
     if sys.stdout.isatty():
         table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
@@ -220,22 +219,7 @@ def list_runs(
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
 
-def _condition(text: str, records: list["Record"]) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    known = {"status", "run_id", *(field for record in records for field in record.config)}
-    if not equals or (records and name not in known):
-        raise StepscopeError(f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one of"
-                             f" {', '.join(sorted(known))}")
-    return name, value
-
-
-def _field(record: "Record", name: str) -> str:
-    return str(getattr(record, name) if name in ("status", "run_id") else record.config.get(name))
-
-
-def _row(record: "Record", folder: Path) -> tuple[str, ...]:
-    from stepscope.config import configure
-    from stepscope.runs.record import LOG
+def _row(record: Record, folder: Path) -> tuple[str, ...]:
     cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())[:300]
     if (folder / record.study / record.run_id / LOG).is_file():
         cause += f" (see {record.study}/{record.run_id}/{LOG})"
@@ -289,23 +273,19 @@ def fit(
         show_default="this machine's GPU's, else 80")] = None,
 ) -> None:
     """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
-    if memory is not None and not 0 < memory <= MOST_GIB:
+    if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
-    from stepscope.config import configure
-    from stepscope.step.accounting import fit
     config = configure("benchmark", **_shape_asked(size, edition, shape), context_length=context,
                        batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
     if memory is None:
-        from stepscope.runs.machine import gpus_here
         memory = min((gpu["gib"] for gpu in gpus_here()), default=80.0)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title=(
+    columns = [Column("step"), Column("peak,\nGiB", justify="right"), Column("fits"),
+               Column(f"largest context\nat batch {batch:,}", justify="right"),
+               Column(f"largest batch\nat context {context:,}", justify="right")]
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title=(
         f"{config.shape}, context {context:,}, batch {batch:,}, vocabulary {vocab:,}: a training step in"
         f" {memory:.4g} GiB"))
-    for name, side in (("step", "left"), ("peak,\nGiB", "right"), ("fits", "left"),
-                       (f"largest context\nat batch {batch:,}", "right"),
-                       (f"largest batch\nat context {context:,}", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for row in fit(config, memory):
+    for row in fitted(config, memory):
         table.add_row(row.step, f"{row.peak_gib:.2f}", row.fits, f"{row.largest_context:,}",
                       f"{row.largest_batch:,}")
     Console(markup=False, highlight=False).print(table)
@@ -323,7 +303,7 @@ def profile(
     csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
 ) -> None:
     """Say what a capture tells: a step on the GPU, its families, launches, communication, and what to do."""
-    from stepscope.traces.profile import phases_of, profile_text
+    from stepscope.report.profile import phases_of, profile_text
     try:
         print(profile_text(file, step=step, phases=phases_of(phase or []), device=device, csv=csv))
     except OSError as error:
@@ -333,8 +313,6 @@ def profile(
 @app.command()
 def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
-    from stepscope.config import device_here
-    from stepscope.runs.machine import machine, software
     from stepscope.traces.in_process import launch_rate
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}

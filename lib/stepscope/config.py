@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import re
+import reprlib
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -53,26 +54,21 @@ class ConfigError(StepscopeError, ValueError):
     """A configuration that cannot be run; its text is a sentence: the field, what it was, what is allowed."""
 
 
-def size_of(name: str, edition: int | None = None) -> str:
+def size_of(name: Any, edition: Any = None) -> str:
     """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year it is one of them.
 
     Raises:
         ConfigError: there is no such edition or size, or the edition has none of that name.
     """
-    if edition is None:
-        if not isinstance(name, str) or name not in SIZES:
-            raise ConfigError(f"size: got {shown(name)}, but known sizes are {', '.join(SIZES)}"
-                              " (or give d_model, d_ff, num_layers and num_heads without a size)")
-        return name
-    if not isinstance(edition, int) or edition not in EDITIONS:
+    if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
         raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are {years}")
-    names = EDITIONS[edition] | {name: name for name in CPU_SIZES}
-    if not isinstance(name, str) or name not in names:
+    names = EDITIONS[edition] | dict(zip(CPU_SIZES, CPU_SIZES)) if edition else dict(zip(SIZES, SIZES))
+    if name not in [*names]:
         ours = next((theirs for theirs, size in names.items() if size == name), None)
         calls = f", and calls {name} {ours}" if ours else ""
-        raise ConfigError(f"size: got {shown(name)}, but the {edition} edition has"
-                          f" {', '.join(EDITIONS[edition])}{calls}")
+        whose = f"the {edition} edition has" if edition else "known sizes are"
+        raise ConfigError(f"size: got {shown(name)}, but {whose} {', '.join(names)}{calls}")
     return names[name]
 
 
@@ -94,9 +90,11 @@ MOST_SHOWN = 100  # characters of a wrong value that an error repeats
 
 def shown(value: Any) -> str:
     """A value as an error repeats it: on one line, and cut where it is long."""
+    short = reprlib.Repr()  # also of what is nested deeply, or stands for gigabytes
+    short.maxstring = short.maxother = MOST_SHOWN
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        text = short.repr(value)
+    except ValueError:  # thousands of digits
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
@@ -118,6 +116,12 @@ class RunConfig(BaseModel):
     timed_steps: Steps = 10
     seed: int = Field(0, ge=0, lt=2**63)
 
+    @classmethod
+    def free_fields(cls) -> list[str]:
+        """The fields that can have more than one value: the parameters of the study's notebook."""
+        return [name for name, field in cls.model_fields.items()
+                if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+
     def digest(self) -> str:
         """Of the fields that are not at their default, so that a field added later renames no run.
 
@@ -133,7 +137,7 @@ class RunConfig(BaseModel):
 
     def _named(self) -> list[str]:
         """Shape, context, and of mode and precision those that are free to choose in this study."""
-        free = [name for name in ("mode", "precision") if name in _free(type(self))]
+        free = [name for name in ("mode", "precision") if name in self.free_fields()]
         return [self.shape.replace(" ", "-"), f"ctx{self.context_length}",
                 *(getattr(self, name) for name in free)]
 
@@ -238,7 +242,7 @@ def configure(study: str, **values: Any) -> Any:
     try:
         return known[study](**{"device": "auto"} | values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(item, known[study]) for item in error.errors())) from None
+        raise ConfigError(worded(error, known[study])) from None
 
 
 def place_of(item: Any) -> str:
@@ -247,33 +251,20 @@ def place_of(item: Any) -> str:
     return ".".join(plain)
 
 
-def _sentence(item: Any, model: type[RunConfig]) -> str:
-    field = place_of(item)
+def worded(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with the input of a model, a sentence for each field."""
+    return "; ".join(_sentence(item, model) for item in error.errors())
+
+
+def _sentence(item: Any, model: type[BaseModel]) -> str:
+    field = place_of(item) or "all"
     if item["type"] == "value_error":  # our own validators word their errors whole
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":
-        return (f"{field}: no such field in study {model.model_fields['study'].default!r};"
-                f" its fields are {', '.join(model.model_fields)}")
+        return f"{field}: no such field; known are {', '.join(model.model_fields)}"
     if item["type"] == "missing":
         return f"{field}: not given, and it has no default"
     return f"{field}: got {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-@functools.cache
-def _free(model: type[RunConfig]) -> list[str]:
-    return [name for name, field in model.model_fields.items()
-            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
-
-
-def free_fields(study: str) -> list[str]:
-    """The fields of a study that can have more than one value: its notebook's parameters.
-
-    Raises:
-        ConfigError: there is no such study.
-    """
-    if study not in studies():
-        raise ConfigError(f"study: got {study!r}, but known studies are {', '.join(studies())}")
-    return _free(studies()[study])
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:
@@ -282,7 +273,8 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
     Args:
         names: the notebook's ``globals()``; what is no field of the study is passed over.
     """
-    return configure(study, **{field: names[field] for field in free_fields(study) if field in names})
+    free = studies()[study].free_fields()
+    return configure(study, **{field: names[field] for field in free if field in names})
 
 
 def require_device(config: RunConfig) -> None:

@@ -4,7 +4,6 @@
 """
 import hashlib
 import math
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
-    field_validator,
     with_config,
 )
 from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
@@ -27,6 +25,7 @@ from stepscope.config import ConfigError, RunConfig, configure, place_of, shown
 from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
+OUTCOME = "outcome.json"  # what a notebook hands over; gone when it is in the record
 LOG = "kernel.log"  # what a failed run's processes wrote themselves: crashes below Python
 MOST_RECORD_BYTES = 2**24
 
@@ -35,32 +34,24 @@ class RecordError(StepscopeError, ValueError):
     """A record that cannot be used; the text names the file by its path in the runs folder."""
 
 
-def _plain_path(path: str) -> str:
-    if not all(re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9._+-]{0,199}", part) for part in path.split("/")):
-        raise ValueError(f"{shown(path)} is no plain name of letters, digits, '.', '_', '-' and '+'")
-    return path
-
-
-def _plain_name(name: str) -> str:
-    if "/" in name:
-        raise ValueError(f"{shown(name)} is no plain name: it has a '/'")
-    return _plain_path(name)
-
-
-def _utc(moment: datetime) -> datetime:
-    if not 2000 <= moment.year < 2200:
-        raise ValueError(f"got the year {moment.year}, but expected one from 2000 to 2199")
-    return moment.astimezone(UTC)
+def _none_if_not_finite(value: Any) -> Any:
+    """A float that is no number, or infinite, has no JSON: the record's file has null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # What is believed of a record: what can be a path in the folder, and numbers that a table can hold.
-PlainName = Annotated[str, AfterValidator(_plain_name)]
-PlainPath = Annotated[str, AfterValidator(_plain_path)]
+NAME = "[A-Za-z0-9_+][A-Za-z0-9._+-]{0,199}"
+PlainName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
+PlainPath = Annotated[str, StringConstraints(pattern=f"^{NAME}(/{NAME})*$")]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=10**9)]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+Moment = Annotated[
+    AwareDatetime, Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(2200, 1, 1, tzinfo=UTC)),
+    AfterValidator(lambda moment: moment.astimezone(UTC))]
+Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_not_finite)]
 
 
 class Table(BaseModel):
@@ -101,30 +92,20 @@ class Record(BaseModel):
     status: Status
     cause: str | None = None
     config: dict[str, Any]
-    results: dict[str, float | int | str | bool | None] = {}
+    results: dict[str, Result] = {}
     tables: dict[PlainPath, Table] = {}
     notebook_sha256: Digest | None = None  # of the executed notebook
     machine: Machine = {}
     software: dict[str, str | Whole | None] = {}
-    started_at: Annotated[AwareDatetime, AfterValidator(_utc)]
+    started_at: Moment
     duration_s: Seconds
     measuring_s: Seconds = 0.0  # of it, the turns on the GPU
-
-    @field_validator("results")
-    @classmethod
-    def results_fit_tables(cls, results: dict[str, Any]) -> dict[str, Any]:
-        for name, value in results.items():
-            if isinstance(value, int) and abs(value) >= 2**63:
-                raise ValueError(f"{shown(name)} is {shown(value)}, which no table can hold")
-        # A float that is no number, or infinite, has no JSON: the record's file has null, and this None from
-        # the start.
-        return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in results.items()}
 
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do: a failed run is tried again when its sweep is resumed."""
         return self.status != "failed"
+
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:
@@ -148,10 +129,16 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         first = error.errors()[0]
         what = f"{place_of(first) or 'the file'}: {first['msg'].removeprefix('Value error, ')}"
         raise unusable(run, RECORD, f"not a valid record ({what})") from None
-    if record.run_id != folder.name or record.study != folder.parent.name:
-        other = f"{record.study}/{record.run_id}"
+    try:
+        config: RunConfig = configure(**record.config)
+    except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
+        what = f"holds a configuration that is not valid ({str(error)[:500]})"
+        raise unusable(run, RECORD, what) from None
+    names = {(config.study, config.run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
+    if len(names) > 1 or record.config.get("device") != config.device:  # 'auto' would be this machine's
+        other = f"{config.study}/{config.run_id} on {config.device}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
-    record.config = _configuration(record, run).model_dump(mode="json")
+    record.config = config.model_dump(mode="json")
     if check_files:
         for table in record.tables.values():
             _check_file(root, run, table.file, table.sha256)
@@ -164,22 +151,6 @@ def unusable(run: str, file: str, what: str) -> RecordError:
     """The error of a file of a run (study/run id), on one line whatever the folder's name is."""
     path = f"{run}/{file}"
     return RecordError(f"{path if path.isprintable() else shown(path)}: {what}")
-
-
-def _configuration(record: Record, run: str) -> RunConfig:
-    study, device = record.config.get("study"), record.config.get("device")
-    try:
-        if study != record.study:
-            raise ConfigError(f"study: got {shown(study)}, but the record is of {record.study!r}")
-        if device not in ("cuda", "cpu"):  # 'auto' would be this machine's
-            raise ConfigError(f"device: got {shown(device)}, but expected 'cuda' or 'cpu'")
-        config: RunConfig = configure(**record.config)
-        if config.run_id != record.run_id:
-            raise ConfigError(f"it is that of the run {config.run_id}")
-    except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
-        what = f"holds a configuration that is not valid ({str(error)[:500]})"
-        raise unusable(run, RECORD, what) from None
-    return config
 
 
 def _check_file(root: Path, run: str, file: str, sha256: str) -> None:

@@ -24,13 +24,14 @@ import psutil
 from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
-from stepscope.config import Dimensions, RunConfig, configure, free_fields
-from stepscope.runs.record import LOG, NOTEBOOK, Record
+from stepscope.config import Dimensions, RunConfig, configure
+from stepscope.files import write_text_durably
+from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record
 
 # A link to the checkout's; a wheel holds them there. Another folder of them can be named.
 NOTEBOOKS = Path(os.environ.get("STEPSCOPE_NOTEBOOKS") or PACKAGE / "notebooks")
 MARK = "STEPSCOPE_RUN"  # in the environment of a run's processes: its folder
-TEMPORARY, OUTCOME, ENDED = "tmp", "outcome.json", "ended.json"  # in the run's folder, until it has ended
+TEMPORARY = "tmp"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
 # that the processor says it has: 5 to 15 s of a process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
@@ -67,12 +68,27 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=log,
                                    stderr=log, start_new_session=True)
         try:
-            cause = _wait(process, timeout_s, abandoned)
+            reason = _wait(process, timeout_s, abandoned)
         finally:
             end_marked(folder)
             process.wait()
-    status, cause = ("failed", cause) if cause else _told(folder, process.returncode)
-    return _record(config, folder, status, cause, started_at, time.monotonic() - started)
+    outcome = _outcome(folder)
+    if reason is None and "status" not in outcome:
+        code = process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        reason = f"the run's process {how}; see {LOG}"
+    if reason:
+        outcome |= {"status": "failed", "cause": reason}
+    _tidy(folder, outcome["status"])
+    fields: dict[str, Any] = {
+        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
+        "started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
+    try:
+        cause = outcome["cause"] and without_machine(outcome["cause"], folder)
+        return Record(**fields, **outcome | {"cause": cause})
+    except (ValidationError, TypeError) as error:
+        words = " ".join(str(error).split())[:500]
+        return Record(status="failed", cause=f"what the notebook handed over is no record: {words}", **fields)
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
@@ -88,38 +104,15 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
             return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
 
 
-def _told(folder: Path, code: int) -> tuple[str, str | None]:
-    """Status and cause as the run's process has left them."""
-    try:
-        told = json.loads((folder / ENDED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        return "failed", f"the run's process {how}; see {LOG}"
-    return told["status"], told["cause"]
-
-
-def _record(config: RunConfig, folder: Path, status: str, cause: str | None, started_at: datetime,
-            duration_s: float) -> Record:
-    """The record of a run that has ended; what only the run itself needed goes from its folder."""
-    outcome: dict[str, Any] = {}
+def _outcome(folder: Path) -> dict[str, Any]:
+    """What the notebook has handed over so far, and how it ended, where it has."""
     with suppress(FileNotFoundError):
-        outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-    if not outcome.pop("finished", False) and status == "ok":
-        status, cause = "failed", f"{config.study}.ipynb ran to its end without Run.finish(...)"
-    _tidy(folder, status)
-    fields: dict[str, Any] = {
-        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
-        "started_at": started_at, "duration_s": round(duration_s, 3)}
-    try:
-        cause = cause and without_machine(cause, folder)
-        return Record(**fields, **outcome, status=status, cause=cause)  # type: ignore[arg-type]
-    except (ValidationError, TypeError) as error:
-        words = " ".join(str(error).split())[:500]
-        return Record(status="failed", cause=f"what the notebook handed over is no record: {words}", **fields)
+        return json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+    return {}
 
 
 def _tidy(folder: Path, status: str) -> None:
-    for leftover in (OUTCOME, f".{OUTCOME}.tmp", ENDED):
+    for leftover in (OUTCOME, f".{OUTCOME}.tmp"):
         (folder / leftover).unlink(missing_ok=True)
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)  # also folders without our write bit
     if (notebook := folder / NOTEBOOK).is_file():
@@ -191,7 +184,10 @@ def main(text: str, folder: str) -> None:
     threading.Thread(target=_end_with_worker, args=[Path(folder)], daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # which a worker has blocked
     status, cause = _execute(configure(**json.loads(text)), Path(folder))
-    (Path(folder) / ENDED).write_text(json.dumps({"status": status, "cause": cause}), encoding="utf-8")
+    outcome = _outcome(Path(folder))
+    if not outcome.pop("finished", False) and status == "ok":
+        status, cause = "failed", "the notebook ran to its end without Run.finish(...)"
+    write_text_durably(Path(folder) / OUTCOME, json.dumps(outcome | {"status": status, "cause": cause}))
 
 
 def _end_with_worker(folder: Path) -> None:
@@ -223,7 +219,7 @@ def _execute(config: RunConfig, folder: Path) -> tuple[str, str | None]:
             return f"{TEMPORARY}/kernel"
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
-    fields = config.model_dump_json(include=set(free_fields(config.study)))
+    fields = config.model_dump_json(include=set(config.free_fields()))
     parameters = json.loads(fields) | {"run_folder": "."}
     if parameters.get("size", "custom") != "custom":  # the size says these
         for field in Dimensions._fields:

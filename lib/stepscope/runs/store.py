@@ -10,13 +10,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig, shown, studies
-from stepscope.files import open_within, read_within, sync, write_text_durably
+from stepscope.config import RunConfig, studies
+from stepscope.files import open_within, sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
 
@@ -49,24 +48,18 @@ class Store:
             StoreError: it cannot be written to, or a folder in it is a link: what is written would be
                 elsewhere.
         """
-        holder = self.root / ".lock-holder"
         with self._open_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StoreBusy(f"{self.root}: another sweep is writing here ({self._holder()});"
-                                " wait for it, stop it, or choose another --runs folder") from None
-            with suppress(OSError):  # a full disk is named when a run is to be written
-                holder.unlink(missing_ok=True)
-                with holder.open("x", encoding="utf-8") as file:  # a new one: never a link's target
-                    file.write(f"process {os.getpid()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
+                raise StoreBusy(f"{self.root}: another sweep is writing here (fuser {self.root}/.lock says"
+                                " which process); wait for it, stop it, or choose another --runs"
+                                " folder") from None
             shutil.rmtree(self.partial, ignore_errors=True)
             try:
                 yield
             finally:
                 shutil.rmtree(self.partial, ignore_errors=True)
-                with suppress(OSError):
-                    holder.unlink()
 
     def _open_lock(self) -> BufferedReader:
         """The lock's file, made where it is not there; open for reading, which keeps no file system busy."""
@@ -90,14 +83,6 @@ class Store:
             reason = f"cannot be written to ({error.strerror}); nothing was started"
             raise StoreError(f"{self.root}: {reason}") from None
         return lock
-
-    def _holder(self) -> str:
-        """Which process writes here, by its own account."""
-        try:
-            words = read_within(self.root, ".lock-holder", 200).decode(errors="replace").strip()
-        except OSError:
-            words = ""
-        return (words if words.isprintable() else shown(words)) or "just started"
 
     def folder_in_making(self) -> Path:
         """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""

@@ -59,13 +59,11 @@ class SweepEnd:
 
     Args:
         counts: by status, of all its runs.
-        failed: runs and causes.
         left: what is still to be run, and ``stopped_by`` what.
     """
 
     counts: Counter = field(default_factory=Counter)
     left: list[RunConfig] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
     stopped_by: str | None = None
 
 
@@ -180,20 +178,16 @@ def _what_is_left(asked: Asked, store: Store, console: Console) -> SweepEnd:
     Raises:
         SweepError: where a run should be there is something that is none.
     """
-    end, wrong = SweepEnd(), []
+    end = SweepEnd()
     for config in asked.configs:
         try:
             record = store.find(config)
         except RecordError as error:
-            wrong.append(str(error))
-            continue
+            raise SweepError(f"{store.root}: {error}; remove the folder, and the run is done again") from None
         if record and record.done:
             end.counts[record.status] += 1
         else:
             end.left.append(config)
-    if wrong:
-        more = f" (and {len(wrong) - 1} others)" if len(wrong) > 1 else ""
-        raise SweepError(f"{store.root}: {wrong[0]}{more}; remove the folder, and the run is done again")
     for config in asked.too_large:
         console.print(f"left out, it would not fit into the GPU's memory: {config.label}", soft_wrap=True)
     return end
@@ -272,8 +266,6 @@ class _Sweep:
         self._say_result(config, result)
 
     def _say_result(self, config: RunConfig, record: Record) -> None:
-        if record.status == "failed":
-            self.end.failed.append((config.label, record.cause or ""))
         found = {"ok": str(record.results.get("finding") or "done"), "oom": "does not fit: out of memory",
                  "failed": f"failed: {record.cause}"}[record.status]
         count, seconds = f"{len(self.done)}/{len(self.asked)}", f"{record.duration_s:.0f} s"

@@ -1,19 +1,31 @@
 """Sweep files: YAML that becomes configurations."""
 import itertools
 import math
-import reprlib
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import EDITIONS, ConfigError, RunConfig, StepConfig, configure, studies
+from stepscope.config import (
+    EDITIONS,
+    ConfigError,
+    RunConfig,
+    StepConfig,
+    configure,
+    shown,
+    studies,
+    worded,
+)
 from stepscope.step.accounting import peak
-from stepscope.yaml_files import YamlFileError, load_yaml
+from stepscope.yaml_files import load_yaml
 
 ACROSS = PACKAGE / "sweeps"    # of several studies
 STUDIES = PACKAGE / "studies"  # of one study each
-BLOCK_KEYS = ("study", "fixed", "axes", "skip_too_large")
 LARGEST = "LARGEST"  # as a size: the largest that is predicted to fit
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
 # Of what a step takes as the assignment writes it, in fp32: what the allocator reserves beyond that, and
@@ -24,6 +36,28 @@ MOST_USED = 0.9  # of a GPU's memory, by the largest model's step
 
 class SweepError(StepscopeError, ValueError):
     """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
+
+
+class Block(BaseModel):
+    """A block of a sweep file: the product of its ``axes`` (field: list of values), the last varying fastest,
+    each with the ``fixed`` fields. ``edition`` beside ``size`` says which year's handout its names are of,
+    and is no field. With ``skip_too_large`` what is predicted not to fit into the GPU is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    study: str
+    fixed: dict[str, Any] = {}
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    skip_too_large: bool = False
+
+    @model_validator(mode="after")
+    def plausible(self) -> Self:
+        names = Counter(["study", *self.fixed, *self.axes])
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise ValueError(f"{shown(twice[0])}: given more than once, as study, in fixed or in axes")
+        if math.prod(map(len, self.axes.values())) > MOST_RUNS:
+            raise ValueError(f"axes: their product is more than {MOST_RUNS:,} runs")
+        return self
 
 
 @dataclass
@@ -41,100 +75,61 @@ def find_sweeps(name: str) -> list[Path]:
     Raises:
         SweepError: there is none.
     """
-    path = Path(name)
     shipped = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))}
     shipped |= {"cpu": [STUDIES / study / "sweep_cpu.yaml" for study in studies()]}
     shipped |= {study: [STUDIES / study / "sweep.yaml"] for study in studies()}
-    try:
-        if path.is_file():  # a folder is none: runs folders have one by each study's name
+    if name in shipped:
+        return shipped[name]
+    with suppress(OSError):  # a name too long
+        if (path := Path(name)).is_file():
             return [path]
-        if name not in shipped:
-            there = "is no regular file" if path.exists() else "there is no such file"
-            raise SweepError(f"{path}: {there}; sweeps that ship with stepscope: {', '.join(shipped)}")
-    except (OSError, ValueError) as error:  # a name too long, a null byte
-        if isinstance(error, SweepError):
-            raise
-        raise SweepError(f"{name:.80}: cannot be read ({getattr(error, 'strerror', error)})") from None
-    return shipped[name]
+    raise SweepError(f"{name:.200}: is no file, and none of the sweeps that ship with stepscope, which are"
+                     f" {', '.join(shipped)}")
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> Asked:
     """All configurations of sweep files (or of blocks as such files have them), in their order, each once.
 
-    A file is one block or a list of blocks, a block being ``study`` (a name), ``fixed`` (field: value) and
-    ``axes`` (field: list of values); the block stands for the product of its axes, the last axis varying
-    fastest. ``edition`` beside ``size`` says which year's handout its names are of, and is no field. With
-    ``skip_too_large: true`` what is predicted not to fit into the GPU is left out.
+    A file is one :class:`Block` or a list of them.
 
     Args:
         device: what ``auto`` means where they will run.
         gpu_gib: memory of the GPUs there.
 
     Raises:
-        SweepError: no such file, not YAML, another shape than this, or a configuration that is not valid.
+        YamlFileError: no such file, or not YAML. SweepError: another shape than this, or a configuration that
+            is not valid.
     """
     found: dict[tuple[str, str], RunConfig] = {}
     too_large: dict[tuple[str, str], RunConfig] = {}
     for source in sources:
-        content = source if isinstance(source, dict) else _read(source)
+        content = source if isinstance(source, dict) else load_yaml(source)
         for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
             try:
-                for config in _expand(block, device, gpu_gib):
-                    skip = block.get("skip_too_large") and gpu_gib and peak_gib(config) > gpu_gib
+                asked = Block.model_validate(block)
+                for config in _expand(asked, device, gpu_gib):
+                    skip = asked.skip_too_large and gpu_gib and peak_gib(config) > gpu_gib
                     group = too_large if skip else found
                     if group.setdefault((config.study, config.run_id), config) != config:
                         raise SweepError(f"two of its configurations have the run id {config.run_id};"
                                          " put them into different runs folders")
-            except (ConfigError, SweepError) as error:
+            except (ConfigError, SweepError, ValidationError) as error:
+                what = worded(error, Block) if isinstance(error, ValidationError) else error
                 place = "" if isinstance(source, dict) else f"{source}, block {number}: "
-                raise SweepError(f"{place}{error}") from None
+                raise SweepError(f"{place}{what}") from None
     if not found:
         raise SweepError(f"{', '.join(map(str, sources))}: asks for no run")
     return Asked(list(found.values()), list(too_large.values()))
 
 
-def _read(path: Path) -> object:
-    try:
-        return load_yaml(path)
-    except YamlFileError as error:
-        raise SweepError(str(error)) from None
-
-
-def _expand(block: object, device: str, gpu_gib: float | None) -> Iterator[RunConfig]:
-    if not isinstance(block, dict) or not isinstance(block.get("study"), str):
-        raise SweepError("expected a mapping with study (a name), fixed (field: value) and axes"
-                         " (field: list)")
-    for key in block:
-        if key not in BLOCK_KEYS:
-            raise SweepError(f"{key!s:.40}: unknown key; known are {', '.join(BLOCK_KEYS)}")
-    if not isinstance(block.get("skip_too_large", False), bool):
-        raise SweepError(f"skip_too_large: got {block['skip_too_large']!r:.40}, but expected true or false")
-    fixed, axes = block.get("fixed") or {}, block.get("axes") or {}
-    _require_fields(fixed, axes)
-    if math.prod(map(len, axes.values())) > MOST_RUNS:
-        raise SweepError(f"axes: their product is more than {MOST_RUNS:,} runs, but expected at most so many")
-    for values in itertools.product(*axes.values()):
-        fields = fixed | dict(zip(axes, values, strict=True))
+def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunConfig]:
+    for values in itertools.product(*block.axes.values()):
+        fields = block.fixed | dict(zip(block.axes, values, strict=True))
         if fields.get("device", "auto") == "auto":
             fields["device"] = device
         if fields.get("size") == LARGEST:
             fields["size"] = largest_that_fits(fields, gpu_gib)
-        yield configure(block["study"], **fields)
-
-
-def _require_fields(fixed: object, axes: object) -> None:
-    for key, mapping in (("fixed", fixed), ("axes", axes)):
-        if not isinstance(mapping, dict):
-            raise SweepError(f"{key}: got {reprlib.repr(mapping)}, but expected a mapping from field names")
-        for name, values in mapping.items():
-            if not isinstance(name, str) or name == "study":
-                raise SweepError(f"{key}: got {name!r:.40}, but expected names of fields"
-                                 " (study stands beside fixed and axes)")
-            if key == "axes" and (not isinstance(values, list) or not values):
-                raise SweepError(f"axes.{name}: got {reprlib.repr(values)}, but expected a list of one or"
-                                 " more values")
-            if key == "axes" and name in fixed:  # type: ignore[operator]
-                raise SweepError(f"{name}: given both in fixed and in axes; leave one of them out")
+        yield configure(block.study, **fields)
 
 
 def peak_gib(config: RunConfig) -> float:

@@ -42,16 +42,6 @@ class SchedulerGone(StepscopeError, RuntimeError):
 
 
 @dataclass
-class Task:
-    """What a worker is given. Plain values, since it may be on another machine."""
-
-    config: dict
-    folder: str
-    timeout_s: float | None
-    environment: dict[str, str]
-
-
-@dataclass
 class Given:
     """A run that a worker has."""
 
@@ -112,8 +102,9 @@ class Workers:
         return min(places)[1:] if places else None
 
     def submit(self, config: RunConfig, folder: Path, address: str, takes: float) -> None:
-        task = Task(config.model_dump(mode="json"), str(folder), self.timeout_s, self.environment)
-        future = self.client.submit(work, task, key=f"{config.study}-{config.run_id}-{folder.name}",
+        # Plain values, since the worker may be on another machine.
+        task = config.model_dump(mode="json"), str(folder), self.timeout_s, self.environment
+        future = self.client.submit(work, *task, key=f"{config.study}-{config.run_id}-{folder.name}",
                                     workers=[address], resources={RESOURCE[config.device]: takes},
                                     retries=0, pure=False)
         self.running.append(Given(config, folder, address, takes, future))
@@ -152,7 +143,7 @@ def workers_of(client: Any) -> dict[str, dict]:
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
-def work(task: Task) -> str:
+def work(fields: dict, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
     """What a worker's thread does: make one run in its folder, and give back its record as JSON."""
     from distributed import Status, get_worker
     worker = get_worker()
@@ -164,13 +155,12 @@ def work(task: Task) -> str:
         lives = worker.status in (Status.running, Status.paused)
         return state is None or state.state == "cancelled" or not lives
 
-    if not Path(task.folder).is_dir():
+    if not Path(folder).is_dir():
         raise FileNotFoundError(2, f"worker {worker.name} does not see it; the runs folder has to be on a"
-                                   " file system that all share", task.folder)
+                                   " file system that all share", folder)
     has_gpu = "GPU_GIB" in worker.state.total_resources
     shared = {TURN: str(Path(worker.local_directory) / "gpu-turn")} if has_gpu else {}
-    record = make_run(configure(**task.config), Path(task.folder), task.environment | shared, task.timeout_s,
-                      abandoned)
+    record = make_run(configure(**fields), Path(folder), environment | shared, timeout_s, abandoned)
     return record.model_dump_json()
 
 
