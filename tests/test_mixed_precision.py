@@ -228,7 +228,7 @@ def cell(size, context, precision, mode):
         peak *= 1.4
     return RUN | {"size": size, "context_length": context, "precision": precision, "mode": mode, "phase": WHOLE,
                   "wall_ms": wall, "gpu_ms": gpu, "busy": gpu / wall, "replayed_ms": gpu, "peak_gib": peak,
-                  "step_j": gpu * 0.6 if mode == "step" else np.nan, "mfu": 0.3, "status": "ok"}
+                  "mfu": 0.3, "status": "ok"}
 
 
 def kernels(size, precision):
@@ -290,7 +290,6 @@ def test_gains_are_of_the_numbers_as_shown(made):
                                            "large_gain": 1000 / 170, "context": 512}
     assert claims.precision_tf32(made)["small_gain"] == 80 / 40
     assert claims.answer_trend(made) == claims.precision_gain(made)
-    assert claims.precision_fp16(made) == {"large": "2.7B", "fp16": 1000 / 170, "bf16": 1000 / 170}
 
 
 def with_rows(made, name, column, value, **which):
@@ -307,13 +306,11 @@ def test_claims_have_the_tables_numbers(made):
     assert claims.precision_launch(made) == {"count": 2, "of": 4}  # small at 512 and 2.7B at 128
     found = claims.precision_memory(made)
     assert found["size"] == "2.7B" and found["low"] < found["high"] and found["forward_low"] > found["forward"]
-    assert claims.precision_energy(made) == {"size": "2.7B", "less": 600 / 102, "joules": pytest.approx(102)}
-    assert claims.answer_sums(made) == {"fp32": "10.0001", "fp16": "9.9531", "mixed": "10.0021", "cast": "10.0021"}
-    assert claims.sums_bf16(made) == {"bf16": "4", "fp16": "9.95"}
+    assert claims.answer_sums(made) == {
+        "fp32": "10.0001", "fp16": "9.9531", "mixed": "10.0021", "cast": "10.0021", "bf16": "4"}
     assert claims.answer_toy(made) == {"wide": "fp32"}
     found = claims.answer_norm(made)
     assert found["overflow"] == 100 and found["terms"] == 1024 and 0.1 < found["off"] < 0.3
-    assert claims.norm_inside(made) == {"scale": 100}
     assert claims.health(made) == {"size": "small", "share": 6e-4}
     assert claims.losses(made) == {"steps": 200}
     assert tables.losses_off(made).to_dict() == pytest.approx(
@@ -326,17 +323,14 @@ TIMES, NUMBERS = "mixed_precision.times", "mixed_precision.numerics"
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
     ("precision_gain", TIMES, "gpu_ms", 1000.0, {}), ("precision_tf32", TIMES, "gpu_ms", 1000.0, {}),
     ("answer_trend", TIMES, "gpu_ms", lambda ms: ms * 3, {"size": "2.7B"}),
-    ("precision_fp16", TIMES, "gpu_ms", lambda ms: ms / 2, {"precision": "fp16"}),
     ("precision_why", "mixed_precision.operations", "gpu_ms", 0.0, {"family": "copy and cast"}),
     ("precision_launch", TIMES, "busy", 0.99, {}), ("precision_memory", TIMES, "peak_gib", 1.0, {}),
-    ("precision_energy", TIMES, "step_j", 1e4, {}),
     ("answer_sums", NUMBERS, "value", 1e-5, {"case": "fp16 into fp32", "quantity": "adding"}),
-    ("sums_bf16", NUMBERS, "value", 9.9, {"case": "bf16 into bf16", "quantity": "result"}),
+    ("answer_sums", NUMBERS, "value", 9.96, {"case": "bf16 into bf16", "quantity": "result"}),
     ("answer_toy", NUMBERS, "dtype", "bf16", {"case": "bf16", "quantity": "LayerNorm's output"}),
     ("answer_toy", NUMBERS, "dtype", "fp32", {"case": "fp16", "quantity": "logits"}),
     ("answer_norm", NUMBERS, "value", 0.5, {"experiment": "norm lost", "case": "bf16", "quantity": "squares"}),
     ("answer_norm", NUMBERS, "value", 0.01, {"case": "bf16", "quantity": "variance by a running sum"}),
-    ("norm_inside", NUMBERS, "value", 1.0, {"experiment": "norm error", "quantity": "PyTorch's output"}),
     ("health", NUMBERS, "value", 5e-4, {"case": "fp16, scaled", "quantity": "zero"}),
     ("losses", NUMBERS, "value", 9.0, {"experiment": "training", "case": "bf16"})])
 def test_a_claim_that_does_not_hold_is_not_said(made, claim, name, column, value, which):

@@ -2,17 +2,16 @@
 from typing import Any
 
 from stepscope.report.shapes import reference
-from stepscope.report.tables import ratio
-from stepscope.step.stats import LAUNCH_BOUND, SAME, SAME_CAPPED
+from stepscope.step.stats import LAUNCH_BOUND, SAME
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
     LOST,
     Tables,
+    beside_fp32,
     gains,
     kinds,
     losses_off,
     numbers,
-    steps,
     trend,
     whole,
     wide,
@@ -42,13 +41,6 @@ def answer_trend(tables: Tables) -> Claim:
     return _gain(tables, "bf16") if gains(tables, "bf16").is_monotonic_increasing else None
 
 
-def precision_fp16(tables: Tables) -> Claim:
-    """fp16 is no faster than bf16."""
-    bf16, fp16 = (gains(tables, precision) for precision in ("bf16", "fp16"))
-    large, found = fp16.index[-1], {"fp16": fp16.iloc[-1], "bf16": bf16[fp16.index[-1]]}
-    return {"large": large} | found if found["fp16"] < found["bf16"] * (1 + SAME_CAPPED) else None
-
-
 def precision_why(tables: Tables) -> Claim:
     found = trend(tables).iloc[-1]
     step, slower = kinds(tables, str(found.name)), 1 / found["rest"]
@@ -60,7 +52,7 @@ def precision_why(tables: Tables) -> Claim:
 
 def precision_launch(tables: Tables) -> Claim:
     """Shapes whose full step is GPU-bound in fp32 and launch-bound in bf16."""
-    rows = steps(tables, "bf16").dropna(subset=["busy", "busy_fp32"])
+    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
     count = int(((rows["busy"] < LAUNCH_BOUND) & (rows["busy_fp32"] >= LAUNCH_BOUND)).sum())
     return {"count": count, "of": len(rows)} if count > 1 else None
 
@@ -76,32 +68,22 @@ def precision_memory(tables: Tables) -> Claim:
     return None
 
 
-def precision_energy(tables: Tables) -> Claim:
-    row = whole(tables, precision="bf16", mode="step").dropna(subset=["step_j", "step_j_fp32"]).iloc[-1]
-    less = ratio(row["step_j_fp32"], row["step_j"], "J")
-    return {"size": row["size"], "less": less, "joules": row["step_j"]} if less > 1 + SAME else None
-
-
-def sums_bf16(tables: Tables) -> Claim:
-    found = wide(tables, "sums").droplevel("at")["result"]
-    bf16, fp16 = found["bf16 into bf16"], found["fp16 into fp16"]
-    return {"bf16": f"{bf16:g}", "fp16": f"{fp16:.2f}"} if 10 - bf16 > 1 > 10 - fp16 > 0.01 else None
-
-
 def answer_sums(tables: Tables) -> Claim:
-    """The handout's four, where an fp32 sum loses nothing of fp16 terms and casting them changes nothing."""
-    found = wide(tables, "sums").droplevel("at")
+    """The handout's four and bf16's, where an fp32 sum loses nothing of fp16 terms, casting them changes
+    nothing, and sums in fp16 and bf16 lose more."""
+    found = wide(tables, "sums")
     cases = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
-             "cast": "fp16 cast to fp32, into fp32"}
+             "cast": "fp16 cast to fp32, into fp32", "bf16": "bf16 into bf16"}
     result = {name: found["result"][case] for name, case in cases.items()}
-    if result["mixed"] == result["cast"] and found["adding"][cases["mixed"]] == 0:
-        return {name: f"{value:.4f}" for name, value in result.items()}
+    exact = result["mixed"] == result["cast"] and found["adding"][cases["mixed"]] == 0
+    if exact and 10 - result["bf16"] > 10 - result["fp16"] > abs(10 - result["mixed"]):
+        return {name: f"{round(value, 4):g}" for name, value in result.items()}
     return None
 
 
 def answer_toy(tables: Tables) -> Claim:
     """Under autocast on a GPU only what matmuls give is low."""
-    found = wide(tables, "toy", "dtype").droplevel("at")
+    found = wide(tables, "toy", "dtype")
     matmuls = found[["first layer's output", "logits"]]
     kept = found.drop(columns=matmuls.columns).eq("fp32").all(axis=None)
     low = matmuls.eq(found.index.to_series(), axis=0).all(axis=None)
@@ -118,17 +100,9 @@ def answer_norm(tables: Tables) -> Claim:
     return None
 
 
-def norm_inside(tables: Tables) -> Claim:
-    """PyTorch's own norm of fp16 is right where the parts overflow."""
-    error = wide(tables, "norm error").loc["fp16"]
-    broken = error[error["output"] == 1]
-    scale = int(broken.index[0])
-    return {"scale": scale} if (broken["PyTorch's output"] < LOST).all() else None
-
-
 def health(tables: Tables) -> Claim:
     """Gradients that fp16 loses without loss scaling; nearly none with it, nor in bf16."""
-    zero = wide(tables, "gradients").droplevel("at")["zero"]
+    zero = wide(tables, "gradients")["zero"]
     share, scaled = zero["fp16, unscaled"], zero["fp16, scaled"]
     if share > 100 * max(scaled, zero["bf16"]):
         return {"size": numbers(tables, "gradients")["size"].iloc[0], "share": share}

@@ -14,12 +14,13 @@ from stepscope.report.style import (
     label_ends,
 )
 from stepscope.report.tables import number
-from stepscope.studies.mixed_precision.tables import LOST, Tables, gains, steps, wide
+from stepscope.studies.mixed_precision.tables import LOST, Tables, beside_fp32, gains, wide
 
 
 def precision_gain(tables: Tables) -> Picture:
     """bf16's speedup of the full step over the context, a line a size."""
-    rows, ends = steps(tables, "bf16").dropna(subset=["gain"]), gains(tables, "bf16")
+    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
+    ends = gains(tables, "bf16")
     low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
     made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
     contexts, last = sorted(rows["context_length"].unique()), {}
@@ -52,7 +53,7 @@ def norms(tables: Tables) -> Picture:
 def health(tables: Tables) -> Picture | None:
     """The share of gradients that fp16 makes zero, without and with loss scaling; None where a run had no
     fp16."""
-    zero = wide(tables, "gradients").droplevel("at")["zero"]
+    zero = wide(tables, "gradients")["zero"]
     if "fp16, unscaled" not in zero:
         return None
     shares = [zero["fp16, unscaled"], zero["fp16, scaled"]]

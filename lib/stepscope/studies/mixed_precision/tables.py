@@ -26,26 +26,21 @@ LOST = 1e-3  # share of values that are inf, NaN or wrongly 0: more is a loss
 
 # fp32 beside the others
 
-def beside_fp32(tables: Tables) -> pd.DataFrame:
+def beside_fp32(tables: Tables, **values: object) -> pd.DataFrame:
     """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``), which the benchmark
-    measured; ``gain`` is in GPU time, of the numbers as they are shown."""
+    measured; of a precision or mode, if one is named. ``gain`` is in GPU time, of the numbers as they are
+    shown."""
     low, fp32 = (chosen(tables[f"{study}.times"], **PLAIN, phase=WHOLE)
                  for study in ("mixed_precision", "benchmark"))
     low = low[low["peak_gib"].notna()]  # of a CPU no peak is known
     both = low.merge(fp32[fp32["precision"] == "fp32"], on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
-    return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_fp32"], both["gpu_ms"])])
+    both["gain"] = [ratio(*pair) for pair in zip(both["gpu_ms_fp32"], both["gpu_ms"])]
+    return chosen(both, **values)
 
 
-def whole(tables: Tables, **values: str) -> pd.DataFrame:
-    """Whole modes beside fp32 at the reference context; of a precision or mode, if one is named."""
-    rows = beside_fp32(tables)
-    return chosen(rows, context_length=reference(rows), **values)
-
-
-def steps(tables: Tables, precision: str) -> pd.DataFrame:
-    """Full steps in a precision beside fp32, of every shape."""
-    rows = beside_fp32(tables)
-    return rows[(rows["mode"] == "step") & (rows["precision"] == precision)]
+def whole(tables: Tables, **values: object) -> pd.DataFrame:
+    """The same at the reference context."""
+    return beside_fp32(tables, **values, context_length=reference(beside_fp32(tables)))
 
 
 def gains(tables: Tables, precision: str) -> pd.Series:
@@ -93,11 +88,10 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
 
 
 def wide(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
-    """One experiment: a row a case and place, a column a quantity, in the order in which they were found."""
+    """One experiment: a row a case, and a place where it has any, a column a quantity, as they were found."""
     rows = numbers(tables, experiment)
-    pivot = rows.pivot(index=["case", "at"], columns="quantity", values=column)
-    places = list(dict.fromkeys(zip(rows["case"], rows["at"])))
-    return pivot.loc[places, list(dict.fromkeys(rows["quantity"]))]
+    places = ["case", "at"] if rows["at"].any() else ["case"]
+    return rows.pivot_table(column, places, "quantity", aggfunc="first", sort=False)
 
 
 def losses_off(tables: Tables) -> pd.Series:
@@ -110,32 +104,18 @@ def losses_off(tables: Tables) -> pd.Series:
 
 # Printed
 
-def _by_mode(tables: Tables, column: str, unit: str, what: str) -> pd.DataFrame:
-    """A measure of whole modes in fp32 and bf16 at the reference context: a column a size."""
+def precision_times(tables: Tables) -> pd.DataFrame:
+    """GPU time of whole modes in fp32 and bf16 at the reference context: a column a size."""
     rows, found = whole(tables, precision="bf16"), {}
     for mode, words in MODES.items():
         own = rows[rows["mode"] == mode].set_index("size")
-        found |= {f"{words}, fp32": own[f"{column}_fp32"], f"{words}, bf16": own[column]}
+        found |= {f"{words}, fp32": own["gpu_ms_fp32"], f"{words}, bf16": own["gpu_ms"]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    return table(made, unit, note=f"{what}, context {reference(rows):,}.")
-
-
-def precision_times(tables: Tables) -> pd.DataFrame:
-    return _by_mode(tables, "gpu_ms", "ms", "GPU time in ms")
-
-
-def precision_memory(tables: Tables) -> pd.DataFrame:
-    return _by_mode(tables, "peak_gib", "GiB", "Peak of allocated memory in GiB")
+    return table(made, "ms", note=f"GPU time in ms, context {reference(rows):,}.")
 
 
 def precision_sizes(tables: Tables) -> pd.DataFrame:
     return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
-
-
-def precision_energy(tables: Tables) -> pd.DataFrame:
-    rows = whole(tables, mode="step").dropna(subset=["step_j", "step_j_fp32"])
-    fp32 = rows.drop_duplicates("size").assign(precision="fp32", step_j=lambda first: first["step_j_fp32"])
-    return table(by_size(pd.concat([rows, fp32]), "precision", "step_j", NAMES), "J")
 
 
 def precision_kinds(tables: Tables) -> pd.DataFrame:
@@ -155,14 +135,14 @@ def precision_trend(tables: Tables) -> pd.DataFrame:
 
 
 def sums(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "sums").droplevel("at").rename_axis(index="0.01 a thousand times", columns=None)
+    found = wide(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
     return table(pd.DataFrame({"sum": found["result"].map("{:.4f}".format),
                                "lost in storing 0.01": found["storing"].map("{:.2g}".format),
                                "lost in adding": found["adding"].map("{:.2g}".format)}))
 
 
 def toy(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "toy", "dtype").droplevel("at").T
+    found = wide(tables, "toy", "dtype").T
     return table(found.rename_axis(index="tensor", columns=None).add_prefix("under ").reset_index())
 
 
@@ -185,7 +165,7 @@ def _ends(scales: pd.Index) -> str:
 
 
 def gradients(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "gradients").droplevel("at").rename_axis(index="gradients in", columns=None)
+    found = wide(tables, "gradients").rename_axis(index="gradients in", columns=None)
     return table(found.rename(index=NAMES, columns={
         "zero": "share that becomes 0, %", "norm off": "norm off by, %", "loss off": "loss off by, %"}))
 
@@ -209,6 +189,5 @@ def reading(times: pd.DataFrame, device: str) -> str:
 
 
 PRINTED = {"precision_sizes": precision_sizes, "precision_times": precision_times,
-           "precision_energy": precision_energy, "precision_memory": precision_memory,
            "precision_kinds": precision_kinds, "precision_trend": precision_trend, "sums": sums, "toy": toy,
            "norm_parts": norm_parts, "gradients": gradients, "training": training}
