@@ -156,7 +156,6 @@ WRONG = [
     ("block_gradients", "allocations", "what == 'gradients of a block'", {"count": 1}),
     ("nested_start", "checkpoints", "arrangement == 'from the start'", {"block_runs": 40}),
     ("nested_start", "checkpoints", "arrangement == 'from the start' and blocks == 32", {"peak_gib": 90.0}),
-    ("reach_state", "checkpoints", "", {"peak_gib": 999.0}),
 ]
 
 
@@ -178,7 +177,6 @@ def test_what_the_claims_say(measured):
     assert gradients["parameters"] == 4 * 2560**2 + 3 * 2560 * 10240 + 2 * 2560
     assert claims.block_saves(measured)["five"] == pytest.approx((400 + 128 + 128 + 80 + 60) / 856)
     assert claims.nested_start(measured)["runs"] == 32 + 32 * 33 / 2
-    assert claims.reach_state(measured)["state"] == pytest.approx(191, abs=1)
     assert claims.memory_formula(measured) == {"steps": 26, "exact": 26}
 
 

@@ -73,17 +73,15 @@ def _again(part: Arrangement) -> int:
     return length(part) - needless + sum(_again(inner) for inner in part if not isinstance(inner, int))
 
 
-def kept(arrangement: Arrangement, stream: int, saved: int) -> int:
-    """The most that is kept at once: ``stream`` for each input of a checkpoint, that of the first among them,
-    and ``saved`` for each block that has what its backward needs."""
-    return _kept(arrangement, stream, saved, stream)
-
-
-def _kept(arrangement: Arrangement, stream: int, saved: int, below: int) -> int:
+def kept(arrangement: Arrangement, stream: int, saved: int, below: int | None = None) -> int:
+    """The most that is kept at once: ``stream`` for each input of a checkpoint, and ``saved`` for each block
+    that has what its backward needs; beside what is kept ``below``, which is the arrangement's own input
+    where it is in no other."""
+    below = stream if below is None else below
     # The first part's input is the arrangement's own, which is kept already.
     sizes = [saved if isinstance(part, int) else stream * (place > 0)
              for place, part in enumerate(arrangement)]
-    inside = [_kept(part, stream, saved, below + sum(sizes[:place + 1]))
+    inside = [kept(part, stream, saved, below + sum(sizes[:place + 1]))
               for place, part in enumerate(arrangement) if not isinstance(part, int)]
     return max(below + sum(sizes), *inside, 0)
 

@@ -2,7 +2,6 @@
 arrangements."""
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -18,22 +17,13 @@ from stepscope.traces.in_process import Counts, take
 MEASURED = ["status", "reason", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib"]
 
 
-@dataclass
-class Cell:
-    """One setting in one mode: what it is, and what was read."""
-
-    fields: dict[str, Any]
-    times: pd.DataFrame  # of take
+def measure(config: Config) -> pd.DataFrame:
+    """All settings of the configuration, a row each, as a run's ``checkpoints``; in the GPU's turn."""
+    stacks = [row for blocks in config.stacks for row in measure_stack(config, blocks)]
+    return typed("checkpoints", pd.DataFrame(stacks or measure_settings(config)))
 
 
-def measure(config: Config) -> list[Cell]:
-    """All settings of the configuration, in the GPU's turn; :func:`table` does the rest without it."""
-    if config.stacks:
-        return [cell for blocks in config.stacks for cell in measure_stack(config, blocks)]
-    return measure_settings(config)
-
-
-def measure_settings(config: Config) -> list[Cell]:
+def measure_settings(config: Config) -> list[dict[str, Any]]:
     """Each mode under each setting of ``checkpoints``; forward alone has none."""
     layers = config.num_layers
     step = build_step(config, mode="step" if "step" in config.modes else "forward_backward")
@@ -48,7 +38,7 @@ def measure_settings(config: Config) -> list[Cell]:
     return found
 
 
-def measure_stack(config: Config, blocks: int) -> list[Cell]:
+def measure_stack(config: Config, blocks: int) -> list[dict[str, Any]]:
     """Each arrangement (:data:`ARRANGEMENTS`) over so many blocks, whose model is gone after it.
 
     Gradients are there from the start and are added to, so that what comes beyond ``state_gib`` is saved
@@ -76,8 +66,8 @@ class KeepingGradients(Step):
         self.model.zero_grad(set_to_none=False)
 
 
-def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config) -> Cell:
-    """One step under an arrangement's checkpoints: wall time, GPU time, peaks, and how often blocks ran."""
+def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The row of one step under an arrangement's checkpoints: wall and GPU time, peaks, runs of blocks."""
     step.clear_gradients()
     release(config.device, after_error=True)  # else what the setting before left in cycles counts here
     if config.device == "cuda":
@@ -86,36 +76,23 @@ def measure_one(step: Step, parts: list, fields: dict[str, Any], config: Config)
         taken = take([step], Counts(config.timed_steps, config.warmup_steps, captured=1, replays=0))
     # Read before the next capture begins: after that, torch no longer has the GPU's part of this one.
     times, _, _ = taken.tables()
-    return Cell(fields | {"block_runs": runs[0]}, times)
+    whole = times[times["phase"] == "whole"].iloc[0]
+    ended = len(runs) > 1  # another step began after the first
+    return fields | {"block_runs": runs[0] if ended else None} | whole[MEASURED].to_dict()
 
 
 @contextmanager
-def counted(model: torch.nn.Module) -> Iterator[list[int | None]]:
-    """How often the model's blocks ran in the first step within: one number, None where a step did not
-    end."""
-    runs: list[int | None] = [None]
-    calls = 0
+def counted(model: torch.nn.Module) -> Iterator[list[int]]:
+    """How often the model's blocks ran in each step that began within."""
+    runs: list[int] = []
 
     def called(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
+        runs[-1] += 1
 
-    def begun(*_: Any) -> None:
-        nonlocal calls
-        runs[0], calls = calls if calls and runs[0] is None else runs[0], 0
     hooks = [block.register_forward_pre_hook(called) for block in model.blocks]
-    hooks.append(model.register_forward_pre_hook(begun))
+    hooks.append(model.register_forward_pre_hook(lambda *_: runs.append(0)))
     try:
         yield runs
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def table(cells: list[Cell]) -> pd.DataFrame:
-    """A row a cell, as a run's ``checkpoints``."""
-    rows = []
-    for cell in cells:
-        whole = cell.times[cell.times["phase"] == "whole"].iloc[0]
-        rows.append(cell.fields | whole[MEASURED].to_dict())
-    return typed("checkpoints", pd.DataFrame(rows))

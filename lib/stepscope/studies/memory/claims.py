@@ -4,11 +4,9 @@ import pandas as pd
 from stepscope.config import SIZES
 from stepscope.report.tables import ratio
 from stepscope.step.accounting import GIB, MIB
-from stepscope.step.flops import parameter_count
 from stepscope.studies.memory.tables import (
     Tables,
     begins_backward,
-    config_of,
     nested,
     one_level,
     usual,
@@ -92,7 +90,9 @@ def answer_mixed_memory(tables: Tables) -> Claim:
     """(c): autocast raises forward's peak and lowers the full step's."""
     forward, step = (_peak(tables, mode, precision="bf16")["peak_gib"] / _peak(tables, mode)["peak_gib"] - 1
                      for mode in ("forward", "step"))
-    return {"forward": forward, "step": -step} if forward > SAME and step < -SAME else None
+    context = _peak(tables, "step")["context_length"]
+    found = {"context": context, "forward": forward, "step": -step}
+    return found if forward > SAME and step < -SAME else None
 
 
 def answer_residual(tables: Tables) -> Claim:
@@ -139,11 +139,3 @@ def nested_start(tables: Tables) -> Claim:
         return None
     return {"few": few["blocks"], "many": many["blocks"], "few_gib": few["beyond_gib"],
             "many_gib": many["beyond_gib"], "runs": int(runs)}
-
-
-def reach_state(tables: Tables) -> Claim:
-    """2026: 10B's weights, gradients and moments alone, by formula, are more than all that was measured."""
-    rows = where(tables["memory.checkpoints"], size="10B")
-    parameters = parameter_count(config_of(rows.iloc[0]))
-    state = 16 * parameters / GIB
-    return {"state": state, "parameters": parameters} if state > rows["peak_gib"].max() else None

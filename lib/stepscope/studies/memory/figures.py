@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stepscope.config import PHASES
+from stepscope.config import PHASES, StepConfig
 from stepscope.report import style
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure, label_ends
 from stepscope.report.tables import number
@@ -15,7 +15,6 @@ from stepscope.studies.memory.tables import (
     Tables,
     begins_backward,
     column,
-    config_of,
     nested,
     usual,
     where,
@@ -71,9 +70,9 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
             axis.annotate(kind, (at, height[row, at]), xytext=(8, 22), textcoords="offset points", ha="right",
                           color=COLORS[kind])
         elif len(thick) > 0.08 * len(x):
-            side = "left" if thick[0] == 0 and len(thick) < 0.5 * len(x) else "center"
-            at = 0 if side == "left" else int(thick.mean())
-            axis.text(at, height[row, at] - live[row, at] / 2, kind, ha=side, va="center", color=style.PAPER)
+            at = int(thick.mean())
+            axis.text(at, height[row, at] - live[row, at] / 2, kind, ha="center", va="center",
+                      color=style.PAPER)
     starts = rows["phase"].ne(rows["phase"].shift()).to_numpy().nonzero()[0]
     for begin, after in zip(starts, [*starts[1:], len(rows)]):
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
@@ -102,7 +101,10 @@ def memory_peak(tables: Tables) -> Figure | None:
     largest, context = one["size"], one["context_length"]
     sizes = NAMED[:NAMED.index(largest) + 1] if largest in NAMED else (largest,)
     shapes = [*((size, context) for size in sizes), (largest, 2 * context), (largest, 4 * context)]
-    tops = [peak(config_of(one | {"size": size, "context_length": length})) for size, length in shapes]
+    fields = {name: one[name] for name in CONFIG if name != "expandable_segments"}
+    configs = [StepConfig(**fields | {"size": size, "context_length": length, "device": "cpu"})
+               for size, length in shapes]
+    tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
     drawn, axis = figure(f"{largest}: {number(moving[-3], '%')} of the peak grows with the context at"
                          f" {context:,}, {number(moving[-1], '%')} at {4 * context:,}", 3.6)

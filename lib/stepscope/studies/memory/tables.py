@@ -6,7 +6,7 @@ from itertools import product
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import PHASES, SIZES, StepConfig
+from stepscope.config import PHASES, SIZES
 from stepscope.report.schemas import STATUSES, WITHIN, measured, tidy, word
 from stepscope.report.shapes import MODES, chosen, reference
 from stepscope.report.tables import headed, table
@@ -101,13 +101,6 @@ def begins_backward(whole: pd.Series) -> bool:
     known = SIZES.get(whole["size"])
     last = known is None or whole["layer"] == known.num_layers - 1
     return whole["peak_in"] == "backward" and (bool(pd.isna(whole["layer"])) or last)
-
-
-def config_of(row: pd.Series | dict) -> StepConfig:
-    """A row's shape on a GPU, for the formulas."""
-    fields = {name: row[name] for name in ("size", "precision", "attention", "optimizer")}
-    fields |= {name: int(row[name]) for name in ("context_length", "batch_size", "vocab_size")}
-    return StepConfig(**fields, device="cpu").model_copy(update={"device": "cuda"})
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
@@ -232,6 +225,7 @@ def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
     rows = where(tables["memory.checkpoints"], size="10B")
     rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["arrangement"])
+    rows = rows.sort_values("context_length", kind="stable")
     return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
                          "gpu_ms"))
 
