@@ -31,7 +31,7 @@ def ours(path: str) -> Found:
 
 def ours_whole(path: str) -> Found:
     """The text of ``stepscope profile``, from the file to the last line."""
-    from stepscope.traces.profile import profile_text
+    from stepscope.report.profile import profile_text
     started = default_timer()
     profile_text(path)
     return {"s": default_timer() - started, "peak_mib": peak_mib()}

@@ -97,10 +97,10 @@ def test_weights_that_do_not_fit_are_a_row_a_mode():
     assert warm_up(tables["samples"]).empty and largest(tables["operations"]).empty
 
 
-@pytest.mark.parametrize("broken", ["profiled", "read_events", "captured_operations"])
+@pytest.mark.parametrize("broken", ["profiled", "own_records", "captured_operations"])
 def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch, broken):
     def fail(*arguments):
-        raise {"profiled": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"), "read_events": in_process.TraceError("torn"),
+        raise {"profiled": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"), "own_records": in_process.TraceError("torn"),
                "captured_operations": in_process.CaptureError("lost")}[broken]
     monkeypatch.setattr(in_process, broken, fail)
     tables = checked(measure(Config(**TINY))[0])

@@ -12,8 +12,7 @@ from bench.traces import MAIN, make_capture, make_trace, write_export
 from stepscope.traces import capture as module
 from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.capture import load_capture, phase_of, plain_name
-from stepscope.traces.profile import data_sheet, phases_of, profile_text
-from stepscope.traces.torch_trace import read_trace
+from stepscope.report.profile import data_sheet, phases_of, profile_text
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz"))  # where they lie beside the checkout
@@ -85,21 +84,20 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
 
 def test_the_text_of_a_trace(training):
     assert profile_text(training).splitlines() == [
-        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3-4); 8 operations; 1 (0.005 ms) launched before are left out",
+        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3-4); 8 operations; 1 (0.00500 ms) launched before are left out",
         # the first step lasts until the second one's first kernel: 100 µs, the second one 70
-        "step on GPU    0.085 ms (0.1 0.07): compute 0.05, exposed copies 0.005, exposed communication 0.01, idle 0.02",
-        "phase          forward 0.02 | backward 0.05 | optimizer 0.005 ms (kernel sums; 0.01 ms of it overlaps),"
+        "step on GPU    0.0850 ms (0.100 0.0700): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
+        " idle 0.0200 ms",
+        "phase          forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms (kernel sums; 0.0100 ms of it overlaps),"
         " by autograd's ranges",
-        "family         elementwise 0.03 | communication 0.02 | matrix multiply 0.02 | memory 0.005 ms",
-        "launch-bound   the GPU waits 0.015 ms a step (18%) for launches, 4 operations a step; longest gap 30 µs before"
+        "family         elementwise 0.0300 | communication 0.0200 | matrix multiply 0.0200 | memory 0.00500 ms",
+        "launch-bound   the GPU waits 0.0150 ms a step (18%) for launches, 4 operations a step; longest gap 30.0 µs before"
         f" {GEMM}",
-        "communication  0.02 ms, 50% hidden; exposed: all-reduce 0.01 ms, 100% of it launched by the backward",
-        "copies         Memcpy HtoD (Pinned -> Device) 0.005 ms at 1 GB/s",
-        "matmul         bf16 0.00328 TFLOP/s (0.0% of 990)",
-        "to do, most it can save: 1. elementwise kernels, copies, norms and softmax, if all are fused (torch.compile):"
-        " 0.03 ms (35%)",
-        "                         2. gaps, by a CUDA graph or fewer launches: 0.02 ms (24%)",
-        "                         3. hide communication behind compute: 0.01 ms (12%)",
+        "communication  0.0200 ms, 50% hidden; exposed: all-reduce 0.0100 ms, 100% of it launched by the backward",
+        "matmul         bf16 0.00328 TFLOP/s (under 0.001% of 990)",
+        "to do          1. fuse elementwise kernels, copies, norms and softmax (torch.compile): at most 0.0300 ms (35%)",
+        "               2. close gaps, by a CUDA graph or fewer launches: at most 0.0200 ms (24%)",
+        "               3. hide communication behind compute: at most 0.0100 ms (12%)",
         "not told       other ranks, clocks, the step without profiler"]
 
 
@@ -159,22 +157,22 @@ def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
 def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
     path = written(tmp_path / "a.json", user_ranges(phases=False))
     text = profile_text(path, step="measurement step")
-    assert "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.02, 'eval' 0.01 ms" in text
+    assert "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.0200, 'eval' 0.0100 ms" in text
     text = profile_text(path, step="measurement step", phases={"Vorwärts": "forward", "eval": "loss"})
-    assert "phase          forward 0.02 | loss 0.01 ms\n" in text
+    assert "phase          forward 0.0200 | loss 0.0100 ms\n" in text
 
 
 def test_a_gpu_that_waits_is_launch_bound(tmp_path):
     late = [one for number in range(10) for one in launched(ADD, 100 * number, 100 * number + 5, 10, number
                                                             + 1)]
     text = profile_text(written(tmp_path / "a.json", late))
-    assert "on GPU         0.91 ms: compute 0.1, idle 0.81" in text
-    assert "launch-bound   the GPU waits 0.81 ms (89%) for launches, 10 operations; longest gap 90 µs before" in text
+    assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in text
+    assert "launch-bound   the GPU waits 0.810 ms (89%) for launches, 10 operations; longest gap 90.0 µs before" in text
     early = [one for number in range(10) for one in launched(ADD, number, 1000 + 10.4 * number, 10, number
                                                              + 1)]
-    assert "GPU-bound      the host is 1.0 ms ahead, longest gap 0 µs" in profile_text(written(tmp_path / "b.json", early))
+    assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in profile_text(written(tmp_path / "b.json", early))
     apart = [one for number in range(10) for one in launched(ADD, number, 1000 + 20 * number, 10, number + 1)]
-    assert "idle           47%, though launches are early: the host is 1.1 ms ahead, longest gap 10 µs" in profile_text(
+    assert "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs" in profile_text(
         written(tmp_path / "c.json", apart))
 
 
@@ -182,7 +180,7 @@ def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
     steps = [event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)]
     path = written(tmp_path / "a.json", [*steps, *launched(GEMM, 2, 10, 140, 1), *launched(ADD, 102, 120, 10, 2),
                                          *launched(ADD, 105, 160, 10, 3)])
-    assert "step on GPU    0.08 ms (0.11 0.05): compute 0.075, idle 0.005" in profile_text(path, step="step")
+    assert "step on GPU    0.0800 ms (0.110 0.0500): compute 0.0750, idle 0.00500 ms" in profile_text(path, step="step")
 
 
 def test_phases_are_named_on_the_command_line():
@@ -217,7 +215,7 @@ def test_nsys_captures_are_read_with_ranges_of_every_domain(tmp_path, zipped):
     assert sums["size"].to_dict() == {"forward": 515, "backward": 855, "optimizer": 10}
     assert sums["sum"].sum() == 18_266_582 + 153_023 + 3_680
     text = profile_text(path)
-    assert "5 steps (step); 1,380 operations" in text and "matmul rates: nsys has no shapes" in text
+    assert "5 steps (step); 1,380 operations" in text and "matmul rates (torch.profiler's record_shapes" in text
 
 
 def test_made_up_captures_of_both_kinds_say_the_same(tmp_path):
@@ -253,14 +251,14 @@ REFUSED = {
     "empty.json": (b"", "is empty"), "text.txt": (b"Time (%),Total\n" * 9,
                                                   "is no capture: it begins with b'Time"),
     "cut.json": (json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40],
-                 "the file is cut off or no JSON at character"),
+                 "the file is cut off or no JSON .*char 3"),
     "cut.json.gz": (gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20],
                     "cannot be read .*end-of-stream"),
-    "no_events.json": (b'{"schemaVersion": 1}', "has no traceEvents"),
-    "list.json": (b'{"traceEvents": {"a": 1}}', "found '{'"),
-    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "(nested too deep|cut off)"),
+    "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
+    "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),
+    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "cut off or no JSON .maximum recursion depth"),
     "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
-    "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be unzipped"),
+    "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be read .*end-of-stream"),
     "cpu.json": (json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
                  "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels"),
     "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"),
@@ -307,14 +305,6 @@ def test_odd_events_are_passed_over_and_odd_names_shown_on_one_line(tmp_path):
     assert len(load_capture(tmp_path / "list.json").operations) == 3
 
 
-def test_values_that_straddle_the_chunks_are_whole(tmp_path, monkeypatch):
-    path = written(tmp_path / "a.json", TRAINING)
-    whole = read_trace(path)
-    for size in (1, 7, 100):
-        monkeypatch.setattr("stepscope.traces.torch_trace.CHUNK", size)
-        assert read_trace(path) == whole
-
-
 def test_an_empty_nsys_capture_says_what_nsys_says(tmp_path):
     path = tmp_path / "a.sqlite"
     write_export(path)
@@ -359,7 +349,7 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
     rows = load_capture(path).operations
     assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
     text = profile_text(path)
-    assert "GPU 0          <0.001 ms" in text and "GPU 1          <0.001 ms" in text
+    assert "GPU 0          0.0000600 ms" in text and "GPU 1          0.0000600 ms" in text
     with closing(sqlite3.connect(path)) as connection:  # each rank sees its own GPU as the first
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")
         connection.commit()

@@ -1,4 +1,5 @@
 """The clocks: no wall time before the device is waited for, GPU time as a union, replays and their reasons, energy."""
+import json
 import math
 import time
 from contextlib import contextmanager, nullcontext
@@ -226,39 +227,47 @@ def test_a_union_is_that_of_counting_every_moment():
 
 
 def event(cat, name, start, end, correlation=None, tid="1"):
-    return {"cat": cat, "name": name, "tid": tid, "start": start, "end": end, "correlation": correlation,
-            "device": 0, "stream": 7}
+    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "ts": start / 1e3, "dur": (end - start) / 1e3,
+            "args": {"correlation": correlation, "device": 0, "stream": 7}}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def captured(events):
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+        return captured_operations(tmp_path / "trace.json")
+    return captured
 
 
 def phase_range(index, number, phase, start, end):
     return event("user_annotation", f"stepscope/{index}/{number}/{phase}", start, end)
 
 
-def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread():
+def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread(read):
     events = [phase_range(0, 0, "forward", 0, 10), phase_range(0, 0, "loss", 10, 20), phase_range(1, 0, "forward", 40, 50),
               event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1), event("kernel", "late", 100, 107, 1),
               event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"), event("kernel", "second", 110, 111, 2),
               event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3), event("gpu_memset", "Memset", 120, 122, 3),
               event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4)]
-    found = captured_operations(events)
+    found = read(events)
     assert found[["index", "number", "phase", "name"]].values.tolist() == [
         [0, 0, "forward", "late"], [0, 0, "loss", "second"], [1, 0, "forward", "Memset"]]
     assert (found["end"] - found["start"]).tolist() == [7, 1, 2]
 
 
-def test_of_a_cpus_operators_the_innermost_that_do_work_stand_for_kernels():
+def test_of_a_cpus_operators_the_innermost_that_do_work_stand_for_kernels(read):
     operators = [("mm", 1, 5), ("add", 5, 8), ("linear", 8, 15), ("t", 8, 9), ("addmm", 9, 12), ("view", 12, 13)]
-    found = captured_operations([phase_range(0, 0, "forward", 0, 20),
-                                 *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators)])
+    found = read([phase_range(0, 0, "forward", 0, 20),
+                  *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators)])
     assert found["name"].tolist() == ["aten::mm", "aten::add", "aten::addmm"]
 
 
-def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown():
+def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
     events = [phase_range(0, 0, "forward", 0, 10), event("kernel", "lost", 3, 4, 1)]
     with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):
-        captured_operations(events)
+        read(events)
     with pytest.raises(CaptureError, match="none of the phases"):
-        captured_operations(events[1:])
+        read(events[1:])
 
 
 def test_names_are_summed_a_step_and_gpu_time_is_the_median_steps_union():

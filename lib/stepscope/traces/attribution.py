@@ -8,17 +8,18 @@ are a stack per thread, and autograd launches backward's kernels from a thread o
   another, and backward() blocks its caller for as long as autograd's threads launch;
 - its region is the innermost range open on the *launching* thread.
 """
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from stepscope import StepscopeError
+from stepscope.config import PHASE_NAMES
 
 STEP = "step"
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
-ROLES = ("region", "phase", "step")
 PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and the rest is its process's key
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
@@ -38,9 +39,9 @@ class Records:
     """What the records of a capture tell by themselves, before any of them is joined to another.
 
     operations: kind, name, family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row; in
-        order of start. ranges: name, role (of ROLES), start_ns, end_ns, process, thread, key; by thread and
-        start, outer ones first. process (operations,): the process's key of each operation. launches
-        (4, calls): thread's key, correlation id, start and end in ns.
+        order of start. ranges: name, start_ns, end_ns, process, thread, key; by thread and start, outer ones
+        first. process (operations,): the process's key of each operation. launches (4, calls): thread's key,
+        correlation id, start and end in ns.
     """
 
     path: str
@@ -55,37 +56,30 @@ def thread_columns(key: np.ndarray) -> dict[str, np.ndarray]:
     return {"process": key >> 24 & 0xFFFFFF, "thread": key & 0xFFFFFF, "key": key}
 
 
-def with_roles(records: Records, phases: tuple[str, ...], step: str) -> Records:
-    """Ranges of these names are phases and steps, all others regions."""
-    names = records.ranges["name"].cat.categories
-    role = np.array([1 if name in phases else 2 if name == step else 0 for name in names], np.int64)
-    codes = role[records.ranges["name"].cat.codes] if len(names) else np.zeros(0, np.int64)
-    return replace(records, ranges=records.ranges.assign(role=pd.Categorical.from_codes(codes, ROLES)))
-
-
-def attribute(records: Records, phases: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Put each operation into one phase, one region and one step.
+def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Put each operation into one phase, one region and one step. Ranges named as the phases and "step" are
+    these, all others regions.
 
     Args:
         records: those of the tables are used up.
-        phases: the categories of the phase, whether there are such or not.
 
     Returns:
         operations: with launch_start_ns and launch_duration_ns (of the call on the host; NA: not in the
             capture), process, thread (that launched it; -1: not in the capture), phase ("outside": none
-            open), phase_range (its row in ranges; -1), region ("unattributed": none open within the phase),
-            step (0, 1, ... in each process; -1: none open).
-        ranges: with step.
+            open), region ("unattributed": none open within the phase), step (0, 1, ... in each process; -1:
+            none open).
+        ranges: with role (phase, step, region) and step.
 
     Raises:
         TraceError: the ranges of one thread cross, or the capture's times span too much.
         ConservationError: two phases, or two steps, of one process overlap.
     """
-    path, operations, ranges, launches = records.path, records.operations, records.ranges, records.launches
     _check_span(records)
-    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
-    launched = launch >= 0
-    thread, _, launch_start, launch_end = launches[:, launch[launched]]
+    path, operations = records.path, records.operations
+    names, roles = records.ranges["name"].cat, {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
+    role = pd.Categorical([roles.get(str(name), "region") for name in names.categories])
+    ranges = records.ranges.assign(role=role[names.codes])
+    launched, thread, time_ns = join_launches(records)
     own_process = records.process[launched]
 
     def spread(values: np.ndarray) -> np.ndarray:
@@ -94,19 +88,31 @@ def attribute(records: Records, phases: tuple[str, ...]) -> tuple[pd.DataFrame, 
         result[launched] = values
         return result
 
-    innermost = spread(_nest(path, ranges, thread, launch_start))
-    steps = spread(_open_range(path, ranges, "step", own_process, launch_start))
-    operations["launch_start_ns"] = pd.arrays.IntegerArray(spread(launch_start), ~launched)
-    operations["launch_duration_ns"] = pd.arrays.IntegerArray(spread(launch_end - launch_start), ~launched)
-    operations["process"] = records.process >> 24 & 0xFFFFFF
-    operations["thread"] = spread(thread & 0xFFFFFF)
-    operations["phase_range"] = spread(_open_range(path, ranges, "phase", own_process, launch_start))
-    phase = _pick(ranges["name"], operations["phase_range"].to_numpy(), OUTSIDE)
-    operations["phase"] = phase.set_categories([*phases, OUTSIDE])
+    innermost = spread(_nest(path, ranges, thread, time_ns))
+    steps = spread(_open_range(path, ranges, "step", own_process, time_ns))
+    phase = _pick(ranges["name"], spread(_open_range(path, ranges, "phase", own_process, time_ns)), OUTSIDE)
+    operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
     in_region = np.append(ranges["role"] == "region", False)[innermost]
     operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
     operations["step"] = np.append(ranges["step"], -1)[steps]
     return operations, ranges.drop(columns="key")
+
+
+def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give operations launch_start_ns, launch_duration_ns, process and thread (see attribute).
+
+    Returns:
+        which operations' launches are known; and of those the thread's key and the time.
+    """
+    operations = records.operations
+    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
+    known = launch >= 0
+    thread, _, start, end = (np.append(values, -1)[launch] for values in records.launches)
+    operations["launch_start_ns"] = pd.arrays.IntegerArray(start, ~known)
+    operations["launch_duration_ns"] = pd.arrays.IntegerArray(end - start, ~known)
+    operations["process"] = records.process >> 24 & 0xFFFFFF
+    operations["thread"] = np.where(known, thread & 0xFFFFFF, -1)
+    return known, thread[known], start[known]
 
 
 def _check_span(records: Records) -> None:
@@ -213,6 +219,12 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
     at = np.searchsorted(key[order], wanted)
     order, key = np.append(order, -1), np.append(key, -1)
     return np.where((key[order[at]] == wanted) & (correlation >= 0), order[at], -1)
+
+
+def matching(names: pd.Series, wanted: Callable[[str], object]) -> np.ndarray:
+    """Which names of a categorical column are wanted; each distinct one is asked once."""
+    asked = np.array([bool(wanted(str(name))) for name in names.cat.categories], bool)
+    return asked[names.cat.codes]
 
 
 def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:

@@ -8,8 +8,7 @@ import gzip
 import re
 import shutil
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,19 +18,19 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import PHASE_NAMES
-from stepscope.traces.attribution import OUTSIDE, PROCESS, Records, TraceError, find_launches
+from stepscope.traces.attribution import (
+    LATEST,
+    NEVER,
+    OUTSIDE,
+    PROCESS,
+    Records,
+    TraceError,
+    join_launches,
+    matching,
+)
 from stepscope.traces.export import device_names, read_export
 from stepscope.traces.nsys_program import export_capture, find_nsys
-from stepscope.traces.torch_trace import (
-    CATEGORIES,
-    OPERATOR,
-    RANGE,
-    WORK,
-    Events,
-    ranges_of,
-    read_trace,
-    records_of,
-)
+from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, opened, ranges_of, read_trace, records_of
 
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
@@ -60,19 +59,18 @@ class Capture:
         (-1), process, phase ("outside"), range (the outermost one that is no step and no phase; ""), step
         (-1), bytes (of a copy or fill, or a generated kernel's arguments; -1), flops (-1) and dtype of a
         matmul whose shapes are known ("").
-    ranges: name, start_ns, end_ns, process, thread, role (step, phase, region), phase.
     steps: the name of each step. left_out, left_out_ns: what was launched before.
+    gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
     """
 
     path: str
     operations: pd.DataFrame
-    ranges: pd.DataFrame
     steps: list[str]
-    left_out: int = 0
-    left_out_ns: int = 0
+    left_out: int
+    left_out_ns: int
+    autograd: bool
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
-    autograd: bool = False  # backward is told by autograd's ranges
 
 
 def load_capture(path: Path | str, step: str | None = None,
@@ -91,52 +89,47 @@ def load_capture(path: Path | str, step: str | None = None,
     path = Path(path)
     with _readable(path) as (kind, file):
         if kind == "json":
-            records, autograd, gpus, rank = _of_trace(str(path), read_trace(file, SHAPED))
-        else:
-            records, gpus, rank = read_export(file, domains=None), device_names(file), None
-            records.path = str(path)
-            records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
-            autograd = records.ranges[matching(records.ranges["name"], AUTOGRAD)]  # by emit_nvtx
-    return _attributed(records, autograd, step, phases, gpus, rank)
+            trace = read_trace(file, SHAPED)
+            found = _attributed(*_of_trace(str(path), trace), step, phases)
+            found.gpus, found.rank = _header(trace.header)
+            return found
+        records = read_export(file, domains=None)
+        records.path = str(path)
+        records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
+        autograd = records.ranges[matching(records.ranges["name"], AUTOGRAD.search)]  # by emit_nvtx
+        found = _attributed(records, autograd, step, phases)
+        found.gpus = device_names(file)
+        return found
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[tuple[str, Path]]:
     """What a file is by its first bytes ("json", "sqlite"), and one that can be read: itself, or made from
     it."""
-    wanted = "expected nsys's .sqlite or .nsys-rep, or torch.profiler's .json, also gzipped"
-    try:
-        with path.open("rb") as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-        with (gzip.open if zipped else open)(path, "rb") as file:
-            head = file.read(64)
-    except (OSError, EOFError, zlib.error) as error:
-        said = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read ({said}), {wanted}") from None
+    with opened(path) as file:
+        head, zipped = file.read(64), isinstance(file, gzip.GzipFile)
     is_export = head.startswith(b"SQLite format 3\0")
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         yield "json", path
-    elif path.suffix == ".nsys-rep" or (is_export and zipped):
+    elif is_export and not zipped:
+        yield "sqlite", path
+    elif is_export or path.suffix == ".nsys-rep":
         with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
             made = Path(folder, "capture.sqlite")
-            (_unzip if zipped else _export)(path, made)
+            (_unzip if is_export else _export)(path, made)
             try:
                 yield "sqlite", made
             except TraceError as error:  # what is wrong with the one that was made
                 raise TraceError(str(error).replace(str(made), str(path))) from None
-    elif is_export:
-        yield "sqlite", path
     else:
         what = f"no capture: it begins with {head[:16]!r}" if head else "empty"
-        raise TraceError(f"{path}: is {what}, {wanted}")
+        raise TraceError(f"{path}: is {what}, expected nsys's .sqlite or .nsys-rep, or torch.profiler's"
+                         " .json, also gzipped")
 
 
 def _unzip(path: Path, made: Path) -> None:
-    try:
-        with gzip.open(path, "rb") as file, made.open("wb") as out:
-            shutil.copyfileobj(file, out)
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be unzipped ({error}), expected a whole .sqlite.gz") from None
+    with opened(path) as file, made.open("wb") as out:
+        shutil.copyfileobj(file, out)
 
 
 def _export(path: Path, made: Path) -> None:
@@ -151,30 +144,32 @@ def _export(path: Path, made: Path) -> None:
                          " export") from None
 
 
-def _of_trace(path: str, events: Events) -> tuple[Records, pd.DataFrame, dict[int, str],
-                                                  tuple[int, int] | None]:
-    """A trace's records, autograd's ranges, the GPUs' names by id, and the rank of how many."""
-    cat = events.column("cat")
-    operators, found = cat == CATEGORIES.index(OPERATOR), np.flatnonzero(cat < len(WORK))
-    if not len(found):
-        only = f", only {operators.sum():,} operators of the CPU" if operators.any() else ""
+def _of_trace(path: str, trace: Trace) -> tuple[Records, pd.DataFrame]:
+    """A trace's records, and autograd's ranges."""
+    events = trace.events
+    operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
+    if work.empty:
+        only = f", only {len(operators):,} operators of the CPU" if len(operators) else ""
         raise TraceError(f"{path}: holds no GPU work{only},"
                          " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])")
-    records, external = records_of(path, events, found, np.flatnonzero(cat == CATEGORIES.index(RANGE)))
-    records.operations = _shaped(records.operations, events, external)
-    own = np.array([bool(AUTOGRAD.match(text)) for text in events.names], bool)[events.column("name")]
-    devices, ranks = events.header.get("deviceProperties"), events.header.get("distributedInfo")
+    records, external = records_of(path, events, work)
+    records.operations = _shaped(records.operations, trace, external)
+    return records, ranges_of(operators[matching(operators["name"], AUTOGRAD.match)])
+
+
+def _header(header: dict[str, Any]) -> tuple[dict[int, str], tuple[int, int] | None]:
+    """What a trace says of the GPUs' names by id, and of its rank and their number."""
+    devices, ranks = header.get("deviceProperties"), header.get("distributedInfo")
     gpus = {one["id"]: str(one.get("name")) for one in (devices if isinstance(devices, list) else ())
             if isinstance(one, dict) and isinstance(one.get("id"), int)}
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
-    known = (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
-    return records, ranges_of(events, np.flatnonzero(operators & own)), gpus, known
+    return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
-def _shaped(operations: pd.DataFrame, events: Events, external: np.ndarray) -> pd.DataFrame:
+def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.DataFrame:
     """With FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
     arguments. Where one operator made several kernels, all are its first one's."""
-    known = {key: _work(*operator) for key, operator in events.operators.items()}
+    known = {key: _work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
     found = [known.get(key, (-1, "", -1)) for key in ids.tolist()]
     flops, dtype, size = (np.array(column)[codes] for column in zip(*found))
@@ -198,12 +193,6 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
         return -1, "", -1
 
 
-def matching(names: pd.Series, pattern: re.Pattern) -> pd.Series:
-    """Whether each name of a categorical column matches somewhere; each distinct one is asked once."""
-    found = np.array([bool(pattern.search(str(name))) for name in names.cat.categories], bool)
-    return pd.Series(found[names.cat.codes] if len(found) else False, names.index, dtype=bool)
-
-
 def plain_name(name: str) -> str:
     """A range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
@@ -221,122 +210,119 @@ def phase_of(name: str) -> str | None:
 
 
 def _attributed(records: Records, autograd: pd.DataFrame, step: str | None,
-                phases: Mapping[str, str] | None, gpus: dict[int, str],
-                rank: tuple[int, int] | None) -> Capture:
-    operations, launches = records.operations, records.launches
-    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), launches)
-    known = launch >= 0
-    thread, _, launch_start, launch_end = (np.append(values, -1)[launch] for values in launches)
+                phases: Mapping[str, str] | None) -> Capture:
+    """Each operation in the step, phase and range that were open in its process when it was launched."""
+    operations, process = records.operations, records.process
+    join_launches(records)
+    launch = operations["launch_start_ns"].to_numpy("int64", na_value=NEVER)
+    ranges = _by_process(records.ranges)
+    ranges["plain"] = _of_each(ranges["name"], plain_name)
+    steps = _steps(records.path, ranges, records.launches, step)
+    rest = ranges.drop(index=steps.index)
+    rest["phase"] = _phase_names(records.path, rest, ranges, phases)
+    own = rest[rest["phase"] != ""]
+    others = rest[(rest["phase"] == "") & ~matching(rest["name"], OPERATOR_RANGE.search)]
 
-    def at_launch(rows: pd.DataFrame, values: Any, otherwise: Any) -> np.ndarray:
-        """The value of the range that was open when each operation was launched."""
-        place = np.where(known, _within(rows, records.process, launch_start), -1)
-        return np.append(np.asarray(values, object), otherwise)[place]
-    ranges = records.ranges.assign(role="region", phase="")
-    steps = _steps(records.path, ranges, launches, step)
-    ranges.loc[steps.index, "role"] = "step"
-    ranges["phase"] = _phase_names(records.path, ranges, phases)
-    ranges.loc[(ranges["phase"] != "") & (ranges["role"] != "step"), "role"] = "phase"
-    own = ranges[ranges["role"] == "phase"]
-    others = ranges[(ranges["role"] == "region") & ~matching(ranges["name"], OPERATOR_RANGE)]
-    number = at_launch(steps, steps["step"], -1).astype(int)
-    phase = at_launch(own, own["phase"], OUTSIDE)
-    told = len(autograd) > 0 and not (ranges["phase"] == "backward").any()
+    def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
+        return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
+    number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
+    told = len(autograd) > 0 and not (own["phase"] == "backward").any()
     if told:
-        back = at_launch(autograd, np.full(len(autograd), "backward"), OUTSIDE)
-        phase = np.where(phase == OUTSIDE, back, phase)
-    if told and not (ranges["phase"] == "forward").any():
-        phase = _forward_before_backward(number, phase, launch_start, known)
-    before = _before(operations, records.process, known, launch_start, steps)
+        back = _within(_by_process(autograd), process, launch) >= 0
+        phase = np.where((phase == OUTSIDE) & back, "backward", phase)
+    if told and not (own["phase"] == "forward").any():
+        phase = _forward_before_backward(number, phase, launch)
+    before = _before(operations["start_ns"], process, launch, steps)
     table = operations.assign(
-        launch_start_ns=pd.arrays.IntegerArray(launch_start, ~known),
-        launch_duration_ns=pd.arrays.IntegerArray(launch_end - launch_start, ~known),
-        process=records.process >> 24 & 0xFFFFFF, thread=np.where(known, thread & 0xFFFFFF, -1),
-        step=number, range=pd.Categorical(at_launch(others, others["name"].astype(str), "")),
+        step=number, range=pd.Categorical(at_launch(others.astype({"name": str}), "name", "")),
         phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]))
     names = steps.drop_duplicates("step")["name"].astype(str).tolist()
-    return Capture(records.path, table[~before].reset_index(drop=True), ranges.drop(columns="key"), names,
-                   int(before.sum()), int(table.loc[before, "duration_ns"].sum()), gpus, rank, told)
+    return Capture(records.path, table[~before].reset_index(drop=True), names, int(before.sum()),
+                   int(table.loc[before, "duration_ns"].sum()), told)
 
 
-def _forward_before_backward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray,
-                             known: np.ndarray) -> np.ndarray:
+def _by_process(ranges: pd.DataFrame) -> pd.DataFrame:
+    """With the process's key, as operations have it."""
+    return ranges.assign(process=ranges["key"] & PROCESS)
+
+
+def _of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
+    """Some text of each name of a categorical column; of each distinct one it is made once."""
+    return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]
+
+
+def _forward_before_backward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray) -> np.ndarray:
     """Where only autograd tells phases: what else a step launched before its last backward operation is
     forward."""
     back = pd.Series(launch[phase == "backward"]).groupby(step[phase == "backward"]).max()
-    last = pd.Series(step).map(back).to_numpy(float)
-    return np.where((phase == OUTSIDE) & known & (launch < last), "forward", phase)
+    return np.where((phase == OUTSIDE) & (launch < back.reindex(step, fill_value=-LATEST)), "forward", phase)
 
 
-def _before(operations: pd.DataFrame, process: np.ndarray, known: np.ndarray, launch: np.ndarray,
-            steps: pd.DataFrame) -> np.ndarray:
+def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame) -> np.ndarray:
     """Which operations were launched before the capture (their launch is not in it, and they begin before all
     that it saw launched), or before its first step."""
-    before, start = np.zeros(len(operations), bool), operations["start_ns"].to_numpy()
-    for one in np.unique(process):
-        own, seen = process == one, (process == one) & known
-        if seen.any():
-            before |= own & ~known & (start < start[seen].min())
-        first = steps.loc[steps["key"] & PROCESS == one, "start_ns"].min()  # NaN: there is none
-        before |= seen & (launch < first)
-    return before
+    seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
+    first = steps.groupby("process")["start_ns"].min().reindex(process, fill_value=-LATEST).to_numpy()
+    return ((launch == NEVER) & (start < seen) & (seen < NEVER)).to_numpy() | (launch < first)
+
+
+def _outermost(ranges: pd.DataFrame) -> pd.DataFrame:
+    """Ranges by process and start, without those that begin within another of their process."""
+    rows = ranges.sort_values(["process", "start_ns", "end_ns"], ascending=[True, True, False])
+    reached = rows.groupby("process")["end_ns"].cummax().groupby(rows["process"]).shift(fill_value=-LATEST)
+    return rows[rows["start_ns"] >= reached]
 
 
 def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The place of the range that is open in the process at each time, on whatever thread; -1 for none. Of
+    """The index of the range that is open in the process at each time, on whatever thread; -1 for none. Of
     ranges that overlap the one that began first counts."""
     found = np.full(len(times), -1)
-    for one in np.unique(process):
-        rows = np.flatnonzero((ranges["key"].to_numpy() & PROCESS) == one)
-        start, end = (ranges[column].to_numpy()[rows] for column in ("start_ns", "end_ns"))
-        order = np.lexsort((-end, start))
-        rows, start, end = rows[order], start[order], end[order]
-        reached = np.maximum.accumulate(end) if len(end) else end
-        outer = np.append(True, start[1:] >= reached[:-1])[:len(start)]
-        rows, start, end = rows[outer], start[outer], end[outer]
-        own = process == one
-        at = np.searchsorted(start, times[own], side="right") - 1
-        found[own] = np.where((at >= 0) & (times[own] < np.append(end, 0)[at]), np.append(rows, -1)[at], -1)
+    for key, rows in _outermost(ranges).groupby("process"):
+        own = process == key
+        at = np.searchsorted(rows["start_ns"], times[own], side="right") - 1
+        inside = (at >= 0) & (times[own] < rows["end_ns"].to_numpy()[at])
+        found[own] = np.where(inside, rows.index.to_numpy()[at], -1)
     return found
 
 
-def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    names = ranges["name"].cat.categories
+def _phase_names(path: str, rows: pd.DataFrame, ranges: pd.DataFrame,
+                 phases: Mapping[str, str] | None) -> np.ndarray:
+    """The phase that each row's name says, or is said to say; "" for none."""
     said = {plain_name(name): phase for name, phase in (phases or {}).items()}
-    if lacking := set(said) - {plain_name(name) for name in names}:
+    if lacking := set(said) - {*ranges["plain"]}:
         raise _no_range(path, ", ".join(sorted(lacking)), ranges)
-    each = [said.get(plain_name(name)) or phase_of(name) or "" for name in names]
-    return np.append(np.array(each, object), "")[ranges["name"].cat.codes]
+    return _of_each(rows["name"], lambda name: said.get(plain_name(name)) or phase_of(name) or "")
 
 
 def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
+    """That there is no such range; the names there are, those with the most time first."""
+    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
+    summed = rows.assign(time=rows["end_ns"] - rows["start_ns"]).groupby("plain").agg(
+        time=("time", "sum"), name=("name", "first"), count=("time", "size")).nlargest(8, "time")
+    known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
     return TraceError(f"{path}: no range is named {name}, expected one of"
-                      f" {', '.join(_named(ranges)) or 'none: the capture has no ranges'}")
+                      f" {known or 'none: the capture has no ranges'}")
 
 
 def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
     """The ranges that are steps, with ``step``: their number in each process."""
-    plain = ranges["name"].astype(object).map({name: plain_name(name)
-                                               for name in ranges["name"].cat.categories})
     if step is not None:
-        found = ranges[plain == plain_name(step)]
+        found = ranges[ranges["plain"] == plain_name(step)]
         if found.empty:
             raise _no_range(path, repr(step[:80]), ranges)
     else:
-        own = matching(ranges["name"], PROFILER_STEP)
-        found = ranges[own] if own.any() else _repeating(ranges, plain, launches)
-    found = found.sort_values(["process", "start_ns"])
-    reached = found.groupby("process")["end_ns"].cummax().groupby(found["process"]).shift()
-    found = found[~(found["start_ns"] < reached)]  # one within another is no step of its own
+        own = matching(ranges["name"], PROFILER_STEP.search)
+        found = ranges[own] if own.any() else _repeating(ranges, launches)
+    found = _outermost(found)
     return found.assign(step=found.groupby("process").cumcount())
 
 
-def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> pd.DataFrame:
+def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
     """The ranges of one name that repeat and hold most of all launches, best with a word for a step in it."""
     best, score = ranges[:0], (False, 0.5)
     total = max(1, launches.shape[1])
-    longest = (ranges["end_ns"] - ranges["start_ns"]).groupby(plain).sum().nlargest(CANDIDATES).index
-    for name, own in ranges[plain.isin(longest)].groupby(plain):
+    lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
+    for name, own in ranges[ranges["plain"].isin(lasted.nlargest(CANDIDATES).index)].groupby("plain"):
         operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
         several_threads = own["key"].nunique() > own["process"].nunique()
         if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
@@ -346,14 +332,3 @@ def _repeating(ranges: pd.DataFrame, plain: pd.Series, launches: np.ndarray) -> 
         if rank > score:
             best, score = own, rank
     return best
-
-
-def _named(ranges: pd.DataFrame, most: int = 8) -> list[str]:
-    """The names that ranges have, without numbers, those with the most time first, with how many there are.
-    """
-    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE)]
-    plain = rows["name"].astype(str).map(plain_name)
-    summed = rows.assign(time=rows["end_ns"] - rows["start_ns"]).groupby(plain).agg(
-        time=("time", "sum"), name=("name", "first"), count=("time", "size"))
-    summed = summed.sort_values("time", ascending=False).head(most)
-    return [f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"])]

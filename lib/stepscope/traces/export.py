@@ -16,20 +16,17 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import (
     CORRELATIONS,
     KINDS,
     LATEST,
     PROCESS,
-    STEP,
     Records,
     TraceError,
     attribute,
     thread_columns,
-    with_roles,
 )
-from stepscope.traces.families import FAMILIES, families
+from stepscope.traces.families import families
 
 # NVTX's default domain and this project's; ranges of libraries' domains are no regions
 DOMAINS = ("", "stepscope")
@@ -37,20 +34,18 @@ ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
+# A range's name is in its event, or was registered and has an id.
+RANGE_NAME = f"CAST(coalesce(nullif(text, ''), (SELECT value FROM {STRINGS} WHERE id = textId), '') AS TEXT)"
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
 
-def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str = STEP,
-               domains: Sequence[str] = DOMAINS) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """All GPU operations of a capture, and its NVTX push/pop ranges.
+def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """All GPU operations of a capture, and its NVTX push/pop ranges in DOMAINS.
 
     Args:
         path: the sqlite export; it is only read.
-        phases: the names of the ranges that are phases of a step.
-        step: the name of the ranges that are steps.
-        domains: the NVTX domains whose ranges count; "" is the default one.
 
     Returns:
         operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
@@ -65,7 +60,7 @@ def load_trace(path: Path | str, phases: Sequence[str] = PHASE_NAMES, step: str 
             ends before it starts; a CUDA graph was traced as a whole; the ranges of one thread cross.
         ConservationError: two phases, or two steps, of one process overlap.
     """
-    return attribute(with_roles(read_export(path, domains), tuple(phases), step), tuple(phases))
+    return attribute(read_export(path))
 
 
 def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Records:
@@ -228,11 +223,10 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
     parts = np.concatenate(found, axis=1)
     parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
-    kinds, name, row, start, end, device, stream, correlation, process, size = parts
+    kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
+    name = pd.Categorical.from_codes(name_codes, list(names))
     return pd.DataFrame({
-        "kind": pd.Categorical.from_codes(kinds, list(ACTIVITIES)),
-        "name": pd.Categorical.from_codes(name, list(names)),
-        "family": pd.Categorical.from_codes(families(names).codes[name], FAMILIES),
+        "kind": pd.Categorical.from_codes(kinds, KINDS), "name": name, "family": families(name),
         "start_ns": start, "duration_ns": end - start, "device": device, "stream": stream,
         "correlation_id": correlation, "row": row, "bytes": size,
     }), process
@@ -246,49 +240,32 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
 
 
 def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
-    """All push/pop ranges, (6, n): start, end, whether still open (its end is then its start), globalTid,
-    domain, textId; and their texts.
+    """All push/pop ranges, (5, n): start, end, whether still open (its end is then its start), globalTid,
+    domain; and their names.
     """
-    where = f"eventType = {PUSH_POP}"
     columns = ["start", 'coalesce("end", start) AS "end"', '"end" IS NULL AS open', "globalTid",
-               "coalesce(domainId, 0) AS domainId", "textId", "coalesce(text, '') AS text"]
-    found = _arrow(path, NVTX, columns, where)
+               "coalesce(domainId, 0) AS domainId", f"{RANGE_NAME} AS name"]
+    found = _arrow(path, NVTX, columns, f"eventType = {PUSH_POP}")
     if found is None:
         return np.zeros((len(columns) - 1, 0), np.int64), pa.array([], pa.string()).dictionary_encode()
-    texts = found["text"].combine_chunks().cast(pa.string()).dictionary_encode()
-    return _checked(path, NVTX, found.drop_columns(["text"])), texts
+    names = found["name"].combine_chunks().cast(pa.string()).dictionary_encode()
+    return _checked(path, NVTX, found.drop_columns(["name"])), names
 
 
-def _ranges(events: np.ndarray, text: pa.DictionaryArray, connection: sqlite3.Connection,
+def _ranges(events: np.ndarray, names: pa.DictionaryArray, connection: sqlite3.Connection,
             domains: Sequence[str] | None, capture_end: int) -> pd.DataFrame:
     """The ranges of Records; one that is still open ends with the capture."""
-    start, end, still_open, thread, domain, text_id = events
+    start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
-    code, names = _range_names(text, text_id, connection)
     keep = np.full(len(start), True)
-    name = f"coalesce(text, (SELECT value FROM {STRINGS} WHERE id = textId), '')"
-    domain_names = {(tid & PROCESS, i): n for tid, i, n in
-                    _rows(connection, NVTX, ["globalTid", "domainId", name], f"eventType = {DOMAIN_CREATE}")}
+    domain_names = {(tid & PROCESS, i): n for tid, i, n in _rows(
+        connection, NVTX, ["globalTid", "domainId", RANGE_NAME], f"eventType = {DOMAIN_CREATE}")}
     for process in np.unique(thread & PROCESS).tolist():
         for i in np.unique(domain).tolist():
             if domains is not None and domain_names.get((process, i), "") not in domains:
                 keep &= (thread & PROCESS != process) | (domain != i)
     order = np.lexsort((-end, start, thread))
     order = order[keep[order]]
-    return pd.DataFrame({"name": pd.Categorical.from_codes(code[order], names), "start_ns": start[order],
-                         "end_ns": end[order], **thread_columns(thread[order])})
-
-
-def _range_names(text: pa.DictionaryArray, text_id: np.ndarray,
-                 connection: sqlite3.Connection) -> tuple[np.ndarray, list[str]]:
-    """The place of each range's name in a list of names; a name is in its event, or was registered and has an
-    id.
-    """
-    texts, ids = text.dictionary.to_pylist(), np.unique(text_id)
-    registered = _strings(connection, ids) if (ids >= 0).any() else {}
-    spelled = texts + [registered.get(i, "") for i in ids.tolist()]
-    names = {name: code for code, name in enumerate(dict.fromkeys(spelled))}
-    in_event = np.asarray(text.indices)
-    has_text = np.array([bool(t) for t in texts], bool)[in_event]
-    spelling = np.where(has_text, in_event, len(texts) + np.searchsorted(ids, text_id))
-    return np.array([names[name] for name in spelled], np.int64)[spelling], list(names)
+    name = pd.Categorical.from_codes(np.asarray(names.indices)[order], names.dictionary.to_pylist())
+    return pd.DataFrame({"name": name, "start_ns": start[order], "end_ns": end[order],
+                         **thread_columns(thread[order])})

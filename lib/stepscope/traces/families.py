@@ -172,7 +172,8 @@ def _listed(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
 
 def families(names: Iterable[str]) -> pd.Categorical:
     """The family of each name, in order; every distinct name is matched once."""
-    codes, unique = pd.factorize(pd.Series(list(names), dtype="str"))
+    known = names if isinstance(names, pd.Categorical) else pd.Series(list(names), dtype="str")
+    codes, unique = pd.factorize(known)
     return pd.Categorical.from_codes(np.array([FAMILIES.index(family(n)) for n in unique], int)[codes],
                                      FAMILIES)
 

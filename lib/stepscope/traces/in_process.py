@@ -25,9 +25,9 @@ from stepscope.step.clocks import SAMPLE_COLUMNS, WHOLE, NotReplayed, keep_up, p
 from stepscope.step.stats import location, union
 from stepscope.step.training_step import Step, build_step, out_of_memory_names, release
 from stepscope.step.turn import turn
-from stepscope.traces.export import TraceError
+from stepscope.traces.attribution import TraceError, find_launches
 from stepscope.traces.families import families
-from stepscope.traces.torch_trace import read_events, work
+from stepscope.traces.torch_trace import own_records
 
 REPLAYED_MS, MOST_REPLAYS = 400.0, 50
 LONG_MS = 1000.0  # of steps that last longer, fewer are enough where the median needs no ten
@@ -120,7 +120,7 @@ class Taken:
         with TemporaryDirectory(prefix="stepscope-") as folder:
             trace = Path(folder) / "trace.json"
             self.profiler.export_chrome_trace(str(trace))
-            found = captured_operations(read_events(trace))
+            found = captured_operations(trace)
         for index, mode in enumerate(self.modes):  # of a step that ran out of memory there is a part
             found = found[(found["index"] != index) | (found["number"] < mode.captured)]
         return found
@@ -217,9 +217,9 @@ def replay(mode: Mode, replays: int) -> None:
 
 
 @contextmanager
-def profiled(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
-    """``torch.profiler.profile``; its advice on several cycles, which torch 2.11 gives for one as well, is
-    not said, every other warning is."""
+def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
+    """``torch.profiler.profile`` (of all activities that there are, where none are named); its advice on
+    several cycles, which torch 2.11 gives for one as well, is not said, every other warning is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
         with torch.profiler.profile(activities=activities) as profiler:
@@ -266,31 +266,29 @@ def captured_steps(mode: Mode, index: int, count: int) -> None:
         mode.captured += 1
 
 
-def captured_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
+def captured_operations(trace: Path) -> pd.DataFrame:
     """The operations that the named phases of a trace launched, on any thread: index, number, phase (of the
     range's name), name, start and end in ns. The phase is the one open when the operation was launched.
 
     Raises:
         CaptureError: a kernel's launch is not in the trace, so that its phase is not known.
+        TraceError: the trace cannot be read.
     """
-    ranges = sorted((event["start"], event["end"], *event["name"].split("/")[1:]) for event in events
-                    if event["cat"] == "user_annotation" and event["name"].startswith(f"{RANGE}/"))
-    if not ranges:
+    records = own_records(trace)
+    found, ranges = records.operations, records.ranges.sort_values(["start_ns", "end_ns"])
+    ranges = ranges[ranges["name"].astype(str).str.startswith(f"{RANGE}/")]
+    if ranges.empty:
         raise CaptureError("the capture holds none of the phases")
-    found = work(events)
-    launches = {event["correlation"]: event["start"] for event in events
-                if event["cat"] in ("cuda_runtime", "cuda_driver") and event["correlation"] is not None}
-    on_gpu = any(event["cat"] != "cpu_op" for event in found)
-    launched = [launches.get(event["correlation"]) if on_gpu else event["start"] for event in found]
-    if unknown := sum(start is None for start in launched):
+    launch = find_launches(records.process, found["correlation_id"].to_numpy(), records.launches)
+    if unknown := int((launch < 0).sum()):
         raise CaptureError(f"the launches of {unknown} of {len(found)} operations are not in the capture")
-    starts, ends, index, number, phase = (np.array(column) for column in zip(*ranges))
-    open_range = np.searchsorted(starts, launched, side="right") - 1
-    inside = (open_range >= 0) & (np.array(launched) < ends[open_range])
-    table = pd.DataFrame({"index": index.astype(int)[open_range], "number": number.astype(int)[open_range],
-                          "phase": phase[open_range], "name": [event["name"] for event in found],
-                          "start": [event["start"] for event in found],
-                          "end": [event["end"] for event in found]})
+    launched = records.launches[2][launch]
+    open_range = np.searchsorted(ranges["start_ns"], launched, side="right") - 1
+    inside = (open_range >= 0) & (launched < ranges["end_ns"].to_numpy()[open_range])
+    opened = ranges["name"].astype(str).str.split("/", expand=True).iloc[open_range].reset_index(drop=True)
+    table = pd.DataFrame({"index": opened[1].astype(int), "number": opened[2].astype(int), "phase": opened[3],
+                          "name": found["name"].astype(str), "start": found["start_ns"],
+                          "end": found["start_ns"] + found["duration_ns"]})
     return table[inside].reset_index(drop=True)
 
 

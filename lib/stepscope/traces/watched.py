@@ -10,7 +10,6 @@ It holds the GPU's turn while it builds, times and captures. Nothing is timed af
 import gc
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from stepscope.step.ranges import ProfilerRanges, annotated, nvtx_range, use_ran
 from stepscope.step.training_step import Step, build_step, out_of_memory_names, release
 from stepscope.step.turn import turn
 from stepscope.traces.attribution import STEP
+from stepscope.traces.in_process import profiled
 from stepscope.traces.nsys_program import OUTCOME, TRACE
 
 WARM_MS, MOST_WARM = 300, 10   # of short steps, so many ms after the first, and so many at most
@@ -43,10 +43,8 @@ def nsys_capture(trace: Path) -> Iterator[None]:
 
 @contextmanager
 def torch_capture(trace: Path) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-        with torch.profiler.profile() as profiler:
-            yield
+    with profiled() as profiler:
+        yield
     profiler.export_chrome_trace(str(trace))
 
 

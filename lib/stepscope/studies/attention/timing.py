@@ -15,7 +15,6 @@ from stepscope.studies.attention.config import PASSES, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs, each
 from stepscope.studies.attention.memory import memory_pass
 from stepscope.traces.in_process import RANGE, CaptureError, captured_operations, gpu_time, profiled
-from stepscope.traces.torch_trace import read_events
 
 KEY = ["implementation", "sequence", "phase"]
 TIMED = [*KEY, "passes", "wall_ms", "wall_std_ms", "saved_mib", "in_use_mib", "peak_mib"]
@@ -106,7 +105,7 @@ def read_capture(profiler: torch.profiler.profile | str, cells: Sequence[Cell]) 
         with TemporaryDirectory(prefix="stepscope-") as folder:
             trace = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(trace))
-            found = captured_operations(read_events(trace))
+            found = captured_operations(trace)
     except (CaptureError, ValueError) as error:  # a trace that cannot be read is a TraceError, a ValueError
         return pd.DataFrame(columns=CAPTURED), str(error)
     rows = []
