@@ -109,7 +109,8 @@ def test_what_the_first_screen_says(campaign):
     assert first["parameters"] == pytest.approx(3.41e9, rel=0.01)
     assert claims.first_peer(campaign)["gain"] == pytest.approx(113 / 89.6)
     assert claims.first_start(campaign)["left"] == pytest.approx(196 / 89.6)
-    assert claims.first_small(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
+    assert claims.graph_by_size(campaign) == {"small": "small", "small_gain": pytest.approx(21.3 / 6.45),
+                                              "large": "2.7B", "large_gain": pytest.approx(111 / 109 - 1)}
 
 
 def test_which_change_is_in_gpu_time_but_for_the_graph(campaign):
@@ -125,7 +126,7 @@ def test_the_graph_is_the_largest_change_only_of_small(campaign):
     assert claims.change_graph(campaign) == {"size": "small"}
     steps = campaign["ladder.steps"]
     steps.loc[steps["change"] == "blocks", "wall_ms"] = 7
-    assert claims.change_graph(campaign) is None and claims.first_small(campaign) is None
+    assert claims.change_graph(campaign) is None and claims.graph_by_size(campaign) is None
     alone = a_campaign()["ladder.steps"].query("size == 'small'")
     assert claims.change_graph({"ladder.steps": alone}) is None, "without a larger size nothing is said of smaller ones"
 

@@ -24,12 +24,6 @@ FORMULA_STEPS, TORCH_STEPS = 5, 200
 FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
 
 
-def nearest_bf16(x: np.ndarray) -> np.ndarray:
-    """fp32 rounded to the nearest bf16 number, ties to even, as fp32."""
-    bits = x.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
 def chance_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
     """fp32 rounded to bf16 by chance, as fp32: optimizer.py's hash in 32 bits of numpy."""
     h = index.astype(np.uint32) ^ np.uint32(step * GOLDEN & 0xFFFFFFFF)
@@ -54,23 +48,19 @@ def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray], first: int | No
         weight = weight * f(1 - RATE * WEIGHT_DECAY) - rate * (m / (np.sqrt(v) * correction + f(EPS)))
         if first is not None:
             index = first + np.arange(weight.size).reshape(weight.shape)
-            m, v = nearest_bf16(m), chance_bf16(v, index, t)
+            m, v = torch.from_numpy(m).bfloat16().float().numpy(), chance_bf16(v, index, t)
     return weight
 
 
-class Tried(nn.Module):
-    """A matrix and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.matrix, self.vector = (
-            nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values())
+def tried() -> nn.ParameterDict:
+    """A matrix and a vector, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
 
 
 def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
     """The optimizer after steps on random gradients, and these."""
-    model = Tried().to(device)
+    model = tried().to(device)
     own = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
     drawn = {
@@ -89,7 +79,7 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
     """How many fp32 weights and bf16 copies were compared with numpy's after some steps; how many differ."""
     own, drawn = stepped(device, FORMULA_STEPS, moments)
     compared, unequal = 0, 0
-    for index, (name, weight) in enumerate(Tried().named_parameters()):
+    for index, (name, weight) in enumerate(tried().named_parameters()):
         gradients = [gradient.float().cpu().numpy() for gradient in drawn[name]]
         first = own.offsets[index] if moments == torch.bfloat16 else None
         there = torch.from_numpy(numpy_adamw(weight.detach().numpy(), gradients, first)).to(device)
@@ -104,7 +94,7 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 def against_torch(device: str) -> float:
     """The largest difference from torch's AdamW in fp32 after many steps, over the largest weight."""
     own, drawn = stepped(device, TORCH_STEPS, torch.float32)
-    theirs = Tried().to(device)
+    theirs = tried().to(device)
     torchs = torch.optim.AdamW(
         theirs.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False)
     for step in range(TORCH_STEPS):

@@ -66,13 +66,6 @@ def first_start(tables: Tables) -> Claim:
     return {"start": rows.loc["sdpa", "wall_ms"], "left": left} if left > PAYS else None
 
 
-def first_small(tables: Tables) -> Claim:
-    shape, rows = smallest(tables)
-    found = _faster(rows, "cuda_graph", "blocks")
-    launch_bound = rows.loc["blocks", "busy"] < LAUNCH_BOUND
-    return {"size": shape.size, "gain": found} if launch_bound and found > 1.5 else None
-
-
 def change_matmul(tables: Tables) -> Claim:
     shape, _ = largest(tables)
     share = shares(tables["ladder.kernels"], shape, "fp32")["matrix multiply"]
@@ -113,9 +106,10 @@ def attention_step(tables: Tables) -> Claim:
 
 
 def graph_by_size(tables: Tables) -> Claim:
+    """The CUDA graph over compiled blocks: much where these wait for launches, less at the largest size."""
     (small, of_small), (large, of_large) = smallest(tables), largest(tables)
     small_gain, large_gain = (_faster(rows, "cuda_graph", "blocks") for rows in (of_small, of_large))
-    if small == large or small_gain < large_gain:
+    if of_small.loc["blocks", "busy"] >= LAUNCH_BOUND or small_gain < max(1.5, large_gain) or small == large:
         return None
     return {"small": small.size, "small_gain": small_gain, "large": large.size, "large_gain": large_gain - 1}
 

@@ -12,11 +12,6 @@ CHUNK = 1024  # tokens at least
 CHUNKS = 8  # at most: each is compiled anew, and a larger matmul runs nearer to the ceiling
 
 
-def chunk_of(tokens: int) -> int:
-    """Tokens of a chunk."""
-    return max(CHUNK, -(-tokens // CHUNKS))
-
-
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of ``hidden @ weight.T`` against targets; matmuls in ``dtype``, all else in
     fp32."""
@@ -26,7 +21,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         low_weight = weight.to(dtype)
         total, d_hidden = hidden.new_zeros((), dtype=torch.float32), []
         d_weight: Any = None
-        chunk = chunk_of(len(targets))
+        chunk = max(CHUNK, -(-len(targets) // CHUNKS))
         for x, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk)):
             logits = (x @ low_weight.t()).float()
             normaliser = logits.logsumexp(-1, keepdim=True)

@@ -90,12 +90,8 @@ def off(trainer: Trainer, loss: float, reference: tuple[float, dict[str, Tensor]
 
 def filling_batch(config: Config, memory_bytes: int) -> int:
     """The largest multiple of four whose step needs at most :data:`FILL` of the memory, by formula."""
-
-    def needed(batch: int) -> int:
-        return last_step_bytes(config.step(batch_size=batch, device="cuda"))
-
     batch = 4
-    while needed(batch + 4) <= FILL * memory_bytes:
+    while last_step_bytes(config.step(batch_size=batch + 4, device="cuda")) <= FILL * memory_bytes:
         batch += 4
     return batch
 
