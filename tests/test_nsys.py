@@ -304,7 +304,6 @@ def loaded(tables):
 def test_claims_say_what_the_tables_hold(loaded):
     said = {name: claim(loaded) for name, claim in list(vars(claims).items())
             if callable(claim) and getattr(claim, "__module__", "") == claims.__name__
-            and name != "softmax_in_bf16"
             and name != "backward_over_forward"}
     assert said["every_kernel_counted"]["profiles"] == 12
     assert said["forward_matches_wall"]["most"] < 0.02 and said["forward_slower_under_nsys"]["context"] == 128
@@ -314,8 +313,10 @@ def test_claims_say_what_the_tables_hold(loaded):
     assert said["rest_of_forward"]["small_rest"] > said["rest_of_forward"]["large_rest"]
     assert said["nsys_agrees_in_process"]["most"] == pytest.approx(0.003, rel=0.02)
     assert said["softmax_beside_flops"]["flops"] == 5 / 256
-    with pytest.raises(LookupError):
-        claims.softmax_in_bf16(loaded)
+    by_context = study.by_context(loaded)
+    assert [*by_context.index.get_level_values("context")] == [128, 512] * 2
+    assert (by_context["(c) all but matmuls, %"] + by_context["(d) matmuls of forward, %"]).to_numpy() == (
+        pytest.approx(1))
 
 
 def test_a_claim_that_does_not_hold_is_not_said(loaded):

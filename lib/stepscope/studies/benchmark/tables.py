@@ -2,6 +2,7 @@
 import pandas as pd
 import pandera.pandas as pa
 
+from stepscope.config import EDITIONS, SIZES
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
 from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
 from stepscope.report.tables import headed, ratio, table
@@ -198,6 +199,16 @@ def repeated(tables: Tables) -> pd.DataFrame:
 
 # Printed
 
+def sizes(tables: Tables) -> pd.DataFrame:
+    """The models that were measured: dimensions, parameters, and what 2026's handout calls them."""
+    names = {ours: theirs for theirs, ours in EDITIONS[2026].items()}
+    parameters = chosen(tables["benchmark.results"]).drop_duplicates("size").set_index("size")["parameters"]
+    dimensions = pd.DataFrame({size: SIZES[size]._asdict() for size in parameters.index if size in SIZES}).T
+    found = dimensions.rename_axis("size").assign(parameters=parameters.astype(float))
+    found.columns = ["d_model", "d_ff", "layers", "heads", "parameters, billion"]
+    return table(found.assign(**{"in 2026": [names.get(size, "") for size in found.index]}))
+
+
 def handout_times(tables: Tables) -> pd.DataFrame:
     """A row a size, the mean and deviation of each mode's ten plain steps."""
     found = {}
@@ -280,6 +291,6 @@ def repeats(tables: Tables) -> pd.DataFrame:
     return table(rows.assign(**ratios)[list(names)].rename(columns=names))
 
 
-PRINTED = {"handout_times": handout_times, "times_by_context": times_by_context, "warmup": warmup,
-           "launch_bound": launch_bound, "busy": busy, "optimizers": optimizers, "mfu_steps": mfu_steps,
-           "compile_cost": compile_cost, "compiled_model": compiled_model, "repeats": repeats}
+PRINTED = {printed.__name__: printed for printed in (
+    sizes, handout_times, times_by_context, warmup, launch_bound, busy, optimizers, mfu_steps, compile_cost,
+    compiled_model, repeats)}

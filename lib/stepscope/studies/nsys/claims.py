@@ -1,6 +1,6 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
-from stepscope.report.tables import number, ratio
+from stepscope.report.tables import number
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import LAUNCH_BOUND, SAME
 from stepscope.studies.nsys.tables import (
@@ -97,10 +97,12 @@ def rest_of_forward(tables: Tables) -> Numbers:
 def nontrivial_kernels(tables: Tables) -> Numbers:
     """(c) The families beside matmuls that take over 5% of the smallest size's forward."""
     rows = shares(tables, "forward").reset_index()
-    row = rows[rows["context_length"] == reference(rows)].iloc[0].drop(["size", "context_length", MATMUL])
+    row = rows[rows["context_length"] == reference(rows)].iloc[0]
+    size, row = row["size"], row.drop(["size", "context_length", MATMUL])
     heavy = row[row >= WEIGHS].sort_values(ascending=False)
     named = [f"{family} ({number(share, '%')})" for family, share in heavy.items()]
-    return {"families": " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))} if named else None
+    families = " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
+    return {"size": size, "families": families} if named else None
 
 
 def softmax_grows(tables: Tables) -> Numbers:
@@ -145,22 +147,6 @@ def softmax_beside_flops(tables: Tables) -> Numbers:
     row = rows.xs(context, level=1).iloc[0]
     if (rows["times"] / rows["flops"]).min() > 2:
         return {"size": row.name, "context": context, "times": row["times"], "flops": row["flops"]}
-    return None
-
-
-def softmax_in_bf16(tables: Tables) -> Numbers:
-    """(e) bf16 speeds up attention's matmuls; the softmax stays in fp32 and takes as long."""
-    found = {}
-    for precision in ("fp32", "bf16"):
-        rows = at_reference(tables, "forward", precision)
-        rows = rows[rows["size"] == rows["size"].iloc[-1]]
-        inside = rows["region"].isin(["attention.scores", "attention.value"]) & (rows["family"] == MATMUL)
-        found[precision] = [rows.loc[which, "total_ns"].sum() / 1e6
-                            for which in (rows["region"] == "attention.softmax", inside)]
-    if found["bf16"][1] < found["fp32"][1] / 2 and found["bf16"][0] > 0.9 * found["fp32"][0]:
-        return {"size": rows["size"].iloc[0], "matmul_fp32": found["fp32"][1],
-                "matmul_bf16": found["bf16"][1], "softmax": found["bf16"][0],
-                "gain": ratio(found["fp32"][1], found["bf16"][1])}
     return None
 
 

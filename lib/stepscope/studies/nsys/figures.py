@@ -21,11 +21,11 @@ LANE_NS = 1_000_000  # of the timeline that is drawn
 def stacked(axes: Axes, wide: pd.DataFrame, labels: Sequence[str], least: float = 0.09) -> None:
     """A bar of families a row, from the top down, each part that is wide enough with its share of the row."""
     left = pd.Series(0.0, wide.index)
-    places = range(len(wide))
+    places, last = range(len(wide)), next((name for name in wide.columns[::-1] if name not in COLORS), None)
     for family in wide.columns:
         axes.barh(places, wide[family], left=left.to_numpy(), height=0.66,
                   color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5,
-                  label=family if family in COLORS else "_")
+                  label=family if family in COLORS else "other" if family == last else "_")
         for place, (begin, width) in enumerate(zip(left, wide[family])):
             if width > least:
                 axes.text(begin + width / 2, place, number(width, "%"), ha="center", va="center",
@@ -81,9 +81,9 @@ def launches_timeline(tables: Tables) -> Figure | None:
             continue
         context = reference(rows) if precision == "bf16" else rows["context_length"].min()
         own = rows[(rows["context_length"] == context) & (rows["size"] == rows["size"].iloc[0])]
-        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward: the GPU is busy"
-                          f" {number(_busy(own), '%')} of this"
-                          " millisecond" + ", and waits for launches" * launch_bound(_busy(own)))
+        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward at context {context:,}: the GPU is"
+                          f" busy {number(_busy(own), '%')} of this millisecond"
+                          + ", and waits for launches" * launch_bound(_busy(own)))
     return None
 
 
@@ -107,6 +107,6 @@ def kernel_families(tables: Tables) -> Figure | None:
     matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
     drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
     stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
-                         phase in wide.index], least=0.05)
+                         phase in wide.index], least=0.07)
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn

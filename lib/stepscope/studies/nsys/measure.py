@@ -10,12 +10,19 @@ from stepscope.step import turn
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import launch_bound
 from stepscope.studies.nsys.config import Config
+from stepscope.studies.nsys.tables import three_clocks
 from stepscope.traces.attribution import OUTSIDE, UNATTRIBUTED, ConservationError
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
 from stepscope.traces.kernel_names import short_name
-from stepscope.traces.nsys_program import Capture, capture, export_capture, make_reports, profiler_here
-from stepscope.traces.nsys_reports import load_report
+from stepscope.traces.nsys_program import (
+    Capture,
+    capture,
+    export_capture,
+    make_reports,
+    profiler_here,
+    report_total,
+)
 from stepscope.traces.torch_trace import load_torch_trace
 
 # What no region's range was open for. In backward, the engine itself sums the gradients of a tensor that was
@@ -23,7 +30,6 @@ from stepscope.traces.torch_trace import load_torch_trace
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 # nsys's own sums of what ran, by the kinds of operations that are in them.
 OWN_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
-PROJECTED, TIME = "nvtx_gpu_proj_sum", "Total Time (ns)"
 WINDOW_NS = 2_000_000  # of the timeline
 OPERATIONS = ["mode", "phase", "region", "family", "name", "count", "total_ns"]
 CLOCKS = ["mode", "phase", "step", "captured", "wall_ms", "host_ns", "projected_ns", "operations_ns",
@@ -37,8 +43,7 @@ def profile_run(config: Config) -> tuple[dict[str, pd.DataFrame], dict]:
     Returns:
         tables: see :func:`analyse`.
         results: tool; of each mode its status and reason; the capture's number of operations and their time,
-            and nsys's own sum of that time (None without nsys); how many operations were launched in
-            backward, and how many nsys itself puts there; seconds.
+            and nsys's own sum of that time, where nsys tells it; seconds.
 
     Raises:
         NsysError, TraceError, ConservationError: as the functions that this calls.
@@ -58,13 +63,12 @@ def profile_run(config: Config) -> tuple[dict[str, pd.DataFrame], dict]:
             export = export_capture(nsys, taken.file, folder / "capture.sqlite")
             operations, ranges = load_trace(export)
             totals = activity_totals(export)
-            own = nsys_sums(make_reports(nsys, export, (*OWN_SUMS, PROJECTED)), totals)
+            own = nsys_sums(make_reports(nsys, export, (*OWN_SUMS,)), totals)
         else:
             operations, ranges, totals = load_torch_trace(taken.file)
         check_conservation(operations, totals)
         results |= {"operations": int(totals["operations"].sum()),
-                    "operations_ns": int(totals["duration_ns"].sum()),
-                    "backward_operations": int((operations["phase"] == "backward").sum())}
+                    "operations_ns": int(totals["duration_ns"].sum())}
         return analyse(taken, operations, ranges), results | own
 
 
@@ -72,27 +76,18 @@ def nsys_sums(reports: dict[str, Path], totals: pd.DataFrame) -> dict[str, int]:
     """nsys's own sums of a capture, held against what was accounted for.
 
     Returns:
-        nsys_ns, the time of all operations, and nsys_backward_operations, as far as its reports tell.
+        nsys_ns, the time of all operations; empty where a report is missing.
 
     Raises:
         ConservationError: a sum is another than ours.
-        ReportError: a report cannot be used.
+        NsysError: a report cannot be used.
     """
-    found, sums = {}, []
-    for report, kinds in OWN_SUMS.items():
-        if report in reports:
-            sums.append(int(load_report(reports[report], TIME)[TIME].sum()))
-            ours = int(totals.loc[kinds, "duration_ns"].sum())
-            if sums[-1] != ours:
-                raise ConservationError(f"operations sum to {ours} ns, and nsys's own {report} to"
-                                        f" {sums[-1]} ns")
-    if len(sums) == len(OWN_SUMS):
-        found["nsys_ns"] = sum(sums)
-    if PROJECTED in reports:
-        rows = load_report(reports[PROJECTED], "Range", "Total GPU Ops").astype({"Range": str})
-        own = rows["Range"].str.rpartition(":")[2] == "backward"
-        found["nsys_backward_operations"] = int(rows.loc[own, "Total GPU Ops"].sum())
-    return found
+    ours = {report: int(totals.loc[kinds, "duration_ns"].sum()) for report, kinds in OWN_SUMS.items()}
+    for report, path in reports.items():
+        if (total := report_total(path)) != ours[report]:
+            raise ConservationError(f"operations sum to {ours[report]} ns, and nsys's own {report} to"
+                                    f" {total} ns")
+    return {"nsys_ns": sum(ours.values())} if set(reports) == set(ours) else {}
 
 
 def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -169,22 +164,6 @@ def _timeline(operations: pd.DataFrame) -> pd.DataFrame:
     inside = ((rows["start_ns"] < WINDOW_NS) & (rows["start_ns"] + rows["duration_ns"] > 0)
               | launch.between(0, WINDOW_NS))
     return rows.loc[inside, TIMELINE].reset_index(drop=True)
-
-
-def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Each mode and phase in ms, medians: plain wall time, and of captured steps the wall time (of a phase,
-    its range on the host), the GPU from the first operation to the last, GPU time, the operations' sum, their
-    number.
-    """
-    keys = ["mode", "phase"]
-    captured = clocks[clocks["captured"].astype(bool)]
-    table = captured.groupby(keys, sort=False)[["host_ns", "projected_ns", "busy_ns",
-                                                "operations_ns"]].median() / 1e6
-    table.columns = ["host_ms", "projected_ms", "gpu_ms", "operations_ms"]
-    table["operations"] = captured.groupby(keys, sort=False)["operations"].median()
-    plain = clocks[~clocks["captured"].astype(bool)].groupby(keys, sort=False)["wall_ms"].median()
-    table.insert(0, "plain_ms", plain.reindex(table.index))
-    return table.reset_index()
 
 
 def finding(tables: dict[str, pd.DataFrame], device: str) -> str:

@@ -1,10 +1,12 @@
 """The profiling study's tables: what is in a run's files, and what is printed of all runs."""
+from collections.abc import Sequence
+
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES
 from stepscope.report.schemas import measured, tidy, word
-from stepscope.report.shapes import MODES, reference
+from stepscope.report.shapes import MODES, PLAIN, chosen, reference
 from stepscope.report.tables import table
 from stepscope.step.clocks import WHOLE
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
@@ -58,23 +60,32 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
     return wide[wide.sum().sort_values(ascending=False).index]
 
 
+def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) -> pd.DataFrame:
+    """By mode and phase in ms, medians: plain_ms (wall time without a profiler; of whole modes), and of
+    captured steps host_ms (between push and pop), projected_ms (first operation to last), gpu_ms, and the
+    number of operations."""
+    captured = clocks["captured"].astype(bool)
+    names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}
+    groups = clocks[captured].groupby(list(keys), sort=False)
+    table = groups[list(names)].median().div(1e6).rename(columns=names)
+    table.insert(0, "plain_ms", clocks[~captured].groupby(list(keys))["wall_ms"].median())
+    return table.assign(operations=groups["operations"].median()).reset_index()
+
+
 # Over all runs
 
 
 def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
-    """A table of the profiles of the plain program in one precision, sizes in order.
+    """A table of the profiles of the plain program in one precision, sizes and contexts in order.
 
     Raises:
         LookupError: there is none.
     """
-    rows = tables[f"nsys.{name}"]
-    rows = rows[(rows["precision"] == precision) & (rows["attention"] == "naive")
-                & (rows["optimizer"] == "foreach")]
+    rows = tables[f"nsys.{name}"].sort_values("context_length", kind="stable")
+    rows = chosen(rows, precision=precision, **PLAIN)
     if rows.empty:
         raise LookupError(f"no profile in {precision}")
-    order = {size: at for at, size in enumerate(SIZES)}
-    return rows.sort_values(["size", "context_length"], kind="stable",
-                            key=lambda column: column.map(order) if column.name == "size" else column)
+    return rows
 
 
 def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
@@ -83,15 +94,9 @@ def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataF
     return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
 
 
-def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
-    """A row a size, context, mode and phase in ms: plain_ms (wall time without a profiler; of whole modes),
-    and of captured steps host_ms, projected_ms (first operation to last) and gpu_ms; all medians."""
-    keys = ["size", "context_length", "mode", "phase"]
-    rows = profiles(tables, "clocks", precision)
-    captured = rows["captured"].astype(bool)
-    table = rows[captured].groupby(keys, sort=False)[["host_ns", "projected_ns", "busy_ns"]].median() / 1e6
-    table.columns = ["host_ms", "projected_ms", "gpu_ms"]
-    return table.join(rows[~captured].groupby(keys)["wall_ms"].median().rename("plain_ms")).reset_index()
+def clocks(tables: Tables) -> pd.DataFrame:
+    """A row a size, context, mode and phase, with the times of three_clocks."""
+    return three_clocks(profiles(tables, "clocks"), ["size", "context_length", "mode", "phase"])
 
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
@@ -110,9 +115,9 @@ def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
     return summed.loc[summed.groupby(keys, sort=False)["total_ns"].idxmax()].set_index(keys)
 
 
-def shares(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
+def shares(tables: Tables, mode: str) -> pd.DataFrame:
     """Shares of a mode's operations by family (columns, the largest first), a row a size and context."""
-    rows = profiles(tables, "operations", precision)
+    rows = profiles(tables, "operations")
     wide = by_family(rows[rows["mode"] == mode], ("size", "context_length"))
     return wide.div(wide.sum(axis=1), axis=0)
 
@@ -136,9 +141,7 @@ def beside_in_process(tables: Tables) -> pd.DataFrame:
     """GPU time by nsys beside the benchmark's, by torch.profiler in another process: a row a size, context,
     mode and phase, with ``off``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
-    own = tables["benchmark.times"]
-    own = own[(own["precision"] == "fp32") & (own["attention"] == "naive") & (own["compile"] == "none")
-              & (own["optimizer"] == "foreach") & (own["repeat"] == 0)]
+    own = chosen(tables["benchmark.times"], precision="fp32", **PLAIN)
     both = clocks(tables)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
                                                    suffixes=("", "_in_process"))
     return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
@@ -152,7 +155,8 @@ def forward_times(tables: Tables) -> pd.DataFrame:
     names = {"plain_ms": "wall, plain", "projected_ms": "nsys, first to last", "gpu_ms": "nsys, GPU time"}
     long = forward_clocks(tables).rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
-    wide = long.pivot_table(index=["size", "forward, ms"], columns="context_length", values="ms", sort=False)
+    long["context"] = long["context_length"].map("{:,}".format)
+    wide = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
     return table(wide.reindex(order), unit="ms")
 
@@ -201,6 +205,20 @@ def attention_softmax(tables: Tables) -> pd.DataFrame:
                          "FLOPs, %": rows["flops"]}).set_index("size")
 
 
+def by_context(tables: Tables) -> pd.DataFrame:
+    """(a) to (e) of the smallest and the largest size at every context."""
+    forward, step = shares(tables, "forward"), shares(tables, "step")
+    first, softmax = first_kernels(tables, "forward"), softmax_and_matmuls(tables)
+    found = pd.DataFrame({
+        "(a) forward, ms": forward_clocks(tables).set_index(forward.index.names)["projected_ms"],
+        "(b) first kernel": first["name"].map(short_names(first["name"], 50)), "launches": first["count"],
+        "of forward, %": first["share"], "(c) all but matmuls, %": 1 - forward[MATMUL],
+        "(d) matmuls of forward, %": forward[MATMUL], "of the step, %": step[MATMUL],
+        "(e) softmax over matmuls in time, %": softmax["times"], "in FLOPs, %": softmax["flops"]})
+    sizes = forward.index.get_level_values("size")
+    return found.reindex(forward.index)[sizes.isin(sizes[[0, -1]])].rename_axis(["size", "context"])
+
+
 def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
     """The largest difference of GPU time by nsys from the benchmark's in-process captures, over all contexts;
     a row a size, a column a mode."""
@@ -213,4 +231,5 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED = {printed.__name__: printed for printed in (
-    forward_times, first_kernel, forward_families, step_families, attention_softmax, nsys_beside_in_process)}
+    forward_times, first_kernel, forward_families, step_families, attention_softmax, by_context,
+    nsys_beside_in_process)}
