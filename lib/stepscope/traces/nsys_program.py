@@ -5,13 +5,17 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+
+import pandas as pd
 
 from stepscope import StepscopeError
 from stepscope.config import StepConfig
 
 # In the folder of the process that is watched: what it said of its steps, and torch.profiler's trace.
 OUTCOME, TRACE = "outcome.json", "capture.trace.json"
+TIME = "Total Time (ns)"  # in the reports of nsys stats
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
           "/usr/local/cuda*/bin/nsys", "/usr/local/bin/nsys",
           "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
@@ -139,6 +143,31 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
     if not any(path.exists() for path in made.values()):
         raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said}")
     return {name: path for name, path in made.items() if path.exists()}
+
+
+def report_total(path: Path) -> int:
+    """The ns that all rows of one of ``nsys stats``' reports sum to; 0 where nsys says that the capture does
+    not contain such data.
+
+    Raises:
+        NsysError: the file is no such report.
+    """
+    expected = f"expected a report of nsys stats with a column {TIME}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NsysError(f"{path}: cannot be read ({error}), {expected}") from None
+    before, found, rest = text.partition(f"{TIME},")
+    if not found:
+        if "does not contain" in text:
+            return 0
+        raise NsysError(f"{path}: found {text.strip()[:80]!r}, {expected}")
+    heading = before.rpartition("\n")[2]  # what stands before it on its line
+    try:
+        table = (heading + found + rest).partition("\n\n")[0]
+        return int(pd.read_csv(StringIO(table), usecols=[TIME], dtype={TIME: "int64"})[TIME].sum())
+    except (ValueError, OverflowError) as error:
+        raise NsysError(f"{path}: {' '.join(str(error).split())}, {expected} of whole numbers") from None
 
 
 def _say(*command: str | Path) -> str:
