@@ -18,6 +18,7 @@ from stepscope.studies.ladder.measure import Ladder, gradients_of, measure_ladde
 from stepscope.studies.ladder.optimizer import MasterAdamW, hashed, rounded_by_chance
 from stepscope.studies.ladder.trainer import Trainer, Unsupported, changes_of, precision_of
 from stepscope.studies.ladder.training import SEEDS, train
+from stepscope.traces.attribution import TraceError
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
 BF16 = frozenset({"bf16", "sdpa", "fused", "bf16_weights"})
@@ -286,7 +287,9 @@ def test_a_ladder_without_compiling_on_a_cpu(config):
     assert set(kernels["change"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
     curves = tables["curves"]
     assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
-    assert not curves.duplicated(["change", "seed", "step"]).any()
+    losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
+    off = losses.sub(losses["fp32", 0], axis=0).abs().max()
+    assert len(losses) == 2 and 0 < off["fused", 0] < off["fp32", 1] / 10, "from the same weights over the same text"
     assert results["matmul_bf16"] > 0 and "power_limit_w" not in results and results["parameters"] > 0
     assert "fp32" in measure.finding(tables["steps"])
 
@@ -307,44 +310,31 @@ def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
             raise torch.OutOfMemoryError("short of memory. Including much more")
         time(self, cell, made)
 
+    def refuse_capture(self, cell, made, captured=Ladder.captured):
+        if cell.name == "fused":
+            raise RuntimeError("CUPTI is taken")
+        captured(self, cell, made)
+
     monkeypatch.setattr(Ladder, "time", refuse)
+    def unreadable(path):
+        raise TraceError(f"{path}: has no traceEvents")
+
+    monkeypatch.setattr(Ladder, "captured", refuse_capture)
+    monkeypatch.setattr(measure, "read_events", unreadable)
     tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
     steps = tables["steps"].set_index("change")
     assert steps["status"].to_dict() == {
         "fp32": "ok", "tf32": "unsupported", "bf16": "failed", "sdpa": "oom", "fused": "ok"}
     assert steps.loc["bf16", "reason"] == "no kernel at file.cu for it"
     assert steps.loc["sdpa", "reason"] == "while measuring sdpa: short of memory."
-    assert steps.loc["fused", "wall_ms"] > 0
-
-
-def test_a_capture_that_fails_leaves_the_times(config, monkeypatch):
-    def refuse(self, cell, made):
-        raise RuntimeError("CUPTI is taken")
-
-    monkeypatch.setattr(Ladder, "captured", refuse)
-    tables, _ = measure_ladder(config(changes=["fp32"], timed_steps=2))
-    row = tables["steps"].iloc[0]
-    assert row["status"] == "ok" and row["reason"] == "not captured: CUPTI is taken"
-    assert row["wall_ms"] > 0 and math.isnan(row["gpu_ms"]) and "kernels" not in tables
+    fused = steps.loc["fused"]
+    assert fused["reason"] == "not captured: CUPTI is taken" and fused["wall_ms"] > 0 and math.isnan(fused["gpu_ms"])
+    assert steps.loc["fp32", "reason"] == "not captured: trace.json: has no traceEvents" and "kernels" not in tables
 
 
 def test_training_needs_room_for_bytes(config):
     small = config(vocab_size=100, training_steps=2)
     with pytest.raises(ConfigError, match="256"):
         train(small, Trainer(small, "fp32", {}))
-
-
-def test_every_change_trains_alike(config):
-    """Over 30 steps on text each loss curve is nearer to fp32's than another seed's is."""
-    mine, curves = config(training_steps=30, context_length=32), {}
-    for name, changes in {"fp32": frozenset(), "bf16_weights": BF16, "bf16_moments": LOW}.items():
-        made = Trainer(mine, "fp32", {}, changes=changes)
-        curves[name] = train(mine, made)
-        made.unload()
-    by_seed = curves["fp32"].pivot(index="step", columns="seed", values="loss")
-    apart = (by_seed[0] - by_seed[1]).abs().mean()
-    for name in ("bf16_weights", "bf16_moments"):
-        own = curves[name].pivot(index="step", columns="seed", values="loss")[0]
-        assert (own - by_seed[0]).abs().mean() < apart
 
 
