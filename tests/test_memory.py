@@ -41,19 +41,6 @@ def bytes_of(row):
 
 # -- one step's history --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_peak_is_predicted_and_its_parts_add_up(shape, precision, monkeypatch):
-    config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
-    _, recordings = recorded(config, monkeypatch)
-    rows = history.tables(config, recordings)["peaks"]
-    for mode in config.modes:
-        whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
-        assert whole["requested_gib"] == whole["predicted_requested_gib"] == accounting.peak(config, mode).requested / GIB
-        assert sum(bytes_of(whole).values()) == round(whole["requested_gib"] * GIB)
-        assert whole[column("rounding")] == whole["peak_gib"] - whole["requested_gib"] >= 0
-
-
 # Beside the blocks': alive after forward (final norm, head's copy, logits), the head's copy, saved by the loss.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
@@ -70,9 +57,16 @@ def after_loss(config):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_backward_needs_is_of_the_kinds_that_the_formulas_say(shape, precision, monkeypatch):
-    config = config_of(shape, precision=precision, modes=["forward_backward"])
-    _, (one,) = recorded(config, monkeypatch)
+def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_say(shape, precision, monkeypatch):
+    config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
+    _, recordings = recorded(config, monkeypatch)
+    rows = history.tables(config, recordings)["peaks"]
+    for mode in config.modes:
+        whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
+        assert whole["requested_gib"] == whole["predicted_requested_gib"] == accounting.peak(config, mode).requested / GIB
+        assert sum(bytes_of(whole).values()) == round(whole["requested_gib"] * GIB)
+        assert whole[column("rounding")] == whole["peak_gib"] - whole["requested_gib"] >= 0
+    one = recordings[1]
     table, end = history.classified(one, config), history._ends(one)[1]
     live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
     assert live == {kind: after_loss(config)[kind] for kind in LIVE}

@@ -115,7 +115,7 @@ def test_a_table_is_printed(name, measured):
     assert markdown(PRINTED[name](measured)).count("\n") >= 2
 
 
-@pytest.mark.parametrize("name", ["memory_timeline", "memory_peak", "memory_nested"])
+@pytest.mark.parametrize("name", ["memory_timeline", "memory_peak"])
 def test_a_figure_is_drawn(name, measured):
     drawn = getattr(figures, name)(measured)
     assert isinstance(drawn, Figure) and drawn.message and drawn._repr_png_()
@@ -204,4 +204,3 @@ def test_the_timelines_message_says_where_the_peak_is(measured):
     other = changed(measured, "peaks", "phase == 'whole'", peak_in="optimizer")
     assert figures.memory_timeline(other).message.startswith("The peak is in optimizer")
     assert figures.memory_timeline(measured | {"memory.timeline": measured["memory.timeline"].head(0)}) is None
-    assert figures.memory_nested(changed(measured, "checkpoints", "", status="oom")) is None

@@ -6,19 +6,10 @@ from matplotlib.figure import Figure
 
 from stepscope.config import PHASES, StepConfig
 from stepscope.report import style
-from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure, label_ends
+from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure
 from stepscope.report.tables import number
 from stepscope.step.accounting import GIB, peak
-from stepscope.studies.memory.tables import (
-    CONFIG,
-    LIVE,
-    Tables,
-    begins_backward,
-    column,
-    nested,
-    usual,
-    where,
-)
+from stepscope.studies.memory.tables import CONFIG, LIVE, Tables, begins_backward, column, usual, where
 
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
@@ -26,7 +17,6 @@ COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AM
 POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.08   # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
-GROWTH = ("none", "square root", "every block", "halved", "from the start")
 
 
 def memory_timeline(tables: Tables) -> Figure | None:
@@ -94,7 +84,7 @@ def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.loc[total.groupby(np.arange(len(rows)) // -(-len(rows) // POINTS)).idxmax()]
 
 
-def memory_peak(tables: Tables) -> Figure | None:
+def memory_peak(tables: Tables) -> Figure:
     """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
     longer."""
     one = usual(tables["memory.peaks"], phase="whole").iloc[0].to_dict()
@@ -123,30 +113,4 @@ def memory_peak(tables: Tables) -> Figure | None:
     axis.set_xlabel("peak of a full step, GiB")
     axis.legend(loc="upper right")
     axis.grid(visible=False)
-    return drawn
-
-
-def memory_nested(tables: Tables) -> Figure | None:
-    """Memory beyond weights and gradients over the number of blocks, a line an arrangement of checkpoints."""
-    try:
-        rows = nested(tables)
-    except LookupError:  # a notebook's own run, of which nothing fitted
-        return None
-    if rows["blocks"].nunique() < 2:
-        return None
-    values = "beyond_gib" if rows["peak_gib"].notna().any() else "expected_kept_gib"
-    wide = rows.pivot(index="blocks", columns="arrangement", values=values)[list(GROWTH)]
-    last, first = wide.iloc[-1], wide.iloc[0]
-    drawn, axis = figure(f"From {wide.index[0]} to {wide.index[-1]} blocks memory grows "
-                         f"{number(last['none'] / first['none'], 'x')}, with a checkpoint a block "
-                         f"{number(last['every block'] / first['every block'], 'x')}, from the start "
-                         f"{number(last['from the start'] / first['from the start'], 'x')}", 3.4)
-    colors = dict(zip(GROWTH, style.PALETTE))
-    for name in GROWTH:
-        axis.plot(wide.index, wide[name], "o-", color=colors[name])
-    axis.set(xscale="log", xlabel="blocks", ylabel="activations, GiB")
-    axis.set_ylim(0)
-    axis.set_xticks(wide.index, wide.index)
-    axis.minorticks_off()
-    label_ends(axis, {name: (wide.index[-1], last[name]) for name in GROWTH}, colors)
     return drawn

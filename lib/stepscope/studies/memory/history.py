@@ -1,7 +1,7 @@
 """From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's
 peak."""
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +39,11 @@ def classified(recording: Recording, config: Config) -> pd.DataFrame:
         StepscopeError: live bytes differ from the allocator's own number at the end or peak of a phase.
     """
     table = allocations(recording.snapshot)
-    names, ends = [name for name, *_ in recording.phases], _ends(recording)
-    place = np.searchsorted(ends, table["allocated_at"], side="right").clip(max=len(names) - 1)
-    table["phase"] = np.array(names)[place]
+    table["phase"] = _phase_of(table["allocated_at"], recording)
     order = recording.start.allocations + np.arange(len(table))
     table["region"], table["layer"] = _regions(order, table["phase"], recording.regions, config.num_layers)
-    freed, end_of = table["freed_at"], dict(zip(names, ends, strict=True))
+    freed, ends = table["freed_at"], _ends(recording)
+    end_of = {name: end for (name, *_), end in zip(recording.phases, ends, strict=True)}
     table["kind"] = "temporaries"
     table.loc[freed >= ends[-1], "kind"] = "other"
     if "backward" in end_of:
@@ -62,6 +61,12 @@ def classified(recording: Recording, config: Config) -> pd.DataFrame:
 def _ends(recording: Recording) -> list[int]:
     """Events up to the end of each phase."""
     return [end.events - recording.start.events for _, _, end in recording.phases]
+
+
+def _phase_of(events: Sequence[int], recording: Recording) -> np.ndarray:
+    """The phase in which each event is."""
+    names = np.array([name for name, *_ in recording.phases])
+    return names[np.searchsorted(_ends(recording), events, side="right").clip(max=len(names) - 1)]
 
 
 def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
@@ -160,22 +165,14 @@ def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list
 def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
     """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind;
     at most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
-    ends = _ends(recording)
     base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
-    live = (live_bytes(table)[:, :ends[-1] + 1] + base) / GIB
+    live = (live_bytes(table)[:, :_ends(recording)[-1] + 1] + base) / GIB
     total, stretch = live.sum(axis=0), -(-live.shape[1] // (POINTS // 2))
     events = sorted({first + int(pick(total[first:first + stretch]))
                      for first in range(0, len(total), stretch) for pick in (np.argmin, np.argmax)})
-    names = np.array([name for name, *_ in recording.phases])
-    place = np.searchsorted(ends, np.array(events) - 1, side="right").clip(max=len(names) - 1)
-    return pd.DataFrame({"mode": recording.mode, "event": events, "phase": names[place],
+    phases = _phase_of(np.array(events) - 1, recording)
+    return pd.DataFrame({"mode": recording.mode, "event": events, "phase": phases,
                          **{column(kind): live[row, events] for row, kind in enumerate(LIVE)}})
-
-
-def largest(table: pd.DataFrame) -> pd.DataFrame:
-    """The largest allocations of a forward pass by line of code and size."""
-    forward = table[table["phase"] == "forward"].assign(tensor="")
-    return grouped("allocated in forward", forward, ["size", "count"]).head(LARGEST)
 
 
 def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
@@ -209,6 +206,7 @@ def tables(config: Config, recordings: list[Recording]) -> dict[str, pd.DataFram
         rows += [row | {"status": "ok", "reason": ""} for row in peak_rows(recording, table, config)]
         times.append(timeline(recording, table))
         if recording.mode == "forward":
-            lines.append(largest(table))
+            made = grouped("allocated in forward", table.assign(tensor=""), ["size", "count"])
+            lines.append(made.head(LARGEST))
     return {"peaks": typed("peaks", pd.DataFrame(rows)), "allocations": typed("allocations", *lines),
             "timeline": typed("timeline", *times)}
