@@ -84,7 +84,7 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
 
 def test_the_text_of_a_trace(training):
     assert profile_text(training).splitlines() == [
-        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3-4); 8 operations; 1 (0.00500 ms) launched before are left out",
+        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4); 8 operations; 1 (0.00500 ms) launched before are left out",
         # the first step lasts until the second one's first kernel: 100 µs, the second one 70
         "step on GPU    0.0850 ms (0.100 0.0700): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
         " idle 0.0200 ms",

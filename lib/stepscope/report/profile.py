@@ -206,8 +206,8 @@ def _header(one: Device, gpus: int) -> str:
         parts.append(f"rank {capture.rank[0]} of {capture.rank[1]}")
     name = clean(capture.gpus.get(one.number, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
     parts.append(name or one.name if gpus == 1 else f"{gpus} GPUs, details of {one.name} {name}".rstrip())
-    steps = f"{len(capture.steps)} steps ({_numbered(capture.steps)})" if len(capture.steps) > 1 else (
-        f"1 step ({clean(capture.steps[0])})" if capture.steps else "no steps found: all of it is one")
+    names = " to ".join(dict.fromkeys(clean(name) for name in (capture.steps[:1] + capture.steps[-1:])))
+    steps = f"{len(capture.steps)} steps ({names})" if names else "no steps found: all of it is one"
     text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operations"
     if capture.left_out:
         lasted = number(capture.left_out_ns / 1e6, "ms")
@@ -215,14 +215,6 @@ def _header(one: Device, gpus: int) -> str:
     if after := len(one.all_operations) - len(one.operations):
         text += f"; {after:,} after the last step are left out"
     return text
-
-
-def _numbered(names: list[str]) -> str:
-    """ProfilerStep#10-13 of names that differ in their number, else the first one's name."""
-    found = [re.fullmatch(r"(.*?)(\d+)", name) for name in (names[0], names[-1])]
-    if found[0] and found[1] and found[0][1] == found[1][1]:
-        return clean(f"{found[0][0]}-{found[1][2]}")
-    return clean(names[0])
 
 
 def _account(one: Device) -> str:

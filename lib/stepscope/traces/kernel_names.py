@@ -1,6 +1,6 @@
 """Names of GPU kernels: what a name is made of, and a short name to show for it."""
+import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -122,26 +122,15 @@ def short_name(name: str) -> str:
 
 
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
-    """A name to show for each distinct name; different names stay different.
-
-    Each gets the first of these that no other name of the list has: its short_name cut in the middle to
-    `width` characters, its whole short_name, its whole template, its full name.
-    """
-    pending = list(dict.fromkeys(names))
+    """A name to show for each distinct name: its short_name, cut in the middle to `width` characters; of
+    different names that would be shown as one the later ones are numbered."""
     shown: dict[str, str] = {}
-
-    def whole(name: str) -> str:
-        parts = split(name)
-        return f"{parts.own}<{parts.template}>" if parts.template else parts.own or name
-    for form in (lambda name: _cut(short_name(name), width), short_name, whole):
-        candidates = {name: form(name) for name in pending}
-        count = Counter([*candidates.values(), *shown.values()])
-        shown |= {name: text for name, text in candidates.items() if count[text] == 1}
-        pending = [name for name in pending if name not in shown]
-    for name in pending:
-        text = name
-        while text in shown.values():  # somebody's short name is this one's full name
-            text += "'"
+    for name in dict.fromkeys(names):
+        text = first = _cut(short_name(name), width)
+        for count in itertools.count(2):
+            if text not in shown.values():
+                break
+            text = f"{first} ({count})"
         shown[name] = text
     return shown
 

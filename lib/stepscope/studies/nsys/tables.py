@@ -88,9 +88,9 @@ def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame
     return rows
 
 
-def at_reference(tables: Tables, mode: str, precision: str = "fp32") -> pd.DataFrame:
+def at_reference(tables: Tables, mode: str) -> pd.DataFrame:
     """The operations of a mode at the reference context."""
-    rows = profiles(tables, "operations", precision)
+    rows = profiles(tables, "operations")
     return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
 
 
