@@ -320,7 +320,7 @@ def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
         raise TraceError(f"{path}: has no traceEvents")
 
     monkeypatch.setattr(Ladder, "captured", refuse_capture)
-    monkeypatch.setattr(measure, "read_events", unreadable)
+    monkeypatch.setattr(measure, "captured_operations", unreadable)
     tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
     steps = tables["steps"].set_index("change")
     assert steps["status"].to_dict() == {

@@ -163,20 +163,15 @@ def fp8_training(tables: Tables) -> Claim:
 
 
 def filled(tables: Tables) -> Claim:
-    """The batch that fills the memory: its MFU, and that at the clock which the power cap leaves."""
-    steps = tables["ladder.steps"]
+    """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
+    large matmul after another reaches under the same cap, more than any step can."""
+    steps, results = tables["ladder.steps"], tables["ladder.results"].dropna(subset="kept_up_tflops")
     row = steps[(steps["change"] == FILLED) & steps["wall_ms"].notna()].sort_values("mfu").iloc[-1]
+    rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
             "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],
-            "power": row["power_w"], "peak": row["peak_gib"]}
-
-
-def filled_limit(tables: Tables) -> Claim:
-    """What one large matmul after another reaches under the same cap: more than any step can."""
-    results, step = tables["ladder.results"].dropna(subset="kept_up_tflops"), filled(tables) or {}
-    rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
-    return {"matmul": rate, "share": rate / sheet, "clock": results["kept_up_clock_mhz"].median(),
-            "of_it": step["mfu"] * sheet / rate}
+            "power": row["power_w"], "peak": row["peak_gib"], "matmul": rate, "share": rate / sheet,
+            "matmul_clock": results["kept_up_clock_mhz"].median(), "of_it": row["mfu"] * sheet / rate}
 
 
 def power(tables: Tables) -> Claim:
