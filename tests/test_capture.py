@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from bench.traces import MAIN, make_capture, make_trace, write_export
+from stepscope.report.profile import data_sheet, phases_of, profile_text
 from stepscope.traces import capture as module
 from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.capture import load_capture, phase_of, plain_name
-from stepscope.report.profile import data_sheet, phases_of, profile_text
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz"))  # where they lie beside the checkout
@@ -82,8 +82,11 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
     assert (rows["launch_start_ns"] < rows["start_ns"]).all()
 
 
-def test_the_text_of_a_trace(training):
-    assert profile_text(training).splitlines() == [
+def test_the_text_of_a_trace_and_its_operations_as_csv(training, tmp_path):
+    text = profile_text(training, csv=tmp_path / "operations.csv")
+    table = pd.read_csv(tmp_path / "operations.csv")
+    assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
+    assert text.splitlines() == [
         "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4); 8 operations; 1 (0.00500 ms) launched before are left out",
         # the first step lasts until the second one's first kernel: 100 µs, the second one 70
         "step on GPU    0.0850 ms (0.100 0.0700): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
@@ -109,12 +112,6 @@ def test_what_the_driver_launched_has_its_launch(tmp_path):
         *launched(ADD, 12, 30, 5, 2)]))
     assert found.operations["phase"].tolist() == ["forward", "forward"] and not found.left_out
     assert found.operations["launch_start_ns"].tolist() == [5000, 12000]
-
-
-def test_operations_go_to_csv(training, tmp_path):
-    profile_text(training, csv=tmp_path / "operations.csv")
-    table = pd.read_csv(tmp_path / "operations.csv")
-    assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
 
 
 @pytest.mark.parametrize(("name", "phase"), [
