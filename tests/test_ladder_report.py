@@ -57,9 +57,7 @@ def campaign():
     kernels = pd.DataFrame(
         [shape | {"change": change, "name": f"{family} kernel", "family": family, "count": 2.0, "gpu_ms": share}
          for change in ("fp32", "blocks")
-         for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
-        + [shape | {"batch_size": 52, "change": "filled", "name": family, "family": family, "count": 1.0, "gpu_ms": share}
-           for family, share in (("matrix multiply", 900.0), ("optimizer", 16.0))])
+         for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))])
     small = {"size": "small", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     noise, curves = np.random.default_rng(0), []
     for change, seed, off in (("fp32", 0, 0), ("fp32", 1, 0.1), ("fp32", 2, -0.08),
@@ -157,7 +155,8 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("chunked_memory", STEPS, "peak_gib", 53, {"change": "chunked"})])
 def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, value, which):
     rows = campaign[name]
-    at = np.logical_and.reduce([np.full(len(rows), True), *(rows[field] == wanted for field, wanted in which.items())])
+    at = np.logical_and.reduce([rows.index >= 0, *(rows[field] == wanted for field, wanted in which.items())])
+    assert at.any()
     rows.loc[at, column] = value
     assert getattr(claims, claim)(campaign) is None
 
