@@ -316,11 +316,11 @@ def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
         captured(self, cell, made)
 
     monkeypatch.setattr(Ladder, "time", refuse)
-    def unreadable(path):
-        raise TraceError(f"{path}: has no traceEvents")
+    def unreadable(profiler):
+        raise TraceError("trace.json: has no traceEvents")
 
     monkeypatch.setattr(Ladder, "captured", refuse_capture)
-    monkeypatch.setattr(measure, "captured_operations", unreadable)
+    monkeypatch.setattr(measure, "operations_of", unreadable)
     tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
     steps = tables["steps"].set_index("change")
     assert steps["status"].to_dict() == {

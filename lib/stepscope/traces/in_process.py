@@ -117,10 +117,7 @@ class Taken:
     def _operations(self) -> pd.DataFrame:
         if self.profiler is None:
             raise CaptureError(self.reason)
-        with TemporaryDirectory(prefix="stepscope-") as folder:
-            trace = Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(trace))
-            found = captured_operations(trace)
+        found = operations_of(self.profiler)
         for index, mode in enumerate(self.modes):  # of a step that ran out of memory there is a part
             found = found[(found["index"] != index) | (found["number"] < mode.captured)]
         return found
@@ -264,6 +261,14 @@ def captured_steps(mode: Mode, index: int, count: int) -> None:
             step(lambda phase, number=number: record_function(f"{RANGE}/{index}/{number}/{phase}"))
             synchronize()
         mode.captured += 1
+
+
+def operations_of(profiler: torch.profiler.profile) -> pd.DataFrame:
+    """The captured_operations of what was profiled last in this process."""
+    with TemporaryDirectory(prefix="stepscope-") as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        return captured_operations(trace)
 
 
 def captured_operations(trace: Path) -> pd.DataFrame:

@@ -1,8 +1,6 @@
 """A pass of attention by both clocks: by the host's, and its kernels from a capture of a few passes."""
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from timeit import default_timer
 
 import pandas as pd
@@ -14,7 +12,7 @@ from stepscope.step.stats import location
 from stepscope.studies.attention.config import PASSES, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs, each
 from stepscope.studies.attention.memory import memory_pass
-from stepscope.traces.in_process import RANGE, CaptureError, captured_operations, gpu_time, profiled
+from stepscope.traces.in_process import RANGE, CaptureError, gpu_time, operations_of, profiled
 
 KEY = ["implementation", "sequence", "phase"]
 TIMED = [*KEY, "passes", "wall_ms", "wall_std_ms", "saved_mib", "in_use_mib", "peak_mib"]
@@ -102,10 +100,7 @@ def read_capture(profiler: torch.profiler.profile | str, cells: Sequence[Cell]) 
     if isinstance(profiler, str):
         return pd.DataFrame(columns=CAPTURED), profiler
     try:
-        with TemporaryDirectory(prefix="stepscope-") as folder:
-            trace = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(trace))
-            found = captured_operations(trace)
+        found = operations_of(profiler)
     except (CaptureError, ValueError) as error:  # a trace that cannot be read is a TraceError, a ValueError
         return pd.DataFrame(columns=CAPTURED), str(error)
     rows = []

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +42,7 @@ from stepscope.studies.ladder.trainer import (
 )
 from stepscope.studies.ladder.training import train
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.in_process import by_name, captured_operations, gpu_time, short_reason
+from stepscope.traces.in_process import by_name, gpu_time, operations_of, short_reason
 
 BURST_S = 0.4  # a GPU's steps are timed for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
@@ -240,10 +239,7 @@ class Ladder:
     def read(self, cell: Cell, profiler: torch.profiler.profile) -> None:
         """Read a capture: GPU time and operations into the row; of each kernel its number and time a step.
         Before the next capture begins: after that, torch no longer has the GPU's part of this one."""
-        with TemporaryDirectory(prefix="stepscope-") as folder:
-            trace = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(trace))
-            found = captured_operations(trace)
+        found = operations_of(profiler)
         cell.row |= gpu_time(found)
         cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
         self.kernels.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])
