@@ -24,12 +24,10 @@ def event(cat: str, name: str, ts: float, dur: float, tid: object = 1, **args: o
 
 
 def launched(name: str, call: float, start: float, dur: float, correlation: int, tid: object = 1,
-             cat: str = "kernel",
-             external: int | None = None, **args: object) -> list[dict]:
+             cat: str = "kernel", external: int | None = None, **args: object) -> list[dict]:
     """A call on the host and what it launched."""
-    host = {"External id": external} if external is not None else {}
-    return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0",
-                  **host),
+    host = {} if external is None else {"External id": external}
+    return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0", **host),
             event(cat, name, start, dur, 7, correlation=correlation, device=0, stream=7, **args)]
 
 
@@ -160,17 +158,16 @@ def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
 
 
 def test_a_gpu_that_waits_is_launch_bound(tmp_path):
-    late = [one for number in range(10) for one in launched(ADD, 100 * number, 100 * number + 5, 10, number
-                                                            + 1)]
-    text = profile_text(written(tmp_path / "a.json", late))
-    assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in text
-    assert "launch-bound   the GPU waits 0.810 ms (89%) for launches, 10 operations; longest gap 90.0 µs before" in text
-    early = [one for number in range(10) for one in launched(ADD, number, 1000 + 10.4 * number, 10, number
-                                                             + 1)]
-    assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in profile_text(written(tmp_path / "b.json", early))
-    apart = [one for number in range(10) for one in launched(ADD, number, 1000 + 20 * number, 10, number + 1)]
-    assert "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs" in profile_text(
-        written(tmp_path / "c.json", apart))
+    def text(call, start):
+        events = [one for number in range(10) for one in launched(ADD, call(number), start(number), 10, number + 1)]
+        return profile_text(written(tmp_path / "a.json", events))
+    late = text(lambda number: 100 * number, lambda number: 100 * number + 5)
+    assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in late
+    assert "launch-bound   the GPU waits 0.810 ms (89%) for launches, 10 operations; longest gap 90.0 µs before" in late
+    early = text(lambda number: number, lambda number: 1000 + 10.4 * number)
+    assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in early
+    apart = text(lambda number: number, lambda number: 1000 + 20 * number)
+    assert "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs" in apart
 
 
 def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
@@ -338,11 +335,11 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
               (150, 250, "step", other)]
     launches = [(10, MAIN, 1), (110, MAIN, 2), (60, other, 1), (160, other, 2)]
     path = tmp_path / "a.sqlite"
-    write_export(path, StringIds=[(1, "k")], NVTX_EVENTS=[(s, e, 59, name, tid, None, 0) for s, e, name,
-                                                          tid in ranges],
+    write_export(path, StringIds=[(1, "k")],
+                 NVTX_EVENTS=[(s, e, 59, name, tid, None, 0) for s, e, name, tid in ranges],
                  CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 2, tid, c) for t, tid, c in launches],
-                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 30, tid == other, 7, c, tid & ~0xFFFFFF, 1) for t,
-                                             tid, c in launches])
+                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 30, tid == other, 7, c, tid & ~0xFFFFFF, 1)
+                                             for t, tid, c in launches])
     rows = load_capture(path).operations
     assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
     text = profile_text(path)

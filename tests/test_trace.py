@@ -142,8 +142,7 @@ def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
 # Made-up captures
 
 STRINGS = [(1, "void f<float>(float *)"), (2, "sm80_xmma_gemm_g"), (10, "step"), (11, "forward"),
-           (12, "backward"), (13, "ffn"),
-           (14, "stepscope"), (15, "cuBLAS"), (16, "cublasSgemm")]
+           (12, "backward"), (13, "ffn"), (14, "stepscope"), (16, "cublasSgemm")]
 
 
 def nvtx(start, end, name, thread, domain=0) -> tuple:
@@ -157,12 +156,12 @@ def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[t
     table).
     """
     if kernels is None:  # one per launch, of 40 ns, 1000 ns later
-        kernels = [(t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1) for i,
-                   (t, thread) in enumerate(launches)]
+        kernels = [(t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1)
+                   for i, (t, thread) in enumerate(launches)]
     write_export(path, StringIds=STRINGS, NVTX_EVENTS=[nvtx(*r) for r in ranges],
                  CUPTI_ACTIVITY_KIND_KERNEL=kernels,
-                 CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 5, thread, i) for i,
-                                              (t, thread) in enumerate(launches)])
+                 CUPTI_ACTIVITY_KIND_RUNTIME=[
+                     (t, t + 5, thread, i) for i, (t, thread) in enumerate(launches)])
     return path
 
 
@@ -175,8 +174,7 @@ def execute(path: Path, *statements: str) -> Path:
 
 
 STEP = [(0, 100, 10, MAIN), (10, 40, "forward", MAIN), (15, 30, "attention", MAIN),
-        (20, 25, "attention.softmax", MAIN),
-        (50, 90, 12, MAIN), (55, 80, 13, AUTOGRAD)]
+        (20, 25, "attention.softmax", MAIN), (50, 90, 12, MAIN), (55, 80, 13, AUTOGRAD)]
 
 
 def test_phase_by_time_and_region_by_thread(tmp_path):
@@ -248,11 +246,8 @@ def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
 def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step:
     # two; in none: one.
-    kernels = [(100, 120, 0, 7, 0, PROCESS_KEY, 1), (110, 130, 0, 8, 1, PROCESS_KEY, 1),
-               (112, 115, 0, 9, 2, PROCESS_KEY, 1),
-               (140, 160, 0, 7, 3, PROCESS_KEY, 2), (170, 180, 0, 7, 4, PROCESS_KEY, 2),
-               (175, 190, 0, 8, 5, PROCESS_KEY, 2),
-               (300, 310, 0, 7, 6, PROCESS_KEY, 2)]
+    lasted = [(100, 120, 7), (110, 130, 8), (112, 115, 9), (140, 160, 7), (170, 180, 7), (175, 190, 8), (300, 310, 7)]
+    kernels = [(start, end, 0, stream, i, PROCESS_KEY, 1) for i, (start, end, stream) in enumerate(lasted)]
     launches = [(t, MAIN) for t in (12, 16, 22, 28, 42, 44, 200)]
     operations, ranges = load_trace(made(tmp_path / "a.sqlite", launches, STEP, kernels))
     clocks = phase_clocks(operations, ranges).set_index(["step", "phase"])
@@ -386,16 +381,16 @@ def test_enclosing_equals_a_plain_loop(seed):
     generator = np.random.default_rng(seed)
     keys = (generator.integers(0, 2**50, 3) << 4).tolist()
     # An empty interval counts as one of 1 ns. Of equal ones, either is right: keep one.
-    given = {(key, start, max(end, start + 1)): (key, start, end) for key in keys for start,
-             end in nested(generator, -20, 60)}
+    given = {(key, start, max(end, start + 1)): (key, start, end)
+             for key in keys for start, end in nested(generator, -20, 60)}
     intervals = [list(given)[i] for i in generator.permutation(len(given))]
     points = [(int(generator.choice([*keys, 5])), int(generator.integers(-30, 70))) for _ in range(300)]
     innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
 
     def holders(key, first, last):
         """Indices of the intervals around [first, last), the innermost last."""
-        around = [i for i,
-                  (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end]
+        around = [i for i, (k, start, end) in enumerate(intervals)
+                  if k == key and start <= first and last <= end]
         return sorted(around, key=lambda i: (intervals[i][1], -intervals[i][2]))
     assert innermost.tolist() == [(holders(key, time, time + 1) or [-1])[-1] for key, time in points]
     assert parent.tolist() == [([-1, *holders(*interval)])[-2] for interval in intervals]

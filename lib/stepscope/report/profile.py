@@ -4,7 +4,7 @@ wall = compute + exposed copies and communication + idle, by unions of intervals
 in which nothing else runs. A step on the GPU lasts until the next one's first operation begins.
 """
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -207,14 +207,18 @@ def _header(one: Device, gpus: int) -> str:
     name = clean(capture.gpus.get(one.number, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
     parts.append(name or one.name if gpus == 1 else f"{gpus} GPUs, details of {one.name} {name}".rstrip())
     names = " to ".join(dict.fromkeys(clean(name) for name in (capture.steps[:1] + capture.steps[-1:])))
-    steps = f"{len(capture.steps)} steps ({names})" if names else "no steps found: all of it is one"
-    text = ", ".join(parts) + f"; {steps}; {len(one.operations):,} operations"
+    steps = f"{_counted(capture.steps, 'step')} ({names})" if names else "no steps found: all of it is one"
+    text = ", ".join(parts) + f"; {steps}; {_counted(one.operations, 'operation')}"
     if capture.left_out:
         lasted = number(capture.left_out_ns / 1e6, "ms")
         text += f"; {capture.left_out:,} ({lasted}) launched before are left out"
     if after := len(one.all_operations) - len(one.operations):
         text += f"; {after:,} after the last step are left out"
     return text
+
+
+def _counted(things: Sized, word: str) -> str:
+    return f"{len(things):,} {word}{'s' * (len(things) != 1)}"
 
 
 def _account(one: Device) -> str:
@@ -263,7 +267,7 @@ def _bound(one: Device) -> tuple[str, str]:
     if one.operations["launch_start_ns"].isna().all():
         return "bound", "not told: the capture holds no launches"
     if len(one.operations) < FEW:
-        return "bound", f"not told: too little to judge by, {len(one.operations):,} operations"
+        return "bound", f"not told: too little to judge by, {_counted(one.operations, 'operation')}"
     late = gaps[gaps["late"]]
     waiting = late["ms"].sum() / len(one.windows)
     if waiting <= (1 - LAUNCH_BOUND) * mean["wall"]:
