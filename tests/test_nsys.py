@@ -71,6 +71,18 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
     assert captured["wall_ms"].isna().all()
 
 
+def test_the_timeline_has_the_replay_without_what_prepared_it():
+    """A graph's operations have one launch; the step that warmed up before it was launched in many."""
+    operations, ranges = load_trace(EXPORT)
+    replayed = operations.tail(50).assign(step=-1, region="replay")
+    replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
+    replayed["start_ns"] = operations["start_ns"].max() + pd.RangeIndex(0, 500_000, 10_000)
+    timeline = measure.analyse(TAKEN, pd.concat([operations, replayed]), ranges)["timeline"]
+    assert set(timeline["mode"]) == {"replayed"} and len(timeline) <= 30
+    assert (timeline["start_ns"].diff().dropna() == 10_000).all() and timeline["launch_ns"].nunique() == 1
+    study.SCHEMAS["timeline"].validate(timeline)
+
+
 def test_a_capture_of_other_steps_than_were_run_is_refused():
     with pytest.raises(ConservationError, match="the capture holds 3 steps, expected the 2 that were run"):
         measure.analyse(Capture(EXPORT, {"step": OUTCOME}, ["step"] * 2, {}), *load_trace(EXPORT))
@@ -324,6 +336,10 @@ def test_tables_are_printed_and_figures_drawn(loaded, tables):
                              "duration_ns": 150_000, **config})
     drawn = figures.launches_timeline({"nsys.timeline": timeline})
     assert "busy 30% of this millisecond, and waits" in drawn.message
+    graph = timeline.assign(mode="replayed", launch_ns=-1_000_000, start_ns=[-50_000, 400_000], duration_ns=450_000)
+    drawn = figures.launches_timeline({"nsys.timeline": pd.concat([timeline, graph])})
+    assert "busy 30%" in drawn.message and "as a CUDA graph 85%" in drawn.message
+    assert len(drawn.axes[0].get_yticks()) == 3
     assert figures.lanes(tables["timeline"]) is None  # of full steps there is none
     shares = study.by_family(tables["operations"])
     assert shares.sum().sum() * 1e6 == pytest.approx(tables["operations"]["total_ns"].sum())

@@ -15,6 +15,7 @@ from stepscope.config import StepConfig
 
 # In the folder of the process that is watched: what it said of its steps, and torch.profiler's trace.
 OUTCOME, TRACE = "outcome.json", "capture.trace.json"
+REPLAY = "replay"  # the range in which it makes forward a CUDA graph and replays that, outside of any step
 TIME = "Total Time (ns)"  # in the reports of nsys stats
 PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
           "/usr/local/cuda*/bin/nsys", "/usr/local/bin/nsys",

@@ -4,6 +4,7 @@ CONFIGURATION``.
 It runs the library's own step in all three modes, plain first, then captured: one capture holds the modes'
 steps one after another, because a profiler takes seconds to end one. The first captured step of a mode has
 its regions named, forward and backward, which costs the host time; the others have only their phases named.
+At the end forward is replayed as a CUDA graph, where it can be: what kernels are without launches.
 
 It holds the GPU's turn while it builds, times and captures. Nothing is timed after the capture.
 """
@@ -11,7 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import default_timer
@@ -20,12 +21,13 @@ import torch
 
 from stepscope.config import PHASES, StepConfig
 from stepscope.files import write_text_durably
+from stepscope.step.clocks import NotReplayed, replay_ms
 from stepscope.step.ranges import ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.step.training_step import Step, build_step, out_of_memory_names, release
 from stepscope.step.turn import turn
 from stepscope.traces.attribution import STEP
 from stepscope.traces.in_process import profiled
-from stepscope.traces.nsys_program import OUTCOME, TRACE
+from stepscope.traces.nsys_program import OUTCOME, REPLAY, TRACE
 
 WARM_MS, MOST_WARM = 300, 10   # of short steps, so many ms after the first, and so many at most
 PLAIN_MS, PLAIN = 1500, 10     # plain steps: ten of forward, of other modes as many as last so long
@@ -121,7 +123,7 @@ def take_plain(mode: Mode) -> None:
 
 
 def profile(step: Step, capture: Callable[[], None]) -> dict:
-    """Every mode plain, then every mode captured.
+    """Every mode plain, then every mode captured, then forward replayed.
 
     Args:
         step: in mode "step"; the other modes share its model.
@@ -147,6 +149,8 @@ def profile(step: Step, capture: Callable[[], None]) -> dict:
         capture()
         for mode in modes.values():
             mode.try_part(take_captured)
+        with nvtx_range(REPLAY), suppress(NotReplayed):
+            replay_ms(modes["forward"].step, replays=1)
     return {"inside": inside, "modes": {
         name: {"status": "oom" if mode.reason else "ok", "reason": mode.reason, "plain_ms": mode.plain_ms,
                "captured_ms": mode.captured_ms} for name, mode in modes.items()}}

@@ -9,7 +9,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.report import style
 from stepscope.report.tables import number
 from stepscope.step.stats import launch_bound, union
-from stepscope.studies.nsys.tables import Tables, at_reference, by_family, profiles, reference
+from stepscope.studies.nsys.tables import REPLAYED, Tables, at_reference, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
@@ -51,47 +51,60 @@ def families_of(operations: pd.DataFrame, where: str) -> Figure | None:
     return drawn
 
 
-def lanes(timeline: pd.DataFrame, message: str = "") -> Figure | None:
-    """A millisecond of forward: above what the host launches, below what the GPU runs."""
-    rows = timeline[(timeline["mode"] == "forward") & (timeline["start_ns"] < LANE_NS)]
-    if rows.empty:
+def lanes(timeline: pd.DataFrame, where: str = "Forward") -> Figure | None:
+    """A millisecond of forward: what the host launches, what the GPU runs, and what it runs as a CUDA graph
+    where that was captured."""
+    ran = timeline[(timeline["start_ns"] < LANE_NS) & (timeline["start_ns"] + timeline["duration_ns"] > 0)]
+    names = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}
+    found = {mode: ran[ran["mode"] == mode] for mode in names if mode in set(ran["mode"])}
+    if "forward" not in found:
         return None
-    running = rows[rows["start_ns"] + rows["duration_ns"] > 0]
-    drawn, axes = style.figure(message or "A millisecond of forward on the CPU and on the GPU", 2.3)
-    host = rows[(rows["launch_ns"] < LANE_NS) & (rows["launch_ns"] + rows["launch_duration_ns"] > 0)]
-    axes.broken_barh(list(zip(host["launch_ns"] / 1e3, host["launch_duration_ns"] / 1e3)), (1.15, 0.7),
-                     color=style.MUTED)
-    for family, own in running.groupby(running["family"].where(running["family"].isin([*COLORS]),
-                                                               "all else")):
-        axes.broken_barh(list(zip(own["start_ns"] / 1e3, own["duration_ns"] / 1e3)), (0.15, 0.7),
-                         color=COLORS.get(str(family), style.FILL), label=family)
-    axes.set(xlim=(0, LANE_NS / 1e3), ylim=(0, 2), xlabel="µs")
-    axes.set_yticks([0.5, 1.5], ["GPU runs", "CPU launches"])
+    busy = {mode: _busy(rows) for mode, rows in found.items()}
+    message = f"{where}: the GPU is busy {number(busy['forward'], '%')} of this millisecond"
+    if REPLAYED in busy:
+        message += f", as a CUDA graph {number(busy[REPLAYED], '%')}"
+    elif launch_bound(busy["forward"]):
+        message += ", and waits for launches"
+    drawn, axes = style.figure(message, 1.7 + 0.35 * len(found))
+    host = timeline[(timeline["mode"] == "forward") & (timeline["launch_ns"] < LANE_NS)
+                    & (timeline["launch_ns"] + timeline["launch_duration_ns"] > 0)]
+    spans = _spans_us(host["launch_ns"], host["launch_duration_ns"])
+    axes.broken_barh(spans, (-0.35, 0.7), color=style.MUTED)
+    for place, rows in enumerate(found.values(), start=1):
+        for family, own in rows.groupby(rows["family"].where(rows["family"].isin([*COLORS]), "all else")):
+            spans = _spans_us(own["start_ns"], own["duration_ns"])
+            axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(family, style.FILL), label=family)
+    axes.set(xlim=(0, LANE_NS / 1e3), ylim=(len(found) + 0.5, -0.5), xlabel="µs")
+    axes.set_yticks(range(1 + len(found)), ["CPU launches", *(names[mode] for mode in found)])
     axes.grid(False)
-    drawn.legend(loc="outside lower center", ncols=3)
+    once = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    drawn.legend(once.values(), once, loc="outside lower center", ncols=3)
     return drawn
 
 
+def _spans_us(start_ns: pd.Series, duration_ns: pd.Series) -> list[tuple[float, float]]:
+    return list(zip(start_ns / 1e3, duration_ns / 1e3))
+
+
+def _busy(ran: pd.DataFrame) -> float:
+    """The share of the drawn window in which an operation runs."""
+    end = (ran["start_ns"] + ran["duration_ns"]).clip(upper=LANE_NS)
+    return union(ran["start_ns"].clip(0).to_numpy(), end.to_numpy()) / LANE_NS
+
+
 def launches_timeline(tables: Tables) -> Figure | None:
-    """A millisecond of the launch-bound forward: the smallest size, in bf16 where it was profiled."""
+    """A millisecond of the launch-bound forward: the smallest size at the shortest context, in bf16 where it
+    was profiled."""
     for precision in ("bf16", "fp32"):
         try:
             rows = profiles(tables, "timeline", precision)
         except LookupError:
             continue
-        context = reference(rows) if precision == "bf16" else rows["context_length"].min()
-        own = rows[(rows["context_length"] == context) & (rows["size"] == rows["size"].iloc[0])]
-        return lanes(own, f"{own['size'].iloc[0]}'s {precision} forward at context {context:,}: the GPU is"
-                          f" busy {number(_busy(own), '%')} of this millisecond"
-                          + ", and waits for launches" * launch_bound(_busy(own)))
+        rows = rows[rows["size"] == rows["size"].iloc[0]]
+        context = rows["context_length"].min()
+        return lanes(rows[rows["context_length"] == context],
+                     f"{rows['size'].iloc[0]}'s {precision} forward at context {context:,}")
     return None
-
-
-def _busy(timeline: pd.DataFrame) -> float:
-    """The share of the drawn window in which an operation runs."""
-    start = timeline["start_ns"].clip(0, LANE_NS).to_numpy()
-    end = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, LANE_NS).to_numpy()
-    return union(start, end) / LANE_NS
 
 
 def kernel_families(tables: Tables) -> Figure | None:

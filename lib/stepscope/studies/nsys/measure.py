@@ -10,12 +10,13 @@ from stepscope.step import turn
 from stepscope.step.clocks import WHOLE
 from stepscope.step.stats import launch_bound
 from stepscope.studies.nsys.config import Config
-from stepscope.studies.nsys.tables import three_clocks
+from stepscope.studies.nsys.tables import REPLAYED, three_clocks
 from stepscope.traces.attribution import OUTSIDE, UNATTRIBUTED, ConservationError
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
 from stepscope.traces.kernel_names import short_name
 from stepscope.traces.nsys_program import (
+    REPLAY,
     Capture,
     capture,
     export_capture,
@@ -101,8 +102,9 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
             family and name: how many there are in one step, and their time.
         clocks: a row for each phase and the whole of the other captured steps (see ``phase_clocks``), and for
             the whole of each plain step (captured is False): its wall time by the host's clock.
-        timeline: two milliseconds out of the middle of forward, a row an operation: when the host launched
-            it, and when it ran; times count from the window's begin.
+        timeline: two milliseconds out of the middle of forward, and of it replayed as a CUDA graph (mode
+            "replayed"), a row an operation: when the host launched it, and when it ran; times count from the
+            window's begin.
 
     Raises:
         ConservationError: the capture has other steps than were run, or a table lost an operation.
@@ -120,6 +122,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
     mode = dict(enumerate(taken.inside))
     named = {taken.inside.index(name) for name in mode.values()}
     complete = {step for step, name in mode.items() if taken.modes[name]["status"] == "ok"}
+    replayed = operations[operations["region"] == REPLAY]  # a graph's operations have one launch, the last
+    replayed = replayed[replayed["launch_start_ns"] == replayed["launch_start_ns"].max()]
     operations = operations[operations["step"].isin(complete)].copy()
     operations["mode"] = operations["step"].map(mode)
     region = operations["region"].astype(str)
@@ -130,7 +134,8 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
     own = _clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)])
     clocks = pd.concat([own, clocks], ignore_index=True)
     return {"operations": _summed(operations[of_named]), "clocks": clocks[CLOCKS],
-            "timeline": _timeline(operations[~of_named & (operations["mode"] == "forward")])}
+            "timeline": pd.concat([_timeline(operations[~of_named & (operations["mode"] == "forward")]),
+                                   _timeline(replayed.assign(mode=REPLAYED))], ignore_index=True)}
 
 
 def _summed(operations: pd.DataFrame) -> pd.DataFrame:

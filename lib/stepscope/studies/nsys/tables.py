@@ -19,6 +19,7 @@ OPERATION = ("mode", "phase", "region", "family", "name")
 CLOCK = ("mode", "phase", "step", "captured")
 LANE = ("mode", "launch_ns", "start_ns")
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
+REPLAYED = "replayed"  # forward as a CUDA graph, a mode of the timeline alone
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
 SCHEMAS = {
@@ -28,8 +29,8 @@ SCHEMAS = {
     "clocks": tidy(CLOCK, mode=_MODE, phase=word(), step=pa.Column("int64", pa.Check.ge(0), coerce=True),
                    captured=pa.Column(bool, coerce=True), **{name: measured() for name in (
                        "wall_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns", "operations")}),
-    "timeline": tidy(LANE, mode=_MODE, family=word(), launch_ns=_ANY_NS, launch_duration_ns=_NS,
-                     start_ns=_ANY_NS, duration_ns=_NS),
+    "timeline": tidy(LANE, mode=word(*PHASES, REPLAYED), family=word(), launch_ns=_ANY_NS,
+                     launch_duration_ns=_NS, start_ns=_ANY_NS, duration_ns=_NS),
 }
 KEYS = {"operations": (*CONFIG, *OPERATION), "clocks": (*CONFIG, *CLOCK), "timeline": (*CONFIG, *LANE)}
 
