@@ -121,10 +121,8 @@ def write_sweep(tmp_path):
 
 def record_of(config: RunConfig, **fields) -> Record:
     """A record as a run of this configuration would leave it."""
-    whole: dict[str, Any] = {
-        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
-        "status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
-    return Record(**whole | fields)
+    whole = {"status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
+    return Record.of(config, **whole | fields)
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:

@@ -160,14 +160,8 @@ def test_the_largest_that_fits_fits_and_one_more_does_not():
             at, beyond = (bytes_of(own.model_copy(update={field: most + more})) for more in (0, 1))
             assert at <= 80 * GIB < beyond, (row.step, field)
         assert row.peak_gib == bytes_of(own) / GIB
-
-
-def test_what_the_reference_ran_fits():
-    """A step of the 2.7B model at context 512 and batch 4 was measured at 65.6 GiB: on 80 it fits."""
-    plain, _, checkpointed, last = accounting.fit(on_gpu(size="2.7B", context_length=512), 80)
-    assert plain.fits == "yes" and plain.largest_batch >= 4 and plain.largest_context >= 512
-    assert plain.peak_gib == pytest.approx(65.56, rel=0.01)
-    assert last.peak_gib < checkpointed.peak_gib < plain.peak_gib
+    plain, _, checkpointed, last = rows
+    assert last.peak_gib < checkpointed.peak_gib < plain.peak_gib == pytest.approx(65.56, rel=0.01)  # as measured
 
 
 def test_fits_tight_and_not():

@@ -8,7 +8,7 @@ from typer.main import get_command
 
 from conftest import RAISES, TINY, put
 from stepscope import cli
-from stepscope.runs import workers
+from stepscope.runs import sweep_file, workers
 from stepscope.runs.store import Store
 
 
@@ -121,7 +121,7 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     store, rendered = Store(tmp_path / "runs"), []
     for seed in (0, 1):
         put(store, tiny(seed=seed))
-    monkeypatch.setattr(cli, "find_sweeps", lambda name: [path])
+    monkeypatch.setattr(sweep_file, "find_sweeps", lambda name: [path])
     monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
     code, _, err = run("report", "--runs", store.root)
     assert code == 0 and rendered == [store.root] and "2 done" in err

@@ -376,5 +376,6 @@ def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monk
     assert whole["tokens_per_s"] == pytest.approx(8 / wall_ms * 1e3)
     assert np.isnan(loss["tflops"]) and np.isnan(loss["tokens_per_s"])
 
+
 def test_launch_bound_is_below_one_threshold():
     assert [stats.launch_bound(busy) for busy in (0.949, 0.95, float("nan"))] == [True, False, False]

@@ -49,8 +49,7 @@ def test_a_record_that_is_not_believed_is_named_on_one_line(store, tiny, change)
         read_record(place)
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b"null", b"[]", b" " * (2**24 + 1)])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b" " * (2**24 + 1)])
 def test_a_record_that_is_no_record_is_named(store, tiny, content):
     place = put(store, tiny())
     (place / "record.json").write_bytes(content)
@@ -103,7 +102,6 @@ LAUGHS = ("study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device
     ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
     ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
     ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but input should be a valid list"),
-    ("{study: benchmark, axes: {seed: []}}", r"axes\.seed"),
     ("{study: benchmark, fixed: {seed: 1}, axes: {seed: [1]}}", "'seed': given more than once"),
     ("{study: benchmark, skip_too_large: 1}", "skip_too_large: got 1"),
     ("{study: benchmark, fixed: {size: nano}}", "context_length: not given"),
@@ -118,7 +116,6 @@ LAUGHS = ("study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device
     ("a: !!python/object:os.system {}", "could not determine a constructor"),
     ("{a: [", "line 1"),
     ("--- 1\n--- 2", "another document"),
-    ("a: \x07", "special characters"),
     ("study: benchmark\naxes:" + "".join(f"\n  f{n}: {list(range(10))}" for n in range(6)),
      "more than 100,000 runs"),
 ])

@@ -28,19 +28,6 @@ def step_config(**fields):
 
 
 @contextmanager
-def recording(domain):
-    """Let ``domain`` take the NVTX domain's place; a range is then pushed as its name."""
-    domain.get_event_attributes = lambda message: message
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "_domain", domain)
-        ranges._attributes.cache_clear()
-        try:
-            yield domain
-        finally:
-            ranges._attributes.cache_clear()
-
-
-@contextmanager
 def float64():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -78,18 +65,9 @@ def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
     assert count == parameter_count(config) == HANDOUT.get(size, count)
 
 
-def test_the_step_has_a_gradient_for_every_parameter_and_for_nothing_else():
-    step = build_step(step_config(**SHAPE, mode="forward_backward"))
-    step()
-    assert all(parameter.grad is not None for parameter in step.model.parameters())
-    # no mask, no table saved
-    assert set(step.model.state_dict()) == {name for name, _ in step.model.named_parameters()}
-
-
 # Numerics
 
-NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
-         "blocks": "model.layers",
+NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
          "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
          "attention": "self_attn", "ffn": "mlp"}
 
@@ -118,9 +96,7 @@ def llama_like(model, config, exact):
                 setattr(llama.get_submodule(parent), name,
                         nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
         llama.model.rotary_emb.forward = lambda x, position_ids: complex_tables(config)
-    missing = llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()},
-                                    strict=True)
-    assert not missing.missing_keys and not missing.unexpected_keys
+    llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()}, strict=True)
     return llama
 
 
@@ -193,7 +169,7 @@ def test_flops_are_those_that_torch_counts(mode, fields):
     assert counter.get_total_flops() == step_flops(config, mode) > 0
 
 
-def test_flops_by_region_are_those_that_torch_counts():
+def test_flops_by_region_are_those_that_torch_counts(monkeypatch):
     """Each region's own method, counted alone."""
     config = step_config(**SHAPE)
     model, counted, running = TransformerLM(config), {}, []
@@ -209,7 +185,9 @@ def test_flops_by_region_are_those_that_torch_counts():
             if running:
                 running[-1] = (*running[-1][:2], running[-1][2] + whole)
 
-    with recording(Counting()), FlopCounterMode(display=False) as counter, ranges.annotated(model):
+    monkeypatch.setattr(ranges, "_domain", Counting())
+    monkeypatch.setattr(ranges, "_attributes", lambda name: name)
+    with FlopCounterMode(display=False) as counter, ranges.annotated(model):
         model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
     assert {name: flops for name, flops in counted.items() if flops} == forward_flops(config)
 
@@ -253,13 +231,6 @@ def test_tf32_is_asked_for_by_the_step_that_has_it():
     for precision, asked in (("tf32", "high"), ("fp32", "highest")):
         step.of(precision=precision)()
         assert torch.get_float32_matmul_precision() == asked
-
-
-def test_another_mode_is_the_same_model_optimizer_and_batch():
-    step = build_step(step_config(**SHAPE))
-    other = step.of("forward_backward", "bf16")
-    assert (other.mode, other.precision) == ("forward_backward", "bf16")
-    assert all(getattr(other, name) is getattr(step, name) for name in ("model", "optimizer", "tokens", "targets"))
 
 
 def test_one_seed_is_one_step_and_another_seed_another():

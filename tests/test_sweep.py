@@ -31,13 +31,15 @@ from stepscope.runs.sweep import How, SweepEnd, plain, run_sweep
 from stepscope.runs.sweep_file import SweepError, needed_gib
 from stepscope.runs.workers import WorkersError
 
+HERE = How()
+
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
     """Run a sweep over these seeds in this process; its end. What it printed is ``sweep.said``."""
-    def run(seeds, how=None, **fields):
+    def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
-        console = Console(record=True, width=400, file=io.StringIO())
+        console = Console(record=True, width=400, file=io.StringIO(), markup=False, highlight=False, soft_wrap=True)
         end = run_sweep([path], store, how, console)
         run.said = console.export_text()
         return end
@@ -63,7 +65,7 @@ def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, sto
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}
     (faults / "mended").touch()
     (faults / "began").unlink()
-    end = sweep([0, RAISES, LACKS_MEMORY], None)
+    end = sweep([0, RAISES, LACKS_MEMORY])
     assert end.counts == {"ok": 2, "oom": 1}
     assert (faults / "began").read_text().split()[0] == str(RAISES)  # and no other
     assert len((faults / "began").read_text().splitlines()) == 1
@@ -154,9 +156,8 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
 
 
 @pytest.mark.parametrize("fields, how, words", [
-    ({"device": "cuda"}, None, "no GPU here"),
-    ({"precision": "tf32"}, None, "no TF32"),
-    ({}, How(workers=10_000), "--workers: got 10000"),
+    ({"device": "cuda"}, HERE, "no GPU here"),
+    ({"precision": "tf32"}, HERE, "no TF32"),
     ({}, How(scheduler="nowhere"), "expected an address"),
 ])
 def test_what_cannot_be_done_is_said_before_a_folder_is_touched(sweep, store, fields, how, words):

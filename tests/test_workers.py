@@ -1,10 +1,12 @@
 """Workers of a scheduler that is somebody's: the same sweep, ended and continued in the same way."""
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from distributed import Security
 
@@ -26,7 +28,6 @@ class Cluster:
         while not self.file.exists() or not self.file.read_text().endswith("}"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        import json
         self.address = json.loads(self.file.read_text())["address"]
 
     def _start(self, *arguments):
@@ -67,9 +68,9 @@ def cluster(tmp_path, faults):  # faults: workers are to find these notebooks, t
 
 @pytest.fixture
 def sweep(program, write_sweep, store):
-    def start(cluster, seeds, *options):
-        path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": seeds}})
-        return program("sweep", path, "--runs", store.root, "--scheduler", cluster.address, *options)
+    def start(cluster, seeds, **fields):
+        path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
+        return program("sweep", path, "--runs", store.root, "--scheduler", cluster.address)
     return start
 
 
@@ -127,43 +128,34 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
 
 
 @pytest.mark.trials
-def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, program, write_sweep, store, faults):
+def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, sweep, store):
     there = cluster()
     there.worker("GPU_GIB=80", threads=3)
-    path = write_sweep({"study": "benchmark", "fixed": TINY | {"device": "auto"},
-                        "axes": {"seed": list(range(10, 16))}})
-    first = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    first = sweep(there, list(range(10, 16)), device="auto")
     assert first.process.wait(180) == 0, first.said.read_text()
     assert {record.config["device"] for record in store.records()[0]} == {"cuda"}
 
 
 @pytest.mark.trials
-def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, program, write_sweep, store, faults,
-                                                                   tmp_path, monkeypatch):
-    security = Security.temporary()
-    files = {}
-    for name in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
-        files[name] = tmp_path / name
-        files[name].write_text(getattr(security, name))
-    environment = {"DASK_DISTRIBUTED__COMM__TLS__CA_FILE": str(files["tls_ca_file"]),
-                   "DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": "tls"}
-    for role in ("SCHEDULER", "WORKER", "CLIENT"):
-        environment[f"DASK_DISTRIBUTED__COMM__TLS__{role}__CERT"] = str(files["tls_client_cert"])
-        environment[f"DASK_DISTRIBUTED__COMM__TLS__{role}__KEY"] = str(files["tls_client_key"])
-    there = cluster(**environment)
+def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, sweep, store, tmp_path, monkeypatch):
+    security, tls = Security.temporary(), "DASK_DISTRIBUTED__COMM__TLS__"
+    files = {"CA_FILE": "tls_ca_file"} | {
+        f"{role}__{part}": f"tls_client_{part.lower()}" for role in ("SCHEDULER", "WORKER", "CLIENT") for part in ("CERT", "KEY")}
+    for name in files.values():
+        (tmp_path / name).write_text(getattr(security, name))
+    environment = {f"{tls}{option}": str(tmp_path / name) for option, name in files.items()}
+    there = cluster(DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME="tls", **environment)
     assert there.address.startswith("tls://")
     there.worker()
-    path = write_sweep({"study": "benchmark", "fixed": TINY})
-    refused = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    refused = sweep(there, [0])
     assert refused.process.wait(60) == 2 and not store.root.exists()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    joined = program("sweep", path, "--runs", store.root, "--scheduler", there.address)
+    joined = sweep(there, [0])
     assert joined.process.wait(120) == 0, joined.said.read_text()
 
 
 def test_local_workers_listen_on_the_loopback_alone_and_end_with_the_sweep(tmp_path):
-    import psutil
     gpus = [{"visible": "3", "name": "x", "gib": 79.6}, {"visible": "GPU-ab", "name": "x", "gib": 79.6}]
     with local_workers(gpus, 2, tmp_path / "scratch", runs_a_gpu=2) as client:
         workers = workers_of(client)

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -12,15 +12,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from stepscope import PROJECT, StepscopeError, __version__
-from stepscope.config import Dimensions, configure, device_here, size_of
 from stepscope.runs.machine import gpus_here, machine, software
-from stepscope.runs.record import LOG, Record
-from stepscope.runs.store import Store
-from stepscope.runs.sweep import How, run_sweep
-from stepscope.runs.sweep_file import find_sweeps, said_before
-from stepscope.step.accounting import fit as fitted
 
-# Imported where they are needed: what imports torch, pandas or matplotlib.
+# All else is imported where it is needed: until main has said what Ctrl-C does, it would leave a traceback.
+if TYPE_CHECKING:
+    from stepscope.runs.record import Record
+    from stepscope.runs.sweep import How
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                   pretty_exceptions_enable=False, help="""
@@ -88,8 +85,10 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     return folder / f"local-{re.sub(r'[^a-z0-9]+', '-', gpus[0]['name'].lower()) if gpus else 'cpu'}"
 
 
-def _sweep(sources: list[Any], runs: Path, how: How) -> int:
+def _sweep(sources: list[Any], runs: Path, how: "How") -> int:
     """Run sweeps, and say how they ended; the exit status."""
+    from stepscope.runs.store import Store
+    from stepscope.runs.sweep import run_sweep
     end = run_sweep(sources, Store(runs), how, console)
     counts = end.counts
     console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
@@ -101,7 +100,7 @@ def _sweep(sources: list[Any], runs: Path, how: How) -> int:
     return EXIT_FAILED if counts["failed"] else 0
 
 
-def _sweep_and_render(sources: list[Any], runs: Path, how: How) -> NoReturn:
+def _sweep_and_render(sources: list[Any], runs: Path, how: "How") -> NoReturn:
     """Run sweeps and render what was measured, also when something failed."""
     status = _sweep(sources, runs, how)
     if any(runs.glob("*/*/record.json")):
@@ -121,6 +120,8 @@ def sweep(
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
+    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep_file import find_sweeps, said_before
     paths = [path for name in sweeps for path in find_sweeps(name)]
     _require_gpu(sweeps, scheduler)
     for path in paths:
@@ -144,6 +145,8 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
     What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
     """
+    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep_file import find_sweeps, said_before
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
@@ -161,6 +164,7 @@ def ladder(
 ) -> None:
     """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report.
     """
+    from stepscope.runs.sweep import How
     contexts = context or [512 if gpus_here() else 64]
     fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
@@ -169,6 +173,7 @@ def ladder(
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
     """A size's or a shape's fields, by the name in records."""
+    from stepscope.config import Dimensions, size_of
     if (size is None) == (shape is None):
         raise StepscopeError("size: give a size, such as small, or --shape; one of them, not both")
     if shape is None:
@@ -191,6 +196,7 @@ def list_runs(
     Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
     the columns. Exit status 1 where something cannot be used.
     """
+    from stepscope.runs.store import Store
     folder = _local_runs(runs, reading=True)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
@@ -219,7 +225,9 @@ def list_runs(
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
 
-def _row(record: Record, folder: Path) -> tuple[str, ...]:
+def _row(record: "Record", folder: Path) -> tuple[str, ...]:
+    from stepscope.config import configure
+    from stepscope.runs.record import LOG
     cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())[:300]
     if (folder / record.study / record.run_id / LOG).is_file():
         cause += f" (see {record.study}/{record.run_id}/{LOG})"
@@ -275,6 +283,8 @@ def fit(
     """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
+    from stepscope.config import configure
+    from stepscope.step.accounting import fit as fitted
     config = configure("benchmark", **_shape_asked(size, edition, shape), context_length=context,
                        batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
     if memory is None:
@@ -313,6 +323,7 @@ def profile(
 @app.command()
 def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
+    from stepscope.config import device_here
     from stepscope.traces.in_process import launch_rate
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}

@@ -245,19 +245,14 @@ def configure(study: str, **values: Any) -> Any:
         raise ConfigError(worded(error, known[study])) from None
 
 
-def place_of(item: Any) -> str:
-    """Where in its input pydantic found an error, such as ``tables.samples.rows``; odd names are quoted."""
-    plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
-    return ".".join(plain)
-
-
 def worded(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with the input of a model, a sentence for each field."""
+    """What is wrong with the input of a model, a sentence for each field, such as ``tables.samples.rows``."""
     return "; ".join(_sentence(item, model) for item in error.errors())
 
 
 def _sentence(item: Any, model: type[BaseModel]) -> str:
-    field = place_of(item) or "all"
+    plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
+    field = ".".join(plain) or "all"
     if item["type"] == "value_error":  # our own validators word their errors whole
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":

@@ -21,7 +21,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
 
 from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, place_of, shown
+from stepscope.config import ConfigError, RunConfig, configure, shown, worded
 from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
@@ -101,11 +101,16 @@ class Record(BaseModel):
     duration_s: Seconds
     measuring_s: Seconds = 0.0  # of it, the turns on the GPU
 
+    @classmethod
+    def of(cls, config: RunConfig, **fields: Any) -> "Record":
+        """The record of a configuration's run."""
+        own = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
+        return cls(**fields | own)
+
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do: a failed run is tried again when its sweep is resumed."""
         return self.status != "failed"
-
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:
@@ -126,9 +131,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     except OSError as error:
         raise unusable(run, RECORD, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{place_of(first) or 'the file'}: {first['msg'].removeprefix('Value error, ')}"
-        raise unusable(run, RECORD, f"not a valid record ({what})") from None
+        raise unusable(run, RECORD, f"not a valid record ({worded(error, Record)[:500]})") from None
     try:
         config: RunConfig = configure(**record.config)
     except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure

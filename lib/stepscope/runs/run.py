@@ -24,7 +24,7 @@ import psutil
 from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
-from stepscope.config import Dimensions, RunConfig, configure
+from stepscope.config import Dimensions, RunConfig, configure, worded
 from stepscope.files import write_text_durably
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record
 
@@ -72,7 +72,9 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
         finally:
             end_marked(folder)
             process.wait()
+    lasted = {"started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
     outcome = _outcome(folder)
+    outcome.pop("finished", None)  # of a process that was killed right after its notebook's end
     if reason is None and "status" not in outcome:
         code = process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -80,15 +82,12 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     if reason:
         outcome |= {"status": "failed", "cause": reason}
     _tidy(folder, outcome["status"])
-    fields: dict[str, Any] = {
-        "run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json"),
-        "started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
     try:
         cause = outcome["cause"] and without_machine(outcome["cause"], folder)
-        return Record(**fields, **outcome | {"cause": cause})
-    except (ValidationError, TypeError) as error:
-        words = " ".join(str(error).split())[:500]
-        return Record(status="failed", cause=f"what the notebook handed over is no record: {words}", **fields)
+        return Record.of(config, **outcome | {"cause": cause} | lasted)
+    except ValidationError as error:
+        what = f"what the notebook handed over is no record: {worded(error, Record)}"
+        return Record.of(config, status="failed", cause=what, **lasted)
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:

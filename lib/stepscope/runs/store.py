@@ -19,7 +19,7 @@ from stepscope.files import open_within, sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
 
-class StoreError(StepscopeError, OSError):
+class StoreError(StepscopeError, RuntimeError):
     """A runs folder that cannot be written to."""
 
 
@@ -77,8 +77,6 @@ class Store:
                     path.touch(exist_ok=False)
             lock = open_within(self.root, path.name)
             os.utime(lock.fileno())  # says at once where nothing can be written
-        except StoreError:
-            raise
         except OSError as error:
             reason = f"cannot be written to ({error.strerror}); nothing was started"
             raise StoreError(f"{self.root}: {reason}") from None

@@ -19,17 +19,10 @@ from rich.console import Console
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
-from stepscope.runs.run import NOTEBOOKS, end_marked
+from stepscope.runs.run import end_marked
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import Asked, SweepError, load_sweeps, needed_gib
-from stepscope.runs.workers import (
-    Given,
-    SchedulerGone,
-    Workers,
-    WorkersError,
-    joined_workers,
-    local_workers,
-)
+from stepscope.runs.workers import Given, SchedulerGone, Workers, WorkersError, joined_workers, local_workers
 
 SAME_REQUEST_S = 1.0  # a terminal that is closed sends a signal more than once
 
@@ -39,7 +32,7 @@ class How:
     """How a sweep's runs are executed; the default is on all GPUs of this machine, or on its CPU.
 
     Args:
-        workers: so many GPUs at most; without a GPU, so many runs side by side, each on a part of the cores.
+        workers: so many GPUs at most; without a GPU, so many runs side by side, at most one for each core.
         runs_a_gpu: so many runs share a GPU, of which one measures; None: as many as its cores allow.
         scheduler: address of a Dask scheduler, whose workers are used instead.
         timeout_s: a run's processes are killed after so long, and it has failed.
@@ -67,16 +60,14 @@ class SweepEnd:
     stopped_by: str | None = None
 
 
-def run_sweep(sources: list[Path | dict], store: Store, how: How | None = None,
-              console: Console | None = None) -> SweepEnd:
-    """Run what the sweep files ask for and the store does not hold yet.
+def run_sweep(sources: list[Path | dict], store: Store, how: How, console: Console) -> SweepEnd:
+    """Run what the sweep files ask for and the store does not hold yet; each end is said on the console.
 
     Raises:
         SweepError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
         StoreError: the folder cannot be written to.
     """
-    began, how = monotonic(), how or How()
-    console = console or Console(stderr=True, highlight=False)
+    began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
         # What cannot be done is said before a folder is touched.
         if how.scheduler:
@@ -86,10 +77,8 @@ def run_sweep(sources: list[Path | dict], store: Store, how: How | None = None,
             _require(asked.configs, workers.devices(), store, None)
         else:
             gpus = gpus_here()[:how.workers]
-            count = _part_of_cores(how.workers) if not gpus else len(gpus)
-            device = "cuda" if gpus else "cpu"
+            device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
             asked = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
-            name = gpus[0]["name"] if gpus else machine("cpu")["device_name"]
             _require(asked.configs, [device, "cpu"], store, name)
         closing.enter_context(store.writing())
         end = _what_is_left(asked, store, console)
@@ -97,10 +86,9 @@ def run_sweep(sources: list[Path | dict], store: Store, how: How | None = None,
             try:
                 if not how.scheduler:
                     client = closing.enter_context(
-                        local_workers(gpus, count, store.partial / "dask", how.runs_a_gpu))
+                        local_workers(gpus, how.workers or 1, store.partial / "dask", how.runs_a_gpu))
                     workers = Workers(client, how.timeout_s)
-                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}",
-                              soft_wrap=True, markup=False)
+                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, how, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -134,24 +122,13 @@ def _signals_noted() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _part_of_cores(workers: int | None) -> int:
-    cores = len(os.sched_getaffinity(0))
-    if (workers or 1) > cores:
-        raise WorkersError(f"--workers: got {workers}, but there is no GPU here, and {cores} cores to share")
-    return workers or 1
-
-
 def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None) -> None:
-    """What can be known before anything starts: notebooks, devices, and that the folder's runs are of the
-    same device, with which these would be compared.
+    """What can be known before anything starts: that the devices are there, and that the folder's runs are of
+    the same one, with which these would be compared.
 
     Args:
         name: of the device here; None where workers elsewhere will tell.
     """
-    for study in sorted({config.study for config in configs}):
-        if not (NOTEBOOKS / f"{study}.ipynb").is_file():
-            raise SweepError(f"{NOTEBOOKS}: has no notebook of {study}; stepscope was installed without its"
-                             " notebooks")
     for config in configs:
         if config.device not in devices:
             raise WorkersError(f"device: got {config.device!r} ({config.label}), but there is no"
@@ -189,7 +166,7 @@ def _what_is_left(asked: Asked, store: Store, console: Console) -> SweepEnd:
         else:
             end.left.append(config)
     for config in asked.too_large:
-        console.print(f"left out, it would not fit into the GPU's memory: {config.label}", soft_wrap=True)
+        console.print(f"left out, it would not fit into the GPU's memory: {config.label}")
     return end
 
 
@@ -252,9 +229,11 @@ class _Sweep:
             if _name(config) not in self.died:
                 self.died.add(_name(config))
                 self.todo = {_name(config): config} | self.todo
-                self._say(f"{result}; once more: {config.label}")
+                self.console.print(f"{result}; once more: {config.label}")
                 return
-            folder, result = self.store.folder_in_making(), _lost(config, result)
+            folder = self.store.folder_in_making()
+            result = Record.of(config, status="failed", cause=str(result), started_at=datetime.now(UTC),
+                               duration_s=0)
         device = result.machine.get("device_name")
         if device and device != (self.device_name or device):
             raise WorkersError(f"{config.label} ran on {device!r}, and the other runs here on"
@@ -263,23 +242,11 @@ class _Sweep:
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
         self.done.add(_name(config))
-        self._say_result(config, result)
-
-    def _say_result(self, config: RunConfig, record: Record) -> None:
-        found = {"ok": str(record.results.get("finding") or "done"), "oom": "does not fit: out of memory",
-                 "failed": f"failed: {record.cause}"}[record.status]
-        count, seconds = f"{len(self.done)}/{len(self.asked)}", f"{record.duration_s:.0f} s"
-        self._say(f"{count} {config.label} ({seconds}): {plain(found)}")
-
-    def _say(self, words: str) -> None:
-        self.console.print(words, soft_wrap=True, markup=False, highlight=False)
+        found = {"ok": str(result.results.get("finding") or "done"), "oom": "does not fit: out of memory",
+                 "failed": f"failed: {result.cause}"}[result.status]
+        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({result.duration_s:.0f} s):"
+                           f" {plain(found)}")
 
 
 def _name(config: RunConfig) -> str:
     return f"{config.study}/{config.run_id}"
-
-
-def _lost(config: RunConfig, cause: Exception) -> Record:
-    """The record of a run whose worker can no longer tell it."""
-    return Record(run_id=config.run_id, study=config.study, status="failed", cause=str(cause),
-                  config=config.model_dump(mode="json"), started_at=datetime.now(UTC), duration_s=0)

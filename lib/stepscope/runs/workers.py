@@ -184,7 +184,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path,
     threads = runs_a_gpu or min(max(cores // CORES_A_RUN, 1), MOST_A_GPU)
     offers = [{"nthreads": threads, "resources": {"GPU_GIB": gpu["gib"]},
                "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]}} for gpu in gpus]
-    offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(count)]
+    offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(min(count, cores))]
     # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
     # key of this moment keeps out the machine's other users. No page of another origin than the dashboard's
     # may read what it shows.

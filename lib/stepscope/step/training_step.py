@@ -1,8 +1,8 @@
 """The step under study. Every study that times, profiles or measures memory runs this one."""
 import dataclasses
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,18 +135,14 @@ def release(device: str, after_error: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
-class out_of_memory_names:
+@contextmanager
+def out_of_memory_names(doing: str) -> Iterator[None]:
     """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the
     GPU's type.
     """
-
-    def __init__(self, doing: str):
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error,
-                      torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
-            raise torch.OutOfMemoryError(f"while {self.doing}: {error}") from error
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error):
+            raise torch.OutOfMemoryError(f"while {doing}: {error}") from error
+        raise
