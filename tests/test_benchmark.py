@@ -243,7 +243,8 @@ def campaign():
     samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.005 if i < 4 else 1) for i in range(15)],
                             **{name: row[name] for name in ("mode", *CONFIG)}) for row in own if row["phase"] == WHOLE]
     operations = pd.DataFrame(named(row | {"repeat": 0} for row in low)).drop(columns="repeat")
-    return {"benchmark.times": pd.DataFrame(own), "benchmark.samples": pd.concat(samples, ignore_index=True),
+    results = pd.DataFrame([{"size": size, "batch_size": 4, "vocab_size": 10_000, "parameters": 1e9} for size in GPU_MS])
+    return {"benchmark.times": pd.DataFrame(own), "benchmark.results": results, "benchmark.samples": pd.concat(samples, ignore_index=True),
             "benchmark.operations": pd.DataFrame(named(own)), "mixed_precision.times": pd.DataFrame(low),
             "mixed_precision.operations": operations}
 

@@ -95,7 +95,7 @@ class Taken:
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """``times`` (a row a mode, precision and phase), ``samples`` (each plain step) and ``operations`` (of
-        the captured steps, each name's count and summed time a step)."""
+        the quickest captured step, each name's count and summed time)."""
         operations = pd.DataFrame()
         try:
             operations = self._operations()
@@ -103,7 +103,7 @@ class Taken:
             self.reason = str(error)
         rows, named = [], []
         for index, mode in enumerate(self.modes):
-            own = operations[operations["index"] == index] if len(operations) else operations
+            own = quickest(operations[operations["index"] == index]) if len(operations) else operations
             rows += mode_rows(mode, own, "" if len(own) else self.reason or "nothing was captured")
             if len(own):
                 named.append(by_name(own).assign(**mode.key))
@@ -297,12 +297,18 @@ def captured_operations(trace: Path) -> pd.DataFrame:
     return table[inside].reset_index(drop=True)
 
 
+def quickest(operations: pd.DataFrame) -> pd.DataFrame:
+    """Of one mode's captured steps the operations of the one with the least GPU time: what a neighbour has
+    the GPU do for a moment only adds."""
+    covered = {number: union(rows["start"].to_numpy(), rows["end"].to_numpy())
+               for number, rows in operations.groupby("number")}
+    return operations[operations["number"] == min(covered, key=lambda number: covered[number], default=0)]
+
+
 def by_name(operations: pd.DataFrame) -> pd.DataFrame:
-    """Of one mode's captured steps: each phase's and name's count and summed time a step, longest first."""
-    steps = operations["number"].nunique()
+    """Of one step each phase's and name's count and summed time, longest first."""
     lasted = operations.assign(gpu_ms=(operations["end"] - operations["start"]) / 1e6)
-    table = lasted.groupby(["phase", "name"], sort=False)["gpu_ms"].agg(["size", "sum"]).div(steps)
-    table = table.reset_index()
+    table = lasted.groupby(["phase", "name"], sort=False)["gpu_ms"].agg(["size", "sum"]).reset_index()
     table.columns = ["phase", "name", "count", "gpu_ms"]
     table["family"] = families(table["name"]).astype(str)
     order = table["phase"].map({phase: at for at, phase in enumerate(PHASES["step"])})
@@ -311,14 +317,12 @@ def by_name(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
-    """The median over captured steps of the time in which at least one operation runs (``gpu_ms``), and of
-    their number (``operations``)."""
-    steps = [rows for _, rows in operations.groupby("number")]
-    if not steps:
+    """Of one step, or a phase of it, the time in which at least one operation runs (``gpu_ms``), and their
+    number (``operations``)."""
+    if operations.empty:
         return {"gpu_ms": np.nan, "operations": np.nan}
-    covered_ns = [union(rows["start"].to_numpy(), rows["end"].to_numpy()) for rows in steps]
-    return {"gpu_ms": float(np.median(covered_ns)) / 1e6,
-            "operations": float(np.median([len(rows) for rows in steps]))}
+    covered_ns = union(operations["start"].to_numpy(), operations["end"].to_numpy())
+    return {"gpu_ms": covered_ns / 1e6, "operations": float(len(operations))}
 
 
 def mode_rows(mode: Mode, operations: pd.DataFrame, reason: str) -> list[dict[str, Any]]:

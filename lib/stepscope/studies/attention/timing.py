@@ -12,7 +12,7 @@ from stepscope.step.stats import location
 from stepscope.studies.attention.config import PASSES, Config
 from stepscope.studies.attention.implementations import Implementations, Inputs, each
 from stepscope.studies.attention.memory import memory_pass
-from stepscope.traces.in_process import RANGE, CaptureError, gpu_time, operations_of, profiled
+from stepscope.traces.in_process import RANGE, CaptureError, gpu_time, operations_of, profiled, quickest
 
 KEY = ["implementation", "sequence", "phase"]
 TIMED = [*KEY, "passes", "wall_ms", "wall_std_ms", "saved_mib", "in_use_mib", "peak_mib"]
@@ -107,6 +107,6 @@ def read_capture(profiler: torch.profiler.profile | str, cells: Sequence[Cell]) 
     for (index, phase), own in found.groupby(["index", "phase"]):
         lasted = (own["end"] - own["start"]).groupby(own["name"]).sum()
         name, sequence = cells[index]
-        rows.append({"implementation": name, "sequence": sequence, "phase": phase, **gpu_time(own),
+        rows.append({"implementation": name, "sequence": sequence, "phase": phase, **gpu_time(quickest(own)),
                      "kernel": str(lasted.idxmax())[:MOST_NAME]})
     return pd.DataFrame(rows, columns=CAPTURED), "its kernels are not in the capture"

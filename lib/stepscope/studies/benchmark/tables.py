@@ -202,11 +202,12 @@ def repeated(tables: Tables) -> pd.DataFrame:
 def sizes(tables: Tables) -> pd.DataFrame:
     """The models that were measured: dimensions, parameters, and what 2026's handout calls them."""
     names = {ours: theirs for theirs, ours in EDITIONS[2026].items()}
-    parameters = chosen(tables["benchmark.results"]).drop_duplicates("size").set_index("size")["parameters"]
-    dimensions = pd.DataFrame({size: SIZES[size]._asdict() for size in parameters.index if size in SIZES}).T
-    found = dimensions.rename_axis("size").assign(parameters=parameters.astype(float))
-    found.columns = ["d_model", "d_ff", "layers", "heads", "parameters, billion"]
-    return table(found.assign(**{"in 2026": [names.get(size, "") for size in found.index]}))
+    found = chosen(tables["benchmark.results"]).drop_duplicates("size").set_index("size")[["parameters"]]
+    found = found[[size in SIZES for size in found.index]].astype(float)
+    dimensions = pd.DataFrame([SIZES[size] for size in found.index], found.index,
+                              ["d_model", "d_ff", "layers", "heads"])
+    in_2026 = [names.get(size, "") for size in found.index]
+    return table(dimensions.assign(**{"parameters, billion": found, "in 2026": in_2026}))
 
 
 def handout_times(tables: Tables) -> pd.DataFrame:

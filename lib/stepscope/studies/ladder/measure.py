@@ -42,9 +42,9 @@ from stepscope.studies.ladder.trainer import (
 )
 from stepscope.studies.ladder.training import train
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.in_process import by_name, gpu_time, operations_of, short_reason
+from stepscope.traces.in_process import by_name, gpu_time, operations_of, quickest, short_reason
 
-BURST_S = 0.4  # a GPU's steps are timed for at least so long
+BURST_S, CAPTURED_S = 0.4, 0.1  # a GPU's steps are timed, and captured, for at least so long
 COMPARED = 2**18  # elements of a tensor's gradient that are compared with fp32's
 FILL = 0.92  # of the GPU's memory, by the formula of what a step needs
 KERNELS = ["change", "batch_size", "name", "family", "count", "gpu_ms"]
@@ -205,10 +205,9 @@ class Ladder:
         last_ms, steps = self.warm(trainer), config.timed_steps
         if on_gpu:
             steps = max(steps, steps_in(BURST_S, last_ms))
-        times = back_to_back(trainer.step, config.device, steps)
-        found = location(times)
+        row |= watched(trainer.step, config.device, last_ms)  # first: it lets the power cap settle the clock
+        found = location(back_to_back(trainer.step, config.device, steps))
         row |= {"steps": steps, "wall_ms": found["median"], "wall_std_ms": found["std"]}
-        row |= watched(trainer.step, config.device, found["median"])
         if on_gpu:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -234,12 +233,13 @@ class Ladder:
         step_ms = self.warm(trainer)
         if self.config.device == "cuda":  # until the power cap has settled the clock
             back_to_back(trainer.step, "cuda", steps_in(BURST_S, step_ms))
-        cell.profiler = capture(trainer.step, self.config.device, 2 if step_ms > 1000 else 3)
+        least = 2 if step_ms > 1000 else 3
+        cell.profiler = capture(trainer.step, self.config.device, max(least, steps_in(CAPTURED_S, step_ms)))
 
     def read(self, cell: Cell, profiler: torch.profiler.profile) -> None:
         """Read a capture: GPU time and operations into the row; of each kernel its number and time a step.
         Before the next capture begins: after that, torch no longer has the GPU's part of this one."""
-        found = operations_of(profiler)
+        found = quickest(operations_of(profiler))
         cell.row |= gpu_time(found)
         cell.row["busy"] = cell.row["gpu_ms"] / cell.row["wall_ms"]
         self.kernels.append(by_name(found).assign(change=cell.name, batch_size=cell.batch)[KERNELS])
@@ -297,5 +297,7 @@ def finding(steps: pd.DataFrame) -> str:
     timed = steps[steps["wall_ms"].notna()]
     if timed.empty:
         return "no change could be timed"
+    timed = timed[timed["batch_size"] == timed["batch_size"].iloc[0]]
     first, last = timed.iloc[0], timed[timed["change"].isin(CHANGES)].iloc[-1]
-    return f"{first['change']} {first['wall_ms']:.4g} ms, {last['change']} {last['wall_ms']:.4g} ms a step"
+    return (f"batch {first['batch_size']}: {first['change']} {first['wall_ms']:.4g} ms,"
+            f" {last['change']} {last['wall_ms']:.4g} ms a step")
