@@ -64,10 +64,9 @@ def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)            # fused attention
 
 
-def make_step(model, tokens, targets):
-    """Copy each next batch, and a new rate, into place; then call the step. Making it takes three steps."""
+def make_step(model, tokens, targets, rate):
+    """Copy each next batch, and a new rate, into these tensors; then call the step. Making it takes three."""
     on_gpu = tokens.is_cuda
-    rate = torch.tensor(3e-4, device=tokens.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
         block.compile(dynamic=False)                                          # compiled blocks
@@ -108,7 +107,8 @@ def main(arguments: list[str] | None = None) -> float:
     with torch.device(device):
         model = Model(given.width, given.hidden, given.layers, given.heads, given.vocabulary, given.context)
         tokens, targets = torch.randint(given.vocabulary, (2, given.batch, given.context)).unbind()
-    step = make_step(model, tokens, targets)
+        rate = torch.tensor(3e-4)
+    step = make_step(model, tokens, targets, rate)
     first = step().item()
     start = default_timer()
     for _ in range(given.steps):

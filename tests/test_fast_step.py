@@ -48,7 +48,7 @@ def test_its_step_trains(script, monkeypatch, ours):
         exec(shown, names)
         monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: names["optimizer"])
     tokens, targets = torch.randint(50, (2, 2, 16)).unbind()
-    step = script.make_step(model, tokens, targets)
+    step = script.make_step(model, tokens, targets, torch.tensor(3e-4))
     first = step().item()
     assert [step().item() for _ in range(50)][-1] < 0.9 * first
     assert model.head.weight.dtype == (torch.bfloat16 if ours else torch.float32)

@@ -90,7 +90,7 @@ def fp8(tables: Tables) -> Figure | None:
 
 
 def ladder_training(tables: Tables) -> Figure | None:
-    """Each change's loss less fp32's of the same weights; grey: fp32's of another seed."""
+    """Each change's loss minus fp32's of the same weights; grey: fp32's of another seed."""
     _, off = trained(tables)
     distance, seeds = moved(off)
     changes = [change for change in CHANGES if change in distance.index]
@@ -101,7 +101,7 @@ def ladder_training(tables: Tables) -> Figure | None:
     axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
     axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss less fp32's, nats")
+    axes.set(xlabel="step", ylabel="loss minus fp32's, nats")
     ends = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
     label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})

@@ -180,18 +180,21 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the peers."""
     _, rows = largest(tables)
     own = climbed(rows, [*CHANGES, *PEERS])
-    own = own.assign(gain=[gain(rows, change) for change in own.index])
+    own = own.assign(gain=[gain(rows, change) for change in own.index], busy=own["busy"].clip(upper=1))
     printed = _headed(own, "wall_ms", "gpu_ms", "gain", "busy", "operations", "tokens_per_s", "mfu",
                       "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
     return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
 
 
 def which_change(tables: Tables) -> pd.DataFrame | None:
-    """Changes x sizes: how many times faster than the row above."""
-    columns = {shape.size: [gain(rows, change) for change in CHANGES[1:]]
-               for shape, rows in at_context(tables).items()}
+    """Changes x sizes: how many times faster than the row above; last, all of them in wall time."""
+    columns, together = {}, {}
+    for shape, rows in at_context(tables).items():
+        columns[shape.size] = [gain(rows, change) for change in CHANGES[1:]]
+        together[shape.size] = ratio(*rows["wall_ms"].reindex([CHANGES[0], LAST]))
     found = _named(pd.DataFrame(columns, index=CHANGES[1:], dtype=float)).dropna(how="all")
-    return table(found, unit="x", note="–: under 2%, or not measured.") if len(found) else None
+    found.loc["all of them, in wall time"] = together
+    return table(found, unit="x") if len(found) > 1 else None
 
 
 def fast_step(tables: Tables) -> pd.DataFrame:
@@ -199,30 +202,33 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     size; the last two changes need an optimizer of ours."""
     found = pd.DataFrame({f"{shape.size}, ms": rows["wall_ms"].reindex(CHANGES[:-2])
                           for shape, rows in (smallest(tables), largest(tables))})
-    return table(_named(found.dropna(how="all"), "with"))
+    note = "Wall time: where launches set the pace, faster kernels change nothing until the CUDA graph."
+    return table(_named(found.dropna(how="all"), "with"), note=note)
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
     """The smallest size's bf16 step: eager, compiled, as a CUDA graph."""
     shape, rows = smallest(tables)
-    kinds = {"fused": "eager", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of compiled blocks"}
+    kinds = {"fused": "eager, fused attention and AdamW", "blocks": "compiled blocks",
+             "cuda_graph": "CUDA graph of compiled blocks"}
     own = climbed(rows, [*kinds])
     if len(own) < len(kinds):
         return None
-    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy")
+    printed = _headed(own.assign(busy=own["busy"].clip(upper=1)), "operations", "wall_ms", "gpu_ms", "busy")
     heading = f"{shape.size}, context {shape.context_length}, bf16"
     return table(printed.set_axis(pd.Index(kinds.values(), name=heading)))
 
 
 def peers(tables: Tables) -> pd.DataFrame | None:
-    """Our last step beside Hugging Face's, at every shape."""
+    """Our last step, and the last with PyTorch's AdamW, beside Hugging Face's, at every shape."""
     found = []
     for shape, rows in ladders(tables).items():
-        walls = rows["wall_ms"].reindex([LAST, *reversed(PEERS)])
+        walls = rows["wall_ms"].reindex([LAST, "cuda_graph", *reversed(PEERS)])
         if walls.notna().all():
-            ours, graphs, default = walls
+            ours, torchs, graphs, default = walls
             found.append({"size": shape.size, "context": shape.context_length, "ours, ms": ours,
-                          "reduce-overhead, ms": graphs, "default, ms": default,
+                          "ours with PyTorch's AdamW, ms": torchs, "reduce-overhead, ms": graphs,
+                          "default, ms": default,
                           "ours faster than the best, x": ratio(min(graphs, default), ours)})
     return table(pd.DataFrame(found)) if found else None
 

@@ -96,7 +96,7 @@ def memory_peak(tables: Tables) -> Figure:
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{largest}: {number(moving[-3], '%')} of the peak grows with the context at"
+    drawn, axis = figure(f"{largest}: {number(moving[-3], '%')} of the predicted peak grows with context, at"
                          f" {context:,}, {number(moving[-1], '%')} at {4 * context:,}", 3.6)
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
@@ -110,7 +110,7 @@ def memory_peak(tables: Tables) -> Figure:
         axis.annotate(number(top.allocated / GIB, ""), (end, row), xytext=(4, 0),
                       textcoords="offset points", va="center")
     axis.set_xlim(0, left.max() * 1.12)
-    axis.set_xlabel("peak of a full step, GiB")
+    axis.set_xlabel("predicted peak of a full step, GiB")
     axis.legend(loc="upper right")
     axis.grid(visible=False)
     return drawn

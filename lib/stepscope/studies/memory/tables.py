@@ -232,7 +232,7 @@ def reach_10b(tables: Tables) -> pd.DataFrame:
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
     """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
-    rows = where(tables["memory.peaks"], phase="whole", status="ok")
+    rows = where(tables["memory.peaks"], phase="whole", status="ok", expandable_segments=False)
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)

@@ -58,14 +58,11 @@ def precision_launch(tables: Tables) -> Claim:
 
 
 def precision_memory(tables: Tables) -> Claim:
-    """bf16 hardly lowers the full step's peak, and raises forward's."""
+    """bf16 hardly lowers the full step's peak."""
     rows = whole(tables, precision="bf16").dropna(subset=["peak_gib", "peak_gib_fp32"])
-    size = rows[rows["mode"] == "step"]["size"].iloc[-1]
-    peaks = rows[rows["size"] == size].set_index("mode")[["peak_gib_fp32", "peak_gib"]]
-    (high, low), (forward, forward_low) = peaks.loc["step"], peaks.loc["forward"]
-    if 0.9 * high < low < high and forward_low > forward:
-        return {"size": size, "low": low, "high": high, "forward": forward, "forward_low": forward_low}
-    return None
+    last = rows[rows["mode"] == "step"].iloc[-1]
+    low, high = last["peak_gib"], last["peak_gib_fp32"]
+    return {"size": last["size"], "low": low, "high": high} if 0.9 * high < low < high else None
 
 
 def answer_sums(tables: Tables) -> Claim:

@@ -124,7 +124,8 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     small = found.max(axis=1) < 0.02 * found["fp32"].sum()
     found = found.groupby(found.index.where(~small, "other"), sort=False).sum()
     speedup = [ratio(fp32, bf16) or None for fp32, bf16 in zip(found["fp32"], found["bf16"])]
-    made = found.rename_axis(f"{size}, kernels").reset_index().assign(**{"speedup, x": speedup})
+    found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
+    made = found.reset_index().assign(**{"speedup, x": speedup})
     return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}))
 
 
