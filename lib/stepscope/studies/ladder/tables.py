@@ -181,8 +181,8 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     _, rows = largest(tables)
     own = climbed(rows, [*CHANGES, *PEERS])
     own = own.assign(gain=[gain(rows, change) for change in own.index], busy=own["busy"].clip(upper=1))
-    printed = _headed(own, "wall_ms", "gpu_ms", "gain", "busy", "operations", "tokens_per_s", "mfu",
-                      "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
+    printed = _headed(own, "wall_ms", "gpu_ms", "replayed_ms", "gain", "busy", "operations", "tokens_per_s",
+                      "mfu", "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
     return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
 
 

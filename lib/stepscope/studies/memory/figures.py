@@ -96,8 +96,8 @@ def memory_peak(tables: Tables) -> Figure:
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{largest}: {number(moving[-3], '%')} of the predicted peak grows with context, at"
-                         f" {context:,}, {number(moving[-1], '%')} at {4 * context:,}", 3.6)
+    drawn, axis = figure(f"{largest}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
+                         f" grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
         held = np.array([top.kinds[kind] / GIB for top in tops])
