@@ -29,7 +29,7 @@ def run(monkeypatch, capsys):
     (["sweep", "reference"], "need a CUDA GPU"),
     (["sweep", "cpu", "--time-budget", "\u0661\u0660s"], "--time-budget"),  # digits, but not ASCII's
     (["sweep", "cpu", "--time-budget", "9" * 5000 + "s"], "--time-budget"),
-    (["sweep", "cpu", "--timeout", "1 day"], "--timeout"),
+    (["sweep", "cpu", "--timeout", "1 day"], "--timeout"), (["sweep", "cpu", "--timeout", "0s"], "--timeout"),
     (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
     (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
     (["ladder"], "give a size, such as small, or --shape"),

@@ -32,12 +32,17 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexi
 LASTING = "90s|20m|1h"
 
 
-
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m|h)", text)
     if not found:
         raise typer.BadParameter(f"got {text!r:.80}, but expected a number with s, m or h, such as 20m")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _some_seconds(text: str) -> float:
+    if not (found := _seconds(text)):
+        raise typer.BadParameter(f"got {text!r:.80}, in which no run can end")
+    return found
 
 
 RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
@@ -51,7 +56,7 @@ SharedOption = Annotated[int | None, typer.Option("--runs-per-gpu", min=1, max=1
     "So many runs share a GPU, of which one measures at a time."), show_default="one for 4 cores, at most 4")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT", help=(
     "Give runs to the workers of this Dask scheduler instead."))]
-TimeoutOption = Annotated[float | None, typer.Option("--timeout", parser=_seconds, metavar=LASTING, help=(
+TimeoutOption = Annotated[float | None, typer.Option("--timeout", parser=_some_seconds, metavar=LASTING, help=(
     "Kill a run's processes after this time; it has then failed."))]
 EditionOption = Annotated[int | None, typer.Option("--edition", metavar="2025|2026", help=(
     "Whose names of sizes: xl is another model in each."), show_default="2025")]
