@@ -56,8 +56,9 @@ SharedOption = Annotated[int | None, typer.Option("--runs-per-gpu", min=1, max=1
     "So many runs share a GPU, of which one measures at a time."), show_default="one for 4 cores, at most 4")]
 SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT", help=(
     "Give runs to the workers of this Dask scheduler instead."))]
-TimeoutOption = Annotated[float | None, typer.Option("--timeout", parser=_some_seconds, metavar=LASTING, help=(
-    "Kill a run's processes after this time; it has then failed."))]
+TimeoutOption = Annotated[float | None, typer.Option(
+    "--timeout", parser=_some_seconds, metavar=LASTING,
+    help="Kill a run's processes after this time; it has then failed.")]
 EditionOption = Annotated[int | None, typer.Option("--edition", metavar="2025|2026", help=(
     "Whose names of sizes: xl is another model in each."), show_default="2025")]
 ShapeOption = Annotated[str | None, typer.Option("--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help=(
