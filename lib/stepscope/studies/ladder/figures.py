@@ -95,7 +95,7 @@ def ladder_training(tables: Tables) -> Figure | None:
     distance, seeds = moved(off)
     changes = [change for change in CHANGES if change in distance.index]
     within = distance[changes].max() < seeds
-    drawn, axes = figure("Every change moves the loss less than another seed does" if within
+    drawn, axes = figure("On average every change moves the loss less than another seed does" if within
                          else "How far each change moves the loss")
     first, *others = off["fp32"].columns
     axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
