@@ -1,7 +1,7 @@
 """What reading a capture takes here and elsewhere: seconds, memory, and the GPU time that each accounts for.
 
-    python -m bench [kernels]        made-up captures of so many kernels and ranges, nsys's and
-    torch.profiler's python -m bench FILE             somebody's capture
+    python -m bench [kernels]    made-up captures of so many kernels and ranges, nsys's and torch.profiler's
+    python -m bench FILE         somebody's capture
 
 Each program reads the same file in a process of its own, one after another. Holistic Trace Analysis and
 nsys-ai come with the extra "bench"; who is not installed is said to be.
