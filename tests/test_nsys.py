@@ -81,6 +81,8 @@ def test_the_timeline_has_the_replay_without_what_prepared_it():
     assert set(timeline["mode"]) == {"replayed"} and len(timeline) <= 30
     assert (timeline["start_ns"].diff().dropna() == 10_000).all() and timeline["launch_ns"].nunique() == 1
     study.SCHEMAS["timeline"].validate(timeline)
+    refused = replayed.assign(launch_start_ns=range(50))  # the step that warmed up alone was run
+    assert measure.analyse(TAKEN, pd.concat([operations, refused]), ranges)["timeline"].empty
 
 
 def test_a_capture_of_other_steps_than_were_run_is_refused():
@@ -98,6 +100,7 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     tables, results = run_here
     assert results["tool"] == "torch.profiler, CPU operators"
     assert [results[f"{mode}_status"] for mode in PHASES] == ["ok"] * 3 and "nsys_ns" not in results
+    assert len(figures.lanes(tables["timeline"]).axes[0].get_yticks()) == 2
     for name, schema in study.SCHEMAS.items():
         schema.validate(tables[name])
     operations = tables["operations"]

@@ -264,11 +264,18 @@ def captured_steps(mode: Mode, index: int, count: int) -> None:
 
 
 def operations_of(profiler: torch.profiler.profile) -> pd.DataFrame:
-    """The captured_operations of what was profiled last in this process."""
+    """The captured_operations of what was profiled last in this process.
+
+    Raises:
+        CaptureError, TraceError: as captured_operations; the GPU's part of the capture is lost.
+    """
     with TemporaryDirectory(prefix="stepscope-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        return captured_operations(trace)
+        found = captured_operations(trace)
+    if torch.cuda.is_initialized() and found["name"].str.startswith("aten::").any():
+        raise CaptureError("the capture holds operators of the CPU, and nothing of the GPU")
+    return found
 
 
 def captured_operations(trace: Path) -> pd.DataFrame:
@@ -299,9 +306,11 @@ def captured_operations(trace: Path) -> pd.DataFrame:
 
 def quickest(operations: pd.DataFrame) -> pd.DataFrame:
     """Of one mode's captured steps the operations of the one with the least GPU time: what a neighbour has
-    the GPU do for a moment only adds."""
+    the GPU do for a moment only adds. A step of which the profiler lost some is none of them."""
+    steps = dict(iter(operations.groupby("number")))
+    most = max(map(len, steps.values()), default=0)
     covered = {number: union(rows["start"].to_numpy(), rows["end"].to_numpy())
-               for number, rows in operations.groupby("number")}
+               for number, rows in steps.items() if len(rows) == most}
     return operations[operations["number"] == min(covered, key=lambda number: covered[number], default=0)]
 
 

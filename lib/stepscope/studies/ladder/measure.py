@@ -198,16 +198,23 @@ class Ladder:
         warmups = max(self.config.warmup_steps, WARMUPS if quick else 1)
         return back_to_back(trainer.step, self.config.device, warmups)[-1]
 
+    def settled(self, trainer: Trainer) -> int:
+        """Warm up, and on a GPU go on until the power cap has settled the clock: in so many steps, which last
+        for BURST_S; none on a CPU."""
+        step_ms = self.warm(trainer)
+        if self.config.device != "cuda":
+            return 0
+        times = back_to_back(trainer.step, "cuda", steps_in(BURST_S, step_ms))
+        return steps_in(BURST_S, location(times)["median"])
+
     def time(self, cell: Cell, trainer: Trainer) -> None:
         config, row, on_gpu = self.config, cell.row, self.config.device == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        last_ms, steps = self.warm(trainer), config.timed_steps
-        if on_gpu:
-            steps = max(steps, steps_in(BURST_S, last_ms))
-        row |= watched(trainer.step, config.device, last_ms)  # first: it lets the power cap settle the clock
+        steps = max(config.timed_steps, self.settled(trainer))
         found = location(back_to_back(trainer.step, config.device, steps))
         row |= {"steps": steps, "wall_ms": found["median"], "wall_std_ms": found["std"]}
+        row |= watched(trainer.step, config.device, found["median"])
         if on_gpu:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -230,11 +237,9 @@ class Ladder:
                 cell.row["replayed_ms"] = location(times)["median"]
 
     def captured(self, cell: Cell, trainer: Trainer) -> None:
-        step_ms = self.warm(trainer)
-        if self.config.device == "cuda":  # until the power cap has settled the clock
-            back_to_back(trainer.step, "cuda", steps_in(BURST_S, step_ms))
-        least = 2 if step_ms > 1000 else 3
-        cell.profiler = capture(trainer.step, self.config.device, max(least, steps_in(CAPTURED_S, step_ms)))
+        burst = self.settled(trainer)
+        steps = max(2 if burst == 1 else 3, math.ceil(burst * CAPTURED_S / BURST_S))
+        cell.profiler = capture(trainer.step, self.config.device, steps)
 
     def read(self, cell: Cell, profiler: torch.profiler.profile) -> None:
         """Read a capture: GPU time and operations into the row; of each kernel its number and time a step.

@@ -133,9 +133,10 @@ def analyse(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> d
     of_named = operations["step"].isin(named)
     own = _clocks(taken, operations[~of_named], ranges[ranges["step"].isin(complete - named)])
     clocks = pd.concat([own, clocks], ignore_index=True)
+    lanes = [operations[~of_named & (operations["mode"] == "forward")], replayed.assign(mode=REPLAYED)]
+    windows = [_window(lane) for lane in lanes if len(lane) > 1]  # one launch of one is no graph
     return {"operations": _summed(operations[of_named]), "clocks": clocks[CLOCKS],
-            "timeline": pd.concat([_timeline(operations[~of_named & (operations["mode"] == "forward")]),
-                                   _timeline(replayed.assign(mode=REPLAYED))], ignore_index=True)}
+            "timeline": pd.concat(windows or [pd.DataFrame(columns=TIMELINE)], ignore_index=True)}
 
 
 def _summed(operations: pd.DataFrame) -> pd.DataFrame:
@@ -157,11 +158,11 @@ def _clocks(taken: Capture, operations: pd.DataFrame, ranges: pd.DataFrame) -> p
     return rows.assign(wall_ms=walls, captured=True, step=rows["step"].map(place) - 1)
 
 
-def _timeline(operations: pd.DataFrame) -> pd.DataFrame:
-    if operations.empty:
-        return pd.DataFrame(columns=TIMELINE)
+def _window(operations: pd.DataFrame) -> pd.DataFrame:
+    """Of the last step a window from its middle on, or as much earlier as it ends too soon for that."""
     rows = operations[operations["step"] == operations["step"].max()].sort_values("start_ns")
-    begin = int(rows["start_ns"].iloc[len(rows) // 2])
+    latest = rows["start_ns"].iloc[-1] + rows["duration_ns"].iloc[-1] - WINDOW_NS
+    begin = int(max(rows["start_ns"].iloc[0], min(rows["start_ns"].iloc[len(rows) // 2], latest)))
     launch = rows["launch_start_ns"].astype("int64") - begin
     rows = rows.assign(start_ns=rows["start_ns"] - begin, launch_ns=launch,
                        launch_duration_ns=rows["launch_duration_ns"].astype("int64"),
