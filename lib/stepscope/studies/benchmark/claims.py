@@ -7,7 +7,7 @@ import pandas as pd
 from stepscope.config import PHASES
 from stepscope.report.shapes import chosen
 from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import LAUNCH_BOUND, SAME, SAME_CAPPED, launch_bound
+from stepscope.step.stats import LAUNCH_BOUND, SAME, launch_bound
 from stepscope.studies.benchmark.tables import (
     CONFIG,
     Tables,
@@ -29,7 +29,7 @@ from stepscope.studies.benchmark.tables import (
 from stepscope.traces.families import MATMUL
 
 Claim = dict[str, Any] | None
-HARDLY, ABOUT = 0.05, 0.1  # less of a whole hardly counts; as many but for less are about as many
+HARDLY = 0.05  # less of a whole hardly counts
 HIGH = 0.01  # of a mean of ten: what warm-up steps are for
 
 
@@ -135,34 +135,12 @@ def launch_bound_where(tables: Tables) -> Claim:
             "long_context": long} if short_count > long_count else None
 
 
-def same_launches(tables: Tables) -> Claim:
-    """A shorter context launches about as many operations, and they are shorter: the smallest size's."""
-    rows = low_steps(tables).dropna(subset=["operations"])
-    rows = rows[rows["size"] == rows["size"].iloc[0]].sort_values("context_length")
-    first, last = rows.iloc[0], rows.iloc[-1]
-    if len(rows) < 2 or abs(first["operations"] / last["operations"] - 1) > ABOUT:
-        return None
-    return {"size": first["size"], "short": int(first["context_length"]), "long": int(last["context_length"]),
-            "short_operations": int(first["operations"]), "long_operations": int(last["operations"]),
-            "short_gpu": first["gpu_ms"], "long_gpu": last["gpu_ms"]}
-
-
 def replay_alone(tables: Tables) -> Claim:
     """The smallest size's step as a CUDA graph."""
     row = low_steps(tables, context_length=context(tables)).iloc[0]
     if not launch_bound(row["busy"]) or not row["replayed_ms"] < row["wall_ms"] * (1 - SAME):
         return None
     return {"size": row["size"], "wall": row["wall_ms"], "replayed": row["replayed_ms"]}
-
-
-def replay_is_gpu_time(tables: Tables) -> Claim:
-    """Where kernels are long (the largest size) a replay takes what the kernels take: of forward, since the
-    AdamW that can be captured does a little more than the plain one."""
-    rows = low_steps(tables, mode="forward", context_length=context(tables))
-    row = rows.dropna(subset=["replayed_ms", "gpu_ms"]).iloc[-1]
-    off = abs(row["replayed_ms"] / row["gpu_ms"] - 1)
-    return {"size": row["size"], "replayed": row["replayed_ms"],
-            "gpu": row["gpu_ms"]} if off < SAME_CAPPED else None
 
 
 def launch_rate(tables: Tables) -> Claim:
@@ -193,14 +171,6 @@ def compile_gain(tables: Tables) -> Claim:
     if len(found) < 2 or found.min() <= 1 + SAME:
         return None
     return {"low": found.min(), "high": found.max()}
-
-
-def compile_wall(tables: Tables) -> Claim:
-    """Where it is launch-bound compiled, too, wall time gains otherwise: the smallest size."""
-    row = compiled_beside(tables, "blocks").iloc[0]
-    if not launch_bound(row["busy"]):
-        return None
-    return {"size": row.name, "after": row["wall_ms"], "gpu": row["gpu_ms"], "replayed": row["replayed_ms"]}
 
 
 def compile_memory(tables: Tables) -> Claim:
@@ -240,14 +210,8 @@ def answer_compiled(tables: Tables) -> Claim:
 # How far to trust it
 
 def repeats(tables: Tables) -> Claim:
-    """GPU time repeats better than wall time."""
+    """GPU time repeats within what counts as the same, and better than wall time."""
     rows = repeated(tables)
     gpu, wall = rows["gpu"].max() - 1, rows["wall"].max() - 1
     return {"processes": int(rows["processes"].min()), "shapes": len(rows), "gpu": gpu,
-            "wall": wall} if gpu < wall else None
-
-
-def repeats_within_same(tables: Tables) -> Claim:
-    """A difference of 1% is one: no shape's GPU time repeats worse."""
-    worst = repeated(tables)["gpu"].max() - 1
-    return {"worst": worst, "same": SAME} if worst <= SAME else None
+            "wall": wall} if gpu < min(wall, SAME) else None

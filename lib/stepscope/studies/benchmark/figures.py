@@ -1,6 +1,6 @@
 """Figures of the benchmarking study."""
 import numpy as np
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from stepscope.report.style import (
     BLUE,
@@ -19,7 +19,6 @@ from stepscope.step.stats import LAUNCH_BOUND
 from stepscope.studies.benchmark.tables import (
     Tables,
     besides_matmuls,
-    cold_steps,
     low_precision,
     low_steps,
     phase_times,
@@ -73,23 +72,6 @@ def busy(tables: Tables) -> Picture:
     axes.set(xlabel="context", ylabel="GPU busy", ylim=(0, 1.05))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     label_ends(axes, last, SIZE_COLORS)
-    return drawn
-
-
-def first_steps(tables: Tables) -> Picture:
-    """The first steps of a cold process over the median of its warm ones, a line a size."""
-    rows = cold_steps(tables)
-    warm = rows[~rows["warmup"]].groupby("size", sort=False)["wall_ms"].median()
-    over = rows.assign(over=rows["wall_ms"] / rows["size"].map(warm))
-    first = over[over["step"] == 0]["over"]
-    ends = dict.fromkeys(number(ratio, "x") for ratio in (first.min(), first.max()))
-    drawn, axes = figure(f"The first step of a process takes {' to '.join(ends)} a warm one's time", 3.2)
-    for size, own in over.groupby("size", sort=False):
-        axes.plot(own["step"] + 1, own["over"], marker="o", color=SIZE_COLORS.get(size, BLUE), label=size)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}x"))
-    axes.set_xlabel("step of the process")
-    axes.legend()
     return drawn
 
 

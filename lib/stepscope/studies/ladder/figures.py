@@ -106,13 +106,3 @@ def ladder_training(tables: Tables) -> Figure | None:
     label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})
     return drawn
-
-
-def joules(tables: Tables) -> Figure | None:
-    """Each change's energy."""
-    shape, rows = largest(tables)
-    spent = climbed(rows)["step_j"].dropna()
-    if spent.empty:
-        return None
-    less = number(ratio(spent.iloc[0], spent.iloc[-1], "J"), "x")
-    return _bars(f"Faster is cheaper: {shape.size}'s step takes {less} less energy", spent, "J")

@@ -7,7 +7,6 @@ from stepscope.studies.nsys.tables import (
     Tables,
     at_reference,
     beside_in_process,
-    clocks,
     first_kernels,
     forward_clocks,
     profiles,
@@ -157,13 +156,3 @@ def nsys_agrees_in_process(tables: Tables) -> Numbers:
     if len(whole) and whole["off"].abs().max() < SAME:
         return {"cells": len(whole), "most": whole["off"].abs().max()}
     return None
-
-
-def backward_over_forward(tables: Tables) -> Numbers:
-    """Backward's GPU time over forward's in full steps at the reference context: the least and the most."""
-    rows = clocks(tables)
-    rows = rows[(rows["mode"] == "step") & (rows["context_length"] == reference(rows))]
-    wide = rows.pivot(index="size", columns="phase", values="gpu_ms")
-    times = wide["backward"] / wide["forward"]
-    return {"least": times.min(), "most": times.max(),
-            "context": reference(rows)} if times.min() > 1.5 else None
