@@ -1,14 +1,13 @@
-"""What is said of samples, and the three constants by which a report tells a difference from none."""
+"""What is said of samples, and the two constants by which a report tells a difference from none."""
 from collections.abc import Sequence
 
 import numpy as np
 
 # Busy (GPU time over wall time) below this: the GPU waits for launches.
 LAUNCH_BOUND = 0.95
-# GPU times of one configuration repeat this well, so that a smaller difference is none; and where the power
-# cap holds the clocks, which it does a little differently each time.
+# GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
+# holds the clocks, which it does a little differently each time: 3%.)
 SAME = 0.01
-SAME_CAPPED = 0.03
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
