@@ -247,7 +247,8 @@ def survives(runs, monkeypatch):
 
 
 def test_no_changed_table_ends_the_report(runs, survives):
-    some = random.Random(0).sample(_all_changes(runs), 10)
+    every = _all_changes(runs)
+    some = random.Random(0).sample(every, 10) + [one for one in every if one[2:] == ("name", "lists")][:1]
     assert not list(filter(None, map(survives, some)))
 
 

@@ -154,8 +154,9 @@ def _unlike(schema: pa.DataFrameSchema, frames: Tables) -> list[str]:
         return []
     named = [run for run, frame in frames.items() if set(frame) != set(schema.columns)]
     others = [frame for run, frame in frames.items() if run not in named]
-    if not named and _fits(_without_key(schema), pd.concat(others, ignore_index=True)) and all(
-            not frame.duplicated(schema.unique).any() for frame in others):
+    # as text, since a list has no hash
+    unique = [not frame[schema.unique].astype(str).duplicated().any() for frame in others]
+    if not named and all(unique) and _fits(_without_key(schema), pd.concat(others, ignore_index=True)):
         return []
     return [run for run, frame in frames.items() if run in named or not _fits(schema, frame)]
 
