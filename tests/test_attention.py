@@ -184,6 +184,16 @@ def test_passes_are_as_many_as_asked_for_or_as_time_allows():
     assert len(timing.timed_passes(call, inputs, small(timed_steps=30, cell_seconds=1e-9, least_passes=4))) == 4
 
 
+def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
+    rows = [(0, number, phase, name, start * 1_000_000, end * 1_000_000)
+            for number, slower in ((0, 2), (1, 1)) for phase, at in (("forward", 0), ("backward", 100))
+            for name, start, end in (("scores", at, at + slower), ("softmax", at + 10, at + 10 + 3 * slower))]
+    monkeypatch.setattr(timing, "operations_of", lambda profiler: pd.DataFrame(
+        rows, columns=["index", "number", "phase", "name", "start", "end"]))
+    found, _ = timing.read_capture(None, [("naive", 16)])
+    assert found.values.tolist() == [["naive", 16, phase, 4.0, 2.0, "softmax"] for phase in ("backward", "forward")]
+
+
 def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
     class Broken:
         def __init__(self, activities):
@@ -318,8 +328,9 @@ def cell(name, precision, sequence, d, device_gib=139.5):
         saved = (SAVED[name] * square if name in SAVED else 8 * sequence * 4) / 2**20
         row |= {"wall_ms": max(gpu_ms, 0.3), "wall_std_ms": 0.01, "gpu_ms": gpu_ms, "saved_mib": saved,
                 "in_use_mib": saved + 100, "peak_mib": sum(parts.values()) / 2**20}
-    share = {"forward": 1 / 3, "backward": 2 / 3}
-    return [row | {"phase": phase, **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")}}
+    share = {"forward": 1 / 3, "backward": 2 / 3}  # of forward alone the peak is lower
+    return [row | {"phase": phase, "peak_mib": row["peak_mib"] * (0.6 if phase == "forward" else 1),
+                   **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")}}
             for phase, part in share.items()]
 
 
@@ -382,6 +393,7 @@ def changed(grid, column, value, **where):
     ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
     ("answer_attention_oom", "status", "oom", {"implementation": "math", "sequence": 16384}),
     ("answer_attention_growth", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
+    ("answer_attention_growth", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 4096}),
     ("answer_attention_compiled", "gpu_ms", 100.0, {"implementation": "compiled"}),
     ("answer_attention_compiled", "saved_mib", 1.0, {"implementation": "compiled"}),
     ("answer_attention_long", "status", "ok", {"implementation": "math", "sequence": 65536})])
@@ -396,6 +408,8 @@ def test_the_numbers_of_the_sentences(grid):
     assert saved["naive"] == 8 and saved["fused"] == 0.5  # GiB, MiB
     oom = claims.answer_attention_oom(grid)
     assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
+    both = changed(grid, "status", "oom", implementation="naive", sequence=32768)
+    assert attention.first_out_of_memory(both)[0]["precision"] == "fp32", "which needs most"
     growth = claims.answer_attention_growth(grid)
     assert growth["long"] / growth["short"] == 16
     long = claims.answer_attention_long(grid)
@@ -408,6 +422,16 @@ def test_tables_are_short_and_hold_no_more_than_numbers_and_words(name, grid):
     assert 0 < len(frame) <= 15
     text = markdown(frame)
     assert "nan" not in text.lower() and "None" not in text and "_mib" not in text
+
+
+def test_of_a_pass_with_one_phase_no_time_is_told(grid):
+    passes = changed(grid, "gpu_ms", float("nan"), implementation="naive", phase="forward")["attention.passes"]
+    assert passes.loc[passes["implementation"] == "naive", "gpu_ms"].isna().all()
+
+
+def test_of_errors_the_largest_is_shown(grid):
+    checks = grid["attention.checks"].assign(dk_error=2e-2)
+    assert (attention.attention_checks(grid | {"attention.checks": checks}).loc["naive"] == "2.0e-02").all()
 
 
 @pytest.mark.parametrize("name", attention.PRINTED)

@@ -1,6 +1,7 @@
 """Anybody's capture: what is read of it, what is said of it, and what is refused in one sentence."""
 import gzip
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 
 from bench.traces import MAIN, make_capture, make_trace, write_export
+from stepscope.report import profile
 from stepscope.report.profile import data_sheet, phases_of, profile_text
 from stepscope.traces import capture as module
 from stepscope.traces.attribution import OUTSIDE, TraceError
@@ -102,6 +104,33 @@ def test_the_text_of_a_trace_and_its_operations_as_csv(training, tmp_path):
         "not told       other ranks, clocks, the step without profiler"]
 
 
+@pytest.mark.parametrize(("name", "shapes", "work"), [
+    ("aten::mm", [[64, 32], [32, 16]], (2 * 64 * 32 * 16, "fp16", -1)),
+    ("aten::bmm", [[8, 64, 32], [8, 32, 16]], (2 * 8 * 64 * 32 * 16, "fp16", -1)),
+    ("aten::addmm", [[16], [64, 32], [32, 16], []], (2 * 64 * 32 * 16, "fp16", -1)),
+    ("aten::baddbmm", [[8, 1, 16], [8, 64, 32], [8, 32, 16], []], (2 * 8 * 64 * 32 * 16, "fp16", -1)),
+    ("triton_poi_fused_add_0", [[64, 32], [32], []], (-1, "", 2 * (64 * 32 + 32))), ("aten::mm", [[64, 32]], (-1, "", -1))])
+def test_work_is_told_by_the_shapes_of_factors_and_arguments(name, shapes, work):
+    types = ["c10::Half" if shape else "Scalar" for shape in shapes]
+    assert module._work(name, shapes, types) == work
+
+
+def test_what_runs_between_two_of_autograds_operations_is_before_backwards_end(tmp_path):
+    autograd = [event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", ts, 10, 2) for ts in (10, 30)]
+    calls = ((1, 1), (12, 2), (25, 1), (32, 2), (50, 1))
+    path = written(tmp_path / "a.json", [*autograd, *(one for number, (call, tid) in enumerate(calls)
+                                                      for one in launched(ADD, call, 100 + number, 1, number, tid=tid))])
+    assert load_capture(path).operations["phase"].tolist() == ["forward", "backward", "forward", "backward", OUTSIDE]
+
+
+def test_an_operations_range_is_the_outermost_that_was_open_at_its_launch(tmp_path):
+    path = written(tmp_path / "a.json", [
+        event("user_annotation", "outer", 10, 100), event("user_annotation", "first", 20, 10),
+        event("user_annotation", "second", 40, 10), event("user_annotation", "next", 110, 10),
+        *(one for number, call in enumerate((10, 25, 45, 60, 110, 120)) for one in launched(ADD, call, 200 + number, 1, number))])
+    assert load_capture(path).operations["range"].tolist() == ["outer"] * 4 + ["next", ""]
+
+
 def test_what_the_driver_launched_has_its_launch(tmp_path):
     """Triton's kernels are launched by the driver's calls, which another category has."""
     found = load_capture(written(tmp_path / "trace.json", [
@@ -149,12 +178,19 @@ def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
         load_capture(path, phases={"nowhere": "forward"})
 
 
+def test_a_range_that_repeats_around_little_is_no_step(tmp_path):
+    events = [one for one in user_ranges() if "step" not in one["name"].lower() and one["name"] != "Forward"]
+    assert not load_capture(written(tmp_path / "a.json", [*events, *launched(GEMM, 300, 310, 5, 40)])).steps
+
+
 def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
     path = written(tmp_path / "a.json", user_ranges(phases=False))
     text = profile_text(path, step="measurement step")
     assert "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.0200, 'eval' 0.0100 ms" in text
     text = profile_text(path, step="measurement step", phases={"Vorwärts": "forward", "eval": "loss"})
     assert "phase          forward 0.0200 | loss 0.0100 ms\n" in text
+    path = written(tmp_path / "b.json", user_ranges())
+    assert set(load_capture(path, phases={"Forward": "loss"}).operations["phase"]) == {"loss", OUTSIDE}
 
 
 def test_a_gpu_that_waits_is_launch_bound(tmp_path):
@@ -175,6 +211,49 @@ def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
     path = written(tmp_path / "a.json", [*steps, *launched(GEMM, 2, 10, 140, 1), *launched(ADD, 102, 120, 10, 2),
                                          *launched(ADD, 105, 160, 10, 3)])
     assert "step on GPU    0.0800 ms (0.110 0.0500): compute 0.0750, idle 0.00500 ms" in profile_text(path, step="step")
+
+
+def device(tmp_path: Path, events: list[dict]) -> profile.Device:
+    return profile._gpus(load_capture(written(tmp_path / "a.json", events, **HEADER)))[0]
+
+
+def savings(one: profile.Device) -> list[str]:
+    return re.findall(r"at most ([0-9.]+) ms", " ".join(text for _, text in profile._advice(one)))
+
+
+def test_the_last_step_ends_with_its_operations_and_a_gap_is_where_nothing_runs(tmp_path):
+    one = device(tmp_path, [
+        *(event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)),
+        *launched(GEMM, 2, 10, 90, 1), *launched(ADD, 4, 20, 10, 2), *launched(ADD, 102, 120, 10, 3), *launched(ADD, 190, 500, 10, 4)])
+    assert one.windows.tolist() == [[10_000, 120_000], [120_000, 130_000]] and one.gaps["ms"].tolist() == [0.02]
+
+
+def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_path):
+    def shaped(external, name, *shapes):
+        return event("cpu_op", name, 0, 1, **{"External id": external, "Input Dims": [*shapes], "Input type": ["float"] * len(shapes)})
+    one = device(tmp_path, [
+        shaped(1, "aten::mm", [4096, 2949], [2949, 4096]), *launched(GEMM, 1, 10, 600, 1, external=1),
+        *launched("splitKreduce_kernel", 3, 610, 400, 2, external=1),
+        *(shaped(2 + number, f"triton_poi_{number}", [250_000]) for number in range(2)),
+        *launched("triton_poi_0", 5, 1010, 10, 3, external=2), *launched("triton_poi_1", 7, 1020, 100, 4, external=3)])
+    assert one.matmuls["tflops"].to_dict() == {"fp32": pytest.approx(98.95, rel=1e-3)}  # a tenth of bf16's on the data sheet
+    assert profile._generated(one).startswith("0.0182 TB/s") and savings(one) == ["0.900", "0.0900"]
+
+
+def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_fused(tmp_path):
+    one = device(tmp_path, [
+        event("user_annotation", "optimizer", 0, 50), *launched(ADD, 10, 100, 100, 1), *launched(ADD, 60, 200, 50, 2),
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 70, 235, 20, 3)])
+    assert "75% hidden" in profile._communication(one) and savings(one) == ["0.0500", "0.00500"]
+
+
+def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu(tmp_path):
+    names = [GEMM, ADD, "ncclDevKernel_AllReduce(x)", "softmax_warp_forward", "triton_poi_0", "reduce_kernel", "philox_kernel"]
+    events = [one for at, name in enumerate(names) for one in launched(name, at, 100 * at + 50, 70 - 10 * at, at + 1)]
+    assert profile._families(device(tmp_path, events)).endswith("| rest 0.0300 ms")
+    other = [event("cuda_runtime", "cudaLaunchKernel", 20, 2, correlation=9),
+             event("kernel", ADD, 50, 900, 7, correlation=9, device=1, stream=7)]
+    assert profile_text(written(tmp_path / "b.json", [*events, *other])).startswith("2 GPUs, details of GPU 1")
 
 
 def test_phases_are_named_on_the_command_line():

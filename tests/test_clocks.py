@@ -279,7 +279,48 @@ def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
     assert in_process.gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
     named = in_process.by_name(own).set_index("name")
     assert named["count"].to_dict() == {"gemm": 1, "add": 2}
-    assert named["gpu_ms"].to_dict() == {"gemm": 4, "add": 3}
+    assert named["gpu_ms"].to_dict() == {"gemm": 4, "add": 3} and list(named.index) == ["gemm", "add"]
+    overlapping = pd.DataFrame({"number": [0, 0, 1, 1], "start": [0, 3, 0, 1], "end": [3, 6, 4, 5]})
+    assert set(in_process.quickest(overlapping)["number"]) == {1}
+
+
+def timed(*walls_ms):
+    """A mode's plain steps, of which the first is a warm-up."""
+    rows = [(number, number == 0, WHOLE, wall_ms, 0.0) for number, wall_ms in enumerate(walls_ms)]
+    return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
+
+
+def forward_mode(*walls_ms, **fields):
+    step = SimpleNamespace(mode="forward", precision="fp32", device="cuda", optimizer=None, clear_gradients=lambda: None)
+    return in_process.Mode(step, timed(*walls_ms), **fields)
+
+
+def test_replays_are_enough_for_their_median_and_few_where_they_are_long():
+    assert [forward_mode(9e9, ms).replays(5) for ms in (1, 50, 100, 3000)] == [50, 8, 5, 3]
+    rows = in_process.mode_rows(forward_mode(9.0, 7.0, replayed_ms=[1.0, 6.0, 5.0]), pd.DataFrame(), "")
+    assert rows[-1]["replayed_ms"] == 5
+
+
+@pytest.mark.parametrize(("lasts_ms", "expected"), [(9.0, [5, 2, 2]), (3000.0, [5, 1, 1])])
+def test_after_a_long_mode_the_others_warm_up_once(monkeypatch, lasts_ms, expected):
+    noted = []
+
+    def plain(mode, count, warmups, watched):
+        noted.append(warmups)
+        mode.samples = timed(lasts_ms, lasts_ms)
+    monkeypatch.setattr(in_process, "plain", plain)
+    monkeypatch.setattr(in_process, "capture", lambda modes, count: None)
+    monkeypatch.setattr(in_process, "release", lambda *_, **__: None)
+    in_process.take([forward_mode(1.0).step for _ in range(3)], in_process.Counts(cold=5, replays=0))
+    assert noted == expected
+
+
+def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypatch):
+    times = pd.DataFrame({"phase": [WHOLE], "operations": [1000.0]})
+    taken = SimpleNamespace(tables=lambda: (times, timed(90.0, 5.0, 2.0, 3.0), None))
+    monkeypatch.setattr(in_process, "build_step", lambda config: None)
+    monkeypatch.setattr(in_process, "take", lambda steps, counts: taken)
+    assert in_process.launch_rate("cuda") == (2, 5) and in_process.launch_rate("cpu") is None
 
 
 # Energy

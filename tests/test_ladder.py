@@ -3,8 +3,10 @@ import math
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.nn import functional
@@ -246,6 +248,11 @@ def test_a_sample_stands_for_a_large_tensor(monkeypatch):
     monkeypatch.setattr(measure, "COMPARED", 10)
     assert len(sampled(torch.arange(95.0))) == 10 and sampled(torch.arange(95.0))[1] == 10
     assert len(sampled(torch.arange(9.0))) == 9
+    own = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
+    made = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
+                           program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
+    found = off(made, 3.0, (2.0, {"large": torch.ones(10), "small": own["small"]}))
+    assert found == pytest.approx({"loss_off": 0.5, "gradient_off": math.sqrt(100 / 600)})
 
 
 def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(config):
@@ -308,6 +315,35 @@ def test_each_batch_is_measured_at_its_own(config):
     assert list(zip(steps["change"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
     assert config(batches=[1]).gpu_gib and config(fill=True).gpu_gib and config().gpu_gib is None
     assert set(tables["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
+    assert set(tables["curves"]["batch_size"]) == {3}
+    assert steps["gradient_off"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
+
+
+def test_rates_and_bounds_are_of_the_own_precision_and_moments_and_the_graph_replays_blocks(config, monkeypatch):
+    monkeypatch.setattr(measure, "sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0}[precision])
+    monkeypatch.setattr(measure, "highest_clock_mhz", lambda: 2000.0)
+    ladder = Ladder(config(changes=["fp32", "blocks", "cuda_graph", "bf16_moments"]))
+    for cell, wall_ms in zip(ladder.cells, (8.0, 4.0, 2.0, 1.0)):
+        cell.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0, "step_j": 6.0}
+    steps = ladder.steps({"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}, 600.0).set_index("change")
+    assert (steps["mfu_at_clock"] == 2 * steps["mfu"]).all() and (steps["energy_ms"] == 10).all()
+    assert (steps["mfu_measured"] / steps["mfu"]).tolist() == pytest.approx([1.25] * 4)
+    assert steps["moved_ms"].div(steps["moved_ms"]["fp32"]).tolist() == pytest.approx([1, 1, 1, 20 / 28])
+    assert steps["replayed_ms"]["blocks"] == 2
+    rows = pd.DataFrame([("fp32", 2, 8.0), ("blocks", 2, 4.0), (PEERS[0], 2, 5.0), ("fp32", 4, 9.0)],
+                        columns=["change", "batch_size", "wall_ms"])
+    assert measure.finding(rows) == "batch 2: fp32 8 ms, blocks 4 ms a step"
+
+
+def test_of_captured_steps_the_quickest_is_read(config, monkeypatch):
+    rows = [(number, "whole", "gemm", 0, lasted * 1_000_000) for number, lasted in ((0, 9), (1, 4), (2, 5))]
+    monkeypatch.setattr(measure, "operations_of", lambda profiler: pd.DataFrame(
+        rows, columns=["number", "phase", "name", "start", "end"]))
+    ladder = Ladder(config(changes=["fp32"]))
+    ladder.cells[0].row["wall_ms"] = 5.0
+    ladder.read(ladder.cells[0], None)
+    assert [ladder.cells[0].row[name] for name in ("gpu_ms", "operations", "busy")] == [4, 1, 0.8]
+    assert ladder.kernels[0][["count", "gpu_ms"]].values.tolist() == [[1, 4]]
 
 
 def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):

@@ -134,6 +134,31 @@ def test_what_the_evidence_says(campaign):
     assert claims.optimizer_exact(campaign)["numbers"] == 18330
 
 
+def test_fp8_pays_from_where_it_gains_at_every_size():
+    assert tables.pays_from(pd.DataFrame({"tokens": [1, 2, 4, 8], "gain": [1.1, 1.0, 1.2, 1.3]})) == 4
+    assert tables.pays_from(pd.DataFrame({"tokens": [1, 2], "gain": [1.1, 1.0]})) is None
+
+
+def test_a_loss_above_and_below_has_moved():
+    off = pd.DataFrame({("fp32", 0): [0, 0], ("fp32", 1): [0.3, 0.3], ("fp32", 2): [0.5, 0.5], ("bf16", 0): [0.1, -0.1]})
+    distance, nearest = tables.moved(off.rename_axis(columns=["change", "seed"]))
+    assert distance.to_dict() == {"bf16": 0.1} and nearest == pytest.approx(0.2)
+
+
+def test_fp8s_loss_is_beside_bf16s_of_the_same_step_above_or_below(campaign):
+    curves = campaign["ladder.curves"]
+    curves.loc[curves["change"] == "fp8", "loss"] -= 0.04
+    other = curves[curves["change"] == "fp8"].assign(change="bf16", loss=9.0)
+    found = claims.fp8_training(campaign | {"ladder.curves": pd.concat([curves, other])})
+    assert found["most"] == pytest.approx(0.02 / 5.55)
+
+
+def test_of_batches_that_fill_the_memory_the_best_is_told(campaign):
+    steps = campaign["ladder.steps"]
+    worse = steps[steps["change"] == "filled"].assign(size="small", batch_size=200, mfu=0.3)
+    assert claims.filled(campaign | {"ladder.steps": pd.concat([steps, worse])})["batch"] == 52
+
+
 STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kernels", "curves", "results"))
 
 

@@ -66,10 +66,21 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
         assert whole["requested_gib"] == whole["predicted_requested_gib"] == accounting.peak(config, mode).requested / GIB
         assert sum(bytes_of(whole).values()) == round(whole["requested_gib"] * GIB)
         assert whole[column("rounding")] == whole["peak_gib"] - whole["requested_gib"] >= 0
+        top = accounting.peak(config, mode)
+        assert (whole["peak_in"], whole["region"]) == (top.phase, top.operation.partition(":")[0]) and whole["allocation_gib"] > 0
+        assert np.array_equal([whole["layer"]], np.array([top.layer], float), equal_nan=True)
     one = recordings[1]
     table, end = history.classified(one, config), history._ends(one)[1]
     live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
     assert live == {kind: after_loss(config)[kind] for kind in LIVE}
+
+
+def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypatch):
+    config = config_of(SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"])
+    _, (one,) = recorded(config, monkeypatch)
+    table = history.classified(one, config)
+    found = table[(table["kind"] == "bf16 copies") & (table["region"] != "head")]  # logits are of its bytes and stay
+    assert found["size"].sum() == 3 * accounting.value(accounting.formulas_of(config).copies, config)
 
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):
@@ -77,12 +88,15 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     _, recordings = recorded(config, monkeypatch)
     step, weights = recordings[1], 4 * parameter_count(config)
     table = history.classified(step, config)
+    assert [(table["phase"] == name).sum() for name, *_ in step.phases] == [
+        end.allocations - begin.allocations for _, begin, end in step.phases]
     rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
     assert [phase for mode, phase in rows.index if mode == "step"] == ["forward", "loss", "backward", "optimizer", "whole"]
     assert bytes_of(rows.loc["step", "optimizer"])["gradients"] == weights
     assert bytes_of(rows.loc["step", "forward"])["gradients"] == 0
     assert bytes_of(rows.loc["step", "forward"])["optimizer state"] == 2 * weights + 4 * (9 * 3 + 3)
     assert bytes_of(rows.loc["forward", "forward"])["optimizer state"] == 0
+    assert rows.loc["step", "whole"]["reserved_gib"] == rows.loc["step"].drop("whole")["reserved_gib"].max()
     top = rows.loc["step"].drop("whole")["peak_gib"].idxmax()
     assert rows.loc["step", "whole"]["peak_in"] == top and rows.loc["step", "whole"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
     scores = table[(table["region"] == "attention.softmax") & (table["phase"] == "forward")]
@@ -110,6 +124,8 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
         assert 30 <= len(line) <= 60 and line["event"].is_unique and line["event"].is_monotonic_increasing
         top = max(end.peak_requested for _, _, end in one.phases)
         assert round(total.max() * GIB) == top
+        live = history.live_bytes(table)[:, :history._ends(one)[-1] + 1].sum(axis=0)
+        assert round(total.min() * GIB) == live.min() + sum(one.before.get(kind, 0) for kind in LIVE)
         assert list(dict.fromkeys(line["phase"])) == [name for name, *_ in one.phases if name != "loss"] or "loss" in set(line["phase"])
 
 
@@ -291,6 +307,22 @@ def test_what_does_not_fit_has_its_row_too(monkeypatch):
     assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
     assert pd.isna(rows.loc["none", "wall_ms"]) and pd.isna(rows.loc["none", "block_runs"])
     assert "too much" in rows.loc["none", "reason"]
+
+
+def test_runs_of_blocks_are_those_of_a_step_that_ended(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("too much")
+
+    def ran(steps, counts):
+        steps[0]()
+        with pytest.raises(torch.OutOfMemoryError), monkeypatch.context() as patch:
+            patch.setattr(arrangements, "run", full)
+            steps[0]()
+        times = pd.DataFrame({"phase": ["whole"]}).reindex(columns=["phase", *checkpoints.MEASURED])
+        return SimpleNamespace(tables=lambda: (times, None, None))
+    monkeypatch.setattr(checkpoints, "take", ran)
+    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1])
+    assert checkpoints.measure(config)["block_runs"].tolist() == [4]
 
 
 def test_a_model_is_gone_before_the_next_is_built(monkeypatch):

@@ -148,6 +148,8 @@ WRONG = [
     ("checkpoint_best", "checkpoints", "arrangement == 'every 1'", {"status": "oom"}),
     ("checkpoint_best", "checkpoints", "arrangement == 'none'", {"status": "ok"}),
     ("memory_formula", "peaks", "phase == 'whole' and context_length == 256 and mode == 'step'", {"requested_gib": 60.0}),
+    ("memory_formula", "peaks", "phase == 'whole' and size == 'small' and mode == 'step'",
+     {"requested_gib": lambda rows: rows["requested_gib"] + 2048 / GIB}),
     ("answer_timeline", "peaks", "phase == 'forward'", {"peak_gib": 20.0}),
     ("answer_mixed_memory", "peaks", "precision == 'bf16' and mode == 'forward'", {"peak_gib": 1.0}),
     ("answer_mixed_memory", "peaks", "precision == 'bf16' and mode == 'step'", {"peak_gib": 200.0}),
@@ -195,6 +197,9 @@ def test_what_is_printed_of_the_peaks(measured):
     assert "out of memory" in markdown(printed)
     less = PRINTED["less_memory"](measured).set_index("change")
     assert len(less) == 5 and (less["after, GiB"] < less["before, GiB"]).all()
+    off = changed(measured, "peaks", "phase == 'whole' and size == 'small' and mode == 'forward'",
+                  requested_gib=lambda rows: rows["requested_gib"] - 2048 / GIB)
+    assert PRINTED["formula_peaks"](off)["requested beyond formula, B"].iloc[0] == -2048
     kinds = PRINTED["peak_by_kind"](measured)
     assert set(kinds.index) <= {*KINDS, "all"} and kinds.loc["all", "backward"] == pytest.approx(65.8, abs=0.1)
 

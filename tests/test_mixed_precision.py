@@ -318,6 +318,10 @@ def test_claims_have_the_tables_numbers(made):
     assert claims.losses(made) == {"steps": 200}
     assert tables.losses_off(made).to_dict() == pytest.approx(
         {"bf16": 0.002, "fp16": 0.001, "fp32, seed 1": 0.1, "fp32, seed 2": 0.05})
+    rows = made[NUMBERS]
+    early = (rows["experiment"] == "training") & (rows["case"] == "bf16") & (rows["at"] < 150)
+    other = made | {NUMBERS: rows.assign(value=rows["value"] + early)}
+    assert tables.losses_off(other)["bf16"] == pytest.approx(0.002), "of the last quarter"
 
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [

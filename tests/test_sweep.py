@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from conftest import (
 )
 from stepscope.runs import sweep as sweeping
 from stepscope.runs.record import LOG
-from stepscope.runs.run import Abandoned, make_run
+from stepscope.runs.run import MARK, Abandoned, end_marked, make_run
 from stepscope.runs.sweep import How, SweepEnd, plain, run_sweep
 from stepscope.runs.sweep_file import SweepError, needed_gib
 from stepscope.runs.workers import WorkersError
@@ -97,6 +98,18 @@ def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
     assert ended(int((faults / "began").read_text().split()[1]))
 
 
+def test_what_is_ended_lies_within_the_folder(tmp_path):
+    within, beside = (subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
+                      for place in ("a/b", "a2"))
+    try:
+        end_marked(tmp_path / "a")
+        assert within.wait(30) == -9 and beside.poll() is None
+    finally:
+        for process in (within, beside):
+            process.kill()
+            process.wait()
+
+
 def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
     end = sweep([KILLS_WORKER, 0])
     assert end.counts == {"ok": 1, "failed": 1}
@@ -153,6 +166,9 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     assert give(tiny(device="cpu")) is None  # which nobody offers
     workers.running = [given for given in workers.running if given.address == "b"]
     assert give(small)[0] == "a" and give(whole) is None
+    workers.offers["c"] = {"name": 2, "nthreads": 1, "resources": {"GPU_GIB": 40.0}}
+    workers.offers["d"] = {"name": 3, "nthreads": 1, "resources": {"RUNS": 1.0}}
+    assert workers.gpu_gib() == 40
 
 
 @pytest.mark.parametrize("fields, how, words", [

@@ -397,6 +397,11 @@ def test_enclosing_equals_a_plain_loop(seed):
     assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
 
 
+def test_the_last_moment_of_one_thread_is_not_the_first_of_the_next():
+    inside, *_ = enclosing(*np.array([(1, 0, 5), (2, 0, 9)]).T, *np.array([(1, 9), (2, 0)]).T)
+    assert inside.tolist() == [-1, 1]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_capture_equals_a_plain_loop(tmp_path, seed):
     generator = np.random.default_rng(seed)
