@@ -6,7 +6,8 @@ traceback.
 import importlib
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -104,16 +105,17 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
                 raise TableError(f"{name}/{record.run_id}: the run was done, and its record names no table")
         except TableError as error:
             found.errors.append(str(error))
+    typed: Tables = {}
     for table, schema in module.SCHEMAS.items():
-        for run in _unlike(schema, {run: own[table] for run, own in raw.items() if table in own}):
-            why = _why(schema, raw.pop(run)[table])
+        own = {run: tables[table] for run, tables in raw.items() if table in tables}
+        typed[table], wrong = _typed(schema, own)
+        for run, why in wrong.items():
+            del raw[run]
             found.errors.append(f"{name}/{run}: its table {table} cannot be used: {why}")
     usable = {record.run_id: record for record in records if record.run_id in raw}
-    joined: Tables = {}
-    for table, schema in module.SCHEMAS.items():
-        frame = _joined(module, schema, usable, {run: own[table] for run, own in raw.items() if table in own})
-        if len(frame):
-            joined[table] = frame
+    joined = {table: _configured(module, frame[frame["run_id"].isin([*usable])], usable)
+              for table, frame in typed.items() if len(frame)}
+    joined = {table: frame for table, frame in joined.items() if len(frame)}
     older = _replaced(module, joined, usable)
     tables = {table: frame[~frame["run_id"].isin(older)].reset_index(drop=True)
               for table, frame in joined.items()}
@@ -148,29 +150,26 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
         raise TableError(f"{path}: cannot be read as Parquet ({_said(error)})") from None
 
 
-def _unlike(schema: pa.DataFrameSchema, frames: Tables) -> list[str]:
-    """The runs whose table is not as the schema says: all at once, and one by one where that fails."""
-    if not frames:
-        return []
-    named = [run for run, frame in frames.items() if set(frame) != set(schema.columns)]
-    others = [frame for run, frame in frames.items() if run not in named]
-    # as text, since a list has no hash
-    unique = [not frame[schema.unique].astype(str).duplicated().any() for frame in others]
-    if not named and all(unique) and _fits(_without_key(schema), pd.concat(others, ignore_index=True)):
-        return []
-    return [run for run, frame in frames.items() if run in named or not _fits(schema, frame)]
+def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
+    """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
+    cannot be used: all at once, and one by one where that fails."""
+    if all(set(frame) == set(schema.columns) for frame in frames.values()):
+        by_run = pa.DataFrameSchema(schema.columns | {"run_id": pa.Column()}, strict=schema.strict,
+                                    checks=schema.checks, unique=["run_id", *schema.unique])
+        with suppress(Exception):  # pandera's own, and what its checks meet in odd types
+            return by_run.validate(_together(frames)), {}
+    fit, wrong = {}, {}
+    for run, frame in frames.items():
+        try:
+            fit[run] = schema.validate(frame)
+        except Exception:  # noqa: BLE001 the same
+            wrong[run] = _why(schema, frame)
+    return _together(fit), wrong
 
 
-def _without_key(schema: pa.DataFrameSchema) -> pa.DataFrameSchema:
-    return pa.DataFrameSchema(schema.columns, strict=schema.strict, checks=schema.checks)
-
-
-def _fits(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> bool:
-    try:
-        schema.validate(frame)
-    except Exception:  # noqa: BLE001 pandera's own, and what its checks meet in odd types
-        return False
-    return True
+def _together(frames: Tables) -> pd.DataFrame:
+    named = [frame.assign(run_id=run) for run, frame in frames.items()]
+    return pd.concat(named, ignore_index=True) if named else pd.DataFrame(columns=["run_id"])
 
 
 def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
@@ -191,7 +190,7 @@ def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
         return wrong.get(check, f"column {column}: {check} fails for {value}")
     except Exception as error:  # noqa: BLE001 of odd types
         return _said(error)
-    return "it does not fit beside the others"
+    return "it does not fit"  # unlike a moment ago
 
 
 def _said(error: Exception) -> str:
@@ -208,21 +207,11 @@ def _config(module: ModuleType, record: Record) -> dict:
     return config
 
 
-def _joined(module: ModuleType, schema: pa.DataFrameSchema, records: dict[str, Record],
-            frames: Tables) -> pd.DataFrame:
-    """One table of all runs, typed by its schema, with the columns of their configurations and ``run_id``."""
-    if not frames:
-        return pd.DataFrame()
-    joined = _without_key(schema).validate(pd.concat(frames.values(), ignore_index=True))
-    lengths = [len(frame) for frame in frames.values()]
-    configs = [_config(module, records[run]) for run in frames]
-    added = {name: _repeated([config[name] for config in configs], lengths)
-             for name in module.CONFIG if name not in joined}
-    return pd.DataFrame(added | dict(joined.items()) | {"run_id": _repeated(frames, lengths)})
-
-
-def _repeated(values: Iterable, lengths: list[int]) -> pd.Series:
-    return pd.Series(list(values)).repeat(lengths).reset_index(drop=True)
+def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Record]) -> pd.DataFrame:
+    """A table with the columns of its runs' configurations before its own."""
+    configs = pd.DataFrame([_config(module, record) for record in records.values()], [*records])
+    added = configs[[name for name in configs if name not in frame]].loc[frame["run_id"]]
+    return pd.concat([added.reset_index(drop=True), frame.reset_index(drop=True)], axis="columns")
 
 
 def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) -> set[str]:
