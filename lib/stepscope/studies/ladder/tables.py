@@ -168,6 +168,8 @@ HEADINGS = {
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    if "busy" in columns:  # a capture at the power cap may have met a lower clock than the timed steps
+        rows = rows.assign(busy=rows["busy"].clip(upper=1))
     return headed(rows[[*columns]].rename(columns=HEADINGS)).dropna(axis="columns", how="all")
 
 
@@ -180,7 +182,7 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the peers."""
     _, rows = largest(tables)
     own = climbed(rows, [*CHANGES, *PEERS])
-    own = own.assign(gain=[gain(rows, change) for change in own.index], busy=own["busy"].clip(upper=1))
+    own = own.assign(gain=[gain(rows, change) for change in own.index])
     printed = _headed(own, "wall_ms", "gpu_ms", "replayed_ms", "gain", "busy", "operations", "tokens_per_s",
                       "mfu", "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
     return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
@@ -214,7 +216,7 @@ def launch_cure(tables: Tables) -> pd.DataFrame | None:
     own = climbed(rows, [*kinds])
     if len(own) < len(kinds):
         return None
-    printed = _headed(own.assign(busy=own["busy"].clip(upper=1)), "operations", "wall_ms", "gpu_ms", "busy")
+    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy")
     heading = f"{shape.size}, context {shape.context_length}, bf16"
     return table(printed.set_axis(pd.Index(kinds.values(), name=heading)))
 
