@@ -3,7 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TEST := .venv/.ready-test
-LAB := .venv/.ready-lab
 # Compiled on first use: much is never used.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt --editable
 REFERENCE := runs/h200
@@ -22,8 +21,9 @@ reference-runs: $(READY)  ## the whole matrix of all studies on a GPU (it says h
 	$(BIN)/stepscope sweep reference --runs runs/local-reference
 	$(BIN)/stepscope render --runs runs/local-reference
 
-# lint and check are among the tests, and run beside others. More threads than cores would wait for each other.
-test: $(TEST)  ## the tests, on JOBS processes
+# Lint, types and the committed report are tests, and run beside others. More threads than cores would wait for
+# each other.
+test: $(TEST)  ## lint, types, the committed report and all tests, on JOBS processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(TEST)  ## ruff and mypy, over the package, bench, the tests and the notebooks
@@ -36,8 +36,9 @@ hooks: $(TEST) .venv/.ready-hooks  ## lint, and notebooks without outputs, befor
 trials: $(TEST)  ## what takes longer than make test may: before a release
 	$(BIN)/python -m pytest -m trials
 
-lab: $(LAB) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves
-	$(BIN)/jupyter lab --notebook-dir lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
+# Its root is the project: runs, figures and the writeup can be opened beside the copies.
+lab: $(READY) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 lab-copies:  # a copy that was edited stays, and is named when its notebook has changed since
 	@mkdir -p lab/.originals
@@ -58,6 +59,7 @@ check: $(READY)  ## is the committed report what the committed records say?
 
 reference: $(READY)  ## render the committed report anew from the committed records
 	$(BIN)/stepscope render --runs $(REFERENCE) --out .
+	cp figures/ladder.svg lib/stepscope/report/chapters/reference.svg  # for reports without a GPU
 
 doctor: $(READY)  ## what this machine offers for measuring
 	$(BIN)/stepscope doctor

@@ -4,16 +4,21 @@
     python -m bench FILE         somebody's capture
 
 Each program reads the same file in a process of its own, one after another. Holistic Trace Analysis and
-nsys-ai come with the extra "bench"; who is not installed is said to be.
+nsys-ai come with the extra "bench"; who is not installed is said to be. Before that, how long ``stepscope
+profile`` takes to its first and its last line of a small capture, as ratios to importing pandas.
 """
 import argparse
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from timeit import default_timer
 
 from bench.readers import PROGRAMS, Found
 from bench.traces import add_short_names, make_capture, make_trace
+from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
@@ -36,6 +41,23 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
     return found
 
 
+def first_line() -> None:
+    """Seconds to the first and the last line of a small capture, a process each, least of three."""
+    def until(*command: str) -> tuple[float, float]:
+        started = default_timer()
+        with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None
+            program.stdout.readline()
+            first = default_timer() - started
+            program.stdout.read()
+        return first, default_timer() - started
+    profiles = [until("-m", "stepscope.cli", "profile", str(EXAMPLE)) for _ in range(3)]
+    pandas = min(until("-c", "import pandas; print()")[0] for _ in range(3))
+    first, last = map(min, zip(*profiles))
+    print(f"a small capture: first line after {first:.2f} s ({first / pandas:.2f}x importing pandas), last"
+          f" after {last:.2f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,6 +66,7 @@ def main() -> None:
     if not what.isdigit():
         compare(Path(what), "json" if "json" in Path(what).name else "sqlite")
         return
+    first_line()
     with tempfile.TemporaryDirectory() as folder:
         for kind, make in (("sqlite", make_capture), ("json", make_trace)):
             path = Path(folder, f"capture.{kind}")

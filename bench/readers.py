@@ -20,7 +20,7 @@ def peak_mib() -> float:
 
 def ours(path: str) -> Found:
     """load_capture: every kernel, copy and fill, with its phase, step, family and launch."""
-    from stepscope.traces.capture import load_capture
+    from stepscope.captures.capture import load_capture
     started = default_timer()
     capture = load_capture(path)
     loaded = default_timer() - started
@@ -31,9 +31,9 @@ def ours(path: str) -> Found:
 
 def ours_whole(path: str) -> Found:
     """The text of ``stepscope profile``, from the file to the last line."""
-    from stepscope.report.profile import profile_text
+    from stepscope.captures.verdict import profile, rendered
     started = default_timer()
-    profile_text(path)
+    rendered(profile(path))
     return {"s": default_timer() - started, "peak_mib": peak_mib()}
 
 

@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
 # What a run of a study does in tests of sweeps, by its seed; it needs no torch, and is over at once. A child of
 # another session, and soon of no parent, is what parents alone do not find.
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS = range(1, 10)
+HOLDS_TURN = 40
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -56,6 +57,10 @@ if seed == {DIES}:
     os.kill(os.getpid(), signal.SIGKILL)
 if seed == {HANGS} and not mended:
     child(); time.sleep(1000)
+if seed == {HOLDS_TURN} and not mended:
+    from stepscope.gpu_lock import exclusive
+    with exclusive():
+        child(); time.sleep(1000)
 if seed == {KILLS_WORKER} and not mended:
     child()
     worker = int(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
@@ -65,13 +70,13 @@ if seed == {BAD_RESULT}:
 if seed == {PATHS}:
     print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
 if seed == {TURNS} or 10 <= seed < 20:
-    from stepscope.step.turn import turn
-    with turn():
+    from stepscope.gpu_lock import exclusive
+    with exclusive():
         here = faults / ("gpu" + os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         here.touch(exist_ok=False); time.sleep(0.05); here.unlink()
 name = {{"device_name": (faults / "device").read_text()}} if (faults / "device").exists() else {{}}
-(Path(run_folder) / "outcome.json").write_text(json.dumps(
-    {{"machine": name, "finished": seed != {UNFINISHED}, "results": results}}))
+(Path(run_folder) / "outcome.jsonl").write_text(json.dumps(
+    {{"machine": name, "results": results}} | ({{}} if seed == {UNFINISHED} else {{"tables": {{}}}})) + "\\n")
 """
 
 

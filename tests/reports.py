@@ -40,8 +40,8 @@ def whole() -> Read:
     return read(Store(RUNS))
 
 
-def few(folder: Path, each: int = 2) -> Path:
-    """A copy of some runs of every study, plain ones of context 512 and small sizes first, without what is large."""
+def few(folder: Path, each: int = 2, studies: tuple[str, ...] = STUDIES) -> Path:
+    """A copy of some runs of each study, plain ones of context 512 and small sizes first, without what is large."""
     needs_runs()
 
     def odd(path: Path) -> tuple:
@@ -49,7 +49,7 @@ def few(folder: Path, each: int = 2) -> Path:
         plain = [config.get(name) == value for name, value in PLAIN.items() if name in config]
         return (-sum(plain), abs(config["context_length"] - 512), config["d_model"], path)
 
-    for study in STUDIES:
+    for study in studies:
         for path in sorted((RUNS / study).glob("*/record.json"), key=odd)[:each]:
             place = folder / study / path.parent.name
             place.mkdir(parents=True)

@@ -1,18 +1,20 @@
 """The memory formulas: against what storages live on a CPU, what an H200's allocator said, and its rules of rounding;
 and what fits."""
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from cells import run_cells
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError
 from stepscope.config import StepConfig
-from stepscope.step import accounting
-from stepscope.step.accounting import GIB, MIB
-from stepscope.step.training_step import Step, build_step
-from stepscope.studies.memory.arrangements import arranged, every
+from stepscope.model import accounting, fit
+from stepscope.model.accounting import GIB, MIB
+from stepscope.model.training_step import Step, build_step
+from stepscope.studies.memory.policies import uniform
 
 SHAPES = [{"d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "context_length": 32, "vocab_size": 40,
            "batch_size": 3},
@@ -33,15 +35,22 @@ def on_gpu(**fields):
     return StepConfig(device="cpu", **fields).model_copy(update={"device": "cuda"})
 
 
+@cache
+def cells():
+    """What the checkpointing notebook has before it measures."""
+    return run_cells("checkpointing", "MEASURED = ", device="cpu")
+
+
 def peak_of_step(config, mode, monkeypatch, blocks=0):
     """Bytes that a steady step's storages take at most, asked for."""
     if config.precision == "bf16":
         monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    checkpointed = cells()["checkpointed"]
     storages = stand_in(monkeypatch)
     with storages:
         step = build_step(config, mode)
         layers = config.num_layers
-        with arranged(step.model, every(layers, blocks) if blocks else list(range(layers))):
+        with checkpointed(step.model, uniform(layers, blocks) if blocks else list(range(layers))):
             for _ in range(2):
                 step.clear_gradients()
                 storages.reset_peak()
@@ -73,8 +82,8 @@ def test_the_peak_with_checkpoints_at_the_head(blocks, monkeypatch):
 
 def test_under_checkpoints_no_copy_of_a_weight_outlives_forward():
     config = config_of(SHAPES[0], precision="bf16")
-    copies = {blocks: {one.copies for one in accounting.instants(config, "step", blocks) if one.phase == "loss"} for blocks in (0, 1)}
-    assert copies == {0: {3 * accounting.value(accounting.formulas_of(config).copies, config)}, 1: {0}}
+    copies = {blocks: {one.weight_cache for one in accounting.instants(config, "step", blocks) if one.phase == "loss"} for blocks in (0, 1)}
+    assert copies == {0: {3 * accounting.value(accounting.formulas_of(config).weight_cache, config)}, 1: {0}}
 
 
 # -- what an H200's allocator said ---------------------------------------------------------------------------
@@ -106,7 +115,7 @@ def test_what_an_h200s_allocator_counted_is_predicted():
 
 def test_the_ladders_last_step_is_predicted():
     """With fp32 moments, as it was measured; small's CUDA graph has a pool that is a part of so little."""
-    off = {row.size: accounting.last_step_bytes(config, moment=4) / MIB / row.allocated_mib - 1
+    off = {row.size: fit.last_step_bytes(config, moment=4) / MIB / row.allocated_mib - 1
            for row, config in measured("ladder")}
     assert max(abs(share) for size, share in off.items() if size != "small") < 0.015 and abs(off["small"]) < 0.05
 
@@ -158,9 +167,9 @@ def test_rounding_workspaces_and_a_fused_kernels_own_are_a_gpus_alone():
 
 def test_the_largest_that_fits_fits_and_one_more_does_not():
     config = on_gpu(size="2.7B", context_length=512)
-    rows = accounting.fit(config, 80)
-    assert [row.step for row in rows] == list(accounting.STEPS)
-    for row, (fields, bytes_of) in zip(rows, accounting.STEPS.values()):
+    rows = fit.fit(config, 80)
+    assert [row.step for row in rows] == list(fit.STEPS)
+    for row, (fields, bytes_of) in zip(rows, fit.STEPS.values()):
         own = config.model_copy(update=fields)
         for field, most in (("context_length", row.largest_context), ("batch_size", row.largest_batch)):
             at, beyond = (bytes_of(own.model_copy(update={field: most + more})) for more in (0, 1))
@@ -172,10 +181,10 @@ def test_the_largest_that_fits_fits_and_one_more_does_not():
 
 def test_fits_tight_and_not():
     config = on_gpu(size="small", context_length=512)
-    peak_gib = accounting.fit(config, 80)[0].peak_gib
-    said = {share: accounting.fit(config, peak_gib / share)[0].fits for share in (0.5, 0.89, 0.91, 0.999, 1.001)}
+    peak_gib = fit.fit(config, 80)[0].peak_gib
+    said = {share: fit.fit(config, peak_gib / share)[0].fits for share in (0.5, 0.89, 0.91, 0.999, 1.001)}
     assert list(said.values()) == ["yes", "yes", "tight", "tight", "no"]
-    nothing = accounting.fit(config, 0.5)[0]
+    nothing = fit.fit(config, 0.5)[0]
     assert (nothing.fits, nothing.largest_context, nothing.largest_batch) == ("no", 0, 0)
 
 

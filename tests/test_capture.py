@@ -1,7 +1,6 @@
 """Anybody's capture: what is read of it, what is said of it, and what is refused in one sentence."""
 import gzip
 import json
-import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -10,11 +9,15 @@ import pandas as pd
 import pytest
 
 from bench.traces import MAIN, make_capture, make_trace, write_export
-from stepscope.report import profile
-from stepscope.report.profile import data_sheet, phases_of, profile_text
-from stepscope.traces import capture as module
+from stepscope.captures import capture as module
+from stepscope.captures import files
+from stepscope.captures.account import Device, devices
+from stepscope.captures.advice import advice
+from stepscope.captures.capture import load_capture, phase_of, plain_name
+from stepscope.captures.causes import pauses, waits
+from stepscope.captures.verdict import phases_of, profile, rendered
+from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import OUTSIDE, TraceError
-from stepscope.traces.capture import load_capture, phase_of, plain_name
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz"))  # where they lie beside the checkout
@@ -31,6 +34,10 @@ def launched(name: str, call: float, start: float, dur: float, correlation: int,
     host = {} if external is None else {"External id": external}
     return [event("cuda_runtime", "cudaLaunchKernel", call, 2, tid, correlation=correlation, stream="0x0", **host),
             event(cat, name, start, dur, 7, correlation=correlation, device=0, stream=7, **args)]
+
+
+def profile_text(path: Path, **how: object) -> str:
+    return rendered(profile(path, **how))  # type: ignore[arg-type]
 
 
 def written(path: Path, events: list[dict], **header: object) -> Path:
@@ -88,19 +95,25 @@ def test_the_text_of_a_trace_and_its_operations_as_csv(training, tmp_path):
     assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
     assert text.splitlines() == [
         "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4); 8 operations; 1 (0.00500 ms) launched before are left out",
-        # the first step lasts until the second one's first kernel: 100 µs, the second one 70
-        "step on GPU    0.0850 ms (0.100 0.0700): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
-        " idle 0.0200 ms",
+        # the GPU is empty when a step begins on the host: the first lasts until the second begins there, 100 µs; the second 80
+        "step on GPU    0.0900 ms (median of 0.100 0.0800): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
+        " idle 0.0250 ms",
+        "before         the first operation of a step the GPU waits 0.0100 ms (11%)",
         "phase          forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms (kernel sums; 0.0100 ms of it overlaps),"
         " by autograd's ranges",
         "family         elementwise 0.0300 | communication 0.0200 | matrix multiply 0.0200 | memory 0.00500 ms",
-        "launch-bound   the GPU waits 0.0150 ms a step (18%) for launches, 4 operations a step; longest gap 30.0 µs before"
+        "kernels        1 x vectorized_elementwise_kernel<CUDAFunctor_add float>: 0.0300 ms (40%)",
+        f"               1 x {GEMM}: 0.0200 ms (27%)",
+        "               1 x ncclDevKernel_AllReduce_Sum_f32_RING_LL: 0.0200 ms (27%)",
+        "               1 x Memcpy HtoD: 0.00500 ms (6.7%)",
+        "launch-bound   the GPU waits 0.0200 ms a step (22%) for launches, 4 operations a step; longest gap 20.0 µs before"
         f" {GEMM}",
-        "communication  0.0200 ms, 50% hidden; exposed: all-reduce 0.0100 ms, 100% of it launched by the backward",
+        "communication  0.0200 ms, 50% hidden; exposed: all-reduce 0.0100 ms,"
+        " 100% of it launched by the backward",
         "matmul         bf16 0.00328 TFLOP/s (under 0.001% of 990)",
-        "to do          1. fuse elementwise kernels, copies, norms and softmax (torch.compile): at most 0.0300 ms (35%)",
-        "               2. close gaps, by a CUDA graph or fewer launches: at most 0.0200 ms (24%)",
-        "               3. hide communication behind compute: at most 0.0100 ms (12%)",
+        "to do          1. close gaps, by a CUDA graph or fewer launches: at most 0.0250 ms (28%)",
+        "               2. fuse elementwise kernels, copies, norms and softmax (torch.compile): at most 0.0200 ms (22%)",
+        "               3. hide communication behind compute (it runs on compute's own stream: give it one of its own): at most 0.0100 ms (11%)",
         "not told       other ranks, clocks, the step without profiler"]
 
 
@@ -115,12 +128,24 @@ def test_work_is_told_by_the_shapes_of_factors_and_arguments(name, shapes, work)
     assert module._work(name, shapes, types) == work
 
 
-def test_what_runs_between_two_of_autograds_operations_is_before_backwards_end(tmp_path):
-    autograd = [event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", ts, 10, 2) for ts in (10, 30)]
-    calls = ((1, 1), (12, 2), (25, 1), (32, 2), (50, 1))
-    path = written(tmp_path / "a.json", [*autograd, *(one for number, (call, tid) in enumerate(calls)
-                                                      for one in launched(ADD, call, 100 + number, 1, number, tid=tid))])
-    assert load_capture(path).operations["phase"].tolist() == ["forward", "backward", "forward", "backward", OUTSIDE]
+AUTOGRAD = [event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", ts, 10, 2, **{"Sequence number": number})
+            for ts, number in ((10, 1), (30, 2))]  # the second one runs what an operator made after the first one ran
+
+
+def between(*forward: tuple[float, int]) -> list[dict]:
+    """Launches before, within, between and after two of autograd's operations, and operators that make nodes."""
+    calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
+    return [*AUTOGRAD, *(event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in forward),
+            *(one for number, (call, tid) in enumerate(calls) for one in launched(ADD, call, 100 + number, 1, number, tid=tid))]
+
+
+def test_between_two_backward_operations_forward_is_what_makes_nodes(tmp_path):
+    """Pipelines and split backward launch more than forward there; accumulation of gradients nothing else."""
+    def phases(*forward):
+        return load_capture(written(tmp_path / "a.json", between(*forward))).operations["phase"].tolist()
+    assert phases((0.5, 1)) == ["forward", "backward", OUTSIDE, OUTSIDE, OUTSIDE, "backward", OUTSIDE]
+    assert phases((0.5, 1), (21.5, 2), (26.5, 2)) == ["forward", "backward", "forward", "forward", "forward", "backward", OUTSIDE]
+    assert phases((0.5, 1), (24.5, 7)) == ["forward", "backward", OUTSIDE, OUTSIDE, OUTSIDE, "backward", OUTSIDE]
 
 
 def test_an_operations_range_is_the_outermost_that_was_open_at_its_launch(tmp_path):
@@ -178,6 +203,17 @@ def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
         load_capture(path, phases={"nowhere": "forward"})
 
 
+def test_a_range_of_several_threads_is_no_step(tmp_path):
+    """A loader's, or autograd's: threads that work beside one another, each in ranges of this name, hold all launches."""
+    def steps(threads):
+        events = [event("user_annotation", "train step", 100 * number + 50 * (tid - 1), 40, tid)
+                  for number in range(3) for tid in threads]
+        calls = [one for number in range(6) for one in launched(ADD, 50 * number + 10, 1000 + 50 * number, 5, number + 1)]
+        return load_capture(written(tmp_path / "a.json", [*events, *calls])).steps
+    assert steps((1, 2)) == []
+    assert steps((1,)) == ["train step"] * 3
+
+
 def test_a_range_that_repeats_around_little_is_no_step(tmp_path):
     events = [one for one in user_ranges() if "step" not in one["name"].lower() and one["name"] != "Forward"]
     assert not load_capture(written(tmp_path / "a.json", [*events, *launched(GEMM, 300, 310, 5, 40)])).steps
@@ -210,22 +246,30 @@ def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
     steps = [event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)]
     path = written(tmp_path / "a.json", [*steps, *launched(GEMM, 2, 10, 140, 1), *launched(ADD, 102, 120, 10, 2),
                                          *launched(ADD, 105, 160, 10, 3)])
-    assert "step on GPU    0.0800 ms (0.110 0.0500): compute 0.0750, idle 0.00500 ms" in profile_text(path, step="step")
+    assert "step on GPU    0.0900 ms (median of 0.120 0.0600): compute 0.0750, idle 0.0150 ms" in profile_text(path, step="step")
 
 
-def device(tmp_path: Path, events: list[dict]) -> profile.Device:
-    return profile._gpus(load_capture(written(tmp_path / "a.json", events, **HEADER)))[0]
+def device(tmp_path: Path, events: list[dict]) -> Device:
+    return next(devices(load_capture(written(tmp_path / "a.json", events, **HEADER))))
 
 
-def savings(one: profile.Device) -> list[str]:
-    return re.findall(r"at most ([0-9.]+) ms", " ".join(text for _, text in profile._advice(one)))
+def line(path: Path, label: str, **how: object) -> str:
+    """The text of the lines with this label; "" where there is none."""
+    return next((one.text for one in profile(path, **how) if one.label == label), "")  # type: ignore[arg-type]
+
+
+def to_do(path: Path) -> list[str]:
+    """What is advised, and how much it is."""
+    return [one.text.partition(". ")[2] for one in profile(path) if "at_most_ms" in one.values]
 
 
 def test_the_last_step_ends_with_its_operations_and_a_gap_is_where_nothing_runs(tmp_path):
     one = device(tmp_path, [
         *(event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)),
         *launched(GEMM, 2, 10, 90, 1), *launched(ADD, 4, 20, 10, 2), *launched(ADD, 102, 120, 10, 3), *launched(ADD, 190, 500, 10, 4)])
-    assert one.windows.tolist() == [[10_000, 120_000], [120_000, 130_000]] and one.gaps["ms"].tolist() == [0.02]
+    assert one.windows.tolist() == [[0, 100_000], [100_000, 180_000]]
+    assert one.gaps[["begin", "end", "head"]].to_numpy().tolist() == [
+        [0, 10_000, True], [100_000, 120_000, True], [130_000, 180_000, False]]
 
 
 def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_path):
@@ -237,20 +281,24 @@ def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_pat
         *(shaped(2 + number, f"triton_poi_{number}", [250_000]) for number in range(2)),
         *launched("triton_poi_0", 5, 1010, 10, 3, external=2), *launched("triton_poi_1", 7, 1020, 100, 4, external=3)])
     assert one.matmuls["tflops"].to_dict() == {"fp32": pytest.approx(98.95, rel=1e-3)}  # a tenth of bf16's on the data sheet
-    assert profile._generated(one).startswith("0.0182 TB/s") and savings(one) == ["0.900", "0.0900"]
+    # by their FLOPs the matmuls take 0.1 ms at bf16's rate; the second generated kernel 0.01 ms at the first one's
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")][:2] == [0.9, 0.09]
 
 
 def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_fused(tmp_path):
-    one = device(tmp_path, [
+    path = written(tmp_path / "a.json", [
         event("user_annotation", "optimizer", 0, 50), *launched(ADD, 10, 100, 100, 1), *launched(ADD, 60, 200, 50, 2),
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 70, 235, 20, 3)])
-    assert "75% hidden" in profile._communication(one) and savings(one) == ["0.0500", "0.00500"]
+    assert "75% hidden" in line(path, "communication")
+    one = next(devices(load_capture(path)))
+    # of the second kernel's 0.05 ms communication runs beside 0.015: so much would not leave the step
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")] == [0.035, 0.005]
 
 
 def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu(tmp_path):
     names = [GEMM, ADD, "ncclDevKernel_AllReduce(x)", "softmax_warp_forward", "triton_poi_0", "reduce_kernel", "philox_kernel"]
     events = [one for at, name in enumerate(names) for one in launched(name, at, 100 * at + 50, 70 - 10 * at, at + 1)]
-    assert profile._families(device(tmp_path, events)).endswith("| rest 0.0300 ms")
+    assert line(written(tmp_path / "a.json", events), "family").endswith("| rest 0.0300 ms")
     other = [event("cuda_runtime", "cudaLaunchKernel", 20, 2, correlation=9),
              event("kernel", ADD, 50, 900, 7, correlation=9, device=1, stream=7)]
     assert profile_text(written(tmp_path / "b.json", [*events, *other])).startswith("2 GPUs, details of GPU 1")
@@ -340,7 +388,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_files_that_are_no_captures_are_refused_in_one_sentence(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(module, "find_nsys", lambda: None)
+    monkeypatch.setattr(files, "find_nsys", lambda: None)
     data, message = REFUSED[name]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(TraceError, match=message) as caught:
@@ -395,7 +443,7 @@ def test_a_report_is_exported_where_nsys_is(tmp_path, monkeypatch):
     report.write_bytes(b"\x00nsys")
     program.write_text(f'#!/bin/sh\ncp {SAMPLE} "$5"\n')
     program.chmod(0o755)
-    monkeypatch.setattr(module, "find_nsys", lambda: program)
+    monkeypatch.setattr(files, "find_nsys", lambda: program)
     assert len(load_capture(report).operations) == 1380
     program.write_text("#!/bin/sh\necho importer failed\n")
     with pytest.raises(TraceError, match=r"a.nsys-rep: nsys export made nothing of a.nsys-rep; it said: importer failed"):
@@ -422,7 +470,7 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
     rows = load_capture(path).operations
     assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
     text = profile_text(path)
-    assert "GPU 0          0.0000600 ms" in text and "GPU 1          0.0000600 ms" in text
+    assert "GPU 0          0.000100 ms" in text and "GPU 1          0.000100 ms" in text
     with closing(sqlite3.connect(path)) as connection:  # each rank sees its own GPU as the first
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")
         connection.commit()
@@ -433,7 +481,7 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
 
 def test_names_and_data_sheets():
     assert plain_name("ProfilerStep#7") == "profiler step" and plain_name("Warm-up Step 12") == "warm up step"
-    assert data_sheet("NVIDIA H100 80GB HBM3")["bf16"] == 989.5 and data_sheet("Tesla V100") == {}
+    assert data_sheet("NVIDIA H100 80GB HBM3")["bf16"] == 989.5 and data_sheet("Quadro P400") == {}
 
 
 def test_of_few_operations_no_bound_is_told(tmp_path):

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 import reports
-from stepscope.report import claims
-from stepscope.report.claims import HOLDS, TAG, ChapterError, Teller, collect, formatted
+from stepscope.report import claims, claims_across
+from stepscope.report.claims import FAILS, HOLDS, TAG, ChapterError, Teller, collect, formatted
 from stepscope.report.render import CHAPTERS
 from stepscope.report.style import figure
 from stepscope.report.tables import table
@@ -18,7 +18,8 @@ from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 PAGES = sorted(CHAPTERS.rglob("*.md"))
 # Of the configuration, the machine, a formula or types alone: no measured number is in them.
-FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy"}
+FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy", "answer_models", "profiled", "profiled_contexts",
+               "toy_why", "attention_long_dims", "snapshot_kept", "peak_of_optimizer"}
 CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
 
 
@@ -71,6 +72,9 @@ def test_a_claim_that_does_not_hold_is_left_out_and_listed(teller, name, why):
     ("{% claim fails %}A.{% endclaim %} {% claim lacks %}B.{% endclaim %}\n\nProse. {% claim holds %}C.{% endclaim %}",
      "Prose. C.\n"),
     ("(a), (b) **A question?** {% claim fails %}An answer.{% endclaim %}\n\n{% claim holds %}C.{% endclaim %}", "C.\n"),
+    ("(b) **Peaks:** or so: {% claim fails %}B.{% endclaim %} {% claim holds %}A.{% endclaim %}", "(b) **Peaks:** or so: A.\n"),
+    ("Prose of 2.7B. It all leads to:\n\n{% table none %}\n\n{% claim holds %}A.{% endclaim %}", "Prose of 2.7B.\n\nA.\n"),
+    ("{% claim holds %}A.{% endclaim %} Code of 2.7B:\n\n{% claim fails %}B:\n\n```sh\nx\n```\n{% endclaim %}", "A.\n"),
     ("{% claim holds %}A.{% endclaim %} It leads to: {% claim fails %}what is not said.{% endclaim %}", "A.\n"),
     ("**Why?** With the square: {% claim fails %}B.{% endclaim %} C. {% claim holds %}D.{% endclaim %}",
      "**Why?** C. D.\n"),
@@ -152,21 +156,100 @@ def _sentences(tables: dict) -> dict[str, str]:
     return found
 
 
-def _whys(tables: dict) -> list[str]:
+def test_no_chapter_has_a_number_of_the_references_sweeps():
+    """Batches, contexts and dimensions are those of the runs, in claims and tables: another sweep has others."""
+    setting = re.compile(r"\b(?:batch|context|vocabulary|d|d_model|sequence)(?: size| length)?(?: of)? \d[\d,]*|\b[\d,]+\d (?:positions|tokens)", re.IGNORECASE)
+    code = re.compile(r"^```.*?^```$|`[^`]*`|\{[^{}%]*:[^{}%]*\}", re.DOTALL | re.MULTILINE)
+    found = [f"{page.relative_to(CHAPTERS)}: {words}" for page in PAGES for words in setting.findall(code.sub("", page.read_text()))]
+    assert not found
+
+
+def _told(tables: dict) -> tuple[dict[Path, str], list[str]]:
+    """Every page as it is told of these tables, and why the rest is not."""
     teller = Teller(tables)
-    for page in PAGES:
-        teller.chapter(page.read_text(), page.name)
-    return [f"{told.kind} {told.name}: {told.why}" for told in teller.told
-            if told.why != HOLDS and not told.name.startswith("cpu_")]
+    texts = {page: teller.chapter(page.read_text(), page.name) for page in PAGES}
+    return texts, [f"{told.kind} {told.name}: {told.why}" for told in teller.told
+                   if told.why != HOLDS and not told.name.startswith("cpu_")]
 
 
 @pytest.mark.skipif(not reports.IS_REFERENCE, reason="of the reference")
-def test_all_claims_tables_and_figures_hold_on_the_reference():
+def test_the_reference_has_the_data_of_all_that_is_said():
+    """A claim may not hold of it; none lacks data, and none breaks."""
     assert not reports.whole().errors
     asked = load_sweeps(find_sweeps("reference"), "cuda", None).configs
-    if missing := sum(Store(reports.RUNS).find(config) is None for config in asked):
-        pytest.skip(f"{missing} of {len(asked)} runs of the reference are still to be measured")
-    assert not _whys(reports.whole().tables)
+    assert not [config.label for config in asked if Store(reports.RUNS).find(config) is None]
+    texts, whys = _told(reports.whole().tables)
+    assert not [why for why in whys if not (why.startswith("claim") and why.endswith(FAILS))]
+    questions = {question: page for page in PAGES for section in re.split(r"^(?=#+ )", page.read_text(), flags=re.MULTILINE)
+                 if "questions" in section.partition("\n")[0] for question in re.findall(r"\*\*.+?\*\*", section)}
+    assert len(questions) > 20
+    assert not [question for question, page in questions.items() if question not in texts[page]], "without an answer"
+
+
+# What leans on a claim stands inside it
+
+class Ones(dict):
+    """A claim's numbers, whatever their names."""
+
+    def __missing__(self, name):
+        return 1
+
+
+LEANING = re.compile(r"(\W*)((But|And|So|Then|Thus|Therefore|Elsewhere|Otherwise) |(\w+ )?(it|its|they|them|their|theirs|these|"
+                     r"those|both)\b|(this|that)(?! (report|page|study|project)\b))", re.IGNORECASE)
+
+
+def _units(text: str) -> list[str]:
+    """Code, tables, pictures and sentences, in their order."""
+    blocks = re.findall(r"^```.*?^```$|(?:(?!```).)+?(?=\n\n|\Z)", text.strip(), re.DOTALL | re.MULTILINE)
+    blocks = [block.strip().removeprefix("> ") for block in blocks if not block.strip().startswith("#")]
+    return [unit for block in blocks for unit in
+            ([block] if block.startswith(("```", "|")) else re.split(r"(?<=[.?!:])\**\s+", block)) if unit]
+
+
+def _orphans(chapter: str) -> list[str]:
+    """Of a chapter's claims, tables and figures, each dropped in turn, what is left that leaned on it."""
+    found = []
+    tags = {(tag["kind"], tag["name"]) for tag in TAG.finditer(chapter) if tag["name"]}
+    known = {kind: {name: lambda tables, of=kind, name=name: Ones(x=1) if of == "claim" else pd.DataFrame({name: [1]})
+                    for of, name in tags if of == kind} for kind in ("claim", "table", "figure")}
+
+    def told(dropped: tuple = ()) -> list[str]:
+        teller = Teller({})
+        teller.known = {kind: {name: (lambda tables: None) if (kind, name) == dropped else function
+                               for name, function in own.items()} for kind, own in known.items()}
+        teller.figures = {name: (name, "") for kind, name in tags if kind == "figure" and (kind, name) != dropped}
+        return _units(teller.chapter(chapter, "a chapter"))
+
+    whole = told()
+    for tag in sorted(tags):
+        left, gone = iter(told(tag)), False
+        following = next(left, None)
+        for unit in whole:
+            if unit != following:
+                gone = True
+                continue
+            if gone and not unit.startswith("**") and (unit.startswith("```") or LEANING.match(unit)):
+                found.append(f"{' '.join(tag)}: {unit[:80]!r}")
+            gone, following = False, next(left, None)
+        assert following is None, f"{' '.join(tag)}: without it other words are said: {following}"
+    return found
+
+
+@pytest.mark.parametrize(("chapter", "orphans"), [
+    ("{% claim a %}A.{% endclaim %} It leans.", 1), ("{% claim a %}A.{% endclaim %}\n\nThese lean.\n\nThey do.", 1),
+    ("B. {% claim a %}Do this:{% endclaim %}\n\n```sh\nx\n```", 1), ("{% claim a %}A.{% endclaim %} {% claim b %}That is 2x.{% endclaim %}", 1),
+    ("{% claim a %}A. It leans:\n\n```sh\nx\n```\n{% endclaim %} Another.", 0), ("Prose stands. {% claim a %}A.{% endclaim %}", 0),
+    ("{% claim b %}B.{% endclaim %}\n\nAll of them:\n\n{% table a %}\n\nMore.", 0), ("{% claim a %}A.{% endclaim %} See:\n\n```sh\nx\n```", 0)])
+def test_an_orphan_is_found(chapter, orphans):
+    found = _orphans(f"## Title\n\n{{% claim c %}}More.{{% endclaim %}}\n\n{chapter}")
+    assert len(found) == orphans, found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_leans_on_a_claim_that_may_go(page):
+    """Code, captions and sentences that need a claim stand inside it."""
+    assert not _orphans(page.read_text())
 
 
 def test_none_breaks_on_any_study_alone():
@@ -174,7 +257,7 @@ def test_none_breaks_on_any_study_alone():
     tables = reports.whole().tables
     for study in sorted({name.partition(".")[0] for name in tables} - {"runs"}):
         alone = {name: frame for name, frame in tables.items() if name.partition(".")[0] in (study, "runs")}
-        assert not [why for why in _whys(alone) if "Error" in why], study
+        assert not [why for why in _told(alone)[1] if "Error" in why], study
 
 
 def _rotated(tables: dict, by: int) -> dict:
@@ -214,3 +297,20 @@ def test_formatting_leaves_braces_that_are_doubled():
 def test_chapters_are_what_the_report_reads():
     assert {path.name for path in PAGES} >= {"00-first.md", "08-trust.md", "cpu.md", "2026.md"}
     assert Path(CHAPTERS, "fast_step.py").is_file()
+
+
+def test_the_cpus_report_speaks_of_the_plain_step():
+    """The compiled run of the same model is of more contexts, and quicker: its times are another sentence's."""
+    runs = [{"run_id": name, "compile": how, "parameters": parameters, "context_length": context, "batch_size": 4, "size": "nano",
+             "vocab_size": 300, "precision": "fp32", "attention": "naive", "optimizer": "foreach", "repeat": 0}
+            for name, how, parameters, context in (("less", "none", 10, 64), ("plain", "none", 20, 32),
+                                                   ("compiled", "blocks", 20, 64), ("larger", "blocks", 30, 64))]
+    times = [{"run_id": run["run_id"], "mode": mode, "phase": phase, "wall_ms": wall * (1 + number)}
+             for number, run in enumerate(runs) for mode in ("forward", "step")
+             for phase, wall in (("forward", 2.0), ("backward", 5.0), ("optimizer", 1.0), ("whole", 10.0))]
+    devices = [{"study": "benchmark", "run_id": run["run_id"], "device": f"CPU of {run['run_id']}"} for run in runs]
+    tables = {"benchmark.results": pd.DataFrame(runs), "benchmark.times": pd.DataFrame(times), "runs": pd.DataFrame(devices)}
+    said = claims_across.cpu_step(tables)
+    assert said is not None and said["cpu"] == "CPU of plain"
+    assert (said["parameters"], said["context"], said["compiled"], said["wall"]) == (20, 32, "none", 20.0)
+    assert claims_across.cpu_phases(tables) == {"forward": 0.2, "backward": 0.5, "optimizer": 0.1}

@@ -49,6 +49,14 @@ def run(monkeypatch, capsys):
     (["render", "--runs", "/nowhere"], "/nowhere"),
     (["check", "--runs", "/nowhere"], "/nowhere"),
     (["profile", "/nowhere"], "/nowhere"),
+    (["sweep", "/proc/self/mem"], "/proc/self/mem: Input/output error, expected plain YAML"),  # read by nobody
+    (["list", "--runs", ""], "got an empty text"),
+    (["render", "--runs", ""], "got an empty text"),
+    (["check", "--runs", ".", "--out", ""], "got an empty text"),
+    (["list", "--runs", "a" * 300], "aaa: File name too long"),
+    (["render", "--runs", "a" * 300], "aaa: File name too long"),
+    (["list", "--runs", "x/" * 3000], "path of"),
+    (["check", "--runs", ".", "--out", "x/" * 3000], "path of"),
 ])
 def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
@@ -59,6 +67,27 @@ def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, argu
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
     assert "/tmp/" not in err.replace(str(tmp_path), "")  # no file that nobody wrote
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("folder, words", [("", "got an empty text"), ("a" * 300, "File name too long"),
+                                           ("x/" * 600, "path of")])
+@pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"]])
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(run, monkeypatch, tmp_path, command, folder, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "gpus_here", list)
+    code, out, err = run(*command, "--runs", folder)
+    assert code == 2 and words in re.sub(r"\s+", " ", err) and not out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("closed, code, words", [(">/dev/full", 2, "error: the output: No space left on device\n"),
+                                                 (">&-", 2, "error: the output: Bad file descriptor\n"),
+                                                 ("| true", 1, "")])
+def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, closed, code, words):
+    put(Store(tmp_path), tiny())
+    # Who reads the output has gone before anything is written.
+    shell = f"(sleep 0.2; '{sys.executable}' -m stepscope.cli list --runs '{tmp_path}') {closed}; exit ${{PIPESTATUS[0]}}"
+    told = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (code, words)
 
 
 def test_fit_needs_no_torch_where_the_memory_is_given():

@@ -10,13 +10,21 @@ import pandas as pd
 import pytest
 import torch
 
-from stepscope.config import PHASES, StepConfig
-from stepscope.step import ceilings, clocks, stats, turn, watch
-from stepscope.step.clocks import SAMPLE_COLUMNS, WHOLE, NotReplayed, PhaseClock, plain_steps, replay_ms
-from stepscope.step.training_step import build_step
-from stepscope.step.watch import Reading, Watch, power_w
-from stepscope.traces import in_process
-from stepscope.traces.in_process import CaptureError, captured_operations
+from stepscope import gpu_lock, stats
+from stepscope.config import PHASES, WHOLE, StepConfig
+from stepscope.measure import clocks, graph, modes, power, rates
+from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
+from stepscope.measure.graph import replay
+from stepscope.measure.power import PowerMonitor, Reading, power_w
+from stepscope.model.training_step import build_step
+from stepscope.traces.captured import (
+    CAPTURED,
+    CaptureError,
+    by_name,
+    captured_operations,
+    gpu_time,
+    quickest_step,
+)
 
 TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1}
 
@@ -62,22 +70,22 @@ def gpu(monkeypatch):
     return FakeGpu(monkeypatch)
 
 
-def phased(gpu, clock, **work_ms):
-    clock.start()
-    for phase, each in work_ms.items():
-        with clock(phase):
-            gpu.launch(each)
-    return {name: (round(ms, 6), round(enqueue_ms, 6)) for name, ms, enqueue_ms in clock.stop()}
+def phased(gpu, phases, **work_ms):
+    def step(phase):
+        for name, each in work_ms.items():
+            with phase(name):
+                gpu.launch(each)
+    return {name: (round(ms, 6), round(enqueue_ms, 6)) for name, ms, enqueue_ms in time_step(step, phases)}
 
 
 def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
-    found = phased(gpu, PhaseClock("cuda"), forward=10, loss=20, backward=300, optimizer=40)
+    found = phased(gpu, Phases("cuda"), forward=10, loss=20, backward=300, optimizer=40)
     assert found == {"forward": (11, 1), "loss": (20, 1), "backward": (300, 1), "optimizer": (40, 1), WHOLE: (371, 4)}
     assert gpu.waits == 2  # before and after: no phase waited
 
 
 def test_what_ran_before_is_in_no_step(gpu):
-    clock = PhaseClock("cuda")
+    clock = Phases("cuda", expected=1)
     gpu.launch(5000)
     assert phased(gpu, clock, forward=10)[WHOLE] == (11, 1)
     gpu.launch(5000)
@@ -85,26 +93,54 @@ def test_what_ran_before_is_in_no_step(gpu):
 
 
 def test_keeping_up_waits_for_each_step(gpu):
-    class Kept(SimpleNamespace):
-        def __call__(self):
-            gpu.launch(99)
-    step = Kept(device="cuda", clear_gradients=lambda: None)
-    assert clocks.keep_up(step, 0.25) == 3 and gpu.host_ms == 300
-    assert clocks.keep_up(step, 0) == 1
+    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0.25) == 3 and gpu.host_ms == 300
+    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0) == 1
 
 
-def test_waiting_for_the_turn_is_no_measuring(monkeypatch, tmp_path):
+def test_phases_that_wait_are_each_measured_by_the_host(gpu):
+    assert phased(gpu, Phases("cuda", wait=True), forward=10, backward=20) == {
+        "forward": (11, 11), "backward": (21, 21), WHOLE: (32, 32)}
+    assert gpu.waits == 4
+
+
+def test_phases_begin_by_themselves_where_nobody_starts_them(gpu):
+    phases = Phases("cuda")
+    for expected in (10, 20):
+        with phases("forward"):
+            gpu.launch(expected)
+        gpu.synchronize()
+        assert [(name, round(ms, 6)) for name, ms, _ in phases.ms()] == [("forward", expected + 1)]
+
+
+def test_back_to_back_the_device_is_waited_for_once(gpu):
+    assert clocks.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
+    assert gpu.waits == 2
+
+
+def test_steps_go_on_until_they_have_lasted_long_enough(gpu):
+    samples = time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda", at_least_s=0.45)
+    assert samples["warmup"].tolist() == [True] + [False] * 5
+    assert len(time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda")) == 3
+
+
+def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
     now = [0.0]
-    monkeypatch.setenv(turn.TURN, str(tmp_path / "turn"))
-    monkeypatch.setattr(turn, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(turn, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
-    before = turn.held_s
-    with turn.turn(), turn.turn():
+    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
+    monkeypatch.setattr(gpu_lock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gpu_lock, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
+    before = gpu_lock.locked_s()
+    assert not gpu_lock.lock_held()
+    with gpu_lock.exclusive(), gpu_lock.exclusive():
+        assert gpu_lock.lock_held()
         now[0] += 3
-    assert turn.held_s - before == 3
+    assert gpu_lock.locked_s() - before == 3 and not gpu_lock.lock_held()
 
 
 # Plain steps
+
+def plain_steps(step, steps, warmups=0, after=lambda: None):
+    return time_steps(step, steps, warmups, step.device, before=step.clear_gradients, after=after)
+
 
 @pytest.mark.parametrize("mode", PHASES)
 def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
@@ -163,8 +199,6 @@ class Graphs:
 
 
 class FakeStep(SimpleNamespace):
-    device, mode, scaler = "cuda", "step", torch.amp.GradScaler("cpu", enabled=False)
-
     def clear_gradients(self):
         self.graphs.called.append("cleared")
 
@@ -182,7 +216,8 @@ def optimizer():
 def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(monkeypatch, gpu):
     graphs = Graphs(monkeypatch, gpu)
     step = FakeStep(graphs=graphs, optimizer=optimizer())
-    assert replay_ms(step, 3) == pytest.approx([8.0] * 3)  # launching the graph, and its work
+    times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients, replays=3, at_least_s=0)
+    assert times == pytest.approx([8.0] * 3) and not reason  # launching the graph, and its work
     assert graphs.called == ["cleared", "warm-up", ("step", True), "cleared", "capture", ("step", True),
                              *["replay"] * 3, "cleared"]
     assert step.optimizer.param_groups[0]["capturable"] is False and not step.optimizer.state
@@ -191,25 +226,24 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(m
 def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeypatch, gpu):
     graphs = Graphs(monkeypatch, gpu, fail=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Including x"))
     step = FakeStep(graphs=graphs, optimizer=optimizer())
-    with pytest.raises(NotReplayed, match="out of memory: CUDA out of memory. Tried 2 GiB.$"):
-        replay_ms(step, 3)
+    times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients)
+    assert not times and reason == "out of memory: CUDA out of memory. Tried 2 GiB."
     assert graphs.called[-2:] == ["stream restored", "cleared"] and "replay" not in graphs.called
     assert step.optimizer.param_groups[0]["capturable"] is False
 
 
-def test_what_cannot_be_captured_says_why(tiny, monkeypatch):
-    with pytest.raises(NotReplayed, match="a CPU has no CUDA graphs"):
-        replay_ms(tiny(), 1)
-    scaled = SimpleNamespace(device="cuda", mode="step", scaler=torch.amp.GradScaler("cpu", enabled=True))
-    with pytest.raises(NotReplayed, match="GradScaler"):
-        replay_ms(scaled, 1)
-    assert not clocks.not_capturable(SimpleNamespace(device="cuda", mode="forward", scaler=scaled.scaler))
+def test_what_cannot_be_captured_says_why(tiny):
+    assert replay(tiny(), "cpu") == ([], "a CPU has no CUDA graphs")
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    times, reason = replay(tiny(), "cuda", optimizer=optimizer(), scaler=scaler)
+    assert not times and "GradScaler" in reason
+    assert not graph.not_capturable("cuda", None, scaler)
 
 
 def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
     step = tiny()
     step()
-    with clocks.capturable(step.optimizer):
+    with graph.capturable(step.optimizer):
         pass
     step()
     assert len(step.optimizer.state) == len(list(step.model.parameters()))
@@ -250,9 +284,9 @@ def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread(read):
               event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3), event("gpu_memset", "Memset", 120, 122, 3),
               event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4)]
     found = read(events)
-    assert found[["index", "number", "phase", "name"]].values.tolist() == [
+    assert found[["case", "number", "phase", "name"]].values.tolist() == [
         [0, 0, "forward", "late"], [0, 0, "loss", "second"], [1, 0, "forward", "Memset"]]
-    assert (found["end"] - found["start"]).tolist() == [7, 1, 2]
+    assert (found["end_ns"] - found["start_ns"]).tolist() == [7, 1, 2]
 
 
 def test_of_a_cpus_operators_the_innermost_that_do_work_stand_for_kernels(read):
@@ -272,16 +306,16 @@ def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
 
 def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
     """A neighbour lengthened the second and the third; operations that overlap count once."""
-    rows = [(number, "forward", name, start * 1_000_000, end * 1_000_000) for number, longest in ((1, 40), (2, 4), (0, 6))
+    rows = [(number, "forward", name, "other", start * 1_000_000, end * 1_000_000) for number, longest in ((1, 40), (2, 4), (0, 6))
             for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))]
-    rows.append((3, "forward", "gemm", 0, 1))  # the profiler lost the rest of this one
-    own = in_process.quickest(pd.DataFrame(rows, columns=["number", "phase", "name", "start", "end"]))
-    assert in_process.gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
-    named = in_process.by_name(own).set_index("name")
+    rows.append((3, "forward", "gemm", "other", 0, 1))  # the profiler lost the rest of this one
+    own = quickest_step(pd.DataFrame(rows, columns=CAPTURED[1:]))
+    assert gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
+    named = by_name(own).set_index("name")
     assert named["count"].to_dict() == {"gemm": 1, "add": 2}
     assert named["gpu_ms"].to_dict() == {"gemm": 4, "add": 3} and list(named.index) == ["gemm", "add"]
-    overlapping = pd.DataFrame({"number": [0, 0, 1, 1], "start": [0, 3, 0, 1], "end": [3, 6, 4, 5]})
-    assert set(in_process.quickest(overlapping)["number"]) == {1}
+    overlapping = pd.DataFrame({"number": [0, 0, 1, 1], "start_ns": [0, 3, 0, 1], "end_ns": [3, 6, 4, 5]})
+    assert set(quickest_step(overlapping)["number"]) == {1}
 
 
 def timed(*walls_ms):
@@ -292,35 +326,44 @@ def timed(*walls_ms):
 
 def forward_mode(*walls_ms, **fields):
     step = SimpleNamespace(mode="forward", precision="fp32", device="cuda", optimizer=None, clear_gradients=lambda: None)
-    return in_process.Mode(step, timed(*walls_ms), **fields)
+    return modes.Case(step, timed(*walls_ms), **fields)
 
 
-def test_replays_are_enough_for_their_median_and_few_where_they_are_long():
-    assert [forward_mode(9e9, ms).replays(5) for ms in (1, 50, 100, 3000)] == [50, 8, 5, 3]
-    rows = in_process.mode_rows(forward_mode(9.0, 7.0, replayed_ms=[1.0, 6.0, 5.0]), pd.DataFrame(), "")
-    assert rows[-1]["replayed_ms"] == 5
+@pytest.mark.parametrize(("lasts_ms", "least"), [(9.0, 5), (3000.0, 3)])
+def test_long_steps_are_replayed_less_often(monkeypatch, lasts_ms, least):
+    asked = []
+    monkeypatch.setattr(modes, "time_plain", lambda case, *_: setattr(case, "samples", timed(lasts_ms, lasts_ms)))
+    monkeypatch.setattr(modes, "capture_cases", lambda cases, count: None)
+    monkeypatch.setattr(modes, "replay", lambda *_, replays, **__: (asked.append(replays), ([1.0, 6.0, 5.0], ""))[1])
+    monkeypatch.setattr(modes, "release", lambda *_, **__: None)
+    step = forward_mode(1.0).step
+    step.scaler = None
+    case = modes.Case(step)
+    monkeypatch.setattr(modes, "Case", lambda step: case)
+    modes.measure_steps([step])
+    assert asked == [least] and modes.case_rows(case, None, "")[-1]["replayed_ms"] == 5
 
 
 @pytest.mark.parametrize(("lasts_ms", "expected"), [(9.0, [5, 2, 2]), (3000.0, [5, 1, 1])])
 def test_after_a_long_mode_the_others_warm_up_once(monkeypatch, lasts_ms, expected):
     noted = []
 
-    def plain(mode, count, warmups, watched):
+    def plain(case, steps, warmups, power_modes):
         noted.append(warmups)
-        mode.samples = timed(lasts_ms, lasts_ms)
-    monkeypatch.setattr(in_process, "plain", plain)
-    monkeypatch.setattr(in_process, "capture", lambda modes, count: None)
-    monkeypatch.setattr(in_process, "release", lambda *_, **__: None)
-    in_process.take([forward_mode(1.0).step for _ in range(3)], in_process.Counts(cold=5, replays=0))
+        case.samples = timed(lasts_ms, lasts_ms)
+    monkeypatch.setattr(modes, "time_plain", plain)
+    monkeypatch.setattr(modes, "capture_cases", lambda cases, count: None)
+    monkeypatch.setattr(modes, "release", lambda *_, **__: None)
+    modes.measure_steps([forward_mode(1.0).step for _ in range(3)], modes.StepCounts(cold=5, replays=0))
     assert noted == expected
 
 
 def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypatch):
     times = pd.DataFrame({"phase": [WHOLE], "operations": [1000.0]})
     taken = SimpleNamespace(tables=lambda: (times, timed(90.0, 5.0, 2.0, 3.0), None))
-    monkeypatch.setattr(in_process, "build_step", lambda config: None)
-    monkeypatch.setattr(in_process, "take", lambda steps, counts: taken)
-    assert in_process.launch_rate("cuda") == (2, 5) and in_process.launch_rate("cpu") is None
+    monkeypatch.setattr(modes, "build_step", lambda config: None)
+    monkeypatch.setattr(modes, "measure_steps", lambda steps, counts: taken)
+    assert modes.launch_rate("cuda") == (2, 5) and modes.launch_rate("cpu") is None
 
 
 # Energy
@@ -339,62 +382,63 @@ def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds):
 def test_power_is_unknown_where_the_counter_is():
     nan = float("nan")
     assert math.isnan(power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(power_w(steady(0.15)))
-    assert math.isnan(watch.median_clock([Reading(0, nan, nan)]))
-    assert watch.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
+    assert math.isnan(power.median_clock([Reading(0, nan, nan)]))
+    assert power.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
 
 
 def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
     seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (7.0, 9.0, 11.0, 13.0))])
-    monkeypatch.setattr(watch, "reading", lambda: next(seen))
-    monkeypatch.setattr(in_process, "plain_steps", lambda step, count, warmups, after: [
-        after() for _ in range(warmups + count)])
-    monkeypatch.setattr(in_process, "release", lambda device: None)
-    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+    monkeypatch.setattr(power, "reading", lambda: next(seen))
+    monkeypatch.setattr(modes, "time_steps", lambda step, steps, warmups, device, before, after: [
+        after() for _ in range(warmups + steps)])
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 2**30)
-    mode = in_process.Mode(SimpleNamespace(mode="forward", precision="fp32", device="cuda", optimizer=None))
-    in_process.plain(mode, 4, 5)
-    assert mode.readings == pytest.approx(
+    case = forward_mode()
+    modes.time_plain(case, 4, 5)
+    assert case.readings == pytest.approx(
         {"peak_gib": 1, "reserved_gib": 1, "sm_clock_mhz": 1980, "power_w": 300, "step_j": 600})
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
-    watched = SimpleNamespace(readings=[Reading(0, 0, 0), Reading(0.4, 0, 0)], power_w=250.0)
-    monkeypatch.setattr(watch, "Watch", lambda: nullcontext(watched))
-    monkeypatch.setattr(in_process, "keep_up", lambda step, seconds: 8)
-    short = [Reading(t, 1980.0, 0.0) for t in np.linspace(0, 0.2, 11)]
-    mode = SimpleNamespace(step=SimpleNamespace(mode="step"))
-    assert in_process.energy(mode, short, ["step"]) == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
-    assert in_process.energy(mode, short, ["forward"]) == {}
+    monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
+    monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
+    monkeypatch.setattr(power, "keep_up", lambda step, device, seconds, before: 8)
+    assert power.kept_up_power(None, "cuda") == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
+    assert power.kept_up_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
+    short = power.Power("cuda")
+    short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
+    assert short.per_step(10) == pytest.approx(
+        {"sm_clock_mhz": 1980, "power_w": math.nan, "step_j": math.nan}, nan_ok=True)
 
 
-def test_a_watch_reads_from_a_thread_until_it_is_left():
+def test_a_monitor_reads_from_a_thread_until_it_is_left():
     began, seen = time.monotonic(), []
 
     def read():
         seen.append(time.monotonic() - began)
         return Reading(seen[-1], 1000.0, 200.0 * seen[-1])
-    with Watch(read) as watched:
+    with PowerMonitor(read) as monitor:
         while len(seen) < 6:
             time.sleep(0.01)
-    assert len(watched.readings) == len(seen) and not watched.thread.is_alive()
-    assert watched.power_w == pytest.approx(200) and watched.sm_clock_mhz == 1000
+    assert len(monitor.readings) == len(seen) and not monitor.thread.is_alive()
+    assert monitor.power_w == pytest.approx(200) and monitor.sm_clock_mhz == 1000
 
 
 def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
-    monkeypatch.setattr(watch, "nvml_device", lambda: "a GPU beside")
-    monkeypatch.setattr(watch.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
+    monkeypatch.setattr(power, "nvml_device", lambda: "a GPU beside")
+    monkeypatch.setattr(power.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
     for uses, clock_mhz in ((False, float("nan")), (True, 345.0)):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses=uses: uses)
-        assert watch.sm_clock_mhz() == pytest.approx(clock_mhz, nan_ok=True)
+        assert power.sm_clock_mhz() == pytest.approx(clock_mhz, nan_ok=True)
 
 
 # Ceilings and rates
 
 def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
     lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 3.0] * 2)  # of all seven the median is 3
-    monkeypatch.setattr(PhaseClock, "stop", lambda clock: [("work", next(lasts), 0.0)])
-    found = ceilings.measure_ceilings("cpu", ["fp32"]).set_index("ceiling")["value"]
+    monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(lasts), 0.0)])
+    found = rates.ceilings("cpu", ["fp32"])
     assert found["matmul_fp32"] == pytest.approx(2 * 512**3 / 2e-3 / 1e12)
     assert found["copy"] == pytest.approx(2 * (64 << 20) / 2e-3 / 1e12)
     assert torch.get_float32_matmul_precision() == "highest"
@@ -403,18 +447,18 @@ def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeyp
 @pytest.mark.parametrize("name, bf16", [("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H100 PCIe", 756),
                                         ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)])
 def test_a_data_sheet_is_that_of_the_device(name, bf16):
-    assert ceilings.data_sheet(name).get("bf16") == bf16
+    assert rates.data_sheet(name).get("bf16") == bf16
 
 
 def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monkeypatch):
-    monkeypatch.setattr(ceilings, "sheet_tflops", lambda precision, device: 100.0)
-    monkeypatch.setattr(ceilings.watch, "highest_clock_mhz", lambda: 2000.0)
+    monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: 100.0)
+    monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
     config = StepConfig(**TINY)
-    flops = ceilings.step_flops(config, "step")
+    flops = rates.step_flops(config, "step")
     wall_ms = flops / 40 / 1e9  # 40 TFLOP/s
     times = pd.DataFrame({"mode": "step", "precision": "fp32", "phase": ["loss", WHOLE], "wall_ms": wall_ms,
                           "sm_clock_mhz": [np.nan, 1000.0]})
-    loss, whole = (row for _, row in ceilings.with_rates(times, config, {"fp32": 80.0}).iterrows())
+    loss, whole = (row for _, row in rates.with_rates(times, config, {"fp32": 80.0}).iterrows())
     assert (whole["tflops"], whole["mfu"], whole["mfu_measured"], whole["mfu_at_clock"]) == pytest.approx((40, .4, .5, .8))
     assert whole["tokens_per_s"] == pytest.approx(8 / wall_ms * 1e3)
     assert np.isnan(loss["tflops"]) and np.isnan(loss["tokens_per_s"])

@@ -276,3 +276,18 @@ def test_a_file_that_is_no_table_is_named(copy):
     reports.change_record(run / "record.json", lambda record: record["tables"]["times"].update(sha256=digest))
     errors = read(Store(copy)).errors
     assert len(errors) == 1 and "times.parquet: cannot be read as Parquet" in errors[0]
+
+
+@pytest.mark.parametrize("limit, most", [("MOST_ROWS", 999), ("MOST_BYTES", 20_000)])
+def test_a_small_file_that_unpacks_to_much_is_named_and_not_read(copy, monkeypatch, limit, most):
+    run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
+    path = run / "times.parquet"
+    pd.DataFrame({"wall_ms": np.zeros(1000), "reason": ["x" * 100] * 1000}).to_parquet(
+        path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 10_000
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    reports.change_record(run / "record.json", lambda record: record["tables"]["times"].update(sha256=digest))
+    monkeypatch.setattr(loading, limit, most)
+    monkeypatch.setattr(loading.pq.ParquetFile, "read", None)  # nothing of it may be
+    named = [error for error in read(Store(copy)).errors if run.name in error]
+    assert len(named) == 1 and "times.parquet: has 1,000 rows, more than any run leaves" in named[0]

@@ -2,6 +2,7 @@
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 450
 # A module imports what stands above it, or beside it in its own folder.
 LAYERS = [
-    ["stepscope"], ["stepscope.files", "stepscope.yaml_files"], ["stepscope.config"], ["stepscope.step"],
-    ["stepscope.traces"], ["stepscope.runs"],
+    ["stepscope"], ["stepscope.files", "stepscope.yaml_files", "stepscope.gpu_lock", "stepscope.stats"],
+    ["stepscope.data_sheets"],
+    ["stepscope.config"], ["stepscope.model"], ["stepscope.traces"], ["stepscope.measure"],
+    ["stepscope.optimizations"], ["stepscope.runs"],
     ["stepscope.report.style", "stepscope.report.tables", "stepscope.report.schemas",
-     "stepscope.report.shapes"], ["stepscope.studies"],
+     "stepscope.report.shapes"], ["stepscope.captures"], ["stepscope.studies"],
     ["stepscope.report"], ["stepscope.cli"]]
-# Names that several modules may know though they stand above: the list of studies, found by name.
-ALLOWED = {("stepscope.config", "stepscope.studies"), ("stepscope.runs", "stepscope.step"),
-           ("stepscope.config", "stepscope.step")}
 
 
 def name_of(path: Path) -> str:
@@ -38,10 +38,10 @@ def layer_of(module: str) -> tuple[int, str]:
     return place, name
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of ours that a module imports, anywhere in it."""
+def imports(source: str) -> set[str]:
+    """Modules of ours that a module's source imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -52,39 +52,70 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def upward(module: str, source: str) -> list[str]:
+    """What a module imports from below it."""
+    own, _ = layer_of(module)
+    return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
+
+
 def test_modules_import_only_from_layers_above():
-    wrong = []
-    for path in MODULES:
-        own_place, own = layer_of(name_of(path))
-        for other in imports(path):
-            place, layer = layer_of(other)
-            if place > own_place and (own, layer) not in ALLOWED:
-                wrong.append(f"{name_of(path)} imports {other}")
-    assert not wrong
+    assert not [wrong for path in MODULES for wrong in upward(name_of(path), path.read_text())]
+
+
+@pytest.mark.parametrize("place", range(len(LAYERS) - 1))
+def test_an_import_of_what_stands_below_is_seen_in_every_room(place):
+    for room in LAYERS[place]:
+        for below in LAYERS[place + 1]:
+            package, _, name = below.rpartition(".")
+            for line in (f"import {below}", f"def f():\n    from {package} import {name}",
+                         f"from {below} import something"):
+                assert upward(f"{room}.module" if room != "stepscope" else room, line), (room, line)
+        assert not upward(room, "import stepscope\nimport torch")
 
 
 def test_no_study_knows_another():
     wrong = []
     for study in STUDIES:
         for path in (PACKAGE / "studies" / study).rglob("*.py"):
-            wrong += [f"{name_of(path)} imports {other}" for other in imports(path)
+            wrong += [f"{name_of(path)} imports {other}" for other in imports(path.read_text())
                       if other.startswith("stepscope.studies.") and other.split(".")[2] != study]
     assert not wrong
 
 
-def test_every_study_has_the_same_parts():
+def test_every_study_has_what_one_needs():
+    """Claims, figures, an evidence page and sweeps that ship come when it deserves a chapter."""
     for study in STUDIES:
-        folder = PACKAGE / "studies" / study
-        for part in ("config.py", "tables.py", "claims.py", "figures.py", "sweep.yaml", "sweep_cpu.yaml"):
-            assert (folder / part).is_file(), f"{study} has no {part}"
+        for part in ("config.py", "tables.py"):
+            assert (PACKAGE / "studies" / study / part).is_file(), f"{study} has no {part}"
         assert (PACKAGE / "notebooks" / f"{study}.ipynb").is_file()
-        assert (PACKAGE / "report" / "chapters" / "evidence" / f"{study}.md").is_file()
     assert {path.name for path in (PACKAGE / "studies").iterdir() if path.is_dir()} - {"__pycache__"} == set(STUDIES)
 
 
 def test_modules_fit_a_few_screens():
     long = {name_of(path): lines for path in MODULES if (lines := len(path.read_text().splitlines())) > MOST_LINES}
     assert not long
+
+
+def _tool(*command: str, of: str | None = None) -> tuple[int, str]:
+    """How a program of the environment ends in the checkout, and what it says."""
+    done = subprocess.run([sys.executable, *command], cwd=PROJECT, input=of, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
+def test_ruff_finds_nothing_but_what_is_planted():
+    assert _tool("-m", "ruff", "check") == (0, "All checks passed!\n")
+    status, said = _tool("-m", "ruff", "check", "--stdin-filename", "lib/stepscope/planted.py", "-", of="import os\n")
+    assert status == 1 and "F401" in said
+
+
+@pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
+def test_mypy_finds_nothing_but_what_is_planted(tmp_path):
+    status, said = _tool("tests/typecheck.py")
+    assert status == 0, said
+    (tmp_path / "planted.py").write_text('x: int = "a"\n')
+    status, said = _tool("tests/typecheck.py", str(tmp_path / "planted.py"))
+    assert status == 1 and "planted.py:1" in said and "[assignment]" in said
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")

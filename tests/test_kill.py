@@ -2,14 +2,17 @@
 import json
 import os
 import random
+import re
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 
 import psutil
 import pytest
 
-from conftest import HANGS, LACKS_MEMORY, RAISES, TINY, ended
+from conftest import HANGS, HOLDS_TURN, LACKS_MEMORY, RAISES, TINY, ended
+from stepscope.gpu_lock import GPU_LOCK
 from stepscope.runs.run import MARK
 
 
@@ -28,16 +31,31 @@ def records(store):
             for record in found}
 
 
-def begun(faults):
+def begun(faults, what="seed"):
+    """The seeds of the runs that have begun, or their kernels' process ids."""
     path = faults / "began"
-    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [int(line.split()[what == "pid"]) for line in lines]
 
 
-@pytest.mark.parametrize("number, status", [
-    (signal.SIGKILL, -9), (signal.SIGTERM, 75),
-    pytest.param(signal.SIGINT, 75, marks=pytest.mark.trials),
-    pytest.param(signal.SIGHUP, 75, marks=pytest.mark.trials)])
-def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, store, faults, number, status,
+def send(started, number, group):
+    """Send a signal to the sweep's process, or to its whole group, as a terminal, timeout and service managers do."""
+    with suppress(ProcessLookupError):
+        (os.killpg if group else os.kill)(started.process.pid, number)
+
+
+def quiet(started):
+    """Whether a sweep's end left no word of Python's or multiprocessing's own, nor spoke of what it ended itself."""
+    said = started.said.read_text()
+    return not re.search("Traceback|Error|Warning|once more", said), said
+
+
+@pytest.mark.parametrize("number, group", [
+    (signal.SIGKILL, False), (signal.SIGTERM, True), (signal.SIGHUP, True),
+    *(pytest.param(number, group, marks=pytest.mark.trials) for number, group in [
+        (signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGINT, False),
+        (signal.SIGINT, True)])])
+def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, store, faults, number, group,
                                                                 tmp_path, monkeypatch):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -45,13 +63,13 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, 
     path = sweep([0, HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
-    first.process.send_signal(number)
-    assert first.process.wait(60) == status
+    send(first, number, group)
+    assert first.process.wait(60) == (-9 if number == signal.SIGKILL else 75)
     child = int((faults / "child").read_text())
-    assert "Traceback" not in first.said.read_text()
-    if number == signal.SIGKILL:
+    if number == signal.SIGKILL:  # multiprocessing may say that it cleans up after a process that could not
         assert first.all_ended()  # workers end with the sweep, and runs with their workers
     else:
+        assert quiet(first)[0], quiet(first)[1]
         assert f"stopped by {number.name}; 1 left" in first.said.read_text() and first.all_ended(5)
         assert not store.partial.exists()
     assert ended(child)
@@ -65,6 +83,27 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, 
     assert records(store).keys() == {0, HANGS} and before.items() <= records(store).items()
     assert begun(faults) == [0, HANGS, HANGS]
     assert not store.partial.exists() and second.all_ended(5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(
+    pytest.param(number, marks=pytest.mark.trials) for number in (signal.SIGINT, signal.SIGHUP))])
+def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_once(program, sweep, store, faults, number):
+    path = sweep([HANGS])
+    first = program("sweep", path, "--runs", store.root)
+    first.wait_for((faults / "child").exists)
+    kernel = psutil.Process(begun(faults, "pid")[0])
+    (faults / "child").unlink()
+    kernel.parent().parent().kill()
+    first.wait_for((faults / "child").exists)
+    send(first, number, group=True)
+    assert first.process.wait(60) == 75 and first.all_ended(5)
+    said = first.said.read_text()
+    assert said.count("once more") == 1 and "Traceback" not in said and "failed:" not in said
+    assert "0 failed" in said and f"stopped by {number.name}; 1 left" in said
+    assert store.records() == ([], []) and not store.partial.exists()
+    (faults / "mended").touch()
+    assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
+    assert records(store).keys() == {HANGS}
 
 
 def test_a_second_signal_ends_a_sweep_at_once(program, sweep, store, faults):
@@ -163,6 +202,36 @@ def test_random_kills_lose_nothing_and_double_nothing(program, sweep, store, fau
     assert records(store).keys() == set(seeds) and before.items() <= records(store).items()
     assert last.all_ended(5)
     assert {path.name for path in store.root.iterdir()} == {".lock", "benchmark"}  # nothing half-made or temporary
+
+
+@pytest.mark.trials
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("moment, seeds", [
+    ("at rest", [0, HANGS, 20]), ("in a turn", [0, HOLDS_TURN, 10, 11]), ("between runs", [0, 20, 21, 22, 23])])
+def test_a_kill_of_the_whole_group_loses_nothing_and_doubles_nothing(program, sweep, store, faults, tmp_path, monkeypatch,
+                                                                     moment, seeds, number):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv(GPU_LOCK, str(tmp_path / "turn"))  # which workers of a GPU give their runs
+    path = sweep(seeds)
+    first = program("sweep", path, "--runs", store.root, "--workers", 2)
+    first.wait_for(lambda: len([*store.root.glob("benchmark/*/record.json")]) >= (2 if moment == "between runs" else 0)
+                   and (moment == "between runs" or (faults / "child").exists()))
+    send(first, number, group=True)
+    assert first.process.wait(60) == (-9 if number == signal.SIGKILL else 75)
+    assert first.all_ended() and (moment == "between runs" or ended(int((faults / "child").read_text())))
+    assert quiet(first)[0], quiet(first)[1]
+    assert not [one for one in temporary.iterdir() if not one.name.startswith("pymp")]
+    before = records(store)
+    assert all(json.loads(text)["status"] == "ok" for text in before.values())
+    (faults / "mended").touch()
+    second = program("sweep", path, "--runs", store.root, "--workers", 2)
+    assert second.process.wait(180) == 0, second.said.read_text()
+    after, times = records(store), Counter(begun(faults))
+    assert after.keys() == set(seeds) and before.items() <= after.items()
+    assert all(times[seed] == 1 for seed in before) and max(times.values()) <= 2
+    assert second.all_ended(5) and {one.name for one in store.root.iterdir()} == {".lock", "benchmark"}
 
 
 @pytest.mark.trials

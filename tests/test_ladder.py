@@ -12,15 +12,18 @@ import torch
 from torch.nn import functional
 
 from stepscope.config import ConfigError, StepConfig, configure
-from stepscope.step.flops import parameter_count
-from stepscope.studies.ladder import bounds, checks, clocks, fp8, measure
-from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
-from stepscope.studies.ladder.cross_entropy import CHUNK, chunked_cross_entropy
-from stepscope.studies.ladder.measure import Ladder, gradients_of, measure_ladder, off, sampled
-from stepscope.studies.ladder.optimizer import MasterAdamW, hashed, rounded_by_chance
-from stepscope.studies.ladder.trainer import Trainer, Unsupported, changes_of, precision_of
+from stepscope.measure import fresh_compiler_cache
+from stepscope.model.flops import parameter_count
+from stepscope.optimizations import fp8
+from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
+from stepscope.optimizations.optimizer import MasterAdamW, hashed, stochastic_round
+from stepscope.optimizations.trainer import Trainer, Unsupported
+from stepscope.studies.ladder import bounds, checks, measure
+from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS, optimizations_of, precision_of
+from stepscope.studies.ladder.measure import Ladder, gradients_of, measure_ladder, relative_errors, sampled
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
+from stepscope.traces.captured import CAPTURED
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
 BF16 = frozenset({"bf16", "sdpa", "fused", "bf16_weights"})
@@ -104,7 +107,7 @@ def test_rounding_by_chance_is_right_in_the_mean_and_only_to_neighbours():
     generator = torch.Generator().manual_seed(0)
     for value in (1.0, 1.001, 0.3333, 1e-12, 7.77e5):
         x = torch.full((200_000,), value)
-        rounded = rounded_by_chance(x, torch.randint(2**16, x.shape, generator=generator)).double()
+        rounded = stochastic_round(x, torch.randint(2**16, x.shape, generator=generator)).double()
         low, high = rounded.min().item(), rounded.max().item()
         assert low <= x[0].item() <= high and high <= low * (1 + 2**-7)
         assert rounded.mean().item() == pytest.approx(x[0].item(), rel=1e-4)
@@ -121,8 +124,8 @@ def test_the_hash_is_numpys_and_its_bits_are_even():
     other = hashed(index, torch.tensor(8))
     assert abs(np.corrcoef(bits, other)[0, 1]) < 0.02 and abs(np.corrcoef(bits[1:], bits[:-1])[0, 1]) < 0.02
     v = torch.rand(100_000) + 0.5
-    mine = rounded_by_chance(v, bits).float().numpy()
-    assert np.array_equal(mine, checks.chance_bf16(v.numpy(), index.numpy(), 7))
+    mine = stochastic_round(v, bits).float().numpy()
+    assert np.array_equal(mine, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
 
 
 def test_rounded_to_nearest_a_second_moment_cannot_fall():
@@ -160,12 +163,12 @@ def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
 
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
     mine, found = config(d_model=64, d_ff=128, num_layers=4, num_heads=2), {}
-    plain = Trainer(mine, "fp32", {})
+    plain = Trainer(mine, ())
     reference = plain.gradients().item(), gradients_of(plain)
     for name, matmul in {"fp8": fp8.matmul, "4 bits": rounded(4), "3 bits": rounded(3)}.items():
         monkeypatch.setattr(fp8, "matmul", matmul)
-        made = Trainer(mine, "fp32", {}, changes=frozenset({"fp8"}))
-        found[name] = off(made, made.gradients().item(), reference)["gradient_off"]
+        made = Trainer(mine, {"fp8"})
+        found[name] = relative_errors(made, made.gradients().item(), reference)["gradient_off"]
     assert 0.7 < found["fp8"] / found["4 bits"] < 1.4 < found["3 bits"] / found["4 bits"]
 
 
@@ -173,11 +176,11 @@ def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
 
 
 def test_each_change_is_one_more_than_the_last():
-    assert len(CHANGES) == 9 and changes_of("fp32") == frozenset()
+    assert len(CHANGES) == 9 and optimizations_of("fp32") == frozenset()
     for before, after in pairwise(CHANGES):
-        assert changes_of(after) - changes_of(before) == {after}
-    last = changes_of(CHANGES[-1])
-    assert changes_of("fp8") - last == {"fp8"} and changes_of(FILLED) - last == {"chunked"}
+        assert optimizations_of(after) - optimizations_of(before) == {after}
+    last = optimizations_of(CHANGES[-1])
+    assert optimizations_of("fp8") - last == {"fp8"} and optimizations_of(FILLED) - last == {"chunked"}
     assert [precision_of(name) for name in ("fp32", "tf32", "blocks", "fp8", *PEERS)] == [
         "fp32", "tf32", "bf16", "fp8", "bf16", "bf16"]
 
@@ -186,10 +189,10 @@ def test_each_change_is_one_more_than_the_last():
                          [{"sdpa"}, {"chunked"}, {"sdpa", "fused", "chunked"}, BF16, LOW | {"chunked"}],
                          ids=lambda changes: "-".join(sorted(changes)))
 def test_every_change_gives_fp32s_loss_and_gradients(config, changes):
-    plain = Trainer(config(), "fp32", {})
+    plain = Trainer(config(), ())
     expected_loss = plain.gradients().item()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
-    made = Trainer(config(), "fp32", {}, changes=frozenset(changes))
+    made = Trainer(config(), changes)
     tolerance = 0.03 if "bf16" in changes else 1e-5
     assert made.gradients().item() == pytest.approx(expected_loss, rel=tolerance / 10)
     assert made.named.keys() == expected.keys()
@@ -203,7 +206,7 @@ def test_every_change_gives_fp32s_loss_and_gradients(config, changes):
 @pytest.mark.parametrize("changes", [frozenset(), BF16, LOW], ids=["fp32", "bf16_weights", "bf16_moments"])
 def test_a_reset_trains_as_a_fresh_one(config, changes):
     programs = {}
-    made = Trainer(config(), "fp32", programs, changes=changes)
+    made = Trainer(config(), changes, programs)
     first = [made.step().item() for _ in range(3)]
     made.reset(0)
     assert [made.step().item() for _ in range(3)] == first
@@ -211,22 +214,22 @@ def test_a_reset_trains_as_a_fresh_one(config, changes):
     assert [made.step().item() for _ in range(3)] != first
     made.unload()
     assert all(parameter.numel() == 0 for parameter in made.program.model.parameters())
-    again = Trainer(config(), "fp32", programs, changes=changes)
+    again = Trainer(config(), changes, programs)
     assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
 
 
 def test_what_a_cpu_lacks_is_said(config):
     for name in ("tf32", "cuda_graph", "fp8", "hugging_face_graphs"):
         with pytest.raises(Unsupported, match="CPU|GPU"):
-            Trainer(config(), name, {})
+            Trainer(config(), {name}, required=name)
 
 
 def test_hugging_faces_llama_has_our_shape(config, monkeypatch):
     """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    made = Trainer(config(), "hugging_face", {})
-    assert made.peer and made.changes == {"hugging_face"}
+    made = Trainer(config(), {"hugging_face"})
+    assert made.baseline == "hugging_face" and made.optimizations == {"hugging_face"}
     assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(config())
     first = made.plain_step().item()
     assert first == pytest.approx(math.log(300), abs=0.5)
@@ -238,10 +241,10 @@ def test_hugging_faces_llama_has_our_shape(config, monkeypatch):
 
 def test_steps_are_timed_one_after_another():
     done = []
-    times = clocks.back_to_back(lambda: done.append(1), "cpu", 7)
+    times = measure.back_to_back(lambda: done.append(1), "cpu", 7)
     assert len(times) == len(done) == 7 and min(times) >= 0
-    assert clocks.steps_in(0.4, 100) == 4 and clocks.steps_in(0.4, 1e-3) == clocks.MOST_STEPS
-    assert clocks.watched(done.clear, "cpu", 1.0) == {} and done
+    assert measure.steps_in(0.4, 100) == 4 and measure.steps_in(0.4, 1e-3) == measure.MOST_STEPS
+    assert measure.measure_power(done.clear, "cpu", 1.0) == {} and done
 
 
 def test_a_sample_stands_for_a_large_tensor(monkeypatch):
@@ -251,7 +254,7 @@ def test_a_sample_stands_for_a_large_tensor(monkeypatch):
     own = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
     made = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
                            program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
-    found = off(made, 3.0, (2.0, {"large": torch.ones(10), "small": own["small"]}))
+    found = relative_errors(made, 3.0, (2.0, {"large": torch.ones(10), "small": own["small"]}))
     assert found == pytest.approx({"loss_off": 0.5, "gradient_off": math.sqrt(100 / 600)})
 
 
@@ -277,10 +280,10 @@ def test_the_bounds_formulas():
         assert row["bound_ms"] == row["matmul_ms"] + row["moved_ms"]
 
 
-def test_the_compilers_cache_is_empty_on_a_gpu_and_gone_afterwards(monkeypatch):
+def test_the_compilers_cache_is_empty_and_gone_afterwards(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with measure.compiler_cache("cuda"):
+    with fresh_compiler_cache():
         place = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert place.is_dir() and not list(place.iterdir())
         assert Path(os.environ["TRITON_CACHE_DIR"]).parent == place
@@ -323,8 +326,8 @@ def test_rates_and_bounds_are_of_the_own_precision_and_moments_and_the_graph_rep
     monkeypatch.setattr(measure, "sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0}[precision])
     monkeypatch.setattr(measure, "highest_clock_mhz", lambda: 2000.0)
     ladder = Ladder(config(changes=["fp32", "blocks", "cuda_graph", "bf16_moments"]))
-    for cell, wall_ms in zip(ladder.cells, (8.0, 4.0, 2.0, 1.0)):
-        cell.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0, "step_j": 6.0}
+    for case, wall_ms in zip(ladder.cases, (8.0, 4.0, 2.0, 1.0)):
+        case.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0, "step_j": 6.0}
     steps = ladder.steps({"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}, 600.0).set_index("change")
     assert (steps["mfu_at_clock"] == 2 * steps["mfu"]).all() and (steps["energy_ms"] == 10).all()
     assert (steps["mfu_measured"] / steps["mfu"]).tolist() == pytest.approx([1.25] * 4)
@@ -335,36 +338,36 @@ def test_rates_and_bounds_are_of_the_own_precision_and_moments_and_the_graph_rep
     assert measure.finding(rows) == "batch 2: fp32 8 ms, blocks 4 ms a step"
 
 
-def test_of_captured_steps_the_quickest_is_read(config, monkeypatch):
-    rows = [(number, "whole", "gemm", 0, lasted * 1_000_000) for number, lasted in ((0, 9), (1, 4), (2, 5))]
-    monkeypatch.setattr(measure, "operations_of", lambda profiler: pd.DataFrame(
-        rows, columns=["number", "phase", "name", "start", "end"]))
+def test_of_captured_steps_the_quickest_is_read(config):
+    rows = [("step", number, "whole", "gemm", "matmul", 0, lasted * 1_000_000)
+            for number, lasted in ((0, 9), (1, 4), (2, 5))]
+    captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED))
     ladder = Ladder(config(changes=["fp32"]))
-    ladder.cells[0].row["wall_ms"] = 5.0
-    ladder.read(ladder.cells[0], None)
-    assert [ladder.cells[0].row[name] for name in ("gpu_ms", "operations", "busy")] == [4, 1, 0.8]
+    ladder.cases[0].row["wall_ms"] = 5.0
+    ladder.read(ladder.cases[0], captured)
+    assert [ladder.cases[0].row[name] for name in ("gpu_ms", "operations", "busy")] == [4, 1, 0.8]
     assert ladder.kernels[0][["count", "gpu_ms"]].values.tolist() == [[1, 4]]
 
 
 def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
-    def refuse(self, cell, made, time=Ladder.time):
-        if cell.name == "bf16":
+    def refuse(self, case, made, time=Ladder.time):
+        if case.name == "bf16":
             raise RuntimeError("no kernel at /home/somebody/file.cu for it")
-        if cell.name == "sdpa":
+        if case.name == "sdpa":
             raise torch.OutOfMemoryError("short of memory. Including much more")
-        time(self, cell, made)
+        time(self, case, made)
 
-    def refuse_capture(self, cell, made, captured=Ladder.captured):
-        if cell.name == "fused":
+    def refuse_capture(self, case, made, captured=Ladder.captured):
+        if case.name == "fused":
             raise RuntimeError("CUPTI is taken")
-        captured(self, cell, made)
+        captured(self, case, made)
 
     monkeypatch.setattr(Ladder, "time", refuse)
     def unreadable(profiler):
         raise TraceError("trace.json: has no traceEvents")
 
     monkeypatch.setattr(Ladder, "captured", refuse_capture)
-    monkeypatch.setattr(measure, "operations_of", unreadable)
+    monkeypatch.setattr("stepscope.measure.profiler.read", unreadable)
     tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
     steps = tables["steps"].set_index("change")
     assert steps["status"].to_dict() == {
@@ -379,6 +382,6 @@ def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
 def test_training_needs_room_for_bytes(config):
     small = config(vocab_size=100, training_steps=2)
     with pytest.raises(ConfigError, match="256"):
-        train(small, Trainer(small, "fp32", {}))
+        train(small, Trainer(small, ()), "fp32")
 
 

@@ -4,22 +4,27 @@ import gc
 import pickle
 import pickletools
 import weakref
-from types import SimpleNamespace
+from itertools import count
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
+from cells import run_cells
+from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
-from stepscope import StepscopeError
+from stepscope import StepscopeError, measure
 from stepscope.config import ConfigError, configure
-from stepscope.step import accounting, ranges
-from stepscope.step.accounting import GIB, MIB
-from stepscope.step.flops import parameter_count
-from stepscope.step.training_step import Step, build_step
-from stepscope.studies.memory import arrangements, block, checkpoints, history, recording, snapshot
-from stepscope.studies.memory.tables import KEYS, LIVE, SCHEMAS, column, of_run, typed
+from stepscope.model import accounting, ranges
+from stepscope.model.accounting import GIB, MIB
+from stepscope.model.flops import parameter_count
+from stepscope.model.training_step import Step, build_step
+from stepscope.runs.record import of_two_notebooks
+from stepscope.runs.run import notebook_of, parameters_of
+from stepscope.studies.memory import history, policies
+from stepscope.studies.memory.tables import KEYS, LIVE, SCHEMAS, column, of_run
+from stepscope.traces import memory_snapshot
 from test_accounting import SHAPES
 
 
@@ -27,11 +32,39 @@ def config_of(shape, **fields):
     return configure("memory", device="cpu", **shape, **fields)
 
 
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    """As they were: a notebook gives a tiny model one."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    yield
+    torch.set_num_threads(before)
+
+
+def cells_of(config, until, **replaced):
+    """The names that the configuration's notebook has when it comes to the cell with ``until``."""
+    other = {"memory": ("checkpoints", "stacks", "timed_steps"), "checkpointing": ("keep_snapshot",)}[config.notebook]
+    fields = {name: value for name, value in parameters_of(config).items() if name not in other}
+    return run_cells(config.notebook, until, replaced, **fields)
+
+
 def recorded(config, monkeypatch):
+    """The step and the histories that the notebook's cells record, on a CPU as if it were a GPU."""
     if config.precision == "bf16":
         monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
     with stand_in(monkeypatch):
-        return recording.record_modes(config)
+        names = cells_of(config, "saved: dict", recordable=True)
+    return names["step"], names["recordings"]
+
+
+def saved_by_block(config):
+    """What the notebook's cells find that a block saves, on a CPU."""
+    return cells_of(config, "part = ")["tables"]["allocations"]
+
+
+def settings(config, **replaced):
+    """The table of the checkpointing notebook."""
+    return cells_of(config, "byte_columns", **replaced)["table"]
 
 
 def bytes_of(row):
@@ -49,7 +82,7 @@ def after_loss(config):
     """Bytes by kind when all is there that backward needs, by formula."""
     f, rest, layers = accounting.formulas_of(config), accounting.at_rest(config, "forward_backward"), config.num_layers
     saved, copies, logits, end, head, loss = (accounting.value(formula, config) for formula in (
-        f.saved, f.copies, f.logits, *AFTER_LOSS[config.precision]))
+        f.saved, f.weight_cache, f.logits, *AFTER_LOSS[config.precision]))
     # the step's own variables hold logits and loss
     return rest | {"saved for backward": layers * saved + end - head - logits + loss,
                    "bf16 copies": layers * copies + head, "other": rest["other"] + logits + 4}
@@ -80,7 +113,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
     _, (one,) = recorded(config, monkeypatch)
     table = history.classified(one, config)
     found = table[(table["kind"] == "bf16 copies") & (table["region"] != "head")]  # logits are of its bytes and stay
-    assert found["size"].sum() == 3 * accounting.value(accounting.formulas_of(config).copies, config)
+    assert found["size"].sum() == 3 * accounting.value(accounting.formulas_of(config).weight_cache, config)
 
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):
@@ -129,6 +162,18 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
         assert list(dict.fromkeys(line["phase"])) == [name for name, *_ in one.phases if name != "loss"] or "loss" in set(line["phase"])
 
 
+def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
+    config = config_of(SHAPES[0])
+    _, recordings = recorded(config, monkeypatch)
+    monkeypatch.setattr(history, "POINTS", 10**6)
+    for one in recordings:
+        line = history.timeline(one, history.classified(one, config)).set_index("event")["phase"]
+        last = one.phases[-1][2].events - one.start.events
+        assert line.index.tolist() == list(range(last + 1)) and line[0] == one.phases[0][0]
+        for name, begin, end in one.phases:  # after event n the n-th has been
+            assert set(line.loc[begin.events - one.start.events + 1:end.events - one.start.events]) <= {name}
+
+
 def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
     _, recordings = recorded(config, monkeypatch)
@@ -153,7 +198,11 @@ def test_a_history_that_does_not_add_up_is_refused(harm, monkeypatch):
 
 
 def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
+    backward, calls = torch.Tensor.backward, count()
+
     def full(*arguments):
+        if not next(calls):  # of the step whose bytes a parameter are counted
+            return backward(*arguments)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
     monkeypatch.setattr(torch.Tensor, "backward", full)
     config = config_of(SHAPES[0])
@@ -170,12 +219,12 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_a_result(monkeypatch):
-    def full(*arguments, **named):
-        raise torch.OutOfMemoryError("while building the model")
-    monkeypatch.setattr(recording, "build_step", full)
-    config = config_of(SHAPES[0])
-    step, recordings = recording.record_modes(config)
-    assert step is None and history.tables(config, recordings)["peaks"]["status"].tolist() == ["oom", "oom"]
+    def full(config, **named):
+        if config.study == "memory":
+            raise torch.OutOfMemoryError("while building the model")
+        return build_step(config, **named)
+    names = cells_of(config_of(SHAPES[0]), "part = ", recordable=True, build_step=full)
+    assert names["step"] is None and names["tables"]["peaks"]["status"].tolist() == ["oom", "oom"]
 
 
 def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
@@ -202,14 +251,14 @@ def test_a_block_saves_what_the_formula_says(shape, attention, precision, monkey
     if precision == "bf16":
         monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
     config = config_of(shape, precision=precision, attention=attention)
-    table = block.saved_by_block(build_step(config))
+    table = saved_by_block(config)
     formulas = accounting.formulas_of(config)
     saved, copies, gradients = (accounting.value(formula, config)
-                                for formula in (formulas.saved, formulas.copies, accounting.BLOCK_GRADIENTS))
-    sums = (table["mib"] * table["count"] * MIB).groupby([table["what"], table["tensor"] == block.COPY]).sum().to_dict()
+                                for formula in (formulas.saved, formulas.weight_cache, accounting.BLOCK_GRADIENTS))
+    sums = (table["mib"] * table["count"] * MIB).groupby([table["what"], table["tensor"] == "bf16 copy of a weight"]).sum().to_dict()
     assert sums.pop(("saved by a block", True), 0) == copies
     assert sums == {("saved by a block", False): saved, ("gradients of a block", False): gradients}
-    its_input = table[table["tensor"] == block.INPUT]
+    its_input = table[table["tensor"] == "the block's input"]
     assert (its_input["mib"] * MIB).tolist() == [4 * config.batch_size * config.context_length * config.d_model]
     own = table[table["what"] == "saved by a block"]
     assert (own["mib"] * own["count"]).is_monotonic_decreasing and own["region"].ne("").all()
@@ -217,7 +266,7 @@ def test_a_block_saves_what_the_formula_says(shape, attention, precision, monkey
 
 
 def test_a_saved_tensor_is_named_by_the_line_that_makes_it():
-    table = block.saved_by_block(build_step(config_of(SHAPES[0])))
+    table = saved_by_block(config_of(SHAPES[0]))
     scores = table[table["source"].str.contains("torch.exp")]
     assert scores["region"].tolist() == ["attention.softmax"]
     assert "exponentials / " in table["source"][table["region"] == "attention.softmax"].str.cat(sep=" ")
@@ -231,24 +280,25 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, stacks=[number])
+        checkpointed = cells_of(config, "MEASURED = ")["checkpointed"]
         storages = stand_in(monkeypatch)
         gradients = []
         with storages:
             step = build_step(config, "forward_backward")
             step()
-            for name, arrange in arrangements.ARRANGEMENTS.items():
+            for name, arrange in policies.POLICIES.items():
                 step.model.zero_grad(set_to_none=False)
                 state = storages.bytes["requested_bytes"]["current"]
                 storages.reset_peak()
-                with arrangements.arranged(step.model, arrange(number)), checkpoints.counted(step.model) as runs:
+                with checkpointed(step.model, arrange(number)) as runs:
                     step()
                     top = storages.bytes["requested_bytes"]["peak"] - state
                     gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
                     step.model(step.tokens)
-                assert runs[0] == arrangements.block_runs(arrange(number))
+                assert runs[0] == policies.block_runs(arrange(number))
                 stream, of_block = (accounting.value(formula, config)
                                     for formula in ("4X", accounting.FORMULAS["fp32"].saved))
-                beyond.setdefault(name, set()).add(top - arrangements.kept(arrange(number), stream, of_block))
+                beyond.setdefault(name, set()).add(top - policies.saved_bytes(arrange(number), stream, of_block))
         assert all(torch.equal(gradients[0], other) for other in gradients)
     assert all(len(found) == 1 for name, found in beyond.items() if blocks > 1), beyond
 
@@ -257,13 +307,13 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
 def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
     """In inputs of blocks kept (beside one block at work, or as many as stand at a checkpoint) and in runs."""
     blocks = 2**power
-    runs, inputs = ({name: make(arrange(blocks)) for name, arrange in arrangements.ARRANGEMENTS.items()}
-                    for make in (arrangements.block_runs, lambda parts: arrangements.kept(parts, 1, 0)))
+    runs, inputs = ({name: make(arrange(blocks)) for name, arrange in policies.POLICIES.items()}
+                    for make in (policies.block_runs, lambda parts: policies.saved_bytes(parts, 1, 0)))
     assert inputs["every block"] == blocks and inputs["halved"] == power + 1
     assert inputs["from the start"] == inputs["none"] == 1
-    assert arrangements.kept(list(range(blocks)), 0, 1) == blocks
-    assert arrangements.kept(arrangements.every(blocks, 4), 0, 1) == min(4, blocks)
-    assert all(arrangements.kept(arrangements.ARRANGEMENTS[name](blocks), 0, 1) == 1
+    assert policies.saved_bytes(list(range(blocks)), 0, 1) == blocks
+    assert policies.saved_bytes(policies.uniform(blocks, 4), 0, 1) == min(4, blocks)
+    assert all(policies.saved_bytes(policies.POLICIES[name](blocks), 0, 1) == 1
                for name in ("every block", "halved", "from the start"))
     assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
     assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
@@ -273,7 +323,7 @@ def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
 def test_each_setting_has_its_row():
     config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward", "forward_backward"], checkpoints=[1, 2, 0],
                        timed_steps=1, warmup_steps=0)
-    table = checkpoints.measure(config)
+    table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
     rows = table.set_index(["mode", "arrangement"])
     assert list(rows.index) == [("forward", "none"), ("forward_backward", "every 1"), ("forward_backward", "every 2"),
@@ -286,46 +336,50 @@ def test_each_setting_has_its_row():
 
 def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     config = config_of(SHAPES[1], stacks=[4], timed_steps=1, warmup_steps=0)
-    table = checkpoints.measure(config)
+    table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
-    assert table["arrangement"].tolist() == list(arrangements.ARRANGEMENTS) and set(table["blocks"]) == {4}
+    assert table["arrangement"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
     assert (table["block_runs"] == table["expected_runs"]).all()
     kept = table.set_index("arrangement")["expected_kept_gib"]
     assert kept["none"] > kept["square root"] > kept["every block"] > kept["from the start"]
 
 
-def test_what_does_not_fit_has_its_row_too(monkeypatch):
+def test_what_does_not_fit_has_its_row_too():
     config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0)
-    forward = arrangements.run
-
-    def full(parts, x, model):
-        if parts == [0, 1]:
+    def patched(policy, x, model):
+        if policy == [0, 1]:
             raise torch.OutOfMemoryError("too much")
-        return forward(parts, x, model)
-    monkeypatch.setattr(arrangements, "run", full)
-    rows = checkpoints.measure(config).set_index("arrangement")
+        return run(policy, x, model)
+    run = cells_of(config, "MEASURED = ")["run_blocks"]
+    rows = settings(config, run_blocks=patched).set_index("arrangement")
     assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
     assert pd.isna(rows.loc["none", "wall_ms"]) and pd.isna(rows.loc["none", "block_runs"])
     assert "too much" in rows.loc["none", "reason"]
 
 
-def test_runs_of_blocks_are_those_of_a_step_that_ended(monkeypatch):
-    def full(*arguments):
+def test_what_cannot_be_captured_stays_timed():
+    def full(step, captured):
         raise torch.OutOfMemoryError("too much")
+    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=2, warmup_steps=0)
+    rows = settings(config, capture_one=full)
+    assert rows["status"].tolist() == ["ok", "ok"] and rows["wall_ms"].gt(0).all() and rows["gpu_ms"].isna().all()
+    assert rows["reason"].str.contains("not captured: while capturing: too much").all()
+    assert rows["block_runs"].tolist() == [4, 2]
 
-    def ran(steps, counts):
-        steps[0]()
-        with pytest.raises(torch.OutOfMemoryError), monkeypatch.context() as patch:
-            patch.setattr(arrangements, "run", full)
-            steps[0]()
-        times = pd.DataFrame({"phase": ["whole"]}).reindex(columns=["phase", *checkpoints.MEASURED])
-        return SimpleNamespace(tables=lambda: (times, None, None))
-    monkeypatch.setattr(checkpoints, "take", ran)
+
+def test_runs_of_blocks_are_those_of_a_step_that_ended():
+    def one_and_a_part(step):
+        step()
+        step.model.blocks[0].register_forward_hook(lambda *_: full())
+        step()
+
+    def full():
+        raise torch.OutOfMemoryError("too much")
     config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1])
-    assert checkpoints.measure(config)["block_runs"].tolist() == [4]
+    assert settings(config, time_one=one_and_a_part)["block_runs"].tolist() == [4]
 
 
-def test_a_model_is_gone_before_the_next_is_built(monkeypatch):
+def test_a_model_is_gone_before_the_next_is_built():
     """Nothing in it is part of a cycle: twice a large model would not fit."""
     alive, built = [], []
 
@@ -334,17 +388,27 @@ def test_a_model_is_gone_before_the_next_is_built(monkeypatch):
         step = build_step(*arguments, **named)
         built.append(weakref.ref(step.model))
         return step
-    def ran(steps, counts):
-        steps[0].clear_gradients()  # they are there, and added to: their memory is the state's
-        assert all(not p.grad.any() for p in steps[0].model.parameters())
-        steps[0]()
-        times = pd.DataFrame({"phase": ["whole"]}).reindex(columns=["phase", *checkpoints.MEASURED])
-        return SimpleNamespace(tables=lambda: (times, None, None))
-    monkeypatch.setattr(checkpoints, "build_step", noted)
-    monkeypatch.setattr(checkpoints, "take", ran)
+
+    def ran(step):
+        step.clear_gradients()  # they are there, and added to: their memory is the state's
+        assert all(not p.grad.any() for p in step.model.parameters())
+        return measure.time_steps(step, 1, 0, "cpu"), {}
     gc.collect()
-    assert len(checkpoints.measure(config_of(SHAPES[1], stacks=[1, 2]))) == 10
+    config = config_of(SHAPES[1], stacks=[1, 2])
+    assert len(settings(config, build_step=noted, time_one=ran)) == 10
     assert alive == [0] * 2
+
+
+def test_a_configuration_names_its_notebook():
+    """Also where only its fields are known; each notebook refuses what the other measures."""
+    plain, checkpoints, stacks = (config_of(SHAPES[1], **fields) for fields in ({}, {"checkpoints": [1]}, {"stacks": [4]}))
+    assert [one.notebook for one in (plain, checkpoints, stacks)] == ["memory", "checkpointing", "checkpointing"]
+    assert [notebook_of(one).name for one in (plain, stacks)] == ["memory.ipynb", "checkpointing.ipynb"]
+    assert stacks.notebook_for(stacks.model_dump()) == "checkpointing"
+    with pytest.raises(ConfigError, match="one of them is measured here"):
+        run_cells("checkpointing", checkpoints=[], device="cpu")
+    records = [record_of(one, software={"notebook_source": one.notebook}) for one in (plain, checkpoints, stacks)]
+    assert not of_two_notebooks(records)
 
 
 @pytest.mark.parametrize("fields, said", [
@@ -367,16 +431,16 @@ VIEWER = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININ
 def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
     _, (one,) = recorded(config, monkeypatch)
-    stack = [{"filename": f"{place}/stepscope/step/model.py", "line": 24, "name": "forward"}
+    stack = [{"filename": f"{place}/stepscope/model/transformer.py", "line": 24, "name": "forward"}
              for place in ("/home/someone/lib", "/home/someone/site-packages")]
     stack += [{"filename": "/tmp/ipykernel_1/2.py", "line": 1, "name": "<module>"}]
     for entry in one.snapshot["device_traces"][0]:
         entry |= {"frames": [dict(frame) for frame in stack], "addr": entry["addr"] + 2**46,
                   "time_us": 1.75e15, "stream": 0, "user_metadata": "/home/someone"}
-    content = snapshot.portable(one.snapshot)
+    content = memory_snapshot.portable(one.snapshot)
     assert {opcode.name for opcode, *_ in pickletools.genops(content)} <= VIEWER
     assert b"someone" not in content and b"ipykernel" not in content
-    kept, frames = pickle.loads(content), [{"filename": "stepscope/step/model.py", "line": 24, "name": "forward"}] * 2
+    kept, frames = pickle.loads(content), [{"filename": "stepscope/model/transformer.py", "line": 24, "name": "forward"}] * 2
     for entry, original in zip(kept["device_traces"][0], one.snapshot["device_traces"][0], strict=True):
         assert entry == original | {"frames": frames, "user_metadata": ""}
     assert len({id(entry["frames"]) for entry in kept["device_traces"][0]}) == 1
@@ -384,28 +448,28 @@ def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(
 
 def test_places_are_the_projects():
     frames = [{"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
-              {"filename": "/somewhere/lib/stepscope/step/ranges.py", "line": 2, "name": "call"},
-              {"filename": "/somewhere/lib/stepscope/step/model.py", "line": 103, "name": "forward"}]
+              {"filename": "/somewhere/lib/stepscope/model/ranges.py", "line": 2, "name": "call"},
+              {"filename": "/somewhere/lib/stepscope/model/transformer.py", "line": 103, "name": "forward"}]
     adamw = [{"filename": "/a/site-packages/torch/optim/adamw.py", "line": 7, "name": "step"},
-             {"filename": "/somewhere/lib/stepscope/step/training_step.py", "line": 9, "name": "__call__"}]
+             {"filename": "/somewhere/lib/stepscope/model/training_step.py", "line": 9, "name": "__call__"}]
     trace = [{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
              {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
              {"action": "alloc", "addr": 3, "size": 4, "frames": adamw},
              {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 9, "size": 9},
              {"action": "free_requested", "addr": 1, "size": 8}]
-    table = snapshot.allocations({"device_traces": [trace]})
-    assert table["line"].tolist() == ["stepscope/step/model.py:103", "", "torch/optim/adamw.py:7"]
+    table = memory_snapshot.allocations({"device_traces": [trace]})
+    assert table["line"].tolist() == ["stepscope/model/transformer.py:103", "", "torch/optim/adamw.py:7"]
     assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
-    assert history.source("stepscope/step/model.py:1").startswith('"""') and not history.source("torch/optim/adamw.py:7")
+    assert history.source("stepscope/model/transformer.py:1").startswith('"""') and not history.source("torch/optim/adamw.py:7")
 
 
 # -- tables --------------------------------------------------------------------------------------------------
 
 def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
     config = config_of(SHAPES[0])
-    step, recordings = recorded(config, monkeypatch)
-    tables = history.tables(config, recordings)
-    tables["allocations"] = typed("allocations", tables["allocations"], block.saved_by_block(step))
+    with stand_in(monkeypatch):
+        tables = cells_of(config, "part = ", recordable=True)["tables"]
+    assert len(set(tables["allocations"]["what"])) == 3
     for name, table in tables.items():
         SCHEMAS[name].validate(table)
         full = of_run(config, tables)[f"memory.{name}"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from stepscope.config import WHOLE
+from stepscope.measure.modes import without_readings
+from stepscope.model.text import text_batches
 from stepscope.report.tables import markdown
-from stepscope.step.clocks import WHOLE
-from stepscope.step.text import text_batches
 from stepscope.studies.mixed_precision import claims, figures, measure, numerics, tables
 from stepscope.studies.mixed_precision.config import Config
 from stepscope.traces.families import MATMUL
-from stepscope.traces.in_process import without_readings
 
 
 def table(rows):
@@ -99,7 +99,7 @@ def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
 
 def test_a_value_that_is_lost_counts_as_an_error_of_one():
     value, true = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double(), torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
-    error, lost = numerics._off(value, true)
+    error, lost = numerics._error_and_lost(value, true)
     assert error == pytest.approx(0.1) and lost == 0.5  # lower median of 0, 0.1, 1, 1
 
 
@@ -166,11 +166,11 @@ def test_a_runs_tables_are_whole(config):
 def test_every_precision_is_measured_on_one_model(config, monkeypatch):
     steps = []
 
-    def take(asked, counts):
+    def measured(asked, counts):
         steps.extend(asked)
         return without_readings(measure.MODES, "bf16", "ok", "")
-    monkeypatch.setattr(measure, "take", take)
-    measure._take(config, ["tf32", "bf16", "fp16"])
+    monkeypatch.setattr(measure.room, "measure_steps", measured)
+    measure._measured(config, ["tf32", "bf16", "fp16"])
     assert [(step.precision, step.mode) for step in steps] == [
         (precision, mode) for precision in ("tf32", "bf16", "fp16") for mode in measure.MODES]
     assert len({id(step.model) for step in steps}) == 1
@@ -223,8 +223,10 @@ def cell(size, context, precision, mode):
     casts = 0.1 * rest if precision in ("bf16", "fp16") else 0
     gpu = (matmul + rest + casts) * context / 512 * SPEED[mode]
     wall = max(gpu * 1.01, {"small": 60.0, "2.7B": 150.0}[size] * SPEED[mode])
+    low = casts > 0 and context > 128  # where activations set the peak
     return RUN | {"size": size, "context_length": context, "precision": precision, "mode": mode, "phase": WHOLE,
-                  "wall_ms": wall, "gpu_ms": gpu, "busy": gpu / wall, "peak_gib": PEAKS[mode][casts > 0], "status": "ok"}
+                  "wall_ms": wall, "wall_std_ms": 0.5, "gpu_ms": gpu, "busy": gpu / wall, "tokens_per_s": 1000 * context / wall,
+                  "peak_gib": PEAKS[mode][low], "reserved_gib": PEAKS[mode][low] + 1, "status": "ok"}
 
 
 def kernels(size, precision):
@@ -258,6 +260,7 @@ def made():
     for name, frame in (("times", rows), ("operations", operations)):
         fp32 = frame["precision"] == "fp32"
         found |= {f"benchmark.{name}": frame[fp32].assign(repeat=0), f"mixed_precision.{name}": frame[~fp32]}
+    found["ladder.results"] = pd.DataFrame({"matmul_fp32": [50.0, 52.0, 20.0], "matmul_bf16": [750.0, 700.0, 760.0], "size": "small"})
     return found | {"mixed_precision.numerics": long_numbers().assign(size="small", context_length=512, **RUN)}
 
 
@@ -308,14 +311,15 @@ def test_gains_are_of_the_numbers_as_shown(made):
 def test_claims_have_the_tables_numbers(made):
     assert claims.precision_why(made) == {"size": "2.7B", "matmul": 15, "rest": pytest.approx(1.1), "casts": pytest.approx(10 / 170)}
     assert claims.precision_launch(made) == {"count": 2, "of": 4}  # small at 512 and 2.7B at 128
-    assert claims.precision_memory(made) == {"size": "2.7B", "low": 63, "high": 65}
+    assert claims.precision_memory(made) == {"most": 1 - 63 / 65, "size": "small", "context": 512, "short": 128}
+    assert claims.tensor_cores(made) == {"bf16": 750, "fp32": 50, "times": 15}
     assert claims.answer_sums(made) == {
         "fp32": "10.0001", "fp16": "9.9531", "mixed": "10.0021", "cast": "10.0021", "bf16": "4"}
-    assert claims.answer_toy(made) == {"wide": "fp32"}
+    assert claims.answer_toy(made)["low"] == "first layer's output, logits" and claims.toy_why(made) == {}
     found = claims.answer_norm(made)
-    assert found["overflow"] == 100 and found["terms"] == 1024 and 0.1 < found["off"] < 0.3
+    assert (found["overflow"], found["underflow"]) == (100, "0.1") and found["terms"] == 1024 and 0.1 < found["off"] < 0.3
     assert claims.health(made) == {"size": "small", "share": 6e-4}
-    assert claims.losses(made) == {"steps": 200}
+    assert claims.losses(made) == {"last": 50, "steps": 200}
     assert tables.losses_off(made).to_dict() == pytest.approx(
         {"bf16": 0.002, "fp16": 0.001, "fp32, seed 1": 0.1, "fp32, seed 2": 0.05})
     rows = made[NUMBERS]
@@ -326,13 +330,13 @@ def test_claims_have_the_tables_numbers(made):
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
     ("precision_gain", TIMES, "gpu_ms", 1000.0, {}), ("precision_tf32", TIMES, "gpu_ms", 1000.0, {}),
-    ("answer_trend", TIMES, "gpu_ms", lambda ms: ms * 3, {"size": "2.7B"}),
+    ("trend_why", TIMES, "gpu_ms", lambda ms: ms * 3, {"size": "2.7B"}),
     ("precision_why", "mixed_precision.operations", "gpu_ms", 0.0, {"family": "copy and cast"}),
     ("precision_launch", TIMES, "busy", 0.99, {}), ("precision_memory", TIMES, "peak_gib", 1.0, {}),
-    ("answer_sums", NUMBERS, "value", 1e-5, {"case": "fp16 into fp32", "quantity": "adding"}),
-    ("answer_sums", NUMBERS, "value", 9.96, {"case": "bf16 into bf16", "quantity": "result"}),
-    ("answer_toy", NUMBERS, "dtype", "bf16", {"case": "bf16", "quantity": "LayerNorm's output"}),
-    ("answer_toy", NUMBERS, "dtype", "fp32", {"case": "fp16", "quantity": "logits"}),
+    ("sums_why", NUMBERS, "value", 1e-5, {"case": "fp16 into fp32", "quantity": "adding"}),
+    ("sums_stall", NUMBERS, "value", 9.96, {"case": "bf16 into bf16", "quantity": "result"}),
+    ("toy_why", NUMBERS, "dtype", "bf16", {"case": "bf16", "quantity": "LayerNorm's output"}),
+    ("toy_why", NUMBERS, "dtype", "fp32", {"case": "fp16", "quantity": "logits"}),
     ("answer_norm", NUMBERS, "value", 0.5, {"experiment": "norm lost", "case": "bf16", "quantity": "squares"}),
     ("answer_norm", NUMBERS, "value", 0.01, {"case": "bf16", "quantity": "variance by a running sum"}),
     ("health", NUMBERS, "value", 5e-4, {"case": "fp16, scaled", "quantity": "zero"}),
@@ -343,7 +347,7 @@ def test_a_claim_that_does_not_hold_is_not_said(made, claim, name, column, value
 
 SAID = [function for name, function in inspect.getmembers(claims, inspect.isfunction)
         if function.__module__ == claims.__name__ and not name.startswith("_")]
-SAYS = [*SAID, *tables.PRINTED.values(), figures.precision_gain, figures.norms, figures.health]
+SAYS = [*SAID, *tables.PRINTED.values(), figures.precision_gain, figures.norms]
 
 
 @pytest.mark.parametrize("say", SAYS)
@@ -357,8 +361,20 @@ def test_all_is_said_where_there_are_data_and_nothing_of_an_empty_folder(made, s
 
 def test_one_size_has_no_trend(made):
     one = {name: frame[frame["size"] == "small"] for name, frame in made.items()}
-    assert claims.precision_gain(one) is claims.answer_trend(one) is None
+    assert claims.precision_gain(one) is None and silent(claims.answer_trend, one)
     assert markdown(tables.precision_sizes(one)).count("\n") == 2
+
+
+def test_where_low_precision_has_norms_too_the_answer_says_so(made):
+    on_cpu = with_rows(made, NUMBERS, "dtype", "bf16", case="bf16", quantity="LayerNorm's output")
+    assert claims.answer_toy(on_cpu)["low"] == "first layer's output, LayerNorm's output, logits"
+
+
+def test_wall_times_stand_with_their_deviation(made):
+    shapes = tables.precision_shapes(made).set_index(["size", "context", "precision"])
+    assert len(shapes) == 16 and shapes.loc[("small", 128, "fp32"), "full step, ms"] == "60.0 ± 0.500"
+    assert shapes["reserved, GiB"].tolist() == (shapes["peak, GiB"] + 1).tolist()
+    assert len(tables.precision_walls(made)) == 4
 
 
 def test_the_kernels_of_a_step_add_up(made):

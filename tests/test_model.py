@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepscope.config import SIZES, StepConfig
-from stepscope.step import ranges
-from stepscope.step.clocks import plain_steps
-from stepscope.step.flops import forward_flops, parameter_count, step_flops
-from stepscope.step.model import Attention, RMSNorm, TransformerLM
-from stepscope.step.training_step import build_step
+from stepscope.measure.clocks import time_steps
+from stepscope.model import ranges
+from stepscope.model.flops import forward_flops, parameter_count, step_flops
+from stepscope.model.training_step import build_step
+from stepscope.model.transformer import Attention, RMSNorm, TransformerLM
 
 HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200,
            "2.7B": 3_406_809_600}
@@ -272,7 +272,7 @@ def test_what_does_not_fit_says_when():
         build_step(step_config(**HUGE, context_length=12_000_000))  # whose mask alone is 144 TB
     step = build_step(step_config(**HUGE, context_length=1, batch_size=2**20, vocab_size=2**24))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
-        plain_steps(step, 1)
+        time_steps(step, 1, 0, step.device)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory():

@@ -1,6 +1,7 @@
 """The page, in a browser where there is one, and by its markup everywhere."""
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 
@@ -137,6 +138,17 @@ def test_printed_it_is_light_and_all_of_it(chromium, report):
         assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         heights = opened.evaluate("[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)")
         assert heights and min(heights) > 40, "evidence stays folded"
+
+
+def test_every_link_leads_somewhere(report, tmp_path):
+    """From where the page lies, above its runs or elsewhere."""
+    runs = reports.few(tmp_path / "own runs", 1)
+    render(runs, tmp_path / "elsewhere" / "report")
+    for place in (report.parent, tmp_path / "elsewhere" / "report"):
+        links = {attributes["href"] for tag, attributes in Elements((place / "writeup.html").read_text()).found if tag == "a"}
+        files = {link for link in links if not link.startswith(("#", "https://"))}
+        assert len([link for link in files if link.endswith(".ipynb")]) > 5
+        assert not [link for link in files if not (place / unquote(link)).is_file()]
 
 
 def test_every_anchor_leads_somewhere(report):

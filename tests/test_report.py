@@ -18,8 +18,8 @@ from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
 from stepscope.report.load import RunsError, load, read
-from stepscope.report.render import OutputError, render
-from stepscope.report.tables import Shown, brief, escape, headed, markdown, number, ratio, shown, table
+from stepscope.report.render import OutputError, Report, render
+from stepscope.report.tables import Shown, brief, escape, headed, markdown, number, table
 from stepscope.runs.store import Store
 
 
@@ -34,12 +34,6 @@ from stepscope.runs.store import Store
     (None, "ms", "–"), (math.nan, "x", "–"), (math.inf, "J", "–"), (pd.NA, "W", "–")])
 def test_numbers_have_the_digits_that_their_unit_needs(value, unit, printed):
     assert number(value, unit) == printed
-
-
-def test_a_ratio_is_that_of_the_numbers_a_reader_sees():
-    assert ratio(1.0049, 1.9951) == 1.00 / 2.00  # not 1.0049 / 1.9951
-    assert shown(0.7449, "%") == 0.74 and shown(1092.3) == 1092
-    assert math.isnan(ratio(1, 0)) and math.isnan(ratio(None, 1))
 
 
 def test_a_value_without_its_unit_is_an_error():
@@ -73,6 +67,9 @@ def test_a_notebooks_table_has_plain_text():
                                 "tokens_per_s": [21743.0]}))
     assert list(frame) == ["run id", "peak, GiB", "SM clock, MHz", "GPU time, ms", "tokens/s"]
     assert frame.iloc[0].to_list() == ["a_b", "65.6", "1,980", "2.31", "21,700"]
+    frame = brief(pd.DataFrame({"busy": [0.995], "operations": [48231.0], "mib": [2.0], "passes": [None]}))
+    assert list(frame) == ["busy", "operations", "MiB", "passes"]
+    assert frame.iloc[0].to_list() == ["99.5%", "48,231", "2.00", "–"]
 
 
 def test_escaped_text_is_one_line_and_stays_as_it_was():
@@ -81,6 +78,7 @@ def test_escaped_text_is_one_line_and_stays_as_it_was():
     assert len(escape("x" * 10_000)) < 300
 
 
+@style.look()
 def _picture(message: str = "The larger, the faster") -> style.Picture:
     picture, axes = style.figure(message)
     axes.plot([1, 2, 4], [1, 2, 3], color=style.BLUE)
@@ -158,15 +156,56 @@ def test_a_report_has_its_pages_and_only_what_was_measured(done):
         pytest.fail(f"a heading with nothing below it: {nothing}")
 
 
-def test_nothing_is_left_beside_it_and_what_it_no_longer_has_goes(done, tmp_path):
-    _, folder = done
-    out = tmp_path / "out"
-    (out / "figures").mkdir(parents=True)
-    (out / "figures" / "reference.svg").write_text("of a report without a GPU")
-    (out / "figures" / "mine.svg").write_text("not of the report")
-    rendered = render(folder / "runs", out)
-    there = {path for path in out.rglob("*") if path.is_file()}
-    assert there - set(rendered.paths) == {out / "figures" / "mine.svg"}
+@pytest.fixture
+def small(monkeypatch) -> Report:
+    """A report of few words, in place of any that would be made."""
+    texts = dict.fromkeys(("writeup.md", "writeup.html", "evidence/runs.md", "figures/busy.svg"), "new")
+    monkeypatch.setattr(rendering, "compose", lambda *_: Report(texts=texts))
+    return Report(texts=texts)
+
+
+def test_nothing_is_left_beside_it_and_what_it_no_longer_has_goes(small, tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "reference.svg").write_text("of a report without a GPU")
+    (tmp_path / "figures" / "mine.svg").write_text("not of the report")
+    rendered = render(tmp_path / "runs", tmp_path)
+    assert {path.relative_to(tmp_path).as_posix() for path in rendered.paths} == {*small.texts}
+    there = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert there - set(rendered.paths) == {tmp_path / "figures" / "mine.svg"}
+
+
+def _everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("full_after", [0, 1, 3])
+def test_a_disk_that_fills_leaves_the_report_that_was_there(small, tmp_path, monkeypatch, full_after):
+    real, left = os.fsync, iter([True] * full_after)
+
+    def fsync(descriptor: int) -> None:
+        if not next(left, False):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+    (tmp_path / "evidence").mkdir()
+    for name in ("writeup.md", "writeup.html", "evidence/runs.md"):
+        (tmp_path / name).write_text("before")
+    before = _everything(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OutputError, match="No space left"):
+        render(tmp_path / "runs", tmp_path)
+    assert _everything(tmp_path) == before and not (tmp_path / "figures").exists()
+    monkeypatch.setattr(os, "fsync", real)
+    render(tmp_path / "runs", tmp_path)
+    assert {path.relative_to(tmp_path).as_posix() for path in _everything(tmp_path)} == {*small.texts}
+    assert {*_everything(tmp_path).values()} == {b"new"}
+
+
+def test_a_folder_in_a_files_place_leaves_the_report_that_was_there(small, tmp_path):
+    (tmp_path / "writeup.html").mkdir()
+    (tmp_path / "writeup.md").write_text("before")
+    with pytest.raises(OutputError, match=r"writeup\.html is a folder"):
+        render(tmp_path / "runs", tmp_path)
+    assert _everything(tmp_path) == {tmp_path / "writeup.md": b"before"}
 
 
 def test_a_write_that_fails_leaves_the_report_that_was_there(done, tmp_path, monkeypatch):
@@ -247,6 +286,59 @@ def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
     assert not after.errors and set(after.tables["benchmark.times"]["run_id"]) == {again.name}
     assert after.tables["benchmark.times"]["wall_ms"].sum() == pytest.approx(2 * before["wall_ms"].sum())
     assert len(after.tables["runs"].query("study == 'benchmark'")) == 1
+    page = rendering._runs_page(after, "runs")
+    assert f"[{again.name}]" in page and re.search(rf"\[{run.name}\].*replaced", page) and page.count("replaced") == 1
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """A report of runs of another batch, vocabulary and dimension than the reference's, and what ``render`` said."""
+    folder = tmp_path_factory.mktemp("others")
+    for place in reports.few(folder / "runs", 1).glob("*/*/record.json"):
+        config = json.loads(place.read_text())["config"]
+        config |= {"batch_size": 3} | ({"d_model": 48} if config["study"] == "attention" else {"vocab_size": 777})
+        again = configure(**config).run_id
+        reports.change_record(place, lambda record: record.update(run_id=again, config=config))
+        if config["study"] == "ladder":  # whose tables say the batch of each of their rows
+            for table in ("steps", "kernels"):
+                reports.change_table(place.parent, table, lambda rows: rows.assign(batch_size=3))
+        place.parent.rename(place.parent.with_name(again))
+    return render(folder / "runs", folder / "out"), folder / "out"
+
+
+def test_a_report_of_another_batch_has_no_number_of_the_references(others):
+    rendered, out = others
+    assert not rendered.errors
+    wrong = {}
+    for page in [*out.glob("*.md"), *out.glob("evidence/*.md")]:
+        text = re.sub(r"^\| .*|`[^`]*`", "", page.read_text(), flags=re.MULTILINE)  # a run's own words are in tables
+        wrong[page.name] = re.findall(r"[^.|\n]*(?:[Bb]atch [48]\b|10,000|\bd (?:64|128)\b)[^.|\n]*", text)
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_every_run_stands_in_a_table_with_the_fields_that_differ(done):
+    _, folder = done
+    text = (folder / "out" / "evidence" / "runs.md").read_text()
+    for place in (folder / "runs").glob("benchmark/*/record.json"):
+        record = json.loads(place.read_text())
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{record['run_id']}]"))
+        cells = dict(zip(_cells_of(next(line for line in text[:text.index(row)].splitlines()[::-1]
+                                        if line.startswith("| run |"))), _cells_of(row)))
+        others = [json.loads(other.read_text())["config"] for other in place.parents[1].glob("*/record.json")]
+        differing = {name for name in others[0] if len({str(config[name]) for config in others}) > 1}
+        differing -= {"d_model", "d_ff", "num_layers", "num_heads"}
+        assert differing and all(cells[name.replace("_", " ")] == str(record["config"][name]) for name in differing)
+        assert re.search(r"\d ms", cells["what it found"])
+
+
+def _cells_of(row: str) -> list[str]:
+    return row.strip("| ").split(" | ")
+
+
+def test_what_is_left_out_is_said_in_a_few_lines(done, others):
+    for rendered in (done[0], others[0]):
+        assert 0 < len(rendered.left_out) <= 3 < len(rendered.unsaid)
+        assert not [one.name for one in rendered.unsaid for line in rendered.left_out if "_" in one.name and one.name in line]
 
 
 def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_path, monkeypatch):
@@ -266,11 +358,14 @@ def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_
 
 def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
     runs = reports.few(tmp_path / "runs", 1)
-    shutil.rmtree(runs / "memory")
-    render(runs, tmp_path)
-    text = (tmp_path / "writeup.md").read_text()
+    for study in ("memory", "ladder"):  # the memory chapter has sentences of either
+        shutil.rmtree(runs / study)
+    first, *_ = render(runs, tmp_path / "a report").left_out
+    text = (tmp_path / "a report" / "writeup.md").read_text()
     assert "## Memory" not in text
-    assert re.search(r"^Not measured here: .*Memory.*stepscope sweep .*memory", text, re.MULTILINE)
+    command = re.search(r"^Not measured here: .*Memory.*`stepscope sweep (.*)`", text, re.MULTILINE)[1].split()
+    assert "memory" in command and (tmp_path / "a report" / command[-1]).samefile(runs)
+    assert {"memory", "ladder"} <= {*first.partition(": stepscope sweep ")[2].split()}
 
 
 @pytest.mark.trials

@@ -1,13 +1,18 @@
 """Runs folders: what is put in place is whole, and only what is whole is believed."""
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from conftest import record_of
+from stepscope import PACKAGE
 from stepscope.files import open_within, read_within, write_text_durably
+from stepscope.runs.machine import source_digest
 from stepscope.runs.record import RecordError
 from stepscope.runs.store import Store, StoreBusy, StoreError
 
@@ -30,6 +35,28 @@ def test_a_committed_run_is_found_again_whole(store, tiny):
     assert store.find(tiny(seed=1)) is None and store.records() == ([record], [])
     assert {path.name for path in place.iterdir()} == {"record.json", "notebook.ipynb", "times.parquet"}
     assert not store.partial.exists()
+
+
+@pytest.mark.parametrize("barred", ["", "benchmark", "benchmark/{run}"])
+def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents are root's alone
+        store = Store(Path(folder) / "some-runs")
+        committed(store, tiny())
+        committed(store, tiny(study="memory"))
+        place, root = store.root / barred.format(run=tiny().run_id), os.geteuid() == 0
+        Path(folder).chmod(0o755)
+        place.chmod(0)
+        try:
+            if root:  # whom no mode bars
+                os.seteuid(65534)
+            records, errors = store.records()
+        finally:
+            if root:
+                os.seteuid(0)
+            place.chmod(0o755)
+    assert [record.study for record in records] == (["memory"] if barred else [])
+    assert len(errors) == 1 and (tiny().run_id if "run" in barred else place.name) in str(errors[0])
+    assert "cannot be read" in str(errors[0])
 
 
 def test_a_second_run_of_a_configuration_replaces_the_first(store, tiny):
@@ -136,3 +163,17 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
             open_within(root, name)
     with pytest.raises(OSError, match="more than 3 bytes"):
         read_within(root, "inner/file", 3)
+
+
+def test_the_sources_digest_is_of_what_measures_alone(tmp_path):
+    package = shutil.copytree(PACKAGE, tmp_path / "stepscope", ignore=shutil.ignore_patterns("__pycache__", "notebooks", "*.py[co]"))
+    before = source_digest(package)
+    assert before == source_digest(PACKAGE)
+    for room in ("report/render.py", "runs/sweep.py", "cli.py", "studies/ladder/claims.py", "studies/nsys/tables.py"):
+        (package / room).write_text((package / room).read_text() + "# another sentence\n")
+    assert source_digest(package) == before
+    for room in ("measure/clocks.py", "model/transformer.py", "optimizations/fp8.py", "traces/captured.py", "stats.py",
+                 "studies/ladder/measure.py"):
+        (package / room).write_text((package / room).read_text() + "# another line\n")
+        assert source_digest(package) != before, room
+        before = source_digest(package)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,14 +26,17 @@ from conftest import (
     put,
     record_of,
 )
+from stepscope.config import StepConfig
+from stepscope.model.accounting import peak
+from stepscope.runs import run as running
 from stepscope.runs import sweep as sweeping
 from stepscope.runs.record import LOG
-from stepscope.runs.run import MARK, Abandoned, end_marked, make_run
-from stepscope.runs.sweep import How, SweepEnd, plain, run_sweep
-from stepscope.runs.sweep_file import SweepError, needed_gib
+from stepscope.runs.run import MARK, Abandoned, end_marked, make_run, without_machine
+from stepscope.runs.sweep import SweepEnd, SweepOptions, plain, run_sweep
+from stepscope.runs.sweep_file import SweepError, needed_gib, peak_gib
 from stepscope.runs.workers import WorkersError
 
-HERE = How()
+HERE = SweepOptions()
 
 
 @pytest.fixture
@@ -52,13 +56,13 @@ def by_seed(store):
 
 
 def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
-    end = sweep([0, RAISES, LACKS_MEMORY, DIES, UNFINISHED, BAD_RESULT, PATHS], How(workers=2))
+    end = sweep([0, RAISES, LACKS_MEMORY, DIES, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
     records = by_seed(store)
     assert {seed: record.status for seed, record in records.items()} == {
         0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", UNFINISHED: "failed",
         BAD_RESULT: "failed", PATHS: "ok"}
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
-    assert "Run.finish" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
+    assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 4} and not end.left
     assert "): seed 9\n" in sweep.said  # markdown, as a terminal shows it
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
@@ -86,7 +90,7 @@ def test_a_notebook_names_no_place_of_this_machine(sweep, store, tiny, tmp_path)
 
 
 def test_a_run_is_killed_at_its_limit(sweep, store, faults):
-    end = sweep([HANGS], How(timeout_s=0.5))  # wherever it is by then
+    end = sweep([HANGS], SweepOptions(timeout_s=0.5))  # wherever it is by then
     assert end.counts == {"failed": 1} and "no end after 0.5 s" in by_seed(store)[HANGS].cause
 
 
@@ -121,12 +125,12 @@ def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
 
 
 def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
-    end = sweep([0, 30], How(time_budget_s=0))
+    end = sweep([0, 30], SweepOptions(time_budget_s=0))
     assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
     # The clock is the sweep's own: it passes the budget while the first run goes on, and that run is kept.
     clock = iter([0.0, 1.0])
     monkeypatch.setattr(sweeping, "monotonic", lambda: next(clock, 99.0))
-    end = sweep([0, 30], How(time_budget_s=50))
+    end = sweep([0, 30], SweepOptions(time_budget_s=50))
     assert end.stopped_by == "the time budget" and len(end.left) == 1 and end.counts == {"ok": 1}
 
 
@@ -139,13 +143,13 @@ def gpus(monkeypatch, faults):
 
 
 def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, store, faults, gpus):
-    end = sweep([TURNS, *range(10, 17)], How(runs_a_gpu=3), device="auto")
+    end = sweep([TURNS, *range(10, 17)], SweepOptions(runs_a_gpu=3), device="auto")
     assert end.counts == {"ok": 8}  # none found another's file on its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
 
 def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
-    from stepscope.runs.workers import Given, Workers
+    from stepscope.runs.workers import Assignment, Workers
     offer = {"nthreads": 3, "resources": {"GPU_GIB": 80.0}}
     workers = Workers.__new__(Workers)
     workers.offers, workers.running = {"a": offer | {"name": 0}, "b": offer | {"name": 1}}, []
@@ -153,7 +157,7 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     def give(config):
         place = workers.place(config.device, needed_gib(config))
         if place:
-            workers.running.append(Given(config, None, *place, SimpleNamespace()))
+            workers.running.append(Assignment(config, None, *place, SimpleNamespace()))
         return place
     small = tiny(device="cuda", size="nano")
     large = tiny(device="cuda", size="large", vocab_size=10_000, context_length=512, batch_size=4)  # 38 GiB
@@ -174,7 +178,7 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
 @pytest.mark.parametrize("fields, how, words", [
     ({"device": "cuda"}, HERE, "no GPU here"),
     ({"precision": "tf32"}, HERE, "no TF32"),
-    ({}, How(scheduler="nowhere"), "expected an address"),
+    ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
 ])
 def test_what_cannot_be_done_is_said_before_a_folder_is_touched(sweep, store, fields, how, words):
     with pytest.raises((SweepError, WorkersError, ValueError), match=words):
@@ -198,7 +202,7 @@ def test_one_folder_holds_one_devices_runs(sweep, store, tiny):
 
 def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
-    under_way = sweeping._Sweep(None, store, How(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0)
+    under_way = sweeping._Sweep(None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0)
 
     def take(config, name):
         given = SimpleNamespace(config=config, folder=store.folder_in_making())
@@ -211,3 +215,50 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
 
 def test_findings_are_plain_in_a_terminal():
     assert plain("**a** `b` [c](http://d)\n\x1b[31me") == "a b c  [31me"
+
+
+def test_a_run_finds_nothing_that_dasks_nanny_has_set_for_its_workers(monkeypatch, tmp_path, tiny):
+    import dask.config
+    import distributed  # noqa: F401  whose defaults these are
+    nannys = dask.config.get("distributed.nanny.pre-spawn-environ") | dask.config.get("distributed.nanny.environ")
+    assert "OMP_NUM_THREADS" in nannys
+    for name in nannys:
+        monkeypatch.setenv(name, "1")
+    environments = []
+
+    class Started(Exception):
+        pass
+
+    def start(command, *, env, **rest):
+        environments.append(env)
+        raise Started
+    monkeypatch.setattr(subprocess, "Popen", start)
+    for number, own in enumerate(({}, {"OMP_NUM_THREADS": "3"})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(Started):
+            make_run(tiny(), folder, own)
+    assert not nannys.keys() & environments[0].keys()
+    assert environments[1]["OMP_NUM_THREADS"] == "3"  # as the sweep had it
+
+
+@pytest.mark.parametrize("checkout", ["{home}/code/steps", "{tmp}/code/steps"])
+def test_the_longest_of_a_machines_places_is_replaced_first(monkeypatch, checkout):
+    home, tmp = Path.home(), tempfile.gettempdir()
+    place = checkout.format(home=home, tmp=tmp)
+    monkeypatch.setattr(running, "PROJECT", Path(place))
+    folder = Path(place) / "runs" / ".partial" / "ab12cd"
+    text = f"{place}/lib/x.py {folder}/tmp/y {folder}/z {home}/w {tmp}/v"
+    assert without_machine(text, folder) == "./lib/x.py <tmp>/y <run>/z ~/w <tmp>/v"
+
+
+def test_a_run_is_given_what_the_assignments_own_step_would_take(tiny):
+    large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
+    own = StepConfig(**large)
+    assert (own.mode, own.precision, own.attention, own.compile, own.optimizer) == ("step", "fp32", "naive", "none", "foreach")
+    plain = tiny(**large)
+    assert peak_gib(plain) == peak(own).allocated / 2**30
+    for change in ({"attention": "sdpa"}, {"precision": "bf16"}, {"optimizer": "fused"}, {"compile": "blocks"}):
+        changed = tiny(**large | change)
+        assert changed != plain and peak_gib(changed) == peak_gib(plain), change
+    assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(plain)  # it would be too little

@@ -2,6 +2,7 @@
 ones.
 """
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export
-from stepscope.traces.torch_trace import PROCESS_KEY
+from stepscope.traces.torch_trace import PROCESS_KEY, own_records
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"
@@ -432,3 +433,19 @@ def test_a_random_capture_equals_a_plain_loop(tmp_path, seed):
     assert list(zip(operations["phase"], operations["region"], operations["step"], strict=True)) == expected
     assert len({phase for phase, *_ in expected}) == 5
     check_conservation(operations, activity_totals(path))
+
+
+def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path):
+    """An operator within which others begin keeps what is left of its time; together they last as long as the whole."""
+    spans = [("aten::flash_backward", 0, 100, 1), ("aten::fill_", 10, 5, 1), ("aten::zero_", 20, 30, 1),
+             ("aten::fill_", 25, 20, 1), ("aten::mul", 200, 7, 1), ("aten::mul", 40, 50, 2), ("aten::view", 90, 2, 1)]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [
+        {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid, "pid": 1}
+        for name, ts, dur, tid in spans]}))
+    found = own_records(trace).operations
+    lasted = found.groupby(found["name"].astype(str))["duration_ns"].sum().to_dict()
+    assert lasted == {"aten::flash_backward": 65_000, "aten::fill_": 25_000, "aten::zero_": 10_000, "aten::mul": 57_000}
+    first = found[found["start_ns"] < 100_000].drop(index=found.index[found["duration_ns"] == 50_000])
+    ends = first["start_ns"] + first["duration_ns"]
+    assert ends.max() == 100_000 and (first["start_ns"].to_numpy()[1:] == ends.to_numpy()[:-1]).all()

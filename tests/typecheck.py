@@ -1,4 +1,5 @@
-"""mypy over the package, bench, the tests and the cells of the notebooks: ``python tests/typecheck.py``."""
+"""mypy over the package, bench, the tests and the cells of the notebooks: ``python tests/typecheck.py``; or over
+files."""
 import re
 import sys
 import tempfile
@@ -18,8 +19,13 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
             for at, line in enumerate(cell.source.splitlines(), 1)]
 
 
-def typecheck() -> tuple[str, int]:
-    """What mypy says, with a notebook's findings by its cells, and its exit status."""
+def typecheck(files: list[str]) -> tuple[str, int]:
+    """What mypy says of files, or of all where none is named, with a notebook's findings by its cells, and its
+    exit status."""
+    settings = ["--config-file", str(ROOT / "pyproject.toml")]
+    if files:
+        said, complaints, status = api.run([*settings, *files])
+        return said + complaints, status
     with tempfile.TemporaryDirectory() as folder:
         places: dict[str, str] = {}
         for notebook in sorted(ROOT.glob("notebooks/*.ipynb")):
@@ -28,13 +34,12 @@ def typecheck() -> tuple[str, int]:
             path.write_text("\n".join(line for _, line in code) + "\n", encoding="utf-8")
             places |= {f"{path}:{at}": place for at, (place, _) in enumerate(code, 1)}
         targets = [ROOT / "lib" / "stepscope", ROOT / "bench", ROOT / "tests", *Path(folder).iterdir()]
-        settings = ["--config-file", str(ROOT / "pyproject.toml")]
         said, complaints, status = api.run([*settings, *map(str, targets)])
     pattern = re.escape(folder) + r"/\w+\.py:\d+"
     return re.sub(pattern, lambda found: places.get(found[0], found[0]), said) + complaints, status
 
 
 if __name__ == "__main__":
-    text, status = typecheck()
+    text, status = typecheck(sys.argv[1:])
     print(text, end="")
     sys.exit(status)

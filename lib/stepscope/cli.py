@@ -1,5 +1,7 @@
 """The command line: a thin layer over the functions a notebook would call."""
+import errno
 import math
+import os
 import re
 import signal
 import sys
@@ -17,7 +19,7 @@ from stepscope.runs.machine import gpus_here, machine, software
 # All else is imported where it is needed: until main has said what Ctrl-C does, it would leave a traceback.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
-    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep import SweepOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                   pretty_exceptions_enable=False, help="""
@@ -30,6 +32,7 @@ interrupted is continued by giving the same command again.
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
 LASTING = "90s|20m|1h"
+MOST_PATH = 1_000  # bytes of a folder's path: what lies in it has longer ones, and Linux ends at 4,096
 
 
 def _seconds(text: str) -> float:
@@ -45,9 +48,19 @@ def _some_seconds(text: str) -> float:
     return found
 
 
-RunsOption = Annotated[Path | None, typer.Option("--runs", help="Runs folder.",
-                                                 show_default="runs/local-<this machine's device>")]
-OutOption = Annotated[Path | None, typer.Option(help="Where the report is.", show_default="the runs folder")]
+def _folder(text: str) -> Path:
+    """A variable that a script has not set is not the folder where one stands."""
+    if not text:
+        raise typer.BadParameter("got an empty text, but expected a folder's path; where one stands is .")
+    if (length := len(os.fsencode(Path(text).absolute()))) > MOST_PATH:
+        raise typer.BadParameter(f"got a path of {length:,} bytes, but expected at most {MOST_PATH:,}")
+    return Path(text)
+
+
+RunsOption = Annotated[Path | None, typer.Option("--runs", parser=_folder, metavar="PATH", help=(
+    "Runs folder."), show_default="runs/local-<this machine's device>")]
+OutOption = Annotated[Path | None, typer.Option("--out", parser=_folder, metavar="PATH", help=(
+    "Where the report is."), show_default="the runs folder")]
 BudgetOption = Annotated[float | None, typer.Option("--time-budget", parser=_seconds, metavar=LASTING, help=(
     "Start no run after this time, and say what is left."))]
 WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help=(
@@ -91,11 +104,11 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     return folder / f"local-{re.sub(r'[^a-z0-9]+', '-', gpus[0]['name'].lower()) if gpus else 'cpu'}"
 
 
-def _sweep(sources: list[Any], runs: Path, how: "How") -> int:
+def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
     """Run sweeps, and say how they ended; the exit status."""
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import run_sweep
-    end = run_sweep(sources, Store(runs), how, console)
+    end = run_sweep(sources, Store(runs), options, console)
     counts = end.counts
     console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
                   f" records are in {runs}")
@@ -106,9 +119,9 @@ def _sweep(sources: list[Any], runs: Path, how: "How") -> int:
     return EXIT_FAILED if counts["failed"] else 0
 
 
-def _sweep_and_render(sources: list[Any], runs: Path, how: "How") -> NoReturn:
+def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -> NoReturn:
     """Run sweeps and render what was measured, also when something failed."""
-    status = _sweep(sources, runs, how)
+    status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
     raise typer.Exit(status)
@@ -120,20 +133,22 @@ def sweep(
         "Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."))],
     runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
     runs_per_gpu: SharedOption = None, scheduler: SchedulerOption = None, timeout: TimeoutOption = None,
+    notebooks: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help=(
+        "Run this folder's notebooks, such as your copies in lab."), show_default="the package's")] = None,
 ) -> None:
     """Run sweeps: all that is asked for and has no valid record yet.
 
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
-    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, said_before
     paths = [path for name in sweeps for path in find_sweeps(name)]
     _require_gpu(sweeps, scheduler)
     for path in paths:
         console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
-    how = How(workers, runs_per_gpu, scheduler, timeout, time_budget)
-    raise typer.Exit(_sweep(paths, _local_runs(runs), how))
+    options = SweepOptions(workers, runs_per_gpu, scheduler, timeout, time_budget, notebooks)
+    raise typer.Exit(_sweep(paths, _local_runs(runs), options))
 
 
 def _require_gpu(names: list[str], scheduler: str | None) -> None:
@@ -151,12 +166,13 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 
     What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
     """
-    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, said_before
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
-    _sweep_and_render(paths, _local_runs(runs), How(workers, runs_per_gpu, None, timeout, time_budget))
+    options = SweepOptions(workers, runs_per_gpu, None, timeout, time_budget)
+    _sweep_and_render(paths, _local_runs(runs), options)
 
 
 @app.command()
@@ -170,11 +186,11 @@ def ladder(
 ) -> None:
     """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report.
     """
-    from stepscope.runs.sweep import How
+    from stepscope.runs.sweep import SweepOptions
     contexts = context or [512 if gpus_here() else 64]
     fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
-    _sweep_and_render([block], _local_runs(runs), How(time_budget_s=time_budget))
+    _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=time_budget))
 
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
@@ -202,6 +218,7 @@ def list_runs(
     Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
     the columns. Exit status 1 where something cannot be used.
     """
+    from stepscope.runs.record import of_two_notebooks
     from stepscope.runs.store import Store
     folder = _local_runs(runs, reading=True)
     if not folder.is_dir():
@@ -216,7 +233,7 @@ def list_runs(
             raise StepscopeError(f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one"
                                  f" of {', '.join(known)}")
         found = [(record, fields) for record, fields in found if str(fields.get(name)) == value]
-    columns = ("study", "run", "what", "status", "seconds", "cause")
+    columns = ("study", "run", "what", "status", "seconds", "notebook", "cause")
     rows = [_row(record, folder) for record, _ in found]
     if sys.stdout.isatty():
         table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -228,6 +245,8 @@ def list_runs(
             print(*row, sep="\t")
     for error in errors:
         console.print(f"{folder}/{error}")
+    for words in of_two_notebooks(records):
+        console.print(f"{folder}: {words}")
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
 
@@ -238,26 +257,32 @@ def _row(record: "Record", folder: Path) -> tuple[str, ...]:
     if (folder / record.study / record.run_id / LOG).is_file():
         cause += f" (see {record.study}/{record.run_id}/{LOG})"
     what = configure(**record.config).label.removeprefix(f"{record.study} ")
-    return record.study, record.run_id, what, record.status, f"{record.duration_s:.0f}", cause
+    return (record.study, record.run_id, what, record.status, f"{record.duration_s:.0f}",
+            record.notebook_source or "", cause)
 
 
 @app.command()
-def render(runs: RunsOption = None, out: OutOption = None) -> None:
+def render(runs: RunsOption = None, out: OutOption = None,
+           unsaid: Annotated[bool, typer.Option("--unsaid", help=(
+               "Name every claim, table and figure that is left out, and why."))] = False) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained), evidence and figures."""
     folder = _local_runs(runs, reading=True)
-    _render(folder, out or folder)
+    _render(folder, out or folder, unsaid)
 
 
-def _render(folder: Path, out: Path) -> None:
+def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
     """The report of a runs folder: its files, and what is not said in it."""
     console.print("Making the report: reading the runs, drawing its pictures.")
     from stepscope.report.render import render
     rendered = render(folder, out)
     for error in rendered.errors:
         console.print(f"left out: {error}")
-    for why in dict.fromkeys(told.why for told in rendered.unsaid):
-        names = dict.fromkeys(told.name for told in rendered.unsaid if told.why == why)
-        console.print(f"not said ({why}): {', '.join(names)}")
+    for line in [*rendered.notes, *rendered.left_out]:
+        console.print(line)
+    for told in rendered.unsaid if unsaid else ():
+        console.print(f"not said: {told.kind} {told.name} ({told.why})")
+    if rendered.unsaid and not unsaid:
+        console.print("stepscope render --unsaid names all that is left out")
     for path in rendered.paths:
         if path.parent == out:
             print(path)
@@ -290,7 +315,7 @@ def fit(
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
-    from stepscope.step.accounting import fit as fitted
+    from stepscope.model.fit import fit as fitted
     config = configure("benchmark", **_shape_asked(size, edition, shape), context_length=context,
                        batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
     if memory is None:
@@ -310,27 +335,40 @@ def fit(
 @app.command()
 def profile(
     file: Annotated[Path, typer.Argument(
-        help="nsys's .sqlite or .nsys-rep, or torch.profiler's .json; also .gz.")],
+        help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz, or a"
+             " pipe.")],
     step: Annotated[str | None, typer.Option(
         help="The name of the ranges that are steps, without numbers.")] = None,
     phase: Annotated[list[str] | None, typer.Option(
-        help="A phase and the name of its ranges, as forward=NAME; may be said again.")] = None,
+        help="A phase and the name of its ranges, as forward=NAME, or a pattern, as forward=*(F); may be said"
+             " again.")] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
+    form: Annotated[str, typer.Option("--format", metavar="text|json|markdown",
+                                      help="How it is said.")] = "text",
 ) -> None:
-    """Say what a capture tells: a step on the GPU, its families, launches, communication, and what to do."""
-    from stepscope.report.profile import phases_of, profile_text
+    """Say what a capture tells: a step on the GPU, its kernels, why it waits, communication, and what to do.
+
+    Exit status: 0 it is told, 2 the file cannot be read as a capture.
+    """
+    if console.is_terminal and file.is_file():  # before what takes long is imported
+        console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
+    from stepscope.captures.verdict import FORMATS, phases_of, rendered
+    from stepscope.captures.verdict import profile as profiled
+    if form not in FORMATS:
+        raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
-        print(profile_text(file, step=step, phases=phases_of(phase or []), device=device, csv=csv))
+        lines = profiled(file, step=step, phases=phases_of(phase or []), device=device, csv=csv)
     except OSError as error:
         raise StepscopeError(f"{error.filename or file}: {error.strerror or error}") from None
+    print(rendered(lines, form))
 
 
 @app.command()
 def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
     from stepscope.config import device_here
-    from stepscope.traces.in_process import launch_rate
+    from stepscope.measure.modes import launch_rate
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}
     if rate := launch_rate(device):
@@ -345,7 +383,7 @@ def doctor() -> None:
 
 def _nsys_words() -> str:
     """Which nsys there is and whether it is whole; what to do where it is not."""
-    from stepscope.traces.nsys_program import find_nsys, missing_libraries, nsys_version
+    from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
     nsys = find_nsys()
     if nsys is None:
         return ("none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
@@ -358,17 +396,34 @@ def _nsys_words() -> str:
 
 
 def main() -> None:
-    """Entry point: errors that are the input's are one line and status 2, without a traceback."""
+    """Entry point: errors of the input, and the machine's of a file, are one line and status 2, without a
+    traceback."""
     # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may
     # be swallowed there.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.stdout is None:  # it was closed before the start: what is written there fails, as it should
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except StepscopeError as error:
-        words = "".join(c if c.isprintable() else " " for c in str(error))
-        console.print(f"error: {words}")
-        sys.exit(EXIT_BAD_INPUT)
+        _end_with(str(error))
+    except OSError as error:
+        if error.strerror is None:  # a library's
+            raise
+        if error.filename is None:  # the rest would be tried, and its failure told, again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # who reads it wants no more
+            sys.exit(EXIT_FAILED)
+        _end_with(f"{error.filename or 'the output'!s:.200}: {error.strerror}")
+
+
+def _end_with(words: str) -> NoReturn:
+    console.print(f"error: {''.join(c if c.isprintable() else ' ' for c in words)}")
+    sys.exit(EXIT_BAD_INPUT)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@
 A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. All that a run
 depends on is a field, so that the run id, made from the fields, names it completely.
 """
+import ast
+import difflib
 import functools
 import hashlib
 import importlib
 import json
 import re
 import reprlib
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -47,6 +50,7 @@ EDITIONS = {
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
+WHOLE = "whole"  # the row of a mode as a whole, beside its phases
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
@@ -121,6 +125,16 @@ class RunConfig(BaseModel):
         """The fields that can have more than one value: the parameters of the study's notebook."""
         return [name for name, field in cls.model_fields.items()
                 if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+
+    @classmethod
+    def notebook_for(cls, fields: Mapping[str, Any]) -> str:
+        """The name of the notebook that a run with these fields executes: the study's, where it has one
+        only."""
+        return fields["study"]
+
+    @property
+    def notebook(self) -> str:
+        return self.notebook_for(dict(self))
 
     def digest(self) -> str:
         """Of the fields that are not at their default, so that a field added later renames no run.
@@ -267,9 +281,50 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
 
     Args:
         names: the notebook's ``globals()``; what is no field of the study is passed over.
+
+    Raises:
+        ConfigError: a value, or a parameter's name that papermill was given, is wrong.
     """
     free = studies()[study].free_fields()
+    require_parameters(names, free)
     return configure(study, **{field: names[field] for field in free if field in names})
+
+
+def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> None:
+    """Refuse what papermill was given and the notebook does not know: papermill itself only warns.
+
+    Args:
+        names: the notebook's ``globals()``. Its history has the cell that papermill adds.
+        free: names that may be given beside those of the parameters cell.
+
+    Raises:
+        ConfigError: the name, and those that are known.
+    """
+    history = names.get("In", [])
+    for at, cell in enumerate(history):
+        if not at or not cell.startswith("# Parameters\n"):
+            continue
+        own = [name for name in set_by(history[at - 1]) if name != "run_folder"]
+        known = dict.fromkeys([*own, *free])
+        for name in set_by(cell):
+            if name not in known and name != "run_folder":
+                close = difflib.get_close_matches(name, known, 1)
+                meant = f"{close[0]} may be meant; " if close else ""
+                raise ConfigError(f"{name:.100}: no such parameter; {meant}known are {', '.join(known)}")
+
+
+def set_by(cell: str) -> list[str]:
+    """The names that a notebook's cell sets to constants, where it does nothing else but import."""
+    names: list[str] = []
+    try:
+        for line in ast.parse(cell).body:
+            if not isinstance(line, ast.Import | ast.ImportFrom):
+                targets = line.targets if isinstance(line, ast.Assign) else [line.target]  # type: ignore
+                ast.literal_eval(line.value)  # type: ignore
+                names += [target.id for target in targets]  # type: ignore
+    except (SyntaxError, ValueError, AttributeError):
+        return []
+    return names
 
 
 def require_device(config: RunConfig) -> None:

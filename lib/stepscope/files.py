@@ -6,6 +6,7 @@ into, devices. :func:`open_within` is how every file of a run is read.
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
@@ -58,20 +59,35 @@ def read_within(root: Path, name: str, most_bytes: int) -> bytes:
 
 def write_text_durably(path: Path, text: str) -> None:
     """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    if os.path.lexists(temporary):  # of a process that was killed, or somebody's link
-        temporary.unlink()
+    write_texts_durably({path: text})
+
+
+def write_texts_durably(texts: Mapping[Path, str]) -> None:
+    """Write files that belong together: all are on disk beside their places before any takes its place, so
+    that a full disk leaves the old ones, and nothing beside them.
+
+    Raises:
+        OSError: one of them cannot be written.
+    """
+    temporaries = {path: path.with_name(f".{path.name}.tmp") for path in texts}
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # a full disk
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    temporary.replace(path)
-    sync(path.parent)
+        for path, temporary in temporaries.items():
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
+            if os.path.lexists(temporary):  # of a process that was killed, or somebody's link
+                temporary.unlink()
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(texts[path])
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
+    finally:
+        for temporary in temporaries.values():
+            with suppress(OSError):  # it is in its place
+                temporary.unlink()
+    for folder in {path.parent for path in texts}:
+        sync(folder)
 
 
 def sync(path: Path) -> None:

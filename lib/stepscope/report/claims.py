@@ -203,7 +203,14 @@ def _without_empty(text: str) -> str:
         heading, _, rest = others[0].partition("\n")
         first, others = f"{heading}\n\n{_live(rest)}", others[1:]
     paragraphs = re.split(r"\n{2,}", "".join([first, *map(_live, others)]))
-    return "\n\n".join(kept for paragraph in paragraphs if (kept := _paragraph(paragraph)))
+    kept = [_paragraph(paragraph) for paragraph in paragraphs]
+    led = zip(kept, [*kept[1:], ""])
+    return "\n\n".join(text for this, following in led if (text := this if following else _unled(this)))
+
+
+def _unled(paragraph: str) -> str:
+    """A paragraph without the words that led to the next one, where nothing is left of that."""
+    return re.sub(r"(?s)(?:\A|(?<=[.!?])\s)(?:(?![.!?]\s).)*:\Z", "", paragraph).rstrip()
 
 
 def _live(section: str) -> str:
@@ -215,6 +222,7 @@ def _paragraph(paragraph: str) -> str:
         rest = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
         if not rest:  # nothing is left but a question
             return ""
-    paragraph = re.sub(r"[^.!?*\n\x01]*:[ \n]?\x00", "", paragraph)  # what only leads to what is not said
+    # What only leads to what is not said.
+    paragraph = re.sub(r"[^.!?*\n\x01]*:(?:[ \n]?\x00)+(?![ \n]*[\x00\x01])", "", paragraph)
     text = re.sub(r"[ \n]?\x00", "", paragraph).replace(SAID, "")
     return re.sub(r"(?<=\S) {2,}", " ", text).strip("\n ")

@@ -20,8 +20,8 @@ from pandera.errors import SchemaError, SchemaErrors
 from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import open_within
-from stepscope.runs.record import Record
-from stepscope.runs.store import Store
+from stepscope.runs.record import Record, of_two_notebooks
+from stepscope.runs.store import Store, runs_folder
 
 Tables = dict[str, pd.DataFrame]
 
@@ -40,18 +40,21 @@ class TableError(StepscopeError, ValueError):
 
 @dataclass
 class Read:
-    """What a runs folder holds: tables by "<study>.<table>", only of studies that have runs, and ``runs``."""
+    """What a runs folder holds: tables by "<study>.<table>", only of studies that have runs, and ``runs``;
+    ``replaced`` are in no table, since a newer run says the same."""
 
     records: list[Record]
     tables: Tables = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of what was read: what to know about it
+    replaced: list[Record] = field(default_factory=list)
 
 
 def load(runs: str | Path = "") -> Tables:
     """All tables of a runs folder, for questions of one's own: ``load()["benchmark.times"]``.
 
     Args:
-        runs: the folder; empty: the committed reference.
+        runs: the folder, in a checkout seen from there; empty: the committed reference.
 
     Each is tidy: one row a key, the configuration of its run in the first columns, units in names. ``runs``
     has a row a run, "<study>.results" what each run found besides tables.
@@ -61,11 +64,11 @@ def load(runs: str | Path = "") -> Tables:
     """
     if not runs and not PROJECT:
         raise RunsError("runs: an installed package has no reference; name a folder of runs")
-    found = read(Store(Path(runs) if runs else Path(str(PROJECT), "runs", "h200")))
+    found = read(Store(runs_folder(runs) if runs else Path(str(PROJECT), "runs", "h200")))
     if not found.records:
         raise RunsError(f"{runs or 'runs/h200'}: {found.errors[0] if found.errors else 'holds no run'}")
-    for error in found.errors:
-        print(error, file=sys.stderr)
+    for words in [*found.errors, *found.notes]:
+        print(words, file=sys.stderr)
     return found.tables
 
 
@@ -79,7 +82,7 @@ def read(store: Store) -> Read:
         raise RunsError(f"{store.root}: no such runs folder")
     started = time.monotonic()
     records, errors = store.records(check_files=True)
-    found = Read(records, errors=[str(error) for error in errors])
+    found = Read(records, errors=[str(error) for error in errors], notes=of_two_notebooks(records))
     if time.monotonic() - started > QUIET_S or len(records) > 500:
         print(f"Reading {len(records):,} runs.", file=sys.stderr)
     kept = []
@@ -124,6 +127,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
             tables |= module.tables(tables)
         except Exception as error:  # noqa: BLE001 of any table that is not there
             found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
+    found.replaced += [record for run, record in usable.items() if run in older]
     kept = [record for run, record in usable.items() if run not in older]
     results = [_config(module, record) | {"run_id": record.run_id} | record.results
                for record in kept if record.done]
@@ -220,9 +224,10 @@ def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) ->
     age = {run: place for place, run in enumerate(
         sorted(records, key=lambda run: (records[run].started_at, run), reverse=True))}
     for table, frame in tables.items():
-        keys = frame[["run_id", *module.KEYS[table]]]
-        newest_first = keys.sort_values("run_id", key=lambda runs: runs.map(age), kind="stable")
-        older |= set(newest_first["run_id"][newest_first.duplicated(list(module.KEYS[table]))])
+        key = getattr(module, "KEYS", {}).get(table) or (*module.CONFIG, *module.SCHEMAS[table].unique)
+        newest_first = frame[["run_id", *key]].sort_values(
+            "run_id", key=lambda runs: runs.map(age), kind="stable")
+        older |= set(newest_first["run_id"][newest_first.duplicated(list(key))])
     return older
 
 

@@ -5,6 +5,7 @@ Pictures are inside, evidence is folded, and its policy lets nothing run or load
 import base64
 import hashlib
 import html
+import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str]) -> str:
     """
     anchors = {section.path: section.anchor for section in sections} | {"writeup.md": "top"}
     writer = _Writer(figures, anchors)
-    body = writer.html(writeup, "")
+    body = writer.html(writeup)
     style = STYLE.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     title = next(iter(re.findall(r"<h1[^>]*>(.*?)</h1>", body)), "Report")
@@ -52,7 +53,7 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str]) -> str:
         heading, _, rest = section.text.partition("\n")
         summary = html.escape(heading.lstrip("# "))
         folded.append(f'<details id="{section.anchor}"><summary>{summary}</summary>\n'
-                      f"{writer.html(rest, section.anchor + '-')}</details>")
+                      f"{writer.html(rest, section)}</details>")
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=re.sub(r"<[^>]+>", "", title), style=style, digest=digest, contents=contents, body=body,
         folded="\n".join(folded))
@@ -65,8 +66,10 @@ class _Writer:
         self.figures, self.anchors = figures, anchors
         self.markdown = MarkdownIt("commonmark", {"html": False, "typographer": False}).enable("table")
 
-    def html(self, text: str, prefix: str) -> str:
-        """One text; ``prefix`` makes its headings' anchors the page's own."""
+    def html(self, text: str, section: Section | None = None) -> str:
+        """The writeup, or the text of a section, whose headings' anchors begin with its own."""
+        prefix = f"{section.anchor}-" if section else ""
+        folder = posixpath.dirname(section.path) if section else ""
         tokens = self.markdown.parse(text)
         for place, token in enumerate(tokens):
             if token.type == "heading_open":
@@ -75,7 +78,7 @@ class _Writer:
             if align := token.attrGet("style"):  # the policy allows no style on an element
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}
             if token.children:
-                token.children = [self._inline(child) for child in token.children]
+                token.children = [self._inline(child, folder) for child in token.children]
         made = str(self.markdown.renderer.render(tokens, self.markdown.options, {}))
         made = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", made)
         made = made.replace("<th ", '<th scope="col" ').replace("<th>", '<th scope="col">')
@@ -83,9 +86,9 @@ class _Writer:
         table = '<div class="scroll" role="group" aria-label="table" tabindex="0"><table>'
         return made.replace("<table>", table).replace("</table>", "</table></div>")
 
-    def _inline(self, token: Token) -> Token:
+    def _inline(self, token: Token, folder: str) -> Token:
         if token.type == "link_open":
-            token.attrs = {"href": self._href(str(token.attrGet("href") or ""))}
+            token.attrs = {"href": self._href(str(token.attrGet("href") or ""), folder)}
         elif token.type == "image":
             name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
             drawn = self.figures.get(name[1], "") if name else ""
@@ -95,9 +98,14 @@ class _Writer:
                            "width": width, "height": height}
         return token
 
-    def _href(self, link: str) -> str:
-        path, _, anchor = link.removeprefix("../").removeprefix("evidence/").partition("#")
-        for known, place in self.anchors.items():
-            if path and path in (known, known.removeprefix("evidence/")):
-                return f"#{place if not anchor else anchor if place == 'top' else f'{place}-{anchor}'}"
-        return link if link.startswith(("https://", "#")) or re.fullmatch(r"(?!//)[\w./+-]+", link) else "#"
+    def _href(self, link: str, folder: str) -> str:
+        """A link of a text in this folder as one of the page, which lies above it."""
+        if link.startswith(("https://", "#")):
+            return link
+        path, _, anchor = link.partition("#")
+        if not re.fullmatch(r"(?!/)[\w./+%-]+", path):
+            return "#"
+        path = posixpath.normpath(posixpath.join(folder, path))
+        if place := self.anchors.get(path):
+            return f"#{place if not anchor else anchor if place == 'top' else f'{place}-{anchor}'}"
+        return f"{path}#{anchor}" if re.fullmatch(r"[\w-]+", anchor) else path

@@ -4,17 +4,20 @@ All of it is text and made before anything is written; then each file is put in 
 """
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from stepscope import StepscopeError
-from stepscope.files import read_within, write_text_durably
+from stepscope.files import read_within, write_texts_durably
 from stepscope.report.claims import HOLDS, TAG, Teller, Told, collect
+from stepscope.report.left_out import Pages, differing, left_out, study_of
 from stepscope.report.load import Read, read
 from stepscope.report.page import Section, page
-from stepscope.report.tables import escape, number
+from stepscope.report.tables import NONE, escape, number
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.runs.store import Store
 
@@ -38,21 +41,22 @@ class Report:
 
     texts: dict[str, str] = field(default_factory=dict)
     first: str = ""  # the first screen without its heading
-    told: list[Told] = field(default_factory=list)
+    pages: Pages = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-
-    @property
-    def unsaid(self) -> list[Told]:
-        return [told for told in dict.fromkeys(self.told) if told.why != HOLDS]
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Rendered:
-    """What :func:`render` did: files written, claims, tables and figures not said, runs left out."""
+    """What :func:`render` did: files written, what is not said and why, each tag of it, runs left out, and
+    what to know of the others."""
 
     paths: list[Path]
+    left_out: list[str]
     unsaid: list[Told]
     errors: list[str]
+    notes: list[str]
 
 
 def render(runs: Path, out: Path) -> Rendered:
@@ -72,16 +76,19 @@ def render(runs: Path, out: Path) -> Rendered:
     try:
         for folder in ("evidence", "figures"):
             (out / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in report.texts.items():
-            write_text_durably(out / name, text)
+        write_texts_durably({out / name: text for name, text in report.texts.items()})
         for name in _possible() - report.texts.keys():  # of before
             (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{out}: the report cannot be written there ({error.strerror or error})") from None
+    finally:
         for folder in ("evidence", "figures"):
             with suppress(OSError):  # it is not empty
                 (out / folder).rmdir()
-    except OSError as error:
-        raise OutputError(f"{out}: the report cannot be written there ({error.strerror or error})") from None
-    return Rendered([out / name for name in report.texts], report.unsaid, report.errors)
+    told = dict.fromkeys(one for own in report.pages.values() for one in own)
+    unsaid = [one for one in told if one.why != HOLDS]
+    paths = [out / name for name in report.texts]
+    return Rendered(paths, report.left_out, unsaid, report.errors, report.notes)
 
 
 def _possible() -> set[str]:
@@ -100,23 +107,26 @@ def compose(runs: Path, out: Path) -> Report:
     found = read(Store(runs))
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
-    teller, report = Teller(found.tables), Report(errors=found.errors)
-    main, missing = [], []
+    teller, report = Teller(found.tables), Report(errors=found.errors, notes=found.notes)
     preset = all(record.config["device"] == "cpu" for record in found.records)
-    for path in sorted(CHAPTERS.glob("[0-9][0-9]-*.md")):
-        path = CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
-        told = teller.chapter(_source(path), path.name)
-        main.append(_with_code(told))
-        if not told:
-            missing.append(path)
-    report.first = main[0].partition("\n")[2].strip()
-    pages = {f"evidence/{path.name}": told for path in sorted((CHAPTERS / "evidence").glob("*.md"))
-             if (told := teller.chapter(_source(path), f"evidence/{path.name}", "../figures"))}
-    if told := teller.chapter(_source(CHAPTERS / "2026.md"), "2026.md", "figures"):
-        pages = {"answers-2026.md": told} | pages
-    folder = os.path.relpath(runs, out / "evidence").replace(os.sep, "/")
-    pages["evidence/runs.md"] = _runs_page(found, folder)
-    writeup = "\n".join([*filter(None, main), *_end(missing, pages, runs)])
+
+    def told(path: Path, figures: str = "figures") -> str:
+        before = len(teller.told)
+        text = teller.chapter(_source(path), str(path.relative_to(CHAPTERS)), figures)
+        report.pages.setdefault(_title(_source(path)), []).extend(teller.told[before:])
+        return text
+
+    chapters = [CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
+                for path in sorted(CHAPTERS.glob("[0-9][0-9]-*.md"))]
+    main = {path: _with_code(told(path)) for path in chapters}
+    report.first = main[chapters[0]].partition("\n")[2].strip()
+    others = {"answers-2026.md": told(CHAPTERS / "2026.md")}
+    others |= {f"evidence/{path.name}": told(path, "../figures")
+               for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
+    pages = {name: text for name, text in others.items() if text}
+    pages["evidence/runs.md"] = _runs_page(found, _relative(runs, out / "evidence"))
+    missing = [path for path, text in main.items() if not text]
+    writeup = "\n".join([*filter(None, main.values()), *_end(missing, pages, _relative(runs, out))])
     figures = {name: drawn for name, (_, drawn) in teller.figures.items()}
     if preset:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
@@ -124,8 +134,12 @@ def compose(runs: Path, out: Path) -> Report:
     report.texts = {"writeup.md": writeup, "writeup.html": page(writeup, sections, figures)} | pages | {
         f"figures/{name}.svg": text for name, text in figures.items()}
     report.texts |= _readme(out, report.first)
-    report.told = teller.told
+    report.left_out = left_out(report.pages, found.records)
     return report
+
+
+def _relative(runs: Path, folder: Path) -> str:
+    return os.path.relpath(runs, folder).replace(os.sep, "/")
 
 
 def _source(path: Path) -> str:
@@ -140,46 +154,58 @@ def _with_code(text: str) -> str:
     return re.sub(r"^```python (\w+)\n(?:```)?$", code, text, flags=re.MULTILINE)
 
 
-def _end(missing: list[Path], pages: dict[str, str], runs: Path) -> Iterator[str]:
+def _end(missing: list[Path], pages: dict[str, str], runs: str) -> Iterator[str]:
     """What stands below the chapters: where the evidence is, and which sweeps would fill what is absent."""
     titles = [f"[{_title(text)}]({name})" for name, text in pages.items()]
     yield f"---\n\nEvidence, a page a study: {', '.join(titles)}.\n"
     if missing:
         studies = dict.fromkeys(study for path in missing for study in _studies(path))
         names = ", ".join(_title(_source(path)) for path in missing)
-        command = f"stepscope sweep {' '.join(studies)} --runs {_code(runs)}"
-        yield f"Not measured here: {names}. `{command}` measures what they are made of.\n"
+        place = re.sub(r"[^\w ./+'-]", "?", shlex.quote(runs))
+        command = f"stepscope sweep {' '.join(studies)} --runs {place}"
+        yield f"Not measured here: {names}. In this report's folder, `{command}` measures it.\n"
 
 
 def _title(text: str) -> str:
-    return TAG.sub("", text.partition("\n")[0]).lstrip("# ").strip()
+    return text.partition("\n")[0].partition("{%")[0].strip("# ")
 
 
-def _code(path: Path) -> str:
-    """A path inside backticks."""
-    return re.sub(r"[^\w./+-]", "?", str(path) if not path.is_absolute() else path.name)
-
-
-def _studies(path: Path) -> list[str]:
+def _studies(path: Path) -> Iterator[str]:
     """The studies that a chapter's tags are made of."""
-    known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
-    places = [known[tag["kind"]][tag["name"]].__module__.split(".") for tag in TAG.finditer(_source(path))
-              if tag["kind"] in known]
-    return [place[2] for place in places if place[1] == "studies"]
+    for tag in TAG.finditer(_source(path)):
+        if tag["name"] and (study := study_of(tag["kind"], tag["name"])):
+            yield study
 
 
 def _runs_page(found: Read, folder: str) -> str:
-    """All runs with links to their notebooks, and what was left out. Run ids are plain names."""
-    def row(record: Record) -> str:
-        link = f"[{record.run_id}]({folder}/{record.study}/{record.run_id}/{NOTEBOOK})"
-        outcome = f"{record.status}: {escape(record.cause)}" if record.cause else record.status
-        cells = (record.study, link, number(record.duration_s, "s"), outcome)
-        return f"| {' | '.join(cells)} |"
+    """All runs of each study with the fields in which they differ and links to their notebooks, and what was
+    left out. Run ids are plain names."""
+    text = "# Runs\n"
+    for study in dict.fromkeys(record.study for record in found.records):
+        own = [record for record in [*found.records, *found.replaced] if record.study == study]
+        fields = differing([record.config for record in own])
+        rows = [_run_row(record, fields, f"{quote(folder)}/{study}") for record in own]
+        for record, row in zip(own, rows):
+            row[-1] += ", replaced by a newer one" * (record in found.replaced)
+        headings = [name.replace("_", " ") for name in fields]
+        text += f"\n## {study.replace('_', ' ').capitalize()}\n\n"
+        text += "".join(f"| {' | '.join(row)} |\n" for row in [
+            ["run", *headings, "what it found", "time", "outcome"],
+            [":--", *[":--"] * len(headings), ":--", "--:", ":--"], *rows])
+    left = "".join(f"* {escape(error)}\n" for error in found.errors)
+    return text + (f"\n## Left out\n\n{left}" if left else "")
 
-    rows = "\n".join(map(row, found.records))
-    left = "\n".join(f"* {escape(error)}" for error in found.errors)
-    head = "| study | run | time | outcome |\n| :-- | :-- | --: | :-- |"
-    return (f"# Runs\n\n{head}\n{rows}\n" + (f"\n## Left out\n\n{left}\n" if left else ""))
+
+def _run_row(record: Record, fields: list[str], folder: str) -> list[str]:
+    def cell(value: object) -> str:
+        return escape(", ".join(map(str, value)) if isinstance(value, list) else value)
+
+    config = [cell(record.config.get(name)) for name in fields]
+    finding = str(record.results.get("finding") or NONE).replace("**", "")
+    outcome = f"{record.status}: {escape(record.cause)}" if record.cause else record.status
+    link = f"[{record.run_id}]({folder}/{record.run_id}/{NOTEBOOK})"
+    return [link if record.notebook_sha256 else record.run_id, *config,
+            escape(finding), number(record.duration_s, "s"), outcome]
 
 
 def _readme(out: Path, first: str) -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""One look for every figure.
+"""One look for every figure, and no other's.
 
 A figure is one SVG for light and dark: its colours are variables that the reader's scheme sets, its text is
 text. It is 432 points wide, so that 11 points are 9 pixels on a phone of 390.
 """
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
@@ -38,7 +39,16 @@ STYLE = {
     "ytick.labelcolor": INK, "legend.fontsize": TEXT, "legend.frameon": False, "figure.facecolor": PAPER,
     "axes.facecolor": PAPER, "savefig.facecolor": PAPER, "lines.linewidth": 2, "lines.markersize": 5,
     "svg.fonttype": "none", "svg.hashsalt": "stepscope"}
-matplotlib.rcParams.update(STYLE)  # for all that is drawn once this is imported
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """What is drawn within has this look, by matplotlib or by seaborn; what is drawn elsewhere keeps its own.
+
+    Also a decorator, ``@look()``, of a function that draws.
+    """
+    with matplotlib.rc_context(STYLE):
+        yield
 
 
 class Picture(Figure):
@@ -46,6 +56,7 @@ class Picture(Figure):
 
     message: str = ""
 
+    @look()
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()
         plain_ticks(self)
@@ -53,6 +64,7 @@ class Picture(Figure):
         return drawn.getvalue()
 
 
+@look()
 def figure(message: str, height: float = 3.2, rows: int = 1, columns: int = 1,
            **subplots: Any) -> tuple[Picture, Any]:
     """A figure whose title is its message, wrapped to its width, and its axes (as of ``Figure.subplots``)."""
@@ -120,6 +132,7 @@ def plain_ticks(drawn: Figure) -> None:
             axis.set_minor_formatter(NullFormatter())
 
 
+@look()
 def svg(drawn: Figure) -> str:
     """A figure as SVG for light and dark, without a date, numbers to 0.01 points."""
     plain_ticks(drawn)

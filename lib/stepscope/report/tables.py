@@ -22,6 +22,9 @@ LEAST_PERCENT = 0.001  # of what is not zero
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in (
     "ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}  # of columns' names
+# Columns of runs' tables whose unit is not in their name: shares, and counts that may have none.
+UNSAID = dict.fromkeys(("busy", "share", "mfu", "mfu_measured", "mfu_at_clock"), "%") | dict.fromkeys(
+    ("operations", "count", "passes", "steps", "launches", "kernels"), "n")
 WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 
 
@@ -75,21 +78,8 @@ def number(value: Any, unit: str = "") -> str:
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 
-def shown(value: Any, unit: str = "ms") -> float:
-    """The number that a reader sees."""
-    if missing(value):
-        return math.nan
-    return _read(digits(value, unit)) / (100 if unit == "%" else 1)
-
-
 def _read(text: str) -> float:
     return float(re.sub(r"[^\d.-]", "", text))
-
-
-def ratio(a: Any, b: Any, unit: str = "ms") -> float:
-    """a / b, of the numbers as they are shown, so that a reader who divides them finds the same."""
-    above, below = shown(a, unit), shown(b, unit)
-    return above / below if below else math.nan
 
 
 class Shown:
@@ -136,7 +126,7 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
         if name in WORDS or unit not in SUFFIXES:
             return WORDS.get(name, name.replace("_", " "))
         words = words.replace("_", " ")
-        return f"{WORDS.get(words, words)}, {SUFFIXES[unit]}"
+        return f"{WORDS.get(words, words)}, {SUFFIXES[unit]}" if words else SUFFIXES[unit]
     return frame.rename(columns=heading)
 
 
@@ -222,8 +212,12 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """A notebook's table: some columns, headings with units, three significant digits, no index."""
-    chosen = headed(frame[list(columns)] if columns is not None else frame)
+    """A notebook's table, printed as the report's are: some columns, headings with units, three significant
+    digits, shares in percent, counts whole, no index."""
+    chosen = frame[list(columns)] if columns is not None else frame
+    said = {name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}"
+            for name in chosen if name in UNSAID}
+    chosen = headed(chosen.rename(columns=said))
     headings, cells, _ = _cells(chosen.reset_index() if any(chosen.index.names) else chosen, "")
     plain = [[re.sub(r"\\(.)", r"\1", cell) for cell in column] for column in cells]
     return pd.DataFrame(dict(zip((re.sub(r"\\(.)", r"\1", name) for name in headings), plain)),

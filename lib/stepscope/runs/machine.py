@@ -12,6 +12,9 @@ from typing import Any
 
 import stepscope
 
+# What a number depends on: the rooms that measure and what they stand on. No sweep, no report.
+MEASURING = ("config.py", "gpu_lock.py", "stats.py", "model", "measure", "optimizations", "traces", "studies")
+OF_REPORT = ("tables.py", "claims.py", "figures.py")  # of a study
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
 
 
@@ -36,7 +39,7 @@ def _cpu_name() -> str:
 
 
 def software() -> dict[str, str | int | None]:
-    """Versions of all that can change a figure, and a digest of this package's own source."""
+    """Versions of all that can change a number, and a digest of this package's source that measures."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -45,10 +48,19 @@ def software() -> dict[str, str | int | None]:
     versions["torch"] = torch.__version__
     if torch.version.cuda:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+    return versions | {"stepscope_source": source_digest(stepscope.PACKAGE)}
+
+
+def source_digest(package: Path) -> str:
+    """Of the source of :data:`MEASURING` in a package's folder: another sentence in the report is no other
+    measurement."""
     digest = hashlib.sha256()
-    for source in sorted(Path(stepscope.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return versions | {"stepscope_source": digest.hexdigest()[:12]}
+    for name in MEASURING:
+        room = package / name
+        for source in [room] if room.is_file() else sorted(room.rglob("*.py")):
+            if not (name == "studies" and source.name in OF_REPORT):
+                digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _driver() -> str | None:

@@ -1,21 +1,32 @@
-"""The notebook's side of a run: say what it runs on, show the measured code, hand over what was found."""
+"""The notebook's side of a run: say what it runs on, keep what was measured, say what was found."""
 import hashlib
 import inspect
-import json
 import os
+import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from IPython import get_ipython
 from IPython.display import Markdown, display
+from pydantic import ValidationError
 
-from stepscope.config import RunConfig, require_device
-from stepscope.files import write_text_durably
+from stepscope.config import SIZES, ConfigError, RunConfig, require_device, worded
+from stepscope.gpu_lock import locked_s
 from stepscope.runs.machine import machine, software
-from stepscope.runs.record import OUTCOME
-from stepscope.step import turn
+from stepscope.runs.record import Record, RecordError, plain, tell
+from stepscope.runs.run import notebook_of
+from stepscope.runs.source import source_by_hand
+from stepscope.runs.store import Store, runs_folder
+
+# Up to here a step's operators on a CPU are over before threads have found each other; where the cores are
+# busy, threads wait for each other 35 times as long as one takes.
+ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}
 
 
 class Run:
@@ -23,50 +34,113 @@ class Run:
 
     Args:
         config: what is run.
-        run_folder: where the outcome goes; empty when the notebook is run by hand: nothing is written then.
+        run_folder: of a sweep: where the outcome goes.
+        runs: of a notebook that is run by hand: the runs folder that is to hold the run; empty: nothing is
+            written.
 
     Raises:
-        ConfigError: this machine cannot run the configuration.
+        ConfigError: this machine cannot run the configuration, or the folder holds another device's runs.
+        StoreError, StoreBusy: the folder cannot be written to.
     """
 
-    def __init__(self, config: RunConfig, run_folder: str | Path):
+    def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
         require_device(config)
         pd.options.display.max_colwidth = 200  # reasons are read to their end
         # torch's profiler says on stderr, which a notebook shows, that it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
+        self.store = Store(runs_folder(runs)) if runs and not run_folder else None
+        self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        self._write()  # what runs out of memory later has still said on what
-        on, torch = self.outcome["machine"]["device_name"], self.outcome["software"]["torch"]
-        display(Markdown(f"**{config.label}** on {on}, torch {torch}"))
+        on = self.outcome["machine"]["device_name"]
+        if self.store:
+            with self.store.writing():  # says now what else it would say when all is measured
+                there = self.store.device_name()
+            if there and there != on:
+                raise ConfigError(f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
+                                  " name another folder")
+        if self.folder:  # what runs out of memory later has still said on what
+            tell(self.folder, **self.outcome)
+        said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load(config)]
+        display(Markdown("; ".join(said)))
 
-    def finish(self, tables: dict[str, pd.DataFrame], results: dict[str, Any],
-               files: Sequence[Path] = ()) -> None:
-        """Hand over tables and scalar results.
+    def keep(self, tables: Mapping[str, pd.DataFrame], results: Mapping[str, Any] | None = None,
+             files: Sequence[str | Path] = ()) -> None:
+        """Keep what was measured, right after it was: what fails later in a cell that shows costs none of it.
 
         Args:
             tables: by name; each is written as ``<name>.parquet``.
-            results: numbers, texts and truth values by name; ``finding`` is the sentence that a sweep prints.
-            files: of other programs, already in the run folder, to be kept with the record.
-        """
-        self.outcome |= {"results": results, "measuring_s": round(turn.held_s, 3), "finished": True}
-        if not self.folder:
-            return
-        listed = self.outcome["tables"] = {}
-        for name, table in tables.items():
-            path = self.folder / f"{name}.parquet"
-            table.to_parquet(path, index=False, compression="zstd")
-            listed[name] = {"file": path.name, "rows": len(table), "sha256": _digest(path)}
-        for file in files:
-            name = str(file.relative_to(self.folder))
-            listed[name] = {"file": name, "sha256": _digest(file)}
-        self._write()
+            results: numbers, texts and truth values by name.
+            files: of other programs, to be kept with the record, by their names.
 
-    def _write(self) -> None:
-        if self.folder:  # numbers of numpy and torch are Python's by item()
-            text = json.dumps(self.outcome, default=lambda value: value.item())
-            write_text_durably(self.folder / OUTCOME, text)
+        Raises:
+            RecordError: of a run by hand: a result is none of these.
+        """
+        self.outcome |= {"results": plain(dict(results or {})), "measuring_s": round(locked_s(), 3)}
+        if self.folder:
+            tell(self.folder, tables=_write(tables, files, self.folder), results=self.outcome["results"],
+                 measuring_s=self.outcome["measuring_s"])
+        if self.store:
+            with self.store.writing():
+                folder = self.store.folder_in_making()
+                self.outcome["tables"] = _write(tables, files, folder)
+                place = self.store.commit(folder, self._record())
+            display(Markdown(f"Kept in `{place}`."))
+
+    finish = keep  # until the last notebook says keep
+
+    def say(self, sentence: str) -> None:
+        """Show the sentence that was found, which a sweep prints and the record has as ``finding``."""
+        display(Markdown(sentence))
+        self.outcome.setdefault("results", {})["finding"] = sentence
+        if self.folder:
+            tell(self.folder, results={"finding": sentence})
+        if self.store and "tables" in self.outcome:
+            self.store.amend(self._record())
+
+    def _record(self) -> Record:
+        """Of a run by hand, which nobody watches: as far as it has come."""
+        shell = get_ipython()
+        executed = shell.user_ns["In"] if shell else []
+        source = source_by_hand(executed, notebook_of(self.config)) if executed else None
+        own = {"started_at": self.started_at, "duration_s": round(time.monotonic() - self.began, 3),
+               "software": self.outcome["software"] | {"notebook_source": source}, "status": "ok"}
+        try:
+            return Record.of(self.config, **self.outcome | own)
+        except ValidationError as error:
+            raise RecordError(f"what is to be kept is no record: {worded(error, Record)}") from None
+
+
+def _threads(config: RunConfig) -> list[str]:
+    """One thread for the smallest models on a CPU, also in processes that this one starts; what is said."""
+    if config.device != "cpu" or any(getattr(config, field) > most for field, most in ONE_THREAD.items()):
+        return []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    return ["one thread, since so small a model is soonest done by one"]
+
+
+def _load(config: RunConfig) -> str:
+    """How busy this machine is with other things, and what that makes of times."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    doubt = ": wall times say little" if load > cores else ""
+    return f"load {load:.1f} on {cores} cores{doubt}"
+
+
+def _write(tables: Mapping[str, pd.DataFrame], files: Sequence[str | Path], folder: Path) -> dict[str, Any]:
+    """Write tables and copy files into a run's folder; what the record says of them."""
+    listed: dict[str, Any] = {}
+    for name, table in tables.items():
+        path = folder / f"{name}.parquet"
+        table.to_parquet(path, index=False, compression="zstd")
+        listed[name] = {"file": path.name, "rows": len(table), "sha256": _digest(path)}
+    for file in map(Path, files):
+        path = folder / file.name
+        if not (path.exists() and path.samefile(file)):
+            shutil.copyfile(file, path)
+        listed[file.name] = {"file": file.name, "sha256": _digest(path)}
+    return listed
 
 
 def _digest(file: Path) -> str:

@@ -3,7 +3,10 @@
 :func:`read_record` alone decides that: every command leaves out the same records, and names them.
 """
 import hashlib
+import json
 import math
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,11 +24,13 @@ from pydantic import (
 from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
 
 from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, shown, worded
+from stepscope.config import ConfigError, RunConfig, configure, shown, studies, worded
 from stepscope.files import open_within, read_within
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
-OUTCOME = "outcome.json"  # what a notebook hands over; gone when it is in the record
+# What a run hands over, a line of JSON each: what it runs on, what is kept, what is said, how it ended. Gone
+# when it is in the record.
+OUTCOME = "outcome.jsonl"
 LOG = "kernel.log"  # what a failed run's processes wrote themselves: crashes below Python
 MOST_RECORD_BYTES = 2**24
 
@@ -111,6 +116,51 @@ class Record(BaseModel):
     def done(self) -> bool:
         """Whether there is nothing left to do: a failed run is tried again when its sweep is resumed."""
         return self.status != "failed"
+
+    @property
+    def notebook_source(self) -> str | None:
+        """The digest of the notebook that measured; None of a run of before there was one."""
+        source = self.software.get("notebook_source")
+        return source if isinstance(source, str) else None
+
+    def measured_by(self, source: str) -> bool:
+        """Whether this notebook measured it; a record that does not say which is taken for this one's."""
+        return self.notebook_source in (None, source)
+
+
+def of_two_notebooks(records: Iterable[Record]) -> list[str]:
+    """A sentence for each notebook of which more than one form has measured these records."""
+    sources: dict[str, set[str]] = {}
+    for record in records:
+        if record.done and record.notebook_source:
+            config = studies().get(record.study, RunConfig)
+            name = config.notebook_for({"study": record.study} | record.config)
+            sources.setdefault(name, set()).add(record.notebook_source)
+    return [f"{name}: its runs were measured by {len(own)} different notebooks ({', '.join(sorted(own))});"
+            " what differs may be the notebooks" for name, own in sources.items() if len(own) > 1]
+
+
+def plain(said: Any) -> Any:
+    """What JSON can hold: numbers of numpy and torch become Python's."""
+    return json.loads(json.dumps(said, default=lambda value: value.item()))
+
+
+def tell(folder: Path, **said: Any) -> None:
+    """Add a line to what the run in ``folder`` hands over."""
+    with (folder / OUTCOME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(said)) + "\n")
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """All that the run in ``folder`` has handed over so far; a line that was cut short is none."""
+    outcome: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        for line in (folder / OUTCOME).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                said = json.loads(line)
+                said["results"] = outcome.get("results", {}) | said.get("results", {})
+                outcome |= said
+    return outcome
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:

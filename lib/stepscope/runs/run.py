@@ -1,8 +1,11 @@
 """One run: papermill executes the study's notebook in a kernel of its own, and its end becomes a record.
 
-A run is a process (``python -m stepscope.runs.run CONFIG FOLDER``) in a session of its own, with all it
-starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they are
-found and killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
+Cells have tags. One tagged ``measure`` runs while this run alone uses the GPU; one tagged ``show`` only
+shows, and its slip costs nothing that was measured.
+
+A run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a session of its own, with
+all it starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they
+are found and killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
 """
 import json
 import logging
@@ -14,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,12 @@ import psutil
 from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
-from stepscope.config import Dimensions, RunConfig, configure, worded
-from stepscope.files import write_text_durably
-from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record
+from stepscope.config import Dimensions, RunConfig, worded
+from stepscope.gpu_lock import HELD, exclusive, locked_s
+from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, tell, told
+from stepscope.runs.source import MEASURE, code_cells, notebook_source
 
-# A link to the checkout's; a wheel holds them there. Another folder of them can be named.
-NOTEBOOKS = Path(os.environ.get("STEPSCOPE_NOTEBOOKS") or PACKAGE / "notebooks")
+NOTEBOOKS = "STEPSCOPE_NOTEBOOKS"  # in the environment: another folder of notebooks than the package's
 MARK = "STEPSCOPE_RUN"  # in the environment of a run's processes: its folder
 TEMPORARY = "tmp"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
@@ -37,6 +40,12 @@ TEMPORARY = "tmp"  # in the run's folder, until it has ended
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
 # What Dask's nanny sets for its workers' own sake.
 DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
+
+
+def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
+    """The notebook that a run executes: in the folder that the environment names, or the package's,
+    which is a link to the checkout's (a wheel holds them there)."""
+    return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
 
 class Abandoned(StepscopeError, RuntimeError):
@@ -61,8 +70,9 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     temporary.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in DASKS} | ENVIRONMENT | {
         MARK: str(folder), "TMPDIR": str(temporary), "IPYTHONDIR": str(temporary),
-        "JUPYTER_RUNTIME_DIR": str(temporary)} | environment
-    command = [sys.executable, "-P", "-m", "stepscope.runs.run", config.model_dump_json(), str(folder)]
+        "JUPYTER_RUNTIME_DIR": str(temporary), HELD: str(temporary / "held")} | environment
+    command = [sys.executable, "-P", "-m", "stepscope.runs.run", str(notebook_of(config, environment)),
+               json.dumps(parameters_of(config)), str(folder)]
     with (folder / LOG).open("wb") as log:
         # A pipe from here is its standard input: it ends when this process does, and so does the run.
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=log,
@@ -73,8 +83,7 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
             end_marked(folder)
             process.wait()
     lasted = {"started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
-    outcome = _outcome(folder)
-    outcome.pop("finished", None)  # of a process that was killed right after its notebook's end
+    outcome = told(folder)
     if reason is None and "status" not in outcome:
         code = process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -82,12 +91,24 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     if reason:
         outcome |= {"status": "failed", "cause": reason}
     _tidy(folder, outcome["status"])
+    if (folder / NOTEBOOK).is_file():
+        source = {"notebook_source": notebook_source(folder / NOTEBOOK)}
+        outcome["software"] = outcome.get("software", {}) | source
     try:
         cause = outcome["cause"] and without_machine(outcome["cause"], folder)
         return Record.of(config, **outcome | {"cause": cause} | lasted)
     except ValidationError as error:
         what = f"what the notebook handed over is no record: {worded(error, Record)}"
         return Record.of(config, status="failed", cause=what, **lasted)
+
+
+def parameters_of(config: RunConfig) -> dict[str, Any]:
+    """What papermill gives to the notebook of a run. A named size stands for its dimensions."""
+    parameters = json.loads(config.model_dump_json(include=set(config.free_fields())))
+    if parameters.get("size", "custom") != "custom":
+        for field in Dimensions._fields:
+            parameters.pop(field, None)
+    return parameters
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
@@ -103,16 +124,8 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
             return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
 
 
-def _outcome(folder: Path) -> dict[str, Any]:
-    """What the notebook has handed over so far, and how it ended, where it has."""
-    with suppress(FileNotFoundError):
-        return json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-    return {}
-
-
 def _tidy(folder: Path, status: str) -> None:
-    for leftover in (OUTCOME, f".{OUTCOME}.tmp"):
-        (folder / leftover).unlink(missing_ok=True)
+    (folder / OUTCOME).unlink(missing_ok=True)
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)  # also folders without our write bit
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))
@@ -179,14 +192,16 @@ def end_marked(folder: Path) -> None:
 
 # What follows goes on in the run's own process.
 
-def main(text: str, folder: str) -> None:
-    threading.Thread(target=_end_with_worker, args=[Path(folder)], daemon=True).start()
+def main(notebook: str, parameters: str, place: str) -> None:
+    folder = Path(place)
+    threading.Thread(target=_end_with_worker, args=[folder], daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # which a worker has blocked
-    status, cause = _execute(configure(**json.loads(text)), Path(folder))
-    outcome = _outcome(Path(folder))
-    if not outcome.pop("finished", False) and status == "ok":
-        status, cause = "failed", "the notebook ran to its end without Run.finish(...)"
-    write_text_durably(Path(folder) / OUTCOME, json.dumps(outcome | {"status": status, "cause": cause}))
+    status, cause = _execute(Path(notebook), json.loads(parameters), folder)
+    outcome = told(folder)
+    if status == "ok" and "tables" not in outcome:
+        status, cause = "failed", "the notebook ran to its end without Run.keep(...)"
+    measuring_s = round(outcome.get("measuring_s", 0.0) + locked_s(), 3)
+    tell(folder, status=status, cause=cause, measuring_s=measuring_s)
 
 
 def _end_with_worker(folder: Path) -> None:
@@ -195,8 +210,25 @@ def _end_with_worker(folder: Path) -> None:
     os._exit(1)
 
 
-def _execute(config: RunConfig, folder: Path) -> tuple[str, str | None]:
-    """Execute the study's notebook in ``folder``; its status and, where that is not ok, the cause."""
+class _MeasuringCells:
+    """What papermill calls around each cell: one tagged ``measure`` runs in an exclusive section."""
+
+    def __init__(self, held: Path):
+        self.held, self.section = held, ExitStack()
+
+    def begin(self, cell: Any, cell_index: int) -> None:
+        if MEASURE in cell.metadata.get("tags", []):
+            self.section.enter_context(exclusive())
+            self.held.touch()  # by which the kernel sees it
+
+    def end(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
+        self.held.unlink(missing_ok=True)
+        self.section.close()
+
+
+def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[str, str | None]:
+    """Execute a notebook in ``folder``; its status and, where that is not ok, the cause. A cell that only
+    shows costs nothing: the run is ok, and the cause says what happened there."""
     # jsonschema would import it, where JupyterLab has brought it, for web addresses: a second of each run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
@@ -218,22 +250,29 @@ def _execute(config: RunConfig, folder: Path) -> tuple[str, str | None]:
             return f"{TEMPORARY}/kernel"
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
-    fields = config.model_dump_json(include=set(config.free_fields()))
-    parameters = json.loads(fields) | {"run_folder": "."}
-    if parameters.get("size", "custom") != "custom":  # the size says these
-        for field in Dimensions._fields:
-            parameters.pop(field, None)
+    cells = _MeasuringCells(folder / TEMPORARY / "held")
     try:
-        papermill.execute_notebook(NOTEBOOKS / f"{config.study}.ipynb", folder / NOTEBOOK, parameters,
-                                   kernel_name="python3", cwd=".", progress_bar=False, record_timing=False,
-                                   kernel_manager_class=Kernel)
-    except PapermillExecutionError as error:
-        return ("oom" if error.ename == "OutOfMemoryError" else "failed"), f"{error.ename}: {error.evalue}"
+        papermill.execute_notebook(
+            notebook, folder / NOTEBOOK, parameters | {"run_folder": "."}, kernel_name="python3", cwd=".",
+            progress_bar=False, record_timing=False, kernel_manager_class=Kernel, on_cell_execute=cells.begin,
+            on_cell_executed=cells.end)
+    except PapermillExecutionError:
+        return _errors(folder / NOTEBOOK)
     except DeadKernelError:
         return "failed", "the notebook's kernel died (killed, or crashed below Python)"
     except RuntimeError as error:
         return "failed", f"the notebook's kernel did not start: {error}"
     return "ok", None
+
+
+def _errors(notebook: Path) -> tuple[str, str]:
+    """What the errors in an executed notebook make of its run: a status and its cause."""
+    cells = sorted((cell for cell in code_cells(notebook) if cell.errors), key=lambda cell: cell.shows)
+    error = cells[0].errors[0]
+    words = f"{error['ename']}: {error['evalue']}"
+    if cells[0].shows:
+        return "ok", f"a cell that only shows failed: {words}"
+    return ("oom" if error["ename"] == "OutOfMemoryError" else "failed"), words
 
 
 if __name__ == "__main__":

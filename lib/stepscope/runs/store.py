@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
-from stepscope import StepscopeError
-from stepscope.config import RunConfig, studies
+from stepscope import PROJECT, StepscopeError
+from stepscope.config import RunConfig, shown, studies
 from stepscope.files import open_within, sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
@@ -25,6 +25,15 @@ class StoreError(StepscopeError, RuntimeError):
 
 class StoreBusy(StepscopeError, RuntimeError):
     """Another sweep is writing into the same folder."""
+
+
+def runs_folder(name: str | Path) -> Path:
+    """The folder that a notebook calls ``name``. Within a checkout a relative one starts at the checkout
+    (JupyterLab's kernels stand beside their notebooks), unless there is one right here."""
+    path = Path(name).expanduser()
+    if path.is_absolute() or path.is_dir() or not PROJECT or not Path.cwd().is_relative_to(PROJECT):
+        return path
+    return PROJECT / path
 
 
 class Store:
@@ -100,10 +109,16 @@ class Store:
         place = self.root / record.study / record.run_id
         place.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(place):
+            self.partial.mkdir(exist_ok=True)
             place.rename(self.partial / f"{folder.name}-replaced")
         folder.rename(place)
         sync(place.parent)
         return place
+
+    def amend(self, record: Record) -> None:
+        """Write the record of a run that is in its place anew."""
+        path = self.root / record.study / record.run_id / RECORD
+        write_text_durably(path, record.model_dump_json(indent=1) + "\n")
 
     def find(self, config: RunConfig) -> Record | None:
         """The record of this configuration, its files checked; None where there is no run folder.
@@ -114,9 +129,18 @@ class Store:
         folder = self.folder(config)
         return read_record(folder, check_files=True) if os.path.lexists(folder) else None
 
+    def device_name(self) -> str | None:
+        """The device that the folder's runs are of; None where no record says."""
+        names = (record.machine.get("device_name") for record in self.records()[0])
+        return next(filter(None, names), None)
+
     def records(self, check_files: bool = False) -> tuple[list[Record], list[RecordError]]:
         """All records that can be used, by study and run id, and what is wrong with the others."""
         records, errors = [], []
+        for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
+            # Which glob would pass over.
+            if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+                errors.append(RecordError(f"{shown(folder.name)}: this folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):
             try:
                 records.append(read_record(path, check_files))

@@ -19,16 +19,24 @@ from rich.console import Console
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
-from stepscope.runs.run import end_marked
+from stepscope.runs.run import NOTEBOOKS, end_marked, notebook_of
+from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
-from stepscope.runs.sweep_file import Asked, SweepError, load_sweeps, needed_gib
-from stepscope.runs.workers import Given, SchedulerGone, Workers, WorkersError, joined_workers, local_workers
+from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, needed_gib
+from stepscope.runs.workers import (
+    Assignment,
+    SchedulerGone,
+    Workers,
+    WorkersError,
+    joined_workers,
+    local_workers,
+)
 
 SAME_REQUEST_S = 1.0  # a terminal that is closed sends a signal more than once
 
 
 @dataclass
-class How:
+class SweepOptions:
     """How a sweep's runs are executed; the default is on all GPUs of this machine, or on its CPU.
 
     Args:
@@ -37,6 +45,7 @@ class How:
         scheduler: address of a Dask scheduler, whose workers are used instead.
         timeout_s: a run's processes are killed after so long, and it has failed.
         time_budget_s: no run is started when the sweep has taken so long.
+        notebooks: a folder of notebooks that are run in place of the package's of the same names.
     """
 
     workers: int | None = None
@@ -44,6 +53,7 @@ class How:
     scheduler: str | None = None
     timeout_s: float | None = None
     time_budget_s: float | None = None
+    notebooks: Path | None = None
 
 
 @dataclass
@@ -60,7 +70,7 @@ class SweepEnd:
     stopped_by: str | None = None
 
 
-def run_sweep(sources: list[Path | dict], store: Store, how: How, console: Console) -> SweepEnd:
+def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
     """Run what the sweep files ask for and the store does not hold yet; each end is said on the console.
 
     Raises:
@@ -70,26 +80,26 @@ def run_sweep(sources: list[Path | dict], store: Store, how: How, console: Conso
     began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
         # What cannot be done is said before a folder is touched.
-        if how.scheduler:
-            client = closing.enter_context(joined_workers(how.scheduler, signals))
-            workers = Workers(client, how.timeout_s)
-            asked = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
-            _require(asked.configs, workers.devices(), store, None)
+        if options.scheduler:
+            client = closing.enter_context(joined_workers(options.scheduler, signals))
+            workers = Workers(client, options.timeout_s, options.notebooks)
+            plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
+            _require(plan.configs, workers.devices(), store, None)
         else:
-            gpus = gpus_here()[:how.workers]
+            gpus = gpus_here()[:options.workers]
             device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
-            asked = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
-            _require(asked.configs, [device, "cpu"], store, name)
+            plan = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
+            _require(plan.configs, [device, "cpu"], store, name)
         closing.enter_context(store.writing())
-        end = _what_is_left(asked, store, console)
+        end = _what_is_left(plan, store, console, _sources(plan, options))
         if end.left and not signals:
             try:
-                if not how.scheduler:
+                if not options.scheduler:
                     client = closing.enter_context(
-                        local_workers(gpus, how.workers or 1, store.partial / "dask", how.runs_a_gpu))
-                    workers = Workers(client, how.timeout_s)
+                        local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu))
+                    workers = Workers(client, options.timeout_s, options.notebooks)
                 console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
-                _Sweep(workers, store, how, console, end, signals, began).run()
+                _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
         if signals and end.left:
@@ -138,34 +148,44 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
     if len({config.device for config in configs}) > 1:
         raise SweepError("the sweep asks for runs on a GPU and on a CPU, and a runs folder holds one"
                          " device's; make it two sweeps, each with its --runs folder")
-    if name and (there := _device_name(store)) and there != name:
+    if name and (there := store.device_name()) and there != name:
         raise SweepError(f"{store.root}: holds runs of {there!r}, and this sweep's are of {name!r};"
                          " choose another --runs folder")
 
 
-def _device_name(store: Store) -> str | None:
-    """The device that a folder's runs are of."""
-    names = (record.machine.get("device_name") for record in store.records()[0])
-    return next(filter(None, names), None)
+def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
+    """The digest of each notebook that the plan's runs execute, as it would run now.
+
+    Raises:
+        SweepError: there is none, or it cannot be read.
+    """
+    own = {NOTEBOOKS: str(options.notebooks)} if options.notebooks else os.environ
+    try:
+        one_of_each = {config.notebook: config for config in plan.configs}
+        return {name: notebook_source(notebook_of(config, own)) for name, config in one_of_each.items()}
+    except OSError as error:
+        raise SweepError(f"{error.filename}: the notebook cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise SweepError(f"{options.notebooks or 'notebooks'}: a notebook there is none ({error})") from None
 
 
-def _what_is_left(asked: Asked, store: Store, console: Console) -> SweepEnd:
-    """The sweep's end if nothing were run.
+def _what_is_left(plan: SweepPlan, store: Store, console: Console, sources: dict[str, str]) -> SweepEnd:
+    """The sweep's end if nothing were run. A run is done if it has a valid record that this notebook made.
 
     Raises:
         SweepError: where a run should be there is something that is none.
     """
     end = SweepEnd()
-    for config in asked.configs:
+    for config in plan.configs:
         try:
             record = store.find(config)
         except RecordError as error:
             raise SweepError(f"{store.root}: {error}; remove the folder, and the run is done again") from None
-        if record and record.done:
+        if record and record.done and record.measured_by(sources[config.notebook]):
             end.counts[record.status] += 1
         else:
             end.left.append(config)
-    for config in asked.too_large:
+    for config in plan.too_large:
         console.print(f"left out, it would not fit into the GPU's memory: {config.label}")
     return end
 
@@ -179,16 +199,16 @@ def plain(markdown: str) -> str:
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
-    def __init__(self, workers: Workers, store: Store, how: How, console: Console, end: SweepEnd,
-                 signals: list[str], began: float):
-        self.workers, self.store, self.how, self.console = workers, store, how, console
+    def __init__(self, workers: Workers, store: Store, options: SweepOptions, console: Console,
+                 end: SweepEnd, signals: list[str], began: float):
+        self.workers, self.store, self.options, self.console = workers, store, options, console
         self.end, self.signals, self.began = end, signals, began
         self.asked = {_name(config): config for config in end.left}
         self.gib = {name: needed_gib(config) for name, config in self.asked.items()}
         self.todo = dict(self.asked)
         self.done: set[str] = set()
         self.died: set[str] = set()  # runs whose worker died once
-        self.device_name = _device_name(store)
+        self.device_name = store.device_name()
 
     def run(self) -> None:
         """Give out runs and take them back until there is none left, or a reason to stop."""
@@ -197,8 +217,8 @@ class _Sweep:
                 self._give()
                 if self.end.stopped_by and not self.workers.running:
                     return
-                for given, result in self.workers.wait():
-                    self._take(given, result)
+                for assignment, result in self.workers.wait():
+                    self._take(assignment, result)
         except OSError as error:  # also where a worker met it
             place = error.filename or self.store.root
             self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
@@ -210,7 +230,7 @@ class _Sweep:
     def _give(self) -> None:
         """Give each free place the first run, in the sweep's order, that fits there."""
         for name, config in list(self.todo.items()):
-            budget_s = self.how.time_budget_s
+            budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:
                 self.end.stopped_by = "the time budget"
             if self.end.stopped_by or self.signals or self.workers.busy():
@@ -219,10 +239,12 @@ class _Sweep:
                 del self.todo[name]
                 self.workers.submit(config, self.store.folder_in_making(), *place)
 
-    def _take(self, given: Given, result: Record | Exception) -> None:
-        config, folder = given.config, given.folder
+    def _take(self, assignment: Assignment, result: Record | Exception) -> None:
+        config, folder = assignment.config, assignment.folder
         if isinstance(result, OSError):
             raise result
+        if self.signals and (isinstance(result, Exception) or not result.done):
+            return  # the signal may have ended it as well, and what failed is tried again anyway
         if isinstance(result, Exception):
             end_marked(folder)  # of this machine's
             shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +264,8 @@ class _Sweep:
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
         self.done.add(_name(config))
-        found = {"ok": str(result.results.get("finding") or "done"), "oom": "does not fit: out of memory",
+        said = [str(result.results.get("finding") or "done"), *filter(None, [result.cause])]
+        found = {"ok": "; ".join(said), "oom": "does not fit: out of memory",
                  "failed": f"failed: {result.cause}"}[result.status]
         self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({result.duration_s:.0f} s):"
                            f" {plain(found)}")

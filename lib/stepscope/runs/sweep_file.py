@@ -21,7 +21,7 @@ from stepscope.config import (
     studies,
     worded,
 )
-from stepscope.step.accounting import peak
+from stepscope.model.accounting import peak
 from stepscope.yaml_files import load_yaml
 
 ACROSS = PACKAGE / "sweeps"    # of several studies
@@ -61,7 +61,7 @@ class Block(BaseModel):
 
 
 @dataclass
-class Asked:
+class SweepPlan:
     """What sweep files ask for: ``configs``, each once, and ``too_large``, what they leave out."""
 
     configs: list[RunConfig] = field(default_factory=list)
@@ -76,8 +76,9 @@ def find_sweeps(name: str) -> list[Path]:
         SweepError: there is none.
     """
     shipped = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))}
-    shipped |= {"cpu": [STUDIES / study / "sweep_cpu.yaml" for study in studies()]}
-    shipped |= {study: [STUDIES / study / "sweep.yaml"] for study in studies()}
+    own = [STUDIES / study / "sweep_cpu.yaml" for study in studies()]
+    shipped |= {"cpu": [path for path in own if path.is_file()]}
+    shipped |= {study: [path] for study in studies() if (path := STUDIES / study / "sweep.yaml").is_file()}
     if name in shipped:
         return shipped[name]
     with suppress(OSError):  # a name too long
@@ -87,7 +88,7 @@ def find_sweeps(name: str) -> list[Path]:
                      f" {', '.join(shipped)}")
 
 
-def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> Asked:
+def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
     """All configurations of sweep files (or of blocks as such files have them), in their order, each once.
 
     A file is one :class:`Block` or a list of them.
@@ -119,7 +120,7 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
                 raise SweepError(f"{place}{what}") from None
     if not found:
         raise SweepError(f"{', '.join(map(str, sources))}: asks for no run")
-    return Asked(list(found.values()), list(too_large.values()))
+    return SweepPlan(list(found.values()), list(too_large.values()))
 
 
 def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunConfig]:
@@ -163,6 +164,9 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 def said_before(path: Path) -> str | None:
     """What a sweep file's first line says of it, such as how long it took on an H200."""
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = file.readline(500).strip()
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            first = file.readline(500).strip()
+    except OSError:  # load_sweeps will say why it cannot be read
+        return None
     return first.lstrip("# ").strip() if first.startswith("#") else None

@@ -2,8 +2,12 @@
 
 A worker is a GPU, or a part of a machine without one. It has a few threads, each of which can make a run, and
 says as Dask resources what it can give: GiB of its GPU's memory (``GPU_GIB``), or runs on a CPU (``RUNS``).
-The sweep gives each run to a worker with a thread and memory for it; runs that share a GPU take turns at
-measuring (:mod:`stepscope.step.turn`).
+The sweep gives each run to a worker with a thread and memory for it; runs that share a GPU measure
+one at a time (:mod:`stepscope.gpu_lock`).
+
+It is the sweep that places runs, and looks after them each half second: Dask's ``resources=`` asks what a
+worker has, not what is free there, so that a run would wait at one worker while another has room;
+``priority=`` orders what waits at one worker; ``as_completed`` waits on when a signal has been noted.
 """
 import os
 import re
@@ -17,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from stepscope import StepscopeError
-from stepscope.config import RunConfig, configure
+from stepscope.config import RunConfig
+from stepscope.gpu_lock import GPU_LOCK
 from stepscope.runs.record import Record
-from stepscope.runs.run import DASKS, end_marked, make_run
-from stepscope.step.turn import TURN
+from stepscope.runs.run import DASKS, NOTEBOOKS, end_marked, make_run
 
 RESOURCE = {"cuda": "GPU_GIB", "cpu": "RUNS"}  # by device: what a worker must offer
 MOST_A_GPU, CORES_A_RUN = 4, 4  # so many runs share a GPU where each has so many cores
@@ -42,7 +46,7 @@ class SchedulerGone(StepscopeError, RuntimeError):
 
 
 @dataclass
-class Given:
+class Assignment:
     """A run that a worker has."""
 
     config: RunConfig
@@ -55,14 +59,16 @@ class Given:
 class Workers:
     """The workers of a scheduler."""
 
-    def __init__(self, client: Any, timeout_s: float | None = None):
+    def __init__(self, client: Any, timeout_s: float | None = None, notebooks: Path | None = None):
         self.client, self.timeout_s = client, timeout_s
         self.offers: dict[str, dict] = {}  # by the worker's address: name, nthreads, resources
-        self.running: list[Given] = []
+        self.running: list[Assignment] = []
         self.refresh()
         cores = len(os.sched_getaffinity(0))
         parts = max(len(self.offers), 1) if client.cluster and "cuda" not in self.devices() else 1
         self.environment = {name: os.environ[name] for name in DASKS if name in os.environ}
+        if notebooks:
+            self.environment[NOTEBOOKS] = str(notebooks.absolute())
         if parts > 1:
             self.environment.setdefault("OMP_NUM_THREADS", str(max(cores // parts, 1)))
 
@@ -95,36 +101,35 @@ class Workers:
         resource, places = RESOURCE[device], []
         for address, worker in self.offers.items():
             has = worker["resources"].get(resource, 0.0)
-            here = [given.takes for given in self.running if given.address == address]
+            here = [one.takes for one in self.running if one.address == address]
             takes = min(gib, has) if device == "cuda" else 1.0
             if has and len(here) < worker["nthreads"] and takes <= has - sum(here):
                 places.append((len(here), address, takes))
         return min(places)[1:] if places else None
 
     def submit(self, config: RunConfig, folder: Path, address: str, takes: float) -> None:
-        # Plain values, since the worker may be on another machine.
-        task = config.model_dump(mode="json"), str(folder), self.timeout_s, self.environment
+        task = config, str(folder), self.timeout_s, self.environment
         future = self.client.submit(work, *task, key=f"{config.study}-{config.run_id}-{folder.name}",
                                     workers=[address], resources={RESOURCE[config.device]: takes},
                                     retries=0, pure=False)
-        self.running.append(Given(config, folder, address, takes, future))
+        self.running.append(Assignment(config, folder, address, takes, future))
 
-    def wait(self) -> list[tuple[Given, Record | Exception]]:
+    def wait(self) -> list[tuple[Assignment, Record | Exception]]:
         """What has come back within half a second: records, or why there is none."""
         until = time.monotonic() + 0.5
-        while time.monotonic() < until and not any(given.future.done() for given in self.running):
+        while time.monotonic() < until and not any(one.future.done() for one in self.running):
             time.sleep(0.05)
         self.refresh()
-        over = [given for given in self.running if given.future.done() or given.address not in self.offers]
-        self.running = [given for given in self.running if given not in over]
-        return [(given, self._result(given)) for given in over]
+        over = [one for one in self.running if one.future.done() or one.address not in self.offers]
+        self.running = [one for one in self.running if one not in over]
+        return [(one, self._result(one)) for one in over]
 
-    def _result(self, given: Given) -> Record | Exception:
-        if given.future.status not in ("finished", "error"):
-            given.future.cancel(force=True)
+    def _result(self, assignment: Assignment) -> Record | Exception:
+        if assignment.future.status not in ("finished", "error"):
+            assignment.future.cancel(force=True)
             return WorkerDied("the worker that ran it died (killed, or its machine went down)")
         try:
-            return Record.model_validate_json(given.future.result())
+            return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
         except Exception as error:  # noqa: BLE001 Dask's for a lost worker, a bug, or another version of this package there
@@ -134,7 +139,7 @@ class Workers:
         """End what still runs in folders of ``partial``, wherever."""
         if self.running:
             with suppress(Exception):  # a scheduler or a worker may be gone; its runs end with it
-                self.client.cancel([given.future for given in self.running], force=True)
+                self.client.cancel([one.future for one in self.running], force=True)
                 self.client.run(end_marked, partial)
 
 
@@ -143,7 +148,7 @@ def workers_of(client: Any) -> dict[str, dict]:
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
-def work(fields: dict, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
+def work(config: RunConfig, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
     """What a worker's thread does: make one run in its folder, and give back its record as JSON."""
     from distributed import Status, get_worker
     worker = get_worker()
@@ -159,8 +164,8 @@ def work(fields: dict, folder: str, timeout_s: float | None, environment: dict[s
         raise FileNotFoundError(2, f"worker {worker.name} does not see it; the runs folder has to be on a"
                                    " file system that all share", folder)
     has_gpu = "GPU_GIB" in worker.state.total_resources
-    shared = {TURN: str(Path(worker.local_directory) / "gpu-turn")} if has_gpu else {}
-    record = make_run(configure(**fields), Path(folder), environment | shared, timeout_s, abandoned)
+    shared = {GPU_LOCK: str(Path(worker.local_directory) / "gpu-lock")} if has_gpu else {}
+    record = make_run(config, Path(folder), environment | shared, timeout_s, abandoned)
     return record.model_dump_json()
 
 
@@ -220,8 +225,10 @@ def local_workers(gpus: list[dict], count: int, scratch: Path,
 def _interrupts_blocked() -> Iterator[None]:
     """Ctrl-C or hanging up a terminal reaches every process there; those started meanwhile inherit not to
     hear it: it is the sweep that ends its runs."""
-    resource_tracker.ensure_running()  # multiprocessing's, whose start would unblock it again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    deaf = {signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    resource_tracker.ensure_running()  # multiprocessing's, which inherits this; its start unblocks SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
     try:
         yield
     finally:

@@ -1,12 +1,41 @@
 """Which phase, region and step of training launched each GPU operation of a capture.
 
-An operation is one kernel, copy or fill, and belongs to what its launch was part of: the call on the host
-that has its correlation id says which thread launched it, and when. Ranges (NVTX push/pop, record_function)
-are a stack per thread, and autograd launches backward's kernels from a thread of its own. Therefore
+**The question.** A capture lists what ran on the GPU (kernels, copies, fills: *operations*), each with a
+name such as ``ampere_sgemm_128x64``, a start and an end. It does not say for what. The program said that,
+on the host: it opened a range (NVTX push/pop, record_function) for each phase of the step and each region
+of the model. Ranges have times, too, but comparing them with the operations' is wrong: the host runs ahead,
+and when a kernel runs, the host is in another phase already.
 
-- its phase is the phase range open in the process, on *any* thread, when the call began: phases follow one
-  another, and backward() blocks its caller for as long as autograd's threads launch;
-- its region is the innermost range open on the *launching* thread.
+**The launch is the link.** The call on the host that launched an operation stands in the capture as well,
+under the same correlation id:
+
+    host, thread 1   [forward ....[ffn ... c7 ]...]      [backward ......................]
+    host, autograd                                          [ffn .... c8 ....]
+    GPU                                    [kernel c7]            [kernel c8]
+
+An operation belongs to what its launch was part of. The launch's thread and time are known, ranges are a
+stack on each thread, and so
+
+- its **phase** is the phase range open in the process, on *any* thread, when the call began: phases follow
+  one another, and ``backward()`` blocks its caller for as long as autograd launches from a thread of its
+  own (c8);
+- its **region** is the innermost range open on the *launching* thread: ffn of c8 is a range that autograd's
+  thread has opened itself (see :mod:`stepscope.model.ranges`, which hangs them on autograd's nodes);
+- its **step** is the step range open in the process, counted from 0.
+
+What launched within no phase is ``outside``; within a phase but no region, ``unattributed``. A CUDA graph's
+operations all have one launch, the graph's.
+
+**Finding the innermost range.** A capture has millions of launches. Ranges of one thread nest, so that
+opening and closing events in order of time are brackets; after each event the innermost open range is the
+one that opened last to the present depth. Points are then looked up among the events by bisection
+(:func:`enclosing`). All threads are put on one axis, one thread's times after the other's, so that one pass
+does for all.
+
+**What is checked.** Ranges of a thread that cross have no innermost one, and two phases open at once would
+count an operation twice: both are errors, never a guess. That nothing is lost is checked afterwards
+(:mod:`stepscope.traces.conservation`): phases, regions and steps each sum to the capture, to the
+nanosecond.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +53,7 @@ PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
+SHORT_NS = 5_000     # of what the host does, less explains no pause of a GPU
 
 
 class TraceError(StepscopeError, ValueError):

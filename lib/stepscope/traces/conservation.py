@@ -1,8 +1,8 @@
 """Do the operations of a capture add up, and to what: conservation, and the clocks of a phase."""
 import pandas as pd
 
-from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import union
+from stepscope.config import WHOLE
+from stepscope.stats import union
 from stepscope.traces.attribution import ConservationError
 
 

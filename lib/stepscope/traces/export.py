@@ -4,6 +4,7 @@ Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.trac
 phase, region and step each operation is of.
 """
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from stepscope.traces.attribution import (
     KINDS,
     LATEST,
     PROCESS,
+    SHORT_NS,
     Records,
     TraceError,
     attribute,
@@ -36,6 +38,7 @@ DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
 # A range's name is in its event, or was registered and has an id.
 RANGE_NAME = f"CAST(coalesce(nullif(text, ''), (SELECT value FROM {STRINGS} WHERE id = textId), '') AS TEXT)"
+SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
@@ -104,6 +107,19 @@ def device_names(path: Path | str) -> dict[int, str]:
         columns = {row[1] for row in connection.execute(f"PRAGMA table_info({GPUS})")}
         rows = _rows(connection, GPUS, ["id", "name"]) if {"id", "name"} <= columns else ()
         return {device: str(name) for device, name in rows if isinstance(device, int)}
+
+
+def waiting_calls(path: Path | str) -> pd.DataFrame:
+    """The calls on the host that last (kind "call", name, key of the thread, start_ns, end_ns), but for
+    launches; empty where the export names none."""
+    with _reading(path) as connection:
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({LAUNCHES})")}
+        rows = _rows(connection, LAUNCHES, [
+            f"(SELECT value FROM {STRINGS} WHERE id = nameId)", "globalTid", "start", '"end"'],
+            f'"end" - start >= {SHORT_NS}') if "nameId" in columns else ()
+        found = [(re.sub(r"_(v\d+|ptsz)+$", "", str(name)), *times) for name, *times in rows
+                 if "Launch" not in str(name) or times[2] - times[1] >= SLOW_LAUNCH_NS]
+    return pd.DataFrame(found, columns=["name", "key", "start_ns", "end_ns"]).assign(kind="call")
 
 
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]

@@ -31,11 +31,13 @@ RULES = [
     ("compiler-generated",
      r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser"
      r"|^[\w ]*\bfusion( \d+)*$|^wrapped |^myl "),
-    # NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, expert dispatch
+    # NCCL and RCCL, symmetric memory, one- and two-shot all-reduces; experts' tokens to other GPUs and back
     ("communication",
      r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
      r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier|\bcomm\b"
-     r"|deep ep|(put|wait|send) signal|stream (write|wait) value"),
+     r"|deep ep|(put|wait|send) signal|stream (write|wait) value|notify (dispatch|combine)|dispatch layout"
+     r"|(inter|intra) ?node (ll )?(dispatch|combine)"
+     r"|^(ep )?(dispatch|combine)( (ll|low latency|send|recv|impl|(inter|intra) ?node))*$|^dispatch kernel$"),
     # scores, softmax and values in one: FlashAttention, cuDNN's sdpa, memory-efficient, paged
     ("fused attention",
      r"^(?!.*(reshape|cache|rope\b|rotary|quant|softmax|soft max|indices|metadata|page table|proj|concat"
@@ -119,7 +121,7 @@ TEMPLATED = {"fused attention", "convolution", MATMUL}  # what TorchInductor has
 # Where no part of a name says what is done, the library whose it is: a pattern of the path's words.
 LIBRARIES = [(MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
              ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
-             ("communication", r"\bc10d\b|^ep (intra|inter)node|^ep\b.*\b(dispatch|combine|notify)"),
+             ("communication", r"\bc10d\b"),
              ("elementwise", r"^aten$")]
 # A library whose kernels serve one family: what prepares them, such as a table of offsets, is part of it.
 SERVES = [("convolution", r"^cask cudnn")]

@@ -1,8 +1,8 @@
 """torch.profiler's traces (JSON, also gzipped), in the shape of nsys's records.
 
 On a GPU kernels come from CUPTI, as nsys's do, or from ROCm's tracer. Of this project's own traces of a CPU,
-which has no kernels, the operators that do work and call no other that does stand in their place, each
-launched by itself.
+which has no kernels, the operators that do work stand in their place, each for its self time and launched
+by itself.
 """
 import gzip
 import json
@@ -22,6 +22,7 @@ from stepscope.traces.attribution import (
     CORRELATIONS,
     KINDS,
     LATEST,
+    SHORT_NS,
     Records,
     TraceError,
     attribute,
@@ -32,7 +33,7 @@ from stepscope.traces.attribution import (
 )
 from stepscope.traces.families import families
 
-# Operators that allocate, or look at the same numbers in another shape: no work, and they hide what does it.
+# Operators that allocate, or look at the same numbers in another shape: their time is their caller's.
 NO_WORK = re.compile(
     r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types|expand|t$"
     r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
@@ -41,9 +42,14 @@ PROCESS_KEY = 1 << 48 | 7 << 24
 # The categories of events that are read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_annotation"
-CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE]
+FRAME = "python_function"  # with_stack=True; those that last are kept
+CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE, FRAME]
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
-COLUMNS = ("cat", "name", "tid", "start", "end", "correlation", "device", "stream", "bytes", "external")
+COLUMNS = ("cat", "name", "tid", "start", "end", "correlation", "device", "stream", "bytes", "external",
+           "sequence")
+# What a host event is to who looks for why a GPU waits, by its category.
+HOST_KINDS = {"cuda_runtime": "call", "cuda_driver": "call", OPERATOR: "operator", RANGE: "range",
+              FRAME: "frame"}
 EXPECTED = "expected torch.profiler's trace: JSON with a list traceEvents of events"
 
 
@@ -74,16 +80,28 @@ def own_records(path: Path) -> Records:
     events = read_trace(path).events
     found = events[events["cat"].isin([*WORK])]
     if found.empty:
-        found = _leaves(events[(events["cat"] == OPERATOR) & matching(events["name"], lambda name: (
+        found = own_times(events[(events["cat"] == OPERATOR) & matching(events["name"], lambda name: (
             name.startswith("aten::") and not NO_WORK.match(name)))])
     return records_of(str(path), events, found, matching(events["name"], lambda name: "#" not in name))[0]
 
 
-def _leaves(operators: pd.DataFrame) -> pd.DataFrame:
-    """The operators within which, on the same thread, no other one begins."""
+def own_times(operators: pd.DataFrame) -> pd.DataFrame:
+    """The operators with their self times for times: an operator's time less that of those which begin within
+    it on its thread. In the span of the outermost each one's self time is laid before those of its children,
+    so that no two overlap, and together they last as long as the outermost."""
     thread, start, end = (operators[column].to_numpy() for column in ("tid", "start", "end"))
     _, parent, _ = enclosing(thread, start, end, thread[:0], start[:0])
-    return operators[~np.isin(np.arange(len(operators)), parent)]
+    lasts, inner = end - start, parent >= 0
+    within = np.zeros(len(lasts), np.int64)
+    np.add.at(within, parent[inner], lasts[inner])
+    own = np.maximum(lasts - within, 0)
+    begins, free = start.copy(), start + own  # free: where an operator's next child is laid
+    for place in np.lexsort((-np.maximum(end, start + 1), start, thread)):  # parents before their children
+        if inner[place]:
+            begins[place] = free[parent[place]]
+            free[parent[place]] += lasts[place]
+            free[place] = begins[place] + own[place]
+    return operators.assign(start=begins, end=begins + own)
 
 
 def records_of(path: str, events: pd.DataFrame, work: pd.DataFrame,
@@ -121,7 +139,16 @@ def ranges_of(events: pd.DataFrame) -> pd.DataFrame:
     rows = events.assign(key=_key(events)).sort_values(["key", "start", "end"], ignore_index=True,
                                                        ascending=[True, True, False])
     return pd.DataFrame({"name": rows["name"].cat.remove_unused_categories(), "start_ns": rows["start"],
-                         "end_ns": rows["end"], **thread_columns(rows["key"].to_numpy())})
+                         "end_ns": rows["end"], "sequence": rows["sequence"],
+                         **thread_columns(rows["key"].to_numpy())})
+
+
+def host_of(events: pd.DataFrame) -> pd.DataFrame:
+    """The events of the host that last (kind, name, key of the thread, start_ns, end_ns): calls of the
+    driver, operators, ranges and Python frames."""
+    rows = events[events["cat"].isin(HOST_KINDS) & (events["end"] - events["start"] >= SHORT_NS)]
+    return pd.DataFrame({"kind": rows["cat"].map(HOST_KINDS).astype("category"), "name": rows["name"],
+                         "key": _key(rows), "start_ns": rows["start"], "end_ns": rows["end"]})
 
 
 def _key(events: pd.DataFrame) -> np.ndarray:
@@ -133,55 +160,79 @@ class Trace:
     """A trace's complete events: a row an event with :data:`COLUMNS` (cat and name are categorical; tid is a
     number of its own for each thread; times in ns; -1: none). operators: by external id the name,
     "Input Dims" and "Input type" of those whose shapes tell their work. header: what the trace says of its
-    devices and ranks."""
+    devices and ranks. shapes: whether they were recorded."""
 
     events: pd.DataFrame
     operators: dict[int, tuple[str, Any, Any]]
     header: dict[str, Any]
+    shapes: bool
+
+
+_OPERATOR, _FRAME = CODES[OPERATOR], CODES[FRAME]
 
 
 class _Reader:
     """Keeps the numbers of a trace's events, each as soon as it is parsed."""
 
-    def __init__(self, path: Path, shaped: re.Pattern | None):
-        self.path, self.shaped = path, shaped
+    def __init__(self, path: Path, shaped: re.Pattern | None, strict: bool = False):
+        self.path, self.shaped, self.strict = path, shaped, strict
         self.values = array("q")
         self.names: dict[str, int] = {}
         self.threads: dict[str, int] = {}
         self.operators: dict[int, tuple[str, Any, Any]] = {}
+        self.shapes = False
 
     def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """What the parser puts in the place of an object: nothing in that of an event."""
+        """What the parser puts in the place of an object: nothing in that of an event. A trace has millions
+        of them: each looks only for what its category has, and whether numbers fit is asked of all at once
+        (``fits``)."""
         if "ph" not in found:
             return found
-        code = CODES.get(str(found.get("cat"))) if found["ph"] == "X" else None
-        if code is None:
+        if found["ph"] != "X" or (code := CODES.get(str(found.get("cat")))) is None:
             return None
         args = found.get("args")
         args = args if type(args) is dict else {}
+        correlation = external = sequence = size = -1
+        device = stream = 0
         try:
             start, duration = round(found["ts"] * 1000), round(found["dur"] * 1000)
-            correlation, external = _id(args.get("correlation", -1)), _id(args.get("External id", -1))
-            device, stream, size = 0, 0, -1
-            if code < len(WORK):
-                device, stream = _id(args.get("device", 0)), _id(args.get("stream", 0))
-                size = args.get("bytes", -1)
-            if not (duration >= 0 and -LATEST < start < LATEST - duration
-                    and -1 <= correlation < CORRELATIONS and 0 <= device < CORRELATIONS
-                    and -1 <= stream < LATEST and -1 <= external < LATEST):
+            if code < _OPERATOR:
+                correlation, external = args.get("correlation", -1), args.get("External id", -1)
+                if code < len(WORK):
+                    device, stream, size = args.get("device", 0), args.get("stream", 0), args.get("bytes", -1)
+                    size = size if type(size) is int and 0 <= size < LATEST else -1
+            elif code == _OPERATOR:
+                external, sequence = args.get("External id", -1), args.get("Sequence number", -1)
+            elif code == _FRAME and 0 <= duration < SHORT_NS:
+                return None
+            name = found["name"] if type(found.get("name")) is str else str(found.get("name"))
+            names, threads = self.names, self.threads
+            row = (code, names.setdefault(name, len(names)),
+                   threads.setdefault(str(found.get("tid")), len(threads)),
+                   start, start + duration, correlation, device, stream, size, external, sequence)
+            try:
+                self.values.extend(row)
+            except TypeError:  # a part of it is in the array by now
+                del self.values[len(self.values) // len(COLUMNS) * len(COLUMNS):]
+                self.values.extend(map(_id, row))
+            if self.strict and not fits(np.array([row[:5] + tuple(map(_id, row[5:]))])).all():
                 raise ValueError
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(_complaint(self.path, found, args)) from None
-        size = size if type(size) is int and 0 <= size < LATEST else -1
-        name = str(found.get("name"))
-        places = (self.names.setdefault(name, len(self.names)),
-                  self.threads.setdefault(str(found.get("tid")), len(self.threads)))
-        self.values.extend((code, *places, start, start + duration, correlation, device, stream, size,
-                            external))
-        if (self.shaped and code == CODES[OPERATOR] and external >= 0 and "Input Dims" in args
-                and self.shaped.search(name)):
-            self.operators[external] = name, args["Input Dims"], args.get("Input type")
+        if code == _OPERATOR and "Input Dims" in args:
+            self.shapes = True
+            if self.shaped and self.shaped.search(name) and (key := _id(external)) >= 0:
+                self.operators[key] = name, args["Input Dims"], args.get("Input type")
         return None
+
+
+def fits(numbers: np.ndarray) -> np.ndarray:
+    """Which rows of COLUMNS have times and ids that can be used."""
+    _, _, _, start, end, correlation, device, stream, _, external, sequence = numbers.T
+    least = np.minimum(np.minimum(correlation, stream), external)
+    return ((start <= end) & (start > -LATEST) & (end < LATEST) & (least >= -1) & (device >= 0)
+            & (np.maximum(correlation, device) < CORRELATIONS) & (np.maximum(stream, external) < LATEST)
+            & (abs(sequence) < LATEST))
 
 
 def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
@@ -198,6 +249,9 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
         text = file.read().decode("utf-8-sig", "replace")
     try:
         header = json.loads(text, object_hook=reader.take)
+        numbers = np.frombuffer(reader.values, np.int64).reshape(-1, len(COLUMNS))
+        if not fits(numbers).all():
+            json.loads(text, object_hook=_Reader(path, shaped, strict=True).take)  # says which one does not
     except TraceError:
         raise
     except (ValueError, RecursionError) as error:
@@ -206,11 +260,10 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
         header = {"traceEvents": header}
     if not isinstance(header, dict) or not isinstance(header.get("traceEvents"), list):
         raise TraceError(f"{path}: has no list traceEvents, {EXPECTED}")
-    numbers = np.frombuffer(reader.values, np.int64).reshape(-1, len(COLUMNS))
     events = pd.DataFrame(numbers, columns=COLUMNS)
     texts = {"cat": CATEGORIES, "name": [*reader.names]}
-    return Trace(events.assign(**{column: pd.Categorical.from_codes(events[column], values)
-                                  for column, values in texts.items()}), reader.operators, header)
+    named = {column: pd.Categorical.from_codes(events[column], values) for column, values in texts.items()}
+    return Trace(events.assign(**named), reader.operators, header, reader.shapes)
 
 
 def _id(value: Any) -> int:

@@ -1,11 +1,23 @@
 """The numbers of each sentence about attention alone: where the sentence holds, None where it does not."""
 import pandas as pd
 
-from stepscope.report.tables import ratio
-from stepscope.step.stats import SAME
-from stepscope.studies.attention.checking import QUANTITIES
+from stepscope.config import SIZES
+from stepscope.report.shapes import chosen as of_program
+from stepscope.report.shapes import reference
+from stepscope.report.tables import number
+from stepscope.stats import SAME
+from stepscope.studies.attention.config import QUANTITIES
 from stepscope.studies.attention.memory import SQUARES
-from stepscope.studies.attention.tables import GRID_ENDS, HEAD, LABELS, Tables, first_out_of_memory
+from stepscope.studies.attention.tables import (
+    GRID_ENDS,
+    HEAD,
+    LABELS,
+    PRECISION_LABELS,
+    Tables,
+    first_out_of_memory,
+    outcome,
+    some,
+)
 
 Claim = dict | None
 
@@ -17,13 +29,53 @@ def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: i
     return rows[rows["gpu_ms"].notna()].sort_values("gpu_ms").set_index("implementation")
 
 
+def _every_d(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
+    """The same for each head dimension that was measured there with naive attention beside others."""
+    rows = tables["attention.passes"]
+    rows = rows[(rows["precision"] == precision) & (rows["sequence"] == GRID_ENDS) & rows["gpu_ms"].notna()]
+    found = {int(d): _at(tables, precision, d=int(d)) for d in sorted(rows["d_model"].unique())}
+    found = {d: times for d, times in found.items() if "naive" in times.index and len(times) > 1}
+    if not found:
+        raise LookupError(f"nothing was measured in {precision} at {GRID_ENDS}")
+    return found
+
+
+def _dims(rows: dict) -> str:
+    """"d 16 to 128", or "d 64"."""
+    return f"d {min(rows)} to {max(rows)}" if len(rows) > 1 else f"d {min(rows)}"
+
+
+def _gains(low: float, high: float) -> str:
+    """"1.15x to 1.87x", or one of them where they are shown alike."""
+    low_text, high_text = number(low, "x"), number(high, "x")
+    return low_text if low_text == high_text else f"{low_text} to {high_text}"
+
+
+def _walls(tables: Tables, precision: str, name: str) -> pd.DataFrame:
+    """One implementation's wall times at one d by the handout's sequences, (forward, backward), on a GPU.
+
+    Raises:
+        LookupError: there are none.
+    """
+    rows = tables["attention.cells"]
+    rows = _of_handout(rows[rows["wall_ms"].notna()], precision, name)
+    return rows.pivot(index="sequence", columns="phase", values="wall_ms")
+
+
+def _of_handout(rows: pd.DataFrame, precision: str, name: str) -> pd.DataFrame:
+    """One implementation's rows at one d, at the handout's sequences on a GPU."""
+    rows = rows[(rows["precision"] == precision) & (rows["d_model"] == HEAD) & rows["device_gib"].notna()]
+    return some(rows[(rows["implementation"] == name) & (rows["sequence"] <= GRID_ENDS)])
+
+
 def attention_gain(tables: Tables) -> Claim:
     rows = _at(tables)
     naive, best = rows.loc["naive"], rows.iloc[0]
     if best.name in SQUARES:
         return None
-    return {"sequence": GRID_ENDS, "naive": naive["gpu_ms"], "best": best["gpu_ms"],
-            "kernel": LABELS[best.name], "gain": ratio(naive["gpu_ms"], best["gpu_ms"])}
+    return {"sequence": GRID_ENDS, "d": HEAD, "naive": naive["gpu_ms"], "best": best["gpu_ms"],
+            "kernel": LABELS[best.name], "gain": naive["gpu_ms"] / best["gpu_ms"],
+            "wall_gain": naive["wall_ms"] / best["wall_ms"]}
 
 
 def attention_saved(tables: Tables) -> Claim:
@@ -31,26 +83,67 @@ def attention_saved(tables: Tables) -> Claim:
     rows = _at(tables)
     naive, fused = rows.loc["naive", "saved_mib"], rows.iloc[0]["saved_mib"]
     if naive > 100 * fused:
-        return {"naive": naive / 1024, "fused": fused}
+        return {"sequence": GRID_ENDS, "naive": naive / 1024, "fused": fused}
     return None
 
 
 def attention_kernel(tables: Tables) -> Claim:
-    """The code that follows asks for cuDNN's kernel first."""
-    times = _at(tables)["gpu_ms"]
-    (best, second), gain = times.index[:2], ratio(times.iloc[1], times.iloc[0])
-    if best == "cudnn" and gain > 1 + SAME:
-        return {"best": LABELS[best], "second": LABELS[second], "gain": gain}
+    """The code that follows asks for cuDNN's kernel first: it is the fastest for each d."""
+    every = _every_d(tables, "bf16")
+    gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in every.values()]
+    if {times.index[0] for times in every.values()} == {"cudnn"} and min(gains) > 1 + SAME:
+        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+                "sequence": GRID_ENDS}
     return None
 
 
 def attention_fp32(tables: Tables) -> Claim:
-    cells, rows = tables["attention.cells"], _at(tables, "fp32")
+    """FlashAttention and cuDNN have no fp32 kernels; of what runs one fused kernel is the fastest."""
+    cells, every = tables["attention.cells"], _every_d(tables, "fp32")
     half_only = cells[(cells["precision"] == "fp32") & cells["implementation"].isin(["flash", "cudnn"])]
-    best = rows.iloc[0]
-    if set(half_only["status"]) != {"unsupported"} or best.name in SQUARES:
+    best = {times.index[0] for times in every.values()}
+    gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in every.values()]
+    if set(half_only["status"]) != {"unsupported"} or len(best) > 1 or best & SQUARES.keys():
         return None
-    return {"best": LABELS[best.name], "gain": ratio(rows.loc["naive", "gpu_ms"], best["gpu_ms"])}
+    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+            "sequence": GRID_ENDS}
+
+
+def attention_flex(tables: Tables) -> Claim:
+    """A kernel that stores no T x T and is slower in fp32 than one that does."""
+    times = _at(tables, "fp32")["gpu_ms"]
+    if times["flex"] > (1 + SAME) * times["naive"]:
+        return {"flex": times["flex"], "naive": times["naive"]}
+    return None
+
+
+def attention_compiled(tables: Tables) -> Claim:
+    """Compiled, naive attention is faster for each d, and still saves T x T matrices."""
+    found: dict = {"sequence": GRID_ENDS}
+    for precision in ("fp32", "bf16"):
+        every = {d: times for d, times in _every_d(tables, precision).items() if "compiled" in times.index}
+        if not every:
+            return None
+        pairs = [(times.loc["naive"], times.loc["compiled"]) for times in every.values()]
+        gains = [naive["gpu_ms"] / compiled["gpu_ms"] for naive, compiled in pairs]
+        if min(gains) < 1 + SAME or any(two["saved_mib"] < one["saved_mib"] / 2 for one, two in pairs):
+            return None
+        found |= {precision: _gains(min(gains), max(gains)), "dims": _dims(every)}
+    return found
+
+
+def one_softmax(tables: Tables) -> Claim:
+    """One block's softmax and its two matmuls in forward, of the largest size that was profiled in fp32."""
+    rows = of_program(tables["nsys.operations"], precision="fp32", attention="naive", mode="forward")
+    rows = rows[rows["size"] == rows["size"].iloc[-1]]
+    rows = rows[rows["context_length"] == reference(rows)]
+    size, context = rows["size"].iloc[0], reference(rows)
+    matmuls = rows[rows["region"].isin(["attention.scores", "attention.value"])]
+    matmuls = matmuls[matmuls["family"] == "matrix multiply"]
+    softmax = rows[rows["region"] == "attention.softmax"]
+    each = SIZES[size].num_layers * 1e6
+    return {"size": size, "context": context, "softmax": softmax["total_ns"].sum() / each,
+            "matmuls": matmuls["total_ns"].sum() / each}
 
 
 def attention_checked(tables: Tables) -> Claim:
@@ -69,53 +162,147 @@ def attention_formula(tables: Tables) -> Claim:
     off = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
     stored = off[rows["implementation"].isin(list(SQUARES))]
     if stored.max() < 0.01 and len(rows):
-        return {"cells": len(rows), "stored": len(stored), "off": stored.max(), "most": off.max()}
+        return {"sequence": 4096, "cells": len(rows), "stored": len(stored), "off": stored.max(),
+                "most": off.max()}
     return None
+
+
+def attention_passes(tables: Tables) -> Claim:
+    """How many passes a time is of."""
+    cells = tables["attention.cells"]
+    passes = some(cells[cells["wall_ms"].notna()])["passes"]
+    most, least = int(passes.max()), int(passes.min())
+    return {"most": most, "cells": len(passes), "fewer": int((passes < most).sum()), "least": least,
+            "leasts": int((passes == least).sum())}
+
+
+def answer_attention_times(tables: Tables) -> Claim:
+    walls, passes = _walls(tables, "fp32", "naive"), tables["attention.passes"]
+    row, sequence = walls.iloc[-1], int(walls.index[-1])
+    own = passes[(passes["precision"] == "fp32") & (passes["implementation"] == "naive")]
+    held = own[(own["sequence"] == sequence) & (own["d_model"] == HEAD)].iloc[0]
+    every = dict.fromkeys(sorted(own["d_model"].unique()))
+    return {"batch": int(held["batch_size"]), "dims": _dims(every), "d": HEAD, "sequence": sequence,
+            "forward": row["forward"], "backward": row["backward"], "in_use": held["in_use_mib"] / 1024}
+
+
+def answer_attention_fits(tables: Tables) -> Claim:
+    """None of the handout's sequences runs out of memory."""
+    rows = tables["attention.passes"]
+    rows = some(rows[rows["device_gib"].notna() & (rows["sequence"] <= GRID_ENDS)])
+    if (rows["status"] == "oom").any():
+        return None
+    most = rows.loc[rows["peak_mib"].idxmax()]
+    return {"sequence": int(rows["sequence"].max()), "most": most["peak_mib"] / 1024,
+            "name": LABELS[most["implementation"]], "precision": PRECISION_LABELS[most["precision"]],
+            "d": int(most["d_model"]), "memory": rows["device_gib"].max()}
 
 
 def answer_attention_oom(tables: Tables) -> Claim:
-    """Nothing of the grid runs out of memory; naive attention in fp32 does, first of all that was measured
-    beyond it, and the bytes say so: its peak by formula is more than there is, its inputs are not."""
+    """Where naive attention runs out of memory first, of what, and the bytes that it would need: by formula
+    more than there is."""
     row, parts = first_out_of_memory(tables)
-    passes, need = tables["attention.passes"], sum(parts.values())
-    on_grid = passes.loc[passes["sequence"] <= GRID_ENDS, "status"]
-    if on_grid.empty or "oom" in set(on_grid) or row["precision"] != "fp32" or need <= row["device_gib"]:
+    need, square = sum(parts.values()), parts["T x T matrices"] / SQUARES["naive"]
+    if need <= row["device_gib"]:
         return None
-    return {"memory": row["device_gib"], "sequence": int(row["sequence"]), "squares": SQUARES["naive"],
-            "square": parts["T x T matrices"] / SQUARES["naive"], "need": need}
+    return {"precision": PRECISION_LABELS[row["precision"]], "d": int(row["d_model"]),
+            "sequence": int(row["sequence"]), "outcome": outcome(tables, row), "memory": row["device_gib"],
+            "held": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
+            "need": need}
 
 
 def answer_attention_growth(tables: Tables) -> Claim:
-    """What naive attention saves for backward is 16 times as much at four times the sequence."""
-    short, long = (_at(tables, "fp32", sequence)["saved_mib"] for sequence in (GRID_ENDS // 4, GRID_ENDS))
-    grown = long / short
-    if abs(grown["naive"] / 16 - 1) < 0.01 and abs(grown["efficient"] / 4 - 1) < 0.01:
-        return {"short": short["naive"], "short_sequence": GRID_ENDS // 4, "long": long["naive"],
-                "long_sequence": GRID_ENDS}
+    """What naive attention saves for backward, at a quarter of the longest of the handout's sequences, and
+    there."""
+    saved = _saved(tables, "naive")
+    short, long = saved.index[-1] // 4, saved.index[-1]
+    return {"short": saved[short] / 1024, "short_sequence": int(short), "long": saved[long] / 1024,
+            "long_sequence": int(long), "times": saved[long] / saved[short]}
+
+
+def attention_linear(tables: Tables) -> Claim:
+    """Naive attention's is 16 times as much at four times the sequence, a fused kernel's four times."""
+    naive, fused = (_saved(tables, name) for name in ("naive", "efficient"))
+    short, long = naive.index[-1] // 4, naive.index[-1]
+    grown = fused[long] / fused[short]
+    if abs(naive[long] / naive[short] / 16 - 1) < 0.01 and abs(grown / 4 - 1) < 0.01:
+        return {"kernel": LABELS["efficient"], "times": grown, "fused": fused[long]}
     return None
+
+
+def _saved(tables: Tables, name: str) -> pd.Series:
+    """What an implementation saves for backward in fp32 at one d, in MiB, by the handout's sequences."""
+    rows = tables["attention.passes"]
+    rows = _of_handout(rows[rows["saved_mib"].notna()], "fp32", name)
+    return rows.set_index("sequence")["saved_mib"].sort_index()
 
 
 def answer_attention_compiled(tables: Tables) -> Claim:
-    """Compiled, naive attention is faster, and still saves T x T matrices."""
-    found: dict = {"sequence": GRID_ENDS}
+    """Naive attention and compiled, forward and backward apart."""
+    found: dict = {"d": HEAD}
     for precision in ("fp32", "bf16"):
-        naive, compiled = (_at(tables, precision).loc[name] for name in ("naive", "compiled"))
-        gain = ratio(naive["gpu_ms"], compiled["gpu_ms"])
-        if gain < 1 + SAME or compiled["saved_mib"] < naive["saved_mib"] / 2:
-            return None
-        found |= {precision: naive["gpu_ms"], f"{precision}_compiled": compiled["gpu_ms"],
-                  f"{precision}_gain": gain}
+        naive, compiled = (_walls(tables, precision, name) for name in ("naive", "compiled"))
+        found["sequence"] = int(naive.index[-1])
+        found |= {f"{precision}_{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")
+                  for way, walls in (("", naive), ("_compiled", compiled))}
     return found
 
 
+def answer_attention_tf32(tables: Tables) -> Claim:
+    """Forward and backward together with TF32 off and on."""
+    found: dict = {"d": HEAD}
+    for precision in ("fp32", "tf32"):
+        for name in ("naive", "compiled"):
+            walls = _walls(tables, precision, name)
+            found |= {"sequence": int(walls.index[-1]), f"{precision}_{name}": walls.iloc[-1].sum()}
+    return found
+
+
+def attention_tf32_ignored(tables: Tables) -> Claim:
+    """Memory-efficient attention computes in fp32 where TF32 is allowed: its error is an fp32's."""
+    checks = tables["attention.checks"]
+    own = checks[checks["implementation"] == "efficient"].set_index("precision")
+    worst = own.loc[["tf32"], [f"{quantity}_error" for quantity in QUANTITIES]].max(axis=None)
+    return {"name": LABELS["efficient"]} if worst < own.loc[["fp32"], "allowed_error"].min() else None
+
+
 def answer_attention_long(tables: Tables) -> Claim:
-    """At 2026's longest sequence all that stores T x T runs out of memory, and a fused kernel does not."""
-    rows = tables["attention.passes"]
+    """2026's longest sequence: what ran out of memory there, what runs fastest, and what it saves."""
+    best, cells = _at(tables, "bf16", 65536).iloc[0], _long(tables)
+    out = [LABELS[name] for name in cells[cells["asked_gib"].notna()].index.unique()]
+    walls = cells.loc[[best.name]].set_index("phase")["wall_ms"]
+    return {"sequence": 65536, "d": HEAD, "matrix": best["batch_size"] * 65536**2 * 2 / 2**30,
+            "memory": best["device_gib"], "out": " and ".join(out), "kernel": LABELS[best.name],
+            "forward": walls["forward"], "backward": walls["backward"], "saved": best["saved_mib"],
+            "in_use": best["in_use_mib"]} if out else None
+
+
+def attention_long_unrun(tables: Tables) -> Claim:
+    """What was not run there, since it needs more than there is."""
+    cells = _long(tables)
+    names = cells[(cells["status"] == "oom") & cells["asked_gib"].isna()].index.unique()
+    if len(names) != 1:
+        return None
+    need = _long(tables, "passes").loc[names[0], "predicted_mib"]
+    return {"name": LABELS[names[0]], "need": need / 1024}
+
+
+def _long(tables: Tables, name: str = "cells") -> pd.DataFrame:
+    """A table's rows of 2026's longest sequence in bf16, by implementation."""
+    rows = tables[f"attention.{name}"]
     rows = rows[(rows["sequence"] == 65536) & (rows["precision"] == "bf16") & (rows["d_model"] == HEAD)]
-    status = rows.set_index("implementation")["status"]
-    best = _at(tables, "bf16", 65536).iloc[0]
-    if {status[name] for name in SQUARES} == {"oom"}:
-        matrix = best["batch_size"] * 65536**2 * 2 / 2**30
-        return {"sequence": 65536, "matrix": matrix, "memory": best["device_gib"],
-                "kernel": LABELS[best.name], "best": best["gpu_ms"], "saved": best["saved_mib"]}
-    return None
+    return some(rows).set_index("implementation")
+
+
+def answer_attention_long_fp32(tables: Tables) -> Claim:
+    best = _at(tables, "fp32", 65536).iloc[0]
+    return {"kernel": LABELS[best.name], "wall": best["wall_ms"], "in_use": best["in_use_mib"]}
+
+
+def attention_long_dims(tables: Tables) -> Claim:
+    """The head dimensions at which sequences beyond the handout's were run."""
+    rows = tables["attention.passes"]
+    rows = some(rows[rows["sequence"] > GRID_ENDS])
+    dims = sorted(int(d) for d in rows["d_model"].unique())
+    precisions = [label for name, label in PRECISION_LABELS.items() if name in set(rows["precision"])]
+    return {"sequence": GRID_ENDS, "dims": _dims(dict.fromkeys(dims)), "precisions": " and ".join(precisions)}

@@ -12,6 +12,7 @@ Implementation = Literal["naive", "compiled", "flash", "efficient", "cudnn", "ma
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 COMPILED = ("compiled", "flex")
 PASSES = ("forward", "backward")
+QUANTITIES = ("output", "dq", "dk", "dv")  # what is checked
 # The largest error that still is this precision: relative, in the Frobenius norm, of the output and each
 # gradient. TF32 keeps 10 bits of a factor (2^-11 = 5e-4) and bf16 7 (2^-9 = 2e-3); fp32's is far below one
 # matmul in TF32.
@@ -29,7 +30,7 @@ class Config(RunConfig):
     timed_steps: Steps = 100
     sequences: list[Length] = Field([256, 1024, 4096, 8192, 16384], min_length=1, max_length=100)
     implementations: list[Implementation] = Field(list(get_args(Implementation)), min_length=1, max_length=7)
-    # A cell that would take longer is timed fewer times,
+    # A case (implementation and sequence) that would take longer is timed fewer times,
     cell_seconds: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
     least_passes: Steps = 3        # but so often at least
     captured_passes: int = Field(3, ge=1, le=100)  # whose kernels are read, for their GPU time

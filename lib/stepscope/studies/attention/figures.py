@@ -1,8 +1,8 @@
 """Figures of the attention study; None where there is nothing to draw."""
 from matplotlib.figure import Figure
 
-from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends
-from stepscope.report.tables import number, ratio
+from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends, look
+from stepscope.report.tables import number
 from stepscope.studies.attention.config import IMPLEMENTATIONS
 from stepscope.studies.attention.memory import SQUARES
 from stepscope.studies.attention.tables import GRID_ENDS, LABELS, Tables, chosen, where
@@ -10,25 +10,34 @@ from stepscope.studies.attention.tables import GRID_ENDS, LABELS, Tables, chosen
 COLORS = dict(zip(IMPLEMENTATIONS, (INK, ORANGE, BLUE, GREEN, RED, PINK, AMBER)))
 
 
+@look()
 def attention_time(tables: Tables) -> Figure | None:
     """GPU time of forward and backward over the sequence, a line an implementation."""
     rows = chosen(tables["attention.passes"])
-    rows = rows[rows["gpu_ms"].notna() & (rows["sequence"] <= GRID_ENDS)]
+    rows = rows[rows["gpu_ms"].notna()]
     times = rows.pivot(index="sequence", columns="implementation", values="gpu_ms")
     if times.empty or "naive" not in times:
         return None
-    last = times.iloc[-1]
-    best = last.idxmin()
-    gain = number(ratio(last["naive"], last[best]), "x")
+    at = times["naive"].loc[:GRID_ENDS].last_valid_index()
+    if at is None:
+        return None
+    best, d = times.loc[at].idxmin(), rows["d_model"].iloc[0]
+    gain = number(times.loc[at, "naive"] / times.loc[at, best], "x")
     message = "A kernel that stores T x T is as fast as any here" if best in SQUARES else (
-        f"Never store T x T: at {times.index[-1]:,} positions {LABELS[best]} is {gain} faster than naive")
+        f"At {at:,} positions (d {d}) {LABELS[best]}, which stores no T x T, is {gain} faster than naive")
     drawn, axes = figure(message, height=4)
     for name in times:
-        axes.plot(times.index, times[name], marker="o", color=COLORS[name])
+        line = times[name].dropna()
+        axes.plot(line.index, line, marker="o", color=COLORS[name])
     axes.set(xscale="log", yscale="log", xlabel=f"sequence ({where(rows)})", ylabel="GPU time, ms")
-    axes.set_xticks(times.index, [f"{sequence:,}" for sequence in times.index])
+    named = [times.index[-1]]  # from the longest down, no two closer than their names are wide
+    for sequence in times.index[-2::-1]:
+        if sequence * 4 <= named[-1]:
+            named.append(sequence)
+    axes.set_xticks(named, [f"{sequence:,}" for sequence in named])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ends = {LABELS[name]: (times.index[-1], last[name]) for name in times if last[name] == last[name]}
+    # Names stand at the right edge, of what ran out of memory before it too, at the height of its last point.
+    ends = {LABELS[name]: (times.index[-1], times[name].dropna().iloc[-1]) for name in times}
     label_ends(axes, ends, {LABELS[name]: COLORS[name] for name in times})
     return drawn

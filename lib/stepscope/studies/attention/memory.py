@@ -1,11 +1,4 @@
 """Memory of a pass of attention: as the allocator counts it, and by closed formula."""
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
-from stepscope.studies.attention.implementations import Inputs
-
 # T x T matrices a batch element in use at the peak, which is in backward. Naive: the scores' exponentials and
 # the weights, which forward saves, the weights' gradient and three more that softmax's backward makes of it.
 # SDPA's math computes in fp32 whatever it is given; what Inductor keeps of the compiled one was measured.
@@ -45,51 +38,3 @@ def needed_bytes(name: str, batch: int, d: int, sequence: int, precision: str) -
     batch, d, item = int(batch), int(d), 2 if precision in ("bf16", "fp16") else 4
     making = MAKING_MASK * sequence**2 + 4 * batch * sequence * d * item if name == "flex" else 0
     return max(making, sum(peak_parts(name, batch, d, sequence, precision).values()))
-
-
-def device_bytes(device: str) -> float:
-    """What the device has for this process's tensors; NaN on a CPU, whose memory is not the allocator's."""
-    if device == "cpu":
-        return float("nan")
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved()
-
-
-def memory_pass(call: Callable[[], Tensor], inputs: Inputs, held: int, device: str) -> dict[str, float]:
-    """One pass for its memory, in bytes; ``held`` is what is in use before it (``Inputs.held_bytes``).
-
-    ``saved``: what forward makes and keeps for backward, the output not counted; ``in_use``: before backward,
-    with inputs, mask and output; ``forward``, ``backward``: the most in use in forward, and in the pass. A
-    CPU's allocator counts nothing: there ``saved`` is the storages that autograd is handed, and the peaks are
-    missing.
-    """
-    inputs.clear_gradients()
-    if device == "cpu":
-        output, saved = handed_to_autograd(call, inputs)
-        return {"saved": saved, "in_use": held + output.untyped_storage().nbytes() + saved}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    output = call()
-    torch.cuda.synchronize()
-    after, forward_peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    output.backward(inputs.gradient)
-    torch.cuda.synchronize()
-    return {"saved": after - before - output.untyped_storage().nbytes(), "in_use": after - before + held,
-            "forward": forward_peak - before + held,
-            "backward": torch.cuda.max_memory_allocated() - before + held}
-
-
-def handed_to_autograd(call: Callable[[], Tensor], inputs: Inputs) -> tuple[Tensor, int]:
-    """The output, and the bytes of the storages that autograd keeps for backward: q, k, v, the output and the
-    boolean mask (which is made once, and not by forward) aside."""
-    saved: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x
-        return x
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = call()
-    for x in (inputs.q, inputs.k, inputs.v, output):
-        saved.pop(x.untyped_storage().data_ptr(), None)
-    return output, sum(x.untyped_storage().nbytes() for x in saved.values() if x.dtype != torch.bool)

@@ -1,14 +1,13 @@
 """The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, measured, tidy, word
-from stepscope.report.tables import number, ratio, table
-from stepscope.studies.attention.checking import QUANTITIES
-from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, Config
+from stepscope.report.tables import digits, number, table
+from stepscope.stats import LAUNCH_BOUND
+from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
 Tables = dict[str, pd.DataFrame]
@@ -31,14 +30,18 @@ LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient
 HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
 PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+MOST_BUSY = 1.02  # GPU time over wall time: more than this cannot be, and is left out
 
 
 def tables(frames: Tables) -> Tables:
     """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
-    ``gpu_ms``, memory, and ``predicted_mib``, the peak by formula."""
+    ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MOST_BUSY` allows), memory, and
+    ``predicted_mib``, the peak by formula."""
     cells = frames["cells"]
     key = [*CONFIG, *CELL]
-    times = cells.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
+    cannot_be = cells["device_gib"].notna() & (cells["gpu_ms"] > MOST_BUSY * cells["wall_ms"])
+    clocks = cells.assign(gpu_ms=cells["gpu_ms"].mask(cannot_be))
+    times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
     others = cells[cells["phase"] == "backward"].set_index(key)
     passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
     passes = passes.reset_index()
@@ -79,17 +82,6 @@ def where(rows: pd.DataFrame) -> str:
     return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
 
 
-def finding(config: Config, cells: pd.DataFrame) -> str:
-    """What one run says, in a sentence."""
-    timed = of_run(config, {"cells": cells})["attention.passes"].dropna(subset="gpu_ms")
-    if timed.empty:
-        return "Nothing could be timed."
-    last = timed[timed["sequence"] == timed["sequence"].max()].sort_values("gpu_ms")
-    times = ", ".join(f"{number(row.gpu_ms, 'ms')} {LABELS[row.implementation]}" for row in last.itertuples())
-    return (f"Attention at {last['sequence'].iloc[0]:,} positions ({where(last)}), GPU time of forward and"
-            f" backward: {times}.")
-
-
 def attention_times(tables: Tables) -> pd.DataFrame:
     return _pivot(tables, "gpu_ms", "ms", "GPU time of forward and backward, ms", ("min", "row"))
 
@@ -108,28 +100,91 @@ def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple | None
 
 def handout_attention(tables: Tables) -> pd.DataFrame:
     """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
-    cells = chosen(tables["attention.cells"], "fp32")
+    cells = _handout(chosen(tables["attention.cells"], "fp32"))
+    made, note = _points(cells), f"{where(cells)}; {_passes(cells)}"
+    naive = chosen(tables["attention.passes"], "fp32")
+    naive = naive[(naive["implementation"] == "naive") & (naive["sequence"] <= GRID_ENDS)]
+    waits = naive.loc[naive["gpu_ms"] < LAUNCH_BOUND * naive["wall_ms"], "sequence"]
+    bound = f" Up to {waits.max():,} positions naive attention is launch-bound." if len(waits) else ""
+    return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).{bound}")
+
+
+def attention_grid(tables: Tables) -> pd.DataFrame:
+    """All of the assignment's points, by wall time: naive attention and compiled, each d and precision."""
+    cells = _handout(tables["attention.cells"])
+    batch = cells["batch_size"].iloc[0]
+    return table(_points(cells), rows=60, note=f"Wall time (batch {batch}, causal; {_passes(cells)}).")
+
+
+def _handout(cells: pd.DataFrame) -> pd.DataFrame:
+    """Cells of the handout's implementations and sequences that were timed."""
     cells = cells[cells["implementation"].isin(["naive", "compiled"]) & (cells["sequence"] <= GRID_ENDS)]
-    cells = some(cells[cells["wall_ms"].notna()])
-    wide = cells.pivot(index="sequence", columns=["implementation", "phase"], values="wall_ms")
-    wide = wide[[key for key in product(("naive", "compiled"), PASSES) if key in wide]]
-    wide.columns = [f"{name} {phase}, ms" for name, phase in wide.columns]
-    naive = cells[(cells["implementation"] == "naive") & (cells["phase"] == "backward")].set_index("sequence")
-    wide.insert(1, "in use before backward, MiB", naive["in_use_mib"])
-    return table(wide, note=f"Wall time ({where(cells)}).")
+    return some(cells[cells["wall_ms"].notna()])
 
 
-def attention_dimensions(tables: Tables) -> pd.DataFrame:
-    """All of the assignment's points: naive attention in fp32, wall time, and the memory before backward."""
+def _passes(cells: pd.DataFrame) -> str:
+    most, least = int(cells["passes"].max()), int(cells["passes"].min())
+    fewer = f", of fewer where they are long, {least} at least" if least < most else ""
+    return f"median ± standard deviation of {most} passes{fewer}"
+
+
+def _points(cells: pd.DataFrame) -> pd.DataFrame:
+    """A row each precision, d and sequence: time and memory of forward and backward."""
+    order = [name for name in PRECISION_LABELS if name in set(cells["precision"])]
+    cells = cells.assign(precision=pd.Categorical(cells["precision"], order, ordered=True))
+    spread = cells["wall_std_ms"].map(lambda value: digits(value, "ms"))
+    cells = cells.assign(shown=cells["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
+    wide = cells.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
+                       values=["shown", "in_use_mib", "passes"]).sort_index()
+    found = {}
+    for name in ("naive", "compiled"):
+        found |= {f"{name} {phase}, ms": wide.get(("shown", name, phase)) for phase in PASSES}
+        found[f"{name}, in use before backward, MiB"] = wide.get(("in_use_mib", name, "backward"))
+    made = pd.DataFrame({name: column for name, column in found.items() if column is not None})
+    memory = [name for name in made if name.endswith("MiB")]
+    made = made.astype(dict.fromkeys(memory, float)).reset_index().rename(columns={"d_model": "d"})
+    return made.assign(precision=made["precision"].astype(str).map(PRECISION_LABELS))
+
+
+def attention_long(tables: Tables) -> pd.DataFrame:
+    """2026: beyond the handout's sequences, forward and backward apart, by wall time, and what ran out."""
     cells = tables["attention.cells"]
-    cells = cells[(cells["precision"] == "fp32") & (cells["implementation"] == "naive")]
-    cells = some(cells[cells["wall_ms"].notna() & (cells["sequence"] <= GRID_ENDS)])
-    forward, backward = (cells[cells["phase"] == phase] for phase in PASSES)
-    parts = {"forward, ms": (forward, "wall_ms"), "in use before backward, MiB": (backward, "in_use_mib"),
-             "backward, ms": (backward, "wall_ms")}
-    pivots = [rows.pivot(index="sequence", columns="d_model", values=value) for rows, value in parts.values()]
-    wide = pd.concat(pivots, keys=parts, names=["naive, fp32"]).rename(columns=lambda d: f"d {d}")
-    return table(wide.rename_axis(columns=None))
+    cells = some(cells[(cells["sequence"] > GRID_ENDS) & (cells["status"] != "unsupported")])
+    key = ["precision", "d_model", "sequence", "implementation"]
+    forward, backward = (cells[cells["phase"] == phase].set_index(key) for phase in PASSES)
+    passes = tables["attention.passes"].set_index(key)
+    made = pd.DataFrame({
+        "forward, ms": forward["wall_ms"], "± ms": forward["wall_std_ms"],
+        "backward, ms": backward["wall_ms"], "± ms ": backward["wall_std_ms"],
+        "GPU time of both, ms": passes["gpu_ms"].reindex(forward.index),
+        "in use before backward, MiB": backward["in_use_mib"], "passes, n": backward["passes"],
+        "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")]})
+    made = made.reset_index().rename(columns={"d_model": "d"})
+    made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
+        PRECISION_LABELS)
+    batch = cells["batch_size"].iloc[0]
+    return table(made, rows=40, note=f"Wall time, median and standard deviation (batch {batch}, causal).")
+
+
+def outcome(tables: Tables, row: Mapping) -> str:
+    """Where a cell ran out of memory, in which phase and of what; empty where it ran.
+
+    The check that every cell passes first runs forward and backward and has one status for both. Forward
+    alone needs what it needed at the longest sequence that ran, times the square of the sequences' ratio.
+    """
+    if row["status"] != "oom":
+        return ""
+    cells, reason = tables["attention.cells"], str(row["reason"]).removesuffix(": not compiled")
+    same = ("implementation", "precision", "d_model", "batch_size")
+    ran = cells[(cells["phase"] == "forward") & cells["peak_mib"].notna()]
+    for name in same:
+        ran = ran[ran[name] == row[name]]
+    longest = ran.loc[ran["sequence"].idxmax()] if len(ran) else None
+    fits = longest is not None and longest["peak_mib"] / 1024 * (
+        row["sequence"] / longest["sequence"]) ** 2 <= row["device_gib"]
+    if reason != row["reason"]:
+        return f"not run: {reason}{', though forward alone would fit' if fits else ''}"
+    return f"in {'backward' if fits else 'forward'}: {reason}"
 
 
 def attention_compiled(tables: Tables) -> pd.DataFrame:
@@ -138,9 +193,9 @@ def attention_compiled(tables: Tables) -> pd.DataFrame:
     passes = passes[passes["gpu_ms"].notna() & (passes["sequence"] <= GRID_ENDS)]
     wide = passes.pivot(index=["precision", "d_model", "sequence"], columns="implementation", values="gpu_ms")
     wide = some(wide[["naive", "compiled"]].dropna())
-    gains = pd.Series([ratio(a, b) for a, b in wide.itertuples(index=False)], wide.index, dtype=float)
+    gains = wide.iloc[:, 0] / wide.iloc[:, 1]
     gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
-    gains.columns = [f"{PRECISION_LABELS[precision]} d {d}, x" for precision, d in gains.columns]
+    gains.columns = [f"{PRECISION_LABELS[precision]}, d {d}, x" for precision, d in gains.columns]
     return table(gains, note="Compiled against naive attention, GPU time of forward and backward.")
 
 
@@ -158,12 +213,15 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
 
 
 def attention_account(tables: Tables) -> pd.DataFrame:
-    """The bytes of the shortest sequence that ran out of memory, by formula."""
+    """The bytes of the shortest sequence that ran out of memory: by formula, and as recorded."""
     row, parts = first_out_of_memory(tables)
-    parts = parts | {"together": sum(parts.values())}
-    frame = pd.DataFrame({"part": parts.keys(), "at the peak, GiB": parts.values()})
-    return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, sequence"
-                             f" {row['sequence']:,}, of {row['device_gib']:.0f} GiB.")
+    parts = parts | {"together, by formula": sum(parts.values()),
+                     "recorded when it ran out: allocated": row["allocated_gib"],
+                     "recorded when it ran out: asked for": row["asked_gib"]}
+    frame = pd.DataFrame({"part": parts.keys(), "GiB": parts.values()})
+    return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, batch"
+                             f" {row['batch_size']}, d {row['d_model']}, {row['sequence']:,} positions, on"
+                             f" {number(row['device_gib'], 'GiB')}.")
 
 
 def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
@@ -173,8 +231,10 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
     Raises:
         LookupError: it never does.
     """
-    rows = tables["attention.passes"]
+    rows, cells = tables["attention.passes"], tables["attention.cells"]
     rows = some(rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")])
+    asked = cells[cells["phase"] == "backward"][[*CONFIG, *CELL, "asked_gib", "allocated_gib"]]
+    rows = rows.merge(asked, on=[*CONFIG, *CELL])
     row = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False]).iloc[0]
     parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
     return row, {part: size / 2**30 for part, size in parts.items()}
@@ -194,5 +254,5 @@ def attention_checks(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame]] = {one.__name__: one for one in (
-    attention_times, attention_memory, handout_attention, attention_dimensions, attention_compiled,
+    attention_times, attention_memory, handout_attention, attention_grid, attention_long, attention_compiled,
     attention_precisions, attention_account, attention_checks)}

@@ -2,12 +2,9 @@
 a LookupError where nothing measured it."""
 from typing import Any
 
-import pandas as pd
-
-from stepscope.config import PHASES
-from stepscope.report.shapes import chosen
-from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import LAUNCH_BOUND, SAME, launch_bound
+from stepscope.config import PHASES, WHOLE
+from stepscope.report.shapes import MODES, chosen
+from stepscope.stats import LAUNCH_BOUND, SAME, launch_bound
 from stepscope.studies.benchmark.tables import (
     CONFIG,
     Tables,
@@ -21,8 +18,11 @@ from stepscope.studies.benchmark.tables import (
     low_steps,
     on_gpu,
     phase_times,
+    process_starts,
+    processes,
     repeated,
     steps,
+    ten_steps,
     waiting,
     warm_up,
 )
@@ -30,7 +30,7 @@ from stepscope.traces.families import MATMUL
 
 Claim = dict[str, Any] | None
 HARDLY = 0.05  # less of a whole hardly counts
-HIGH = 0.01  # of a mean of ten: what warm-up steps are for
+HIGH = 0.01  # of a step's time: what warm-up steps are for
 
 
 # Where the time goes
@@ -76,41 +76,99 @@ def matmul_rate(tables: Tables) -> Claim:
     return {"size": row.name, "mfu": row["mfu_measured"]} if row["mfu_measured"] > 0.5 else None
 
 
+def ridge(tables: Tables) -> Claim:
+    """FLOPs a byte from which a kernel is compute-bound: the rate of a large matmul over that of a copy."""
+    runs = tables["benchmark.results"]
+    copy, rate = runs["copy_tb_s"].median(), runs.groupby("precision")["matmul_tflops"].median()
+    return {"fp32": rate["fp32"], "bf16": rate["bf16"], "copy": copy, "fp32_ridge": rate["fp32"] / copy,
+            "bf16_ridge": rate["bf16"] / copy}
+
+
+# The assignment's questions: what is said in any case
+
+def answer_models(tables: Tables) -> Claim:
+    """What all shapes have in common, and how many steps warm up and are timed of each."""
+    row = steps(tables).iloc[0]
+    samples = processes(tables, "samples", phase=WHOLE, repeat=0, **row[["size", "context_length"]])
+    warmups = samples.groupby("mode")["warmup"].sum()
+    return {"batch": int(row["batch_size"]), "vocabulary": int(row["vocab_size"]),
+            "warmups": int(warmups["step"]), "more": int(warmups["forward"]),
+            "timed": int((~samples.loc[samples["mode"] == "step", "warmup"].astype(bool)).sum())}
+
+
 def answer_times(tables: Tables) -> Claim:
-    """The largest size in all modes."""
-    found = {mode: at_context(tables, mode=mode)["wall_ms"] for mode in PHASES}
-    size = found["step"].dropna().index[-1]
-    return {"size": size, "context": context(tables), "forward": found["forward"][size],
-            "both": found["forward_backward"][size], "step": found["step"][size]}
+    """The largest size that was measured in all modes."""
+    means = ten_steps(tables).xs(context(tables), level="context_length").filter(like=" mean").dropna()
+    row = means.rename(columns=lambda name: name.removesuffix(" mean")).iloc[-1]
+    samples = cells(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
+    warmups = int(samples["warmup"].sum())
+    return {"size": row.name, "context": context(tables), "forward": row["forward"],
+            "backward": row["backward"], "both": row["forward + backward"], "step": row["full step"],
+            "warmups": warmups, "timed": len(samples) - warmups}
 
 
 def answer_std(tables: Tables) -> Claim:
-    """Standard deviation over median of ten steps, over all shapes and modes in fp32."""
-    rows = pd.concat([on_gpu(steps(tables, mode=mode)) for mode in PHASES]).dropna(subset=["busy"])
-    varies = (rows["wall_std_ms"] / rows["wall_ms"]).groupby(rows["busy"] < LAUNCH_BOUND)
-    gpu_bound, launch = varies.median()[False], varies.max()[True]
-    return {"gpu_bound": gpu_bound, "launch_bound": launch} if gpu_bound < HIGH < launch else None
+    """Standard deviation over median of the timed steps of every size, context, mode and process in fp32."""
+    rows = on_gpu(processes(tables, phase=WHOLE)).dropna(subset=["wall_std_ms", "busy"])
+    varies = (rows["wall_std_ms"] / rows["wall_ms"]).sort_values()
+    worst = rows.loc[varies.index[-1]]
+    return {"cells": len(rows), "median": varies.median(), "worst": varies.iloc[-1], "size": worst["size"],
+            "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
+
+
+def std_where(tables: Tables) -> Claim:
+    """What varies is launch-bound."""
+    rows = on_gpu(processes(tables, phase=WHOLE))
+    varies = rows[rows["wall_std_ms"] / rows["wall_ms"] > HIGH]
+    launch = int((varies["busy"] < LAUNCH_BOUND).sum())
+    return {"launch": launch, "varies": len(varies)} if launch > len(varies) / 2 else None
+
+
+def processes_differ(tables: Tables) -> Claim:
+    """The step that several processes agree on least, by the wall clock."""
+    row = repeated(tables).sort_values("wall").iloc[-1]
+    if row["wall"] < 1 + HARDLY:
+        return None
+    return {"size": row["size"], "context": int(row["context_length"]), "low": row["wall_min"],
+            "high": row["wall_max"], "processes": int(row["processes"])}
 
 
 def answer_warmup(tables: Tables) -> Claim:
-    """The smallest size, of whose steps the first is the most."""
+    """The smallest size, of whose steps the first is the most: with and without warm-up."""
     rows = cold_steps(tables)
     size = rows["size"].iloc[0]
     found = warm_up(rows[rows["size"] == size]).set_index("warmups")
-    cold, warm = found.loc[0], found.loc[5]
-    if cold["mean_ms"] < (1 + HIGH) * warm["mean_ms"]:
+    cold, warm = found.iloc[0], found.iloc[-1]
+    return {"size": size, "context": context(tables), "first": cold["first_ms"], "cold": cold["mean_ms"],
+            "cold_std": cold["std_ms"], "warm": warm["mean_ms"], "warm_std": warm["std_ms"]}
+
+
+def warmup_where(tables: Tables) -> Claim:
+    """In which phase the first step of that process loses its time."""
+    start = process_starts(tables).iloc[0]
+    over, forward = start["first"] - start["later"], start["forward_first"] - start["forward_later"]
+    return {"share": forward / over, "over": over} if 0 < forward < over and over > start["later"] else None
+
+
+def warmup_few(tables: Tables) -> Claim:
+    """Processes whose second and third step are slower than those after the warm-up; the worst of them."""
+    rows = process_starts(tables)
+    second, third = (rows[name] / rows["later"] - 1 for name in ("second", "third"))
+    worst = rows.loc[second.idxmax()]
+    if second.max() <= HIGH:
         return None
-    return {"size": size, "context": context(tables), "first": cold["first_ms"] - warm["mean_ms"],
-            "over": cold["mean_ms"] / warm["mean_ms"] - 1}
+    over, forward = worst["second"] - worst["later"], worst["forward_second"] - worst["forward_later"]
+    return {"processes": len(rows), "context": context(tables), "second": int((second > HIGH).sum()),
+            "third": int((third > HIGH).sum()), "size": second.idxmax()[0], "second_ms": worst["second"],
+            "later_ms": worst["later"], "over": over, "forward": forward,
+            "enqueue": worst["forward_enqueue_second"], "later_enqueue": worst["forward_enqueue_later"]}
 
 
-def answer_warmup_one(tables: Tables) -> Claim:
-    """Where the GPU sets the pace, the second step of a process is as quick as those after the warm-up."""
-    warm = at_context(tables)
-    warm = warm[warm["busy"] >= LAUNCH_BOUND]["wall_ms"]
-    rows = cold_steps(tables).set_index("size")
-    off = (rows[rows["step"] == 1]["wall_ms"] / warm - 1).abs().dropna()
-    return {"of": len(off), "most": off.max()} if len(off) > 1 and off.max() < HIGH else None
+def warmup_enough(tables: Tables) -> Claim:
+    """Where no process's second step is slower: what is said in place of :func:`warmup_few`."""
+    rows = process_starts(tables)
+    most = (rows["second"] / rows["later"] - 1).max()
+    return {"processes": len(rows), "context": context(tables), "most": most} if most <= HIGH else None
 
 
 # When the GPU waits for launches
@@ -183,10 +241,15 @@ def compile_memory(tables: Tables) -> Claim:
 
 def compile_cost(tables: Tables) -> Claim:
     """Blocks compile in about the same time whatever their number; the whole model takes longer."""
-    blocks, model = (compiled_beside(tables, parts)["compile_s"].dropna() for parts in ("blocks", "model"))
-    if not blocks.max() < model.iloc[-1]:
+    blocks, model = (compiled_beside(tables, parts).dropna(subset=["compile_s"])
+                     for parts in ("blocks", "model"))
+    size = [size for size in blocks.index if size in model.index][-1]
+    if blocks["compile_s"].max() > 1.5 * blocks["compile_s"].min() or (
+            blocks["compile_s"].max() > model.loc[size, "compile_s"]):
         return None
-    return {"blocks": blocks.max(), "size": model.index[-1], "model": model.iloc[-1]}
+    return {"low": blocks["compile_s"].min(), "high": blocks["compile_s"].max(), "sizes": len(blocks),
+            "precision": blocks.loc[size, "precision"], "size": size, "own": blocks.loc[size, "compile_s"],
+            "model": model.loc[size, "compile_s"], "model_precision": model.loc[size, "precision"]}
 
 
 def compile_then(tables: Tables) -> Claim:
@@ -199,12 +262,42 @@ def compile_then(tables: Tables) -> Claim:
 
 
 def answer_compiled(tables: Tables) -> Claim:
-    """The whole model compiled: gains in GPU time, over sizes."""
-    forward, step = (compiled_beside(tables, "model", mode)["gain"].dropna() for mode in ("forward", "step"))
-    if min(forward.min(), step.min()) <= 1:
+    """The whole model compiled: gains in GPU time over sizes, whatever they are."""
+    found: dict[str, Any] = {"context": context(tables)}
+    for mode in PHASES:
+        rows = compiled_beside(tables, "model", mode).dropna(subset=["gain"])
+        found |= {"precision": rows["precision"].iloc[0], f"{mode}_low": rows["gain"].min(),
+                  f"{mode}_high": rows["gain"].max()}
+    return found
+
+
+def compiled_wall(tables: Tables) -> Claim:
+    """The same by the wall clock."""
+    found: dict[str, Any] = {}
+    for mode in PHASES:
+        gain = compiled_beside(tables, "model", mode)["wall_gain"].dropna()
+        found |= {f"{mode}_low": gain.min(), f"{mode}_high": gain.max()}
+    return found
+
+
+def compiled_slower(tables: Tables) -> Claim:
+    """A launch-bound forward that gets slower by the wall clock, though its GPU time falls."""
+    rows = compiled_beside(tables, "model", "forward").dropna(subset=["wall_gain"])
+    row = rows.loc[rows["wall_gain"].idxmin()]
+    if row["wall_gain"] > 1 - SAME or row["gain"] < 1 + SAME or not launch_bound(row["busy"]):
         return None
-    return {"context": context(tables), "low": forward.min(), "high": forward.max(), "step_low": step.min(),
-            "step_high": step.max()}
+    return {"size": row.name, "before": row["wall_ms_eager"], "after": row["wall_ms"],
+            "std": row["wall_std_ms"], "busy": row["busy"]}
+
+
+def compiled_trend(tables: Tables) -> Claim:
+    """The gain in GPU time falls with every size, in every mode; the full step's."""
+    gains = [compiled_beside(tables, "model", mode)["gain"].dropna() for mode in PHASES]
+    if len(gains[-1]) < 2 or not all(gain.is_monotonic_decreasing for gain in gains):
+        return None
+    step = compiled_beside(tables, "model", "step")["gain"].dropna()
+    return {"small": step.index[0], "small_gain": step.iloc[0], "large": step.index[-1],
+            "large_gain": step.iloc[-1]}
 
 
 # How far to trust it

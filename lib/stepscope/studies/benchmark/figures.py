@@ -1,5 +1,6 @@
 """Figures of the benchmarking study."""
 import numpy as np
+import pandas as pd
 from matplotlib.ticker import PercentFormatter
 
 from stepscope.report.style import (
@@ -13,12 +14,15 @@ from stepscope.report.style import (
     bars,
     figure,
     label_ends,
+    look,
 )
 from stepscope.report.tables import number
-from stepscope.step.stats import LAUNCH_BOUND
+from stepscope.stats import LAUNCH_BOUND
 from stepscope.studies.benchmark.tables import (
     Tables,
     besides_matmuls,
+    compiled_beside,
+    context,
     low_precision,
     low_steps,
     phase_times,
@@ -28,14 +32,16 @@ from stepscope.studies.benchmark.tables import (
 NARROW = 0.09  # of the widest bar: a part that is narrower has no number
 
 
+@look()
 def phases(tables: Tables) -> Picture:
     """Each size's full fp32 step in GPU time, a part a phase, as shares."""
     times = phase_times(tables)
     share = times.div(times.sum(axis=1), axis=0)
-    forward_backward = share[["forward", "backward"]].sum(axis=1)
-    ends = dict.fromkeys(number(share, "%") for share in (forward_backward.min(), forward_backward.max()))
-    drawn, axes = figure(
-        f"Forward and backward are {' to '.join(ends)} of an fp32 step; AdamW is the rest", 3.0)
+    def ends(part: pd.Series) -> str:
+        return " to ".join(dict.fromkeys(number(share, "%") for share in (part.min(), part.max())))
+
+    drawn, axes = figure(f"Forward and backward are {ends(share['forward'] + share['backward'])} of an fp32"
+                         f" step's GPU time, AdamW is {ends(share['optimizer'])}", 3.1)
     left = np.zeros(len(share))
     for phase, color in PHASE_COLORS.items():
         axes.barh(share.index, share[phase], left=left, color=color, height=0.66, label=phase)
@@ -48,10 +54,12 @@ def phases(tables: Tables) -> Picture:
     axes.grid(False)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.set_xlabel(f"share of the step's GPU time, context {context(tables):,}")
     drawn.legend(loc="outside lower center", ncols=4)
     return drawn
 
 
+@look()
 def busy(tables: Tables) -> Picture:
     """Busy share of the full step over the context, a line a size."""
     waits, rows = waiting(tables), low_steps(tables).dropna(subset=["busy"])
@@ -60,28 +68,30 @@ def busy(tables: Tables) -> Picture:
                          f" at context {short:,}, and {long_count} at {long:,}", 3.4)
     last = {}
     for size, own in rows.groupby("size", sort=False):
-        own = own.sort_values("context_length").set_index("context_length")["busy"].clip(upper=1)
+        own = own.sort_values("context_length").set_index("context_length")["busy"]
         axes.plot(own, marker="o", color=SIZE_COLORS.get(size, BLUE))
         last[size] = (own.index[-1], own.iloc[-1])
-    axes.axhline(LAUNCH_BOUND, color=MUTED, linewidth=1, linestyle="--")
     axes.annotate("launch-bound below", (short, LAUNCH_BOUND), xytext=(0, 3),
                   textcoords="offset points", color=MUTED, va="bottom")
     contexts = sorted(rows["context_length"].unique())
+    axes.hlines(LAUNCH_BOUND, contexts[0], contexts[-1], color=MUTED, linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
+    axes.set_yticks(np.arange(0, 1.01, 0.2))
     axes.set_xticks(contexts, [f"{length:,}" for length in contexts])
-    axes.set(xlabel="context", ylabel="GPU busy", ylim=(0, 1.05))
+    axes.set(xlabel="context, tokens", ylabel="GPU time over wall time", ylim=(0, 1.22))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     label_ends(axes, last, SIZE_COLORS)
     return drawn
 
 
+@look()
 def compile_kernels(tables: Tables) -> Picture:
     """What is no matmul in forward and backward, before and after compiling blocks: GPU time by size."""
-    rows = besides_matmuls(tables)
+    rows, precision = besides_matmuls(tables), compiled_beside(tables, "blocks")["precision"].iloc[0]
     last = rows.iloc[-1]
     drawn, axes = figure(f"Compiling takes {last.name}'s kernels that are no matmuls from"
                          f" {number(last['gpu_ms_eager'], 'ms')} to {number(last['gpu_ms'], 'ms')}",
-                         0.8 + 0.7 * len(rows))
+                         1.0 + 0.7 * len(rows))
     labels, values, texts = [], [], []
     for size, row in rows.iterrows():
         for words, which in (("eager", "_eager"), ("compiled", "")):
@@ -90,4 +100,5 @@ def compile_kernels(tables: Tables) -> Picture:
             texts.append(f"{number(values[-1], 'ms')}, {number(row[f'count{which}'], 'n')} kernels")
     bars(axes, labels, values, texts, [ORANGE, BLUE] * len(rows))
     axes.set_xlim(0, max(values) * 1.75)
+    axes.set_xlabel(f"GPU time, forward + backward, {precision}, context {context(tables):,}")
     return drawn

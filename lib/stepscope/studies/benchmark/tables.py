@@ -2,12 +2,11 @@
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import EDITIONS, SIZES
+from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
 from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
-from stepscope.report.tables import headed, ratio, table
-from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import LAUNCH_BOUND
+from stepscope.report.tables import table
+from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.families import MATMUL
 
 Tables = dict[str, pd.DataFrame]
@@ -25,19 +24,9 @@ SCHEMAS = {
 KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"),
         "operations": (*CONFIG, *CELL, "name")}
 WARMUPS = (0, 1, 2, 5)
-HEADINGS = {"wall_ms": "wall, ms", "wall_std_ms": "std, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %",
-            "operations": "operations, n", "replayed_ms": "replayed, ms", "peak_gib": "peak, GiB",
-            "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "tokens_per_s": "tokens/s, n",
-            "sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "step_j": "energy, J", "status": "status",
-            "reason": "reason"}
-
-
-# One run
-
-def one_run(times: pd.DataFrame) -> pd.DataFrame:
-    """What a run's times are read by: a row a mode and phase, columns that say nothing left out."""
-    shown = times[[*CELL, *HEADINGS]].replace("", None).dropna(axis="columns", how="all")
-    return table(shown.rename(columns=HEADINGS))
+MOST_BUSY = 1.02  # GPU time is of other steps than wall time: can be a little more; beyond this it is wrong
+HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
+            "replayed_ms": "replayed, ms"}
 
 
 def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
@@ -51,22 +40,19 @@ def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["warmups", "mean_ms", "std_ms", "first_ms"])
 
 
-def largest(operations: pd.DataFrame) -> pd.DataFrame:
-    """Of a run's full step, the names that take the most GPU time."""
-    of_step = operations[operations["mode"] == "step"].sort_values("gpu_ms", ascending=False).head(10)
-    return headed(of_step[["phase", "name", "family", "count", "gpu_ms"]])
-
-
 # All runs
 
 def every(tables: Tables, name: str = "times") -> pd.DataFrame:
-    """A table of all precisions: this study's, and of the plain program those that mixed_precision
-    measured."""
+    """A table of all precisions: this study's, and of the plain program what mixed_precision measured of
+    shapes, precisions and modes that this one did not."""
     others = tables.get(f"mixed_precision.{name}")
     own = tables[f"benchmark.{name}"]
     if others is None:
         return own
-    return pd.concat([own, others.assign(repeat=0)], ignore_index=True).drop_duplicates(list(KEYS[name]))
+    key = [field for field in KEYS[name] if field not in ("phase", "name")]
+    others = others.assign(repeat=0)
+    there = pd.MultiIndex.from_frame(others[key]).isin(pd.MultiIndex.from_frame(own[key]))
+    return pd.concat([own, others[~there]], ignore_index=True)
 
 
 def cells(tables: Tables, name: str = "times", /, **values: object) -> pd.DataFrame:
@@ -87,12 +73,13 @@ def steps(tables: Tables, **values: object) -> pd.DataFrame:
 
 
 def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
-    """Whole modes that a GPU ran: a CPU launches nothing, and its operators' time is no kernels'.
+    """Whole modes that a GPU ran: a CPU launches nothing, and its operators' time is no kernels'. Left out
+    is what has more GPU time than wall time, beyond what other steps explain.
 
     Raises:
         KeyError: there are none.
     """
-    rows = rows[rows["peak_gib"].notna()]
+    rows = rows[rows["peak_gib"].notna() & ~(rows["busy"] > MOST_BUSY)]
     if rows.empty:
         raise KeyError("cuda")
     return rows
@@ -123,6 +110,44 @@ def cold_steps(tables: Tables) -> pd.DataFrame:
     return cells(tables, "samples", phase=WHOLE, context_length=context(tables))
 
 
+def processes(tables: Tables, name: str = "times", **values: object) -> pd.DataFrame:
+    """The plain program in fp32 as every process measured it, where :func:`cells` has the first of each
+    shape."""
+    same = {key: value for key, value in PLAIN.items() if key != "repeat"} | {"precision": "fp32"}
+    return chosen(tables[f"benchmark.{name}"].sort_values("repeat", kind="stable"), **same | values)
+
+
+def process_starts(tables: Tables) -> pd.DataFrame:
+    """Full steps at that context by process (size, repeat): wall time in ms of the ``first``, ``second`` and
+    ``third`` and the median ``later`` of the timed ones; of their forward phase the same (``forward_first``
+    ...) and how long the host took to launch it (``forward_enqueue_first`` ...)."""
+    rows = processes(tables, "samples", mode="step", context_length=context(tables))
+    found, keys = {}, ["size", "repeat"]
+    for before, phase, clock in (("", WHOLE, "wall_ms"), ("forward_", "forward", "wall_ms"),
+                                 ("forward_enqueue_", "forward", "enqueue_ms")):
+        own = rows[rows["phase"] == phase]
+        for step, name in enumerate(("first", "second", "third")):
+            found[before + name] = own[own["step"] == step].set_index(keys)[clock]
+        found[before + "later"] = own[~own["warmup"].astype(bool)].groupby(keys, sort=False)[clock].median()
+    return pd.DataFrame(found).reindex(found["first"].index)
+
+
+def ten_steps(tables: Tables) -> pd.DataFrame:
+    """Mean and deviation in ms of the timed steps by size and context: forward alone, backward (of forward +
+    backward), forward + backward, and the full step."""
+    parts = {"forward": ("forward", WHOLE), "backward": ("forward_backward", "backward"),
+             "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
+    found = {}
+    for words, (mode, phase) in parts.items():
+        ten = cells(tables, "samples", mode=mode, phase=phase, warmup=False)
+        for what, ms in ten.groupby(["size", "context_length"])["wall_ms"].agg(["mean", "std"]).items():
+            found[f"{words} {what}"] = ms
+    shapes = steps(tables).sort_values("context_length", kind="stable")
+    order = {size: at for at, size in enumerate(SIZES)}
+    shapes = shapes.sort_values("size", key=lambda names: names.map(order), kind="stable")
+    return pd.DataFrame(found).reindex(pd.MultiIndex.from_frame(shapes[["size", "context_length"]]))
+
+
 def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
     on_gpu(steps(tables))
@@ -151,7 +176,7 @@ def fused_beside(tables: Tables) -> pd.DataFrame:
                         context_length=context(tables)).set_index("size")["gpu_ms"]
             for name in ("foreach", "fused")}
     found = pd.DataFrame(both).reindex(both["foreach"].index).dropna()
-    return found.assign(gain=[ratio(*pair) for pair in zip(found["foreach"], found["fused"])])
+    return found.assign(gain=found["foreach"] / found["fused"])
 
 
 def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
@@ -166,7 +191,8 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
     before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "peak_gib"]]
     both = pd.concat([after, before.add_suffix("_eager")], axis=1, join="inner")
     saved_ms = both["wall_ms_eager"] - both["wall_ms"]
-    return both.assign(gain=[ratio(*pair) for pair in zip(both["gpu_ms_eager"], both["gpu_ms"])],
+    return both.assign(gain=both["gpu_ms_eager"] / both["gpu_ms"],
+                       wall_gain=both["wall_ms_eager"] / both["wall_ms"],
                        pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
 
 
@@ -211,18 +237,12 @@ def sizes(tables: Tables) -> pd.DataFrame:
 
 
 def handout_times(tables: Tables) -> pd.DataFrame:
-    """A row a size, the mean and deviation of each mode's ten plain steps."""
-    found = {}
-    for mode, words in MODES.items():
-        ten = cells(tables, "samples", mode=mode, phase=WHOLE, warmup=False, context_length=context(tables))
-        for what, ms in ten.groupby("size")["wall_ms"].agg(["mean", "std"]).items():
-            found[f"{words} {what}, ms"] = ms
-    return table(pd.DataFrame(found).reindex(at_context(tables).index))
-
-
-def times_by_context(tables: Tables) -> pd.DataFrame:
-    """Wall time of the full step: a row a size, a column a context."""
-    return table(by_size(steps(tables), "context_length", "wall_ms"), unit="ms")
+    """A row a size and context, the mean and deviation of the timed steps of forward, backward, both and the
+    full step."""
+    found = ten_steps(tables)
+    return table(found.rename(columns="{}, ms".format).rename_axis(["size", "context"]), rows=60,
+                 note="Forward alone is without gradients, as in inference; backward is timed inside forward"
+                      " + backward.")
 
 
 def warmup(tables: Tables) -> pd.DataFrame:
@@ -234,18 +254,32 @@ def warmup(tables: Tables) -> pd.DataFrame:
     return table(found)
 
 
+def first_steps(tables: Tables) -> pd.DataFrame:
+    """The first full steps of every process at the reference context, and their forward: a row a process."""
+    rows = process_starts(tables).reset_index().rename(columns={"repeat": "process"})
+    rows = rows[[name for name in rows if "enqueue" not in name]]
+    names = {"first": "first step, ms", "second": "second, ms", "third": "third, ms",
+             "later": "median later, ms", "forward_first": "forward: first, ms",
+             "forward_second": "forward: second, ms", "forward_third": "forward: third, ms",
+             "forward_later": "forward: median later, ms"}
+    rows = rows.assign(process=rows["process"] + 1).rename(columns=names)
+    return table(rows.set_index(["size", "process"]), rows=40)
+
+
 def launch_bound(tables: Tables) -> pd.DataFrame:
     """The full step by both clocks and replayed, by size: bf16 if it was measured."""
     rows = low_steps(tables, context_length=context(tables)).set_index("size")
     return table(rows[["operations", "wall_ms", "gpu_ms", "busy", "replayed_ms"]].rename(columns=HEADINGS),
-                 note="Replayed: with AdamW's capturable form, which does a little more.")
+                 note="Replayed: with AdamW's capturable form, whose kernels take longer.")
 
 
 def busy(tables: Tables) -> pd.DataFrame:
     """Busy share of the full step: a row a size and precision, a column a context."""
     found = {name: by_size(on_gpu(steps(tables, precision=name)), "context_length", "busy")
              for name in dict.fromkeys(("fp32", low_precision(tables)))}
-    return table(pd.concat(found, names=["precision"]), unit="%")
+    rows = pd.concat(found, names=["precision"])
+    over = "GPU time is of other steps than wall time: over 100% the captured ones took a little longer."
+    return table(rows, unit="%", note=over if (rows > 1).any(axis=None) else "")
 
 
 def optimizers(tables: Tables) -> pd.DataFrame:
@@ -274,12 +308,13 @@ def compile_cost(tables: Tables) -> pd.DataFrame:
 
 
 def compiled_model(tables: Tables) -> pd.DataFrame:
-    """The whole model compiled, GPU time before and after by mode: a row a size."""
-    found = {}
-    for mode, words in MODES.items():
-        rows = compiled_beside(tables, "model", mode)
-        found |= {f"{words}, ms": rows["gpu_ms_eager"], f"{words} compiled, ms": rows["gpu_ms"]}
-    return table(pd.DataFrame(found).rename_axis("size"))
+    """The whole model compiled, by both clocks: a row a size and mode."""
+    names = {"wall_ms_eager": "wall, ms", "wall_ms": "wall compiled, ms", "wall_gain": "wall gain, x",
+             "gpu_ms_eager": "GPU time, ms", "gpu_ms": "GPU time compiled, ms", "gain": "GPU time gain, x"}
+    found = {words: compiled_beside(tables, "model", mode) for mode, words in MODES.items()}
+    rows = pd.concat(found, names=["mode", "size"]).swaplevel()
+    order = [(size, mode) for size in dict.fromkeys(rows.index.get_level_values("size")) for mode in found]
+    return table(rows.reindex(order)[list(names)].rename(columns=names), rows=30)
 
 
 def repeats(tables: Tables) -> pd.DataFrame:
@@ -293,5 +328,5 @@ def repeats(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED = {printed.__name__: printed for printed in (
-    sizes, handout_times, times_by_context, warmup, launch_bound, busy, optimizers, mfu_steps, compile_cost,
+    sizes, handout_times, warmup, first_steps, launch_bound, busy, optimizers, mfu_steps, compile_cost,
     compiled_model, repeats)}

@@ -22,13 +22,13 @@ import pynvml
 import torch
 
 from stepscope.config import StepConfig
-from stepscope.step.ceilings import MATRIX_SIZE
-from stepscope.step.flops import forward_flops, parameter_count
-from stepscope.step.watch import Watch, nvml_device
-from stepscope.studies.ladder.clocks import back_to_back
+from stepscope.measure.clocks import back_to_back
+from stepscope.measure.power import PowerMonitor, nvml_device
+from stepscope.measure.rates import MATRIX_SIZE
+from stepscope.model.flops import forward_flops, parameter_count
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # a parameter, by the moments' type
-KEPT_UP_S = 0.5  # twice: first until clocks have settled, then watched
+KEPT_UP_S = 0.5  # twice: first until clocks have settled, then with its power read
 
 
 def needed_flops(config: StepConfig) -> float:
@@ -75,7 +75,7 @@ def kept_up(device: str) -> dict[str, float]:
 
     matmuls = math.ceil(KEPT_UP_S * 1e3 / back_to_back(multiply, device, 5)[-1])
     back_to_back(multiply, device, matmuls)
-    with Watch() as watch:
+    with PowerMonitor() as monitor:
         times = back_to_back(multiply, device, matmuls)
     return {"kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
-            "kept_up_clock_mhz": watch.sm_clock_mhz, "kept_up_power_w": watch.power_w}
+            "kept_up_clock_mhz": monitor.sm_clock_mhz, "kept_up_power_w": monitor.power_w}

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepscope.studies.ladder.optimizer import (
+from stepscope.optimizations.optimizer import (
     BETAS,
     EPS,
     GOLDEN,
@@ -14,7 +14,7 @@ from stepscope.studies.ladder.optimizer import (
     WEIGHT_DECAY,
     MasterAdamW,
     hashed,
-    rounded_by_chance,
+    stochastic_round,
 )
 
 SHAPES = {"matrix": (130, 70),
@@ -24,8 +24,14 @@ FORMULA_STEPS = 5
 FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
 
 
-def chance_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
-    """fp32 rounded to bf16 by chance, as fp32: optimizer.py's hash in 32 bits of numpy."""
+def stochastic_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
+    """fp32 rounded to bf16 stochastically, as fp32: the optimizer's hash in 32 bits of numpy.
+
+    Args:
+        x: fp32, of any shape.
+        index: of each number among all the optimizer's; integers of the same shape.
+        step: the step's number, from 1 on.
+    """
     h = index.astype(np.uint32) ^ np.uint32(step * GOLDEN & 0xFFFFFFFF)
     h = (h ^ (h >> 16)) * np.uint32(MIX1)
     h = (h ^ (h >> 13)) * np.uint32(MIX2)
@@ -37,6 +43,8 @@ def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray], first: int | No
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, each operation rounded to fp32 by itself.
 
     Args:
+        weight: fp32, of any shape; the first step's.
+        gradients: of each step, fp32 of the same shape.
         first: with bf16 moments: the index of the first number among all the optimizer's.
     """
     f, (beta1, beta2) = np.float32, BETAS
@@ -48,7 +56,7 @@ def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray], first: int | No
         weight = weight * f(1 - RATE * WEIGHT_DECAY) - rate * (m / (np.sqrt(v) * correction + f(EPS)))
         if first is not None:
             index = first + np.arange(weight.size).reshape(weight.shape)
-            m, v = torch.from_numpy(m).bfloat16().float().numpy(), chance_bf16(v, index, t)
+            m, v = torch.from_numpy(m).bfloat16().float().numpy(), stochastic_bf16(v, index, t)
     return weight
 
 
@@ -92,15 +100,15 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 
 def falling_moment() -> dict[str, float]:
-    """A second moment of 1 after gradients of half the size, in fp32, bf16 by chance and bf16 to nearest: its
-    mean, ``v_fp32``, ``v_by_chance`` and ``v_nearest``."""
+    """A second moment of 1 after gradients of half the size, in fp32, in bf16 rounded stochastically and in
+    bf16 rounded to nearest: its mean, ``v_fp32``, ``v_by_chance`` and ``v_nearest``."""
     generator = torch.Generator().manual_seed(2)
     exact, chance, nearest = (torch.ones(FALLING) for _ in range(3))
     for step in range(1, FALLING_STEPS + 1):
         squared = (1 - BETAS[1]) * (torch.randn(FALLING, generator=generator) / 2).square()
         bits = hashed(torch.arange(FALLING), torch.tensor(step))
         exact = exact * BETAS[1] + squared
-        chance = rounded_by_chance(chance * BETAS[1] + squared, bits).float()
+        chance = stochastic_round(chance * BETAS[1] + squared, bits).float()
         nearest = (nearest * BETAS[1] + squared).bfloat16().float()
     return {"v_fp32": exact.mean().item(), "v_by_chance": chance.mean().item(),
             "v_nearest": nearest.mean().item()}

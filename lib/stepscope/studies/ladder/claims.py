@@ -1,14 +1,18 @@
 """The numbers of each sentence about the ladder: where the sentence holds, None where it does not."""
 import pandas as pd
 
-from stepscope.report.tables import digits, ratio
-from stepscope.step.stats import LAUNCH_BOUND
+from stepscope.report.tables import digits
+from stepscope.stats import LAUNCH_BOUND
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
     LEAST_GAIN,
+    PLACE,
     Tables,
+    all_of_them,
     at_context,
+    at_longest,
+    beside_peers,
     by_batch,
     climbed,
     gain,
@@ -16,6 +20,7 @@ from stepscope.studies.ladder.tables import (
     largest,
     moved,
     pays_from,
+    peer_attention,
     shares,
     smallest,
     trained,
@@ -23,11 +28,12 @@ from stepscope.studies.ladder.tables import (
 
 Claim = dict | None
 PAYS = 1 + LEAST_GAIN
+WAITS = 0.5  # a step less busy waits for launches more than it computes
 
 
 def _faster(rows: pd.DataFrame, change: str, than: str) -> float:
     """How many times faster a change's step is than another's, in wall time."""
-    return ratio(rows.loc[than, "wall_ms"], rows.loc[change, "wall_ms"])
+    return rows.loc[than, "wall_ms"] / rows.loc[change, "wall_ms"]
 
 
 def headline(tables: Tables) -> Claim:
@@ -43,21 +49,22 @@ def first_ladder(tables: Tables) -> Claim:
     own = results[(results["size"] == shape.size) & (results["vocab_size"] == shape.vocab_size)]
     return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
             "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
-            "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"], "tokens": last["tokens_per_s"],
+            "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"],
+            "steps": int(last["steps"]), "spread": last["wall_std_ms"], "tokens": last["tokens_per_s"],
             "mfu": last["mfu"]}
 
 
 def first_peer(tables: Tables) -> Claim:
-    """The last step against the best of the peers'."""
-    walls = largest(tables)[1]["wall_ms"]
-    found = ratio(walls[[*PEERS]].min(), walls[LAST])
-    return {"gain": found} if found > 1 else None
+    """Hugging Face's step beside ours with PyTorch's AdamW, both with fp32 weights and moments."""
+    rows, shape = beside_peers(tables), largest(tables)[0]
+    row = rows.merge(pd.DataFrame([shape])).iloc[0]
+    found = {"peer": row["peer_ms"], "same": row["fp32_ms"]}
+    return found if row["peer_ms"] > row["ours_ms"] else None
 
 
 def first_bound(tables: Tables) -> Claim:
     last = largest(tables)[1].loc[LAST]
-    found = {"bound": last["bound_ms"], "energy": last["energy_ms"]}
-    return found if found["bound"] < last["wall_ms"] else None
+    return {"bound": last["bound_ms"]} if last["bound_ms"] < last["wall_ms"] else None
 
 
 def first_start(tables: Tables) -> Claim:
@@ -73,11 +80,11 @@ def change_matmul(tables: Tables) -> Claim:
 
 
 def change_optimizer(tables: Tables) -> Claim:
-    """AdamW's share where all before it is fast; its own two changes then gain something."""
+    """AdamW's share where all before it is fast; bf16 weights then gain something."""
     shape, rows = largest(tables)
     share = shares(tables["ladder.kernels"], shape, "blocks")["optimizer"]
-    both = ratio(rows.loc["cuda_graph", "gpu_ms"], rows.loc[LAST, "gpu_ms"])
-    return {"share": share, "size": shape.size} if share > 0.15 and both > PAYS else None
+    pays = (gain(rows, "bf16_weights") or 0) > 1
+    return {"share": share, "size": shape.size} if share > 0.15 and pays else None
 
 
 def change_graph(tables: Tables) -> Claim:
@@ -87,14 +94,50 @@ def change_graph(tables: Tables) -> Claim:
         gains = {change: gain(rows, change) or 1 for change in CHANGES[1:]}
         if max(gains, key=lambda change: gains[change]) != "cuda_graph":
             return found
-        found = {"size": shape.size}
+        found = {"size": shape.size, "context": shape.context_length}
     return None
 
 
+def change_context(tables: Tables) -> Claim:
+    """At the longest context fused attention gains more than at the reference's, and bf16 weights less, at
+    every size of both; and what all changes give there in wall time."""
+    short, long = ({shape.size: rows for shape, rows in found.items()}
+                   for found in (at_context(tables), at_longest(tables)))
+    for size in short.keys() & long.keys():
+        attention, weights = ([gain(rows[size], change) or 1 for rows in (short, long)]
+                              for change in ("sdpa", "bf16_weights"))
+        if attention[0] >= attention[1] or weights[0] <= weights[1]:
+            return None
+    together = [all_of_them(rows, "wall_ms") for rows in long.values()]
+    context = next(iter(at_longest(tables))).context_length
+    return {"context": context, "low": min(together), "high": max(together)}
+
+
+def beside_hugging_face(tables: Tables) -> Claim:
+    """Our last step, which has bf16 weights and moments, beside Hugging Face's: faster at every shape."""
+    rows = beside_peers(tables)
+    faster = rows["peer_ms"] / rows["ours_ms"]
+    return {"low": faster.min(), "high": faster.max()} if faster.min() > PAYS else None
+
+
+def peers_mask(tables: Tables) -> Claim:
+    """All peers run our attention's kernels, cuDNN's, for longer, and one kernel that makes a mask; and the
+    rest of their step takes as long as ours."""
+    rows, kernels = peer_attention(tables), tables["ladder.kernels"]
+    names = kernels.loc[kernels["family"] == "fused attention", "name"]
+    masks = kernels.loc[kernels["name"].str.contains("bitwise_and"), "change"]
+    cudnn, masked = names.str.contains("cudnn").all(), {*masks} <= {*PEERS} and len(masks)
+    low, without = rows["attention"].min(), rows["without"]
+    if not (cudnn and masked and low >= PAYS and len(rows) == len(beside_peers(tables))):
+        return None
+    return {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
+            "most": without.max()} if (without - 1).abs().max() < 0.05 else None
+
+
 def change_training(tables: Tables) -> Claim:
-    _, off = trained(tables)
+    shape, off = trained(tables)
     distance, seeds = moved(off)
-    return {"steps": len(off)} if distance.reindex(CHANGES).max() < seeds else None
+    return {"size": shape.size, "steps": len(off)} if distance.reindex(CHANGES).max() < seeds else None
 
 
 def attention_step(tables: Tables) -> Claim:
@@ -105,13 +148,41 @@ def attention_step(tables: Tables) -> Claim:
     return {"size": size, "gain": found, "context": shape.context_length} if found > 1 else None
 
 
-def graph_by_size(tables: Tables) -> Claim:
-    """The CUDA graph over compiled blocks: much where these wait for launches, less at the largest size."""
-    (small, of_small), (large, of_large) = smallest(tables), largest(tables)
-    small_gain, large_gain = (_faster(rows, "cuda_graph", "blocks") for rows in (of_small, of_large))
-    if of_small.loc["blocks", "busy"] >= LAUNCH_BOUND or small_gain < max(1.5, large_gain) or small == large:
+def graph_small(tables: Tables) -> Claim:
+    """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
+    shape, rows = smallest(tables)
+    found, waits = _faster(rows, "cuda_graph", "blocks"), rows.loc["blocks", "busy"] < LAUNCH_BOUND
+    return {"size": shape.size, "gain": found} if waits and found > 1.5 else None
+
+
+def graph_large(tables: Tables) -> Claim:
+    """At the largest size the CUDA graph gains nothing."""
+    shape, rows = largest(tables)
+    if climbed(rows).index.isin(["blocks", "cuda_graph"]).sum() < 2 or gain(rows, "cuda_graph"):
         return None
-    return {"small": small.size, "small_gain": small_gain, "large": large.size, "large_gain": large_gain - 1}
+    return {"size": shape.size, "busy": rows.loc["blocks", "busy"]}
+
+
+def launch_wait(tables: Tables) -> Claim:
+    """Microseconds a kernel of all steps that wait for launches more than they compute."""
+    steps = tables["ladder.steps"]
+    waits = steps[steps["busy"] < WAITS]
+    each = waits["wall_ms"] / waits["operations"] * 1e3
+    return {"steps": len(each), "least": each.min(), "most": each.max()} if len(each) > 1 else None
+
+
+def clock_apart(tables: Tables) -> Claim:
+    """By how much GPU time of the same kernels differs at most, launched one by one and as a graph that runs
+    into the power limit."""
+    limit, found = tables["ladder.results"]["power_limit_w"].median(), []
+    for shape, rows in ladders(tables).items():
+        own = climbed(rows, ["blocks", "cuda_graph"])
+        if len(own) == 2 and own["operations"].nunique() == 1 and own["power_w"].iloc[1] > 0.95 * limit:
+            found.append({"size": shape.size, "context": shape.context_length,
+                          "operations": int(own["operations"].iloc[0]),
+                          "longer": own["gpu_ms"].iloc[1] / own["gpu_ms"].iloc[0] - 1})
+    most = max(found, key=lambda one: one["longer"], default=None)
+    return most if most and most["longer"] > LEAST_GAIN else None
 
 
 def precision_masters(tables: Tables) -> Claim:
@@ -136,20 +207,33 @@ def optimizer_exact(tables: Tables) -> Claim:
 
 
 def fp8_small_batch(tables: Tables) -> Claim:
-    """At the smallest batch FP8 is not faster."""
+    """At the smallest batch FP8 is not faster, and at the largest size quantizing adds what matmuls save."""
     first = by_batch(tables).groupby("size", sort=False).head(1)
     row = first.loc[first["bf16_ms"].idxmax()]
-    return row[["size", "batch_size", "bf16_ms", "fp8_ms"]].to_dict() if row["gain"] < PAYS else None
+    own = tables["ladder.kernels"].merge(row[PLACE].to_frame().T)
+    times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
+        index="matmul", columns="change", values="gpu_ms", aggfunc="sum")
+    more = times["fp8"] - times[LAST]
+    found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
+    return found if row["gain"] < PAYS and 0 < found["saved"] < found["added"] else None
 
 
 def fp8_large_batch(tables: Tables) -> Claim:
-    """From how many tokens a step FP8 gains at every size, and what it gives at most."""
+    """From how many tokens a step FP8 clearly gains at every size, and how much."""
     found = by_batch(tables)
-    last, tokens = found.loc[found["bf16_ms"].idxmax()], pays_from(found)
-    if tokens is None or last["gain"] < PAYS:
+    tokens = pays_from(found)
+    if tokens is None:
         return None
-    return {"tokens": tokens, "batch": int(last["batch_size"]), "gain": last["gain"],
-            "joules": 1 - last["fp8_mj"] / last["bf16_mj"]}
+    gains = found.loc[found["tokens"] >= tokens, "gain"]
+    return {"tokens": tokens, "low": gains.min(), "high": gains.max()}
+
+
+def fp8_gradient(tables: Tables) -> Claim:
+    """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both."""
+    rows = [(shape, rows) for shape, rows in ladders(tables).items() if "fp8" in climbed(rows, ["fp8"]).index]
+    shape, own = rows[-1]
+    found = {"size": shape.size, "fp8": own.loc["fp8", "gradient_off"], "bf16": own.loc[LAST, "gradient_off"]}
+    return found if found["fp8"] > 2 * found["bf16"] else None
 
 
 def fp8_training(tables: Tables) -> Claim:
@@ -164,25 +248,32 @@ def fp8_training(tables: Tables) -> Claim:
 
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
-    large matmul after another reaches under the same cap, more than any step can."""
+    large matmul after another reaches under the same cap."""
     steps, results = tables["ladder.steps"], tables["ladder.results"].dropna(subset="kept_up_tflops")
     row = steps[(steps["change"] == FILLED) & steps["wall_ms"].notna()].sort_values("mfu").iloc[-1]
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
             "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],
-            "power": row["power_w"], "peak": row["peak_gib"], "matmul": rate, "share": rate / sheet,
-            "matmul_clock": results["kept_up_clock_mhz"].median(), "of_it": row["mfu"] * sheet / rate}
+            "power": row["power_w"], "peak": row["peak_gib"], "reserved": row["reserved_gib"],
+            "matmul": rate, "share": rate / sheet, "matmul_clock": results["kept_up_clock_mhz"].median(),
+            "of_it": row["mfu"] * sheet / rate}
 
 
 def power(tables: Tables) -> Claim:
-    """The largest size's last step runs into the power limit."""
+    """The largest size's CUDA graph and what follows it run into the power limit, at lower clocks."""
     shape, rows = largest(tables)
     limit, full = tables["ladder.results"]["power_limit_w"].median(), climbed(rows)["sm_clock_mhz"].max()
-    last = rows.loc[LAST]
-    if last["power_w"] < 0.95 * limit or last["sm_clock_mhz"] >= 0.97 * full:
+    capped = climbed(rows).loc["cuda_graph":]
+    clocks = capped["sm_clock_mhz"]
+    if capped["power_w"].min() < 0.95 * limit or clocks.max() >= 0.97 * full:
         return None
-    return {"size": shape.size, "full": full, "clock": last["sm_clock_mhz"],
-            "joules": last["step_j"], "cap": limit, "bound": last["energy_ms"]}
+    return {"size": shape.size, "full": full, "low": clocks.min(), "high": clocks.max(), "cap": limit}
+
+
+def power_read(tables: Tables) -> Claim:
+    """What is read of one and the same large matmul, kept up, in all runs."""
+    found = tables["ladder.results"]["kept_up_power_w"].dropna()
+    return {"runs": len(found), "low": found.min(), "high": found.max()} if len(found) > 1 else None
 
 
 def chunked_memory(tables: Tables) -> Claim:

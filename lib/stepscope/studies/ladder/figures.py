@@ -5,7 +5,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
 from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, bars, figure, label_ends
-from stepscope.report.tables import number, ratio
+from stepscope.report.tables import number
 from stepscope.studies.ladder.config import CHANGES, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
@@ -20,6 +20,7 @@ from stepscope.studies.ladder.tables import (
 )
 
 
+@style.look()
 def steps_here(steps: pd.DataFrame, label: str) -> Figure | None:
     """A run's own steps, for its notebook: milliseconds of each change that was timed."""
     timed = steps[steps["wall_ms"].notna()].set_index("change")["wall_ms"]
@@ -33,18 +34,19 @@ def _bars(message: str, values: pd.Series, unit: str) -> Figure:
     return drawn
 
 
+@style.look()
 def ladder(tables: Tables) -> Figure | None:
-    """Each change's step and the best peer's on one logarithmic axis, with the bounds as lines."""
+    """Each change's step and the best peer's on one logarithmic axis; as a line what FLOPs and bytes take."""
     shape, rows = largest(tables)
     own = climbed(rows)
     peer = climbed(rows, PEERS).nsmallest(1, "wall_ms")
     walls, last = pd.concat([own, peer])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
-                         f" {number(ratio(first, end), 'x')} faster", height=1.5 + 0.3 * len(walls))
+                         f" {number(first / end, 'x')} faster", height=1.5 + 0.3 * len(walls))
     places = range(len(walls))
-    axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -2),
-             xlabel="milliseconds a step")
+    axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -1.5),
+             xlabel="milliseconds a step, logarithmic")
     axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
     axes.scatter(walls, places, color=[ORANGE if change in PEERS else BLUE for change in walls.index], s=36,
                  zorder=3)
@@ -53,34 +55,31 @@ def ladder(tables: Tables) -> Figure | None:
                       va="center")
     axes.set_yticks(places, [NAMES[change] for change in walls.index])
     axes.grid(False, axis="y")
-    bounds = {"lower bound": (last["bound_ms"], INK),
-              "energy at the power limit": (last["energy_ms"], MUTED)}
-    for row, (name, (at, color)) in enumerate(bounds.items()):
-        if pd.notna(at):  # the line begins at its name, so that none goes through another's
-            top = -1.7 + 0.8 * row
-            axes.vlines(at, top - 0.3, len(walls), color=color, linewidth=1.2, linestyle="--", zorder=1)
-            axes.annotate(f"{name} {number(at, 'ms')}", (at, top), xytext=(4, 0), color=color,
-                          textcoords="offset points", va="center")
+    if pd.notna(bound := last["bound_ms"]):
+        axes.vlines(bound, -1.3, len(walls), color=INK, linewidth=1.2, linestyle="--", zorder=1)
+        axes.annotate(f"the last's FLOPs and bytes alone {number(bound, 'ms')}", (bound, -1), xytext=(4, 0),
+                      color=INK, textcoords="offset points", va="center")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return drawn
 
 
+@style.look()
 def fp8(tables: Tables) -> Figure | None:
     """What FP8 gains by the tokens of a step, a line a size."""
     found = by_batch(tables)
     if found["tokens"].nunique() < 2:
         return None
     tokens, places = pays_from(found), sorted(found["tokens"].unique())
-    drawn, axes = figure(f"FP8 matmuls pay from {tokens:,} tokens a step on" if tokens
-                         else "FP8 matmuls gain nothing at these batches")
+    drawn, axes = figure(f"FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
+                         else "FP8 matmuls gain nothing clear at these batches")
     ends = {}
     for size, rows in found.groupby("size", sort=False):
         axes.plot(rows["tokens"], rows["gain"], marker="o", color=SIZE_COLORS.get(size, INK))
         ends[size] = (rows["tokens"].iloc[-1], rows["gain"].iloc[-1])
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16",
+    axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16, GPU time",
              ylim=(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03))
     axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -89,6 +88,7 @@ def fp8(tables: Tables) -> Figure | None:
     return drawn
 
 
+@style.look()
 def ladder_training(tables: Tables) -> Figure | None:
     """Each change's loss minus fp32's of the same weights; grey: fp32's of another seed."""
     _, off = trained(tables)
@@ -101,7 +101,7 @@ def ladder_training(tables: Tables) -> Figure | None:
     axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
     axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss minus fp32's, nats")
+    axes.set(xlabel="step", ylabel="loss minus fp32's, nats (means of ten steps)")
     ends = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
     label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})

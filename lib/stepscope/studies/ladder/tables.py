@@ -9,8 +9,8 @@ import pandera.pandas as pa
 
 from stepscope.config import SIZES
 from stepscope.report.schemas import STATUSES, measured, tidy, word
-from stepscope.report.shapes import chosen, reference
-from stepscope.report.tables import headed, ratio, table
+from stepscope.report.shapes import reference
+from stepscope.report.tables import MOST_ROWS, headed, table
 from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
 
 Tables = dict[str, pd.DataFrame]
@@ -29,7 +29,8 @@ SCHEMAS = {
 }
 KEYS = {"steps": (*CONFIG, *CELL), "kernels": (*CONFIG, *CELL, "name"),
         "curves": (*CONFIG, *CELL, "seed", "step")}
-LEAST_GAIN = 0.02  # a smaller one is none
+LEAST_GAIN = 0.03  # a smaller one is none: most steps run at the power cap, where times repeat no better
+MOST_BUSY = 1.02  # captured and timed steps are not the same, nor is their clock; over this one is disturbed
 LAST = CHANGES[-1]
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
@@ -68,13 +69,25 @@ def ladders(tables: Tables) -> dict[Shape, pd.DataFrame]:
     return found
 
 
-def at_context(tables: Tables) -> dict[Shape, pd.DataFrame]:
-    """One ladder a size: of the plainest vocabulary, at the reference context."""
+def at_context(tables: Tables, context: int | None = None) -> dict[Shape, pd.DataFrame]:
+    """One ladder a size: of the plainest vocabulary, at a context, if not another at the reference's."""
     every = ladders(tables)
     shapes = pd.DataFrame([*every])
-    context, vocab = reference(shapes), shapes["vocab_size"].min()
+    context, vocab = context or reference(shapes), shapes["vocab_size"].min()
     return {shape: rows for shape, rows in every.items()
             if (shape.context_length, shape.vocab_size) == (context, vocab)}
+
+
+def at_longest(tables: Tables) -> dict[Shape, pd.DataFrame]:
+    """:func:`at_context` of the longest context.
+
+    Raises:
+        LookupError: sizes are compared at no longer one.
+    """
+    longest = max(shape.context_length for shape in ladders(tables))
+    if longest <= next(iter(at_context(tables))).context_length:
+        raise LookupError("no longer context")
+    return at_context(tables, longest)
 
 
 def smallest(tables: Tables) -> tuple[Shape, pd.DataFrame]:
@@ -97,7 +110,7 @@ def gain(rows: pd.DataFrame, change: str) -> float | None:
     launches and no kernel, in wall time. None for less than :data:`LEAST_GAIN`, and where one is not known.
     """
     times = climbed(rows)["wall_ms" if change == "cuda_graph" else "gpu_ms"]
-    found = ratio(times.shift().get(change), times.get(change))
+    found = (times.shift() / times).get(change, math.nan)
     return found if abs(found - 1) >= LEAST_GAIN else None
 
 
@@ -131,9 +144,63 @@ def moved(off: pd.DataFrame) -> tuple[pd.Series, float]:
     return off.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop("fp32"), nearest
 
 
+def all_of_them(rows: pd.DataFrame, clock: str) -> float:
+    """How many times faster the last change's step is than fp32's, by ``wall_ms`` or ``gpu_ms``."""
+    return rows[clock].get(CHANGES[0], math.nan) / rows[clock].get(LAST, math.nan)
+
+
+def beside_peers(tables: Tables) -> pd.DataFrame:
+    """A row a ladder that has peers: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights) and
+    ``peer``, the quicker of the peer's modes by wall time: wall, deviation, steps and GPU time of each. And
+    of the latter two the milliseconds of attention's kernels, and whether these have the same names.
+
+    Raises:
+        LookupError: none has.
+    """
+    every, kernels = [], tables["ladder.kernels"]
+    for shape, rows in ladders(tables).items():
+        timed = climbed(rows, [LAST, "cuda_graph", *PEERS])
+        if {LAST, "cuda_graph"} - {*timed.index} or timed.index.isin(PEERS).sum() == 0:
+            continue
+        peer = climbed(rows, PEERS)["wall_ms"].idxmin()
+        found = shape._asdict()
+        for name, change in {"ours": LAST, "fp32": "cuda_graph", "peer": peer}.items():
+            row = timed.loc[change]
+            found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],
+                      f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
+        own = kernels.merge(pd.DataFrame([shape]))
+        own = own[own["family"] == "fused attention"]
+        fp32, other = (own[own["change"] == change] for change in ("cuda_graph", peer))
+        every.append(found | {
+            "fp32_attention_ms": fp32["gpu_ms"].sum(), "peer_attention_ms": other["gpu_ms"].sum(),
+            "same_kernels": len(fp32) > 0 and {*fp32["name"]} == {*other["name"]}})
+    if not every:
+        raise LookupError("no peer")
+    return pd.DataFrame(every)
+
+
+def peer_attention(tables: Tables) -> pd.DataFrame:
+    """Of :func:`beside_peers`, by GPU time: how many times the peer's whole step, and its attention, take
+    ours with PyTorch's AdamW (``whole``, ``attention``), and the step with our attention's time in the place
+    of its own (``without``). Where both run the same attention kernels.
+
+    Raises:
+        LookupError: nowhere.
+    """
+    rows = beside_peers(tables)
+    rows = rows[rows["same_kernels"] & rows["peer_gpu_ms"].notna()]
+    if rows.empty:
+        raise LookupError("no attention beside a peer's")
+    more = rows["peer_attention_ms"] - rows["fp32_attention_ms"]
+    return rows.assign(whole=rows["peer_gpu_ms"] / rows["fp32_gpu_ms"],
+                       attention=rows["peer_attention_ms"] / rows["fp32_attention_ms"],
+                       without=(rows["peer_gpu_ms"] - more) / rows["fp32_gpu_ms"])
+
+
 def by_batch(tables: Tables) -> pd.DataFrame:
-    """``bf16_ms``, ``fp8_ms`` (wall), ``gain``, MFU of bf16 and millijoules a token, of every shape and batch
-    that has both.
+    """Wall time and its deviation of the last step in bf16 and with FP8 (``bf16_ms``, ``fp8_ms``), ``gain``
+    in GPU time, whether it is ``clear`` (not small, and in wall time more than the deviation), and MFU of
+    bf16, of every shape and batch that has both.
 
     Raises:
         LookupError: none has.
@@ -143,16 +210,18 @@ def by_batch(tables: Tables) -> pd.DataFrame:
     both = low.merge(eight, on=PLACE, suffixes=("", "_fp8"))
     if both.empty:
         raise LookupError("no FP8 beside bf16")
-    tokens = both["batch_size"] * both["context_length"]
+    wall, spread = both["wall_ms"] - both["wall_ms_fp8"], both[["wall_std_ms", "wall_std_ms_fp8"]].max(axis=1)
+    gains = both["gpu_ms"] / both["gpu_ms_fp8"]
     return both[PLACE].assign(
-        tokens=tokens, bf16_ms=both["wall_ms"], fp8_ms=both["wall_ms_fp8"],
-        gain=[ratio(a, b) for a, b in zip(both["wall_ms"], both["wall_ms_fp8"])], bf16_mfu=both["mfu"],
-        bf16_mj=both["step_j"] / tokens * 1e3, fp8_mj=both["step_j_fp8"] / tokens * 1e3)
+        tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
+        bf16_std_ms=both["wall_std_ms"], fp8_ms=both["wall_ms_fp8"], fp8_std_ms=both["wall_std_ms_fp8"],
+        gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
 
 
 def pays_from(found: pd.DataFrame) -> int | None:
-    """Of :func:`by_batch` the tokens a step from which on FP8 gains at every size; None where it does not."""
-    vain = found.loc[found["gain"] < 1 + LEAST_GAIN, "tokens"].max()
+    """Of :func:`by_batch` the tokens a step from which on FP8 clearly gains at every size; None where it does
+    not."""
+    vain = found.loc[~found["clear"], "tokens"].max()
     pays = found.loc[~(found["tokens"] <= vain), "tokens"]
     return int(pays.min()) if len(pays) else None
 
@@ -161,15 +230,16 @@ def pays_from(found: pd.DataFrame) -> int | None:
 
 HEADINGS = {
     "context_length": "context", "batch_size": "batch", "tokens": "tokens a step", "fp8_ms": "FP8, ms",
-    "gain": "faster, x", "busy": "busy, %", "operations": "kernels, n", "tokens_per_s": "tokens/s, n",
+    "gain": "faster, x", "busy": "busy, %", "operations": "kernels, n", "steps": "steps, n",
+    "wall_std_ms": "std, ms", "tokens_per_s": "speed, tokens/s", "vocab_size": "vocabulary",
     "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "mfu_at_clock": "at its clock, %",
-    "step_j": "energy, J", "compile_s": "compiling, s", "bf16_mfu": "MFU of bf16, %",
-    "bf16_mj": "bf16, mJ a token", "fp8_mj": "FP8, mJ a token"}
+    "compile_s": "compiling, s", "bf16_mfu": "MFU of bf16, %", "bf16_std_ms": "std of bf16, ms",
+    "fp8_std_ms": "std of FP8, ms"}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    if "busy" in columns:  # a capture at the power cap may have met a lower clock than the timed steps
-        rows = rows.assign(busy=rows["busy"].clip(upper=1))
+    if "busy" in columns:
+        rows = rows.assign(busy=rows["busy"].where(rows["busy"] <= MOST_BUSY))
     return headed(rows[[*columns]].rename(columns=HEADINGS)).dropna(axis="columns", how="all")
 
 
@@ -178,34 +248,53 @@ def _named(rows: pd.DataFrame, heading: str = "change") -> pd.DataFrame:
     return rows.set_axis(pd.Index(rows.index.map(NAMES), name=heading))
 
 
+def _place(rows: pd.DataFrame) -> dict[str, str]:
+    """The headings of size and context, and of what else tells rows apart."""
+    return {name: HEADINGS.get(name, name) for name in PLACE
+            if name in ("size", "context_length") or rows[name].nunique() > 1}
+
+
 def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the peers."""
     _, rows = largest(tables)
     own = climbed(rows, [*CHANGES, *PEERS])
     own = own.assign(gain=[gain(rows, change) for change in own.index])
-    printed = _headed(own, "wall_ms", "gpu_ms", "replayed_ms", "gain", "busy", "operations", "tokens_per_s",
-                      "mfu", "peak_gib", "step_j", "power_w", "sm_clock_mhz", "compile_s")
-    return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms", "energy, J"))
+    printed = _headed(own, "wall_ms", "wall_std_ms", "steps", "gpu_ms", "replayed_ms", "gain", "busy",
+                      "operations", "tokens_per_s", "mfu", "peak_gib", "reserved_gib", "power_w",
+                      "sm_clock_mhz", "compile_s")
+    return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms"))
+
+
+def _changes(found: dict[Shape, pd.DataFrame]) -> pd.DataFrame | None:
+    columns = {shape.size: [gain(rows, change) for change in CHANGES[1:]] for shape, rows in found.items()}
+    first = next(iter(found))
+    heading = f"context {first.context_length:,}, batch {first.batch_size:,}"
+    printed = _named(pd.DataFrame(columns, index=CHANGES[1:], dtype=float), heading).dropna(how="all")
+    changes = len(printed)
+    for words, clock in {"all of them": "gpu_ms", "all of them, in wall time": "wall_ms"}.items():
+        printed.loc[words] = {shape.size: all_of_them(rows, clock) for shape, rows in found.items()}
+    return table(printed.dropna(how="all"), unit="x") if changes else None
 
 
 def which_change(tables: Tables) -> pd.DataFrame | None:
-    """Changes x sizes: how many times faster than the row above; last, all of them in wall time."""
-    columns, together = {}, {}
-    for shape, rows in at_context(tables).items():
-        columns[shape.size] = [gain(rows, change) for change in CHANGES[1:]]
-        together[shape.size] = ratio(*rows["wall_ms"].reindex([CHANGES[0], LAST]))
-    found = _named(pd.DataFrame(columns, index=CHANGES[1:], dtype=float)).dropna(how="all")
-    found.loc["all of them, in wall time"] = together
-    return table(found, unit="x") if len(found) > 1 else None
+    """Changes x sizes: how many times faster than the row above; last, all of them."""
+    return _changes(at_context(tables))
+
+
+def which_change_longer(tables: Tables) -> pd.DataFrame | None:
+    """The same at the longest context."""
+    return _changes(at_longest(tables))
 
 
 def fast_step(tables: Tables) -> pd.DataFrame:
     """What a step takes with each line of the complete script and those above it, at the smallest and largest
     size; the last two changes need an optimizer of ours."""
-    found = pd.DataFrame({f"{shape.size}, ms": rows["wall_ms"].reindex(CHANGES[:-2])
-                          for shape, rows in (smallest(tables), largest(tables))})
+    found = {}
+    for shape, rows in (smallest(tables), largest(tables)):
+        own = rows.reindex(CHANGES[:-2])
+        found |= {f"{shape.size}, ms": own["wall_ms"], f"std of {shape.size}, ms": own["wall_std_ms"]}
     note = "Wall time: where launches set the pace, faster kernels change nothing until the CUDA graph."
-    return table(_named(found.dropna(how="all"), "with"), note=note)
+    return table(_named(pd.DataFrame(found).dropna(how="all"), "with"), note=note)
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
@@ -216,38 +305,57 @@ def launch_cure(tables: Tables) -> pd.DataFrame | None:
     own = climbed(rows, [*kinds])
     if len(own) < len(kinds):
         return None
-    printed = _headed(own, "operations", "wall_ms", "gpu_ms", "busy")
+    printed = _headed(own, "operations", "wall_ms", "wall_std_ms", "steps", "gpu_ms", "busy")
     heading = f"{shape.size}, context {shape.context_length}, bf16"
     return table(printed.set_axis(pd.Index(kinds.values(), name=heading)))
 
 
-def peers(tables: Tables) -> pd.DataFrame | None:
-    """Our last step, and the last with PyTorch's AdamW, beside Hugging Face's, at every shape."""
-    found = []
-    for shape, rows in ladders(tables).items():
-        walls = rows["wall_ms"].reindex([LAST, "cuda_graph", *reversed(PEERS)])
-        if walls.notna().all():
-            ours, torchs, graphs, default = walls
-            found.append({"size": shape.size, "context": shape.context_length, "ours, ms": ours,
-                          "ours with PyTorch's AdamW, ms": torchs, "reduce-overhead, ms": graphs,
-                          "default, ms": default,
-                          "ours faster than the best, x": ratio(min(graphs, default), ours)})
-    return table(pd.DataFrame(found)) if found else None
+def peers(tables: Tables) -> pd.DataFrame:
+    """Our last step, and the last with PyTorch's AdamW, beside Hugging Face's: wall time at every shape."""
+    rows = beside_peers(tables)
+    names = _place(rows) | {
+        "ours_ms": "ours, ms", "ours_std_ms": "std of ours, ms", "fp32_ms": "ours with PyTorch's AdamW, ms",
+        "fp32_std_ms": "std with it, ms", "peer_ms": "Hugging Face, ms", "peer_std_ms": "std of its, ms"}
+    steps = rows[["ours_steps", "fp32_steps", "peer_steps"]].to_numpy()
+    note = f"Medians of {steps.min():.0f} to {steps.max():.0f} steps; of Hugging Face's modes the quicker."
+    faster = rows["peer_ms"] / rows["ours_ms"]
+    return table(rows[[*names]].rename(columns=names).assign(**{"ours faster, x": faster}), note=note)
+
+
+def peers_attention(tables: Tables) -> pd.DataFrame:
+    """The same step of Hugging Face's beside ours with PyTorch's AdamW, in GPU time: what attention makes."""
+    rows = peer_attention(tables)
+    names = _place(rows) | {
+        "fp32_gpu_ms": "ours with PyTorch's AdamW, ms", "peer_gpu_ms": "Hugging Face, ms",
+        "whole": "its step over ours, x", "fp32_attention_ms": "our attention, ms",
+        "peer_attention_ms": "its attention, ms", "attention": "its attention over ours, x",
+        "without": "its step with our attention over ours, x"}
+    return table(rows[[*names]].rename(columns=names))
 
 
 def fp8_batches(tables: Tables) -> pd.DataFrame:
     """FP8 beside bf16's last step: a row a size and batch."""
-    return table(_headed(by_batch(tables), "size", "batch_size", "tokens", "bf16_ms", "fp8_ms", "gain",
-                         "bf16_mfu", "bf16_mj", "fp8_mj"))
+    return table(_headed(by_batch(tables), "size", "batch_size", "tokens", "bf16_ms", "bf16_std_ms", "fp8_ms",
+                         "fp8_std_ms", "gain", "bf16_mfu"), note="Faster: in GPU time.")
 
 
 def mfu(tables: Tables) -> pd.DataFrame | None:
-    """MFU of the last step at every shape, and of the batch that fills the memory."""
-    steps = tables["ladder.steps"].dropna(subset="mfu")
-    own = in_order(pd.concat([chosen(steps, change=LAST), steps[steps["change"] == FILLED]]))
-    printed = _headed(own, "size", "context_length", "batch_size", "wall_ms", "tokens_per_s", "mfu",
-                      "mfu_measured", "mfu_at_clock", "sm_clock_mhz", "power_w", "peak_gib")
-    return table(printed) if len(own) else None
+    """The last timed change at every shape and batch, and the batch that fills the memory: rates, power and
+    memory. Of what a large matmul reaches: the median of all runs, since a run's own is not steady."""
+    order = {change: at for at, change in enumerate((*CHANGES, FILLED))}
+    steps = tables["ladder.steps"].dropna(subset="wall_ms")
+    steps = steps[steps["change"].isin(order)].sort_values("change", key=lambda names: names.map(order))
+    own = in_order(steps.groupby(PLACE, sort=False).tail(1))
+    if own.empty:
+        return None
+    if own["mfu"].notna().any():
+        results = tables["ladder.results"]
+        own["mfu_measured"] = own["mfu"] / (results["matmul_bf16"] / results["sheet_bf16"]).median()
+    own["change"] = own["change"].map(NAMES)
+    printed = _headed(own, "change", "size", "context_length", "vocab_size", "batch_size", "wall_ms",
+                      "wall_std_ms", "steps", "tokens_per_s", "mfu", "mfu_measured", "mfu_at_clock",
+                      "sm_clock_mhz", "power_w", "peak_gib", "reserved_gib")
+    return table(printed, rows=2 * MOST_ROWS)
 
 
 def training_check(tables: Tables) -> pd.DataFrame:
@@ -258,10 +366,10 @@ def training_check(tables: Tables) -> pd.DataFrame:
     order = [change for change in (*CHANGES, *BEYOND) if change in distance]
     found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
                           "loss moved": distance[order], "of another seed, %": distance[order] / seeds})
-    return table(_named(found), note="Loss moved: mean distance over the steps, in nats.")
+    return table(_named(found), note="Loss moved: mean distance of means of ten steps, in nats.")
 
 
 PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {
-    "ladder_steps": ladder_steps, "which_change": which_change, "fast_step": fast_step,
-    "launch_cure": launch_cure, "peers": peers, "fp8_batches": fp8_batches, "mfu": mfu,
-    "training_check": training_check}
+    "ladder_steps": ladder_steps, "which_change": which_change, "which_change_longer": which_change_longer,
+    "fast_step": fast_step, "launch_cure": launch_cure, "peers": peers, "peers_attention": peers_attention,
+    "fp8_batches": fp8_batches, "mfu": mfu, "training_check": training_check}

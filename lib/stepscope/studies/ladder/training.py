@@ -1,13 +1,13 @@
-"""Is it still the same training? Every change from the same weights over the same text (step/text.py), beside
-three seeds in fp32."""
+"""Is it still the same training? Every optimization from the same weights over the same text
+(:mod:`stepscope.model.text`), beside three seeds in fp32."""
 import pandas as pd
 import torch
 from torch import Tensor
 
 from stepscope.config import ConfigError
-from stepscope.step.text import text_batches
+from stepscope.model.text import text_batches
+from stepscope.optimizations.trainer import Trainer
 from stepscope.studies.ladder.config import Config
-from stepscope.studies.ladder.trainer import Trainer
 
 SEEDS = 3  # of fp32: what another draw of the weights alone changes
 
@@ -23,8 +23,8 @@ def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
     return torch.stack(found).float().tolist()
 
 
-def train(config: Config, trainer: Trainer) -> pd.DataFrame:
-    """Loss curves (change, batch_size, seed, step, loss): fp32 from three seeds, any other change from the
+def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
+    """Loss curves (change, batch_size, seed, step, loss): fp32 from three seeds, any other from the
     first.
 
     Raises:
@@ -35,8 +35,8 @@ def train(config: Config, trainer: Trainer) -> pd.DataFrame:
             f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
-    for seed in range(config.seed, config.seed + (SEEDS if trainer.name == "fp32" else 1)):
+    for seed in range(config.seed, config.seed + (SEEDS if name == "fp32" else 1)):
         curve = losses(trainer, batches, seed)
-        named = {"change": trainer.name, "batch_size": trainer.batch, "seed": seed}
+        named = {"change": name, "batch_size": trainer.batch, "seed": seed}
         frames.append(pd.DataFrame(named | {"step": range(len(curve)), "loss": curve}))
     return pd.concat(frames, ignore_index=True)

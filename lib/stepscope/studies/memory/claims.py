@@ -2,12 +2,14 @@
 import pandas as pd
 
 from stepscope.config import SIZES
-from stepscope.report.tables import ratio
-from stepscope.step.accounting import GIB, MIB
+from stepscope.model.accounting import GIB, MIB
+from stepscope.report.shapes import chosen, reference
 from stepscope.studies.memory.tables import (
+    PLAIN,
     Tables,
     begins_backward,
     nested,
+    of_largest,
     one_level,
     usual,
     where,
@@ -41,6 +43,19 @@ def peak_parts(tables: Tables) -> Claim:
                           "state": row["optimizer_state_gib"], "saved": row["saved_for_backward_gib"]}
 
 
+def peak_of_optimizer(tables: Tables) -> Claim:
+    """Up to which context the plain step's peak is AdamW's, in fp32 and in bf16; beyond, it is not."""
+    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", **PLAIN))
+    found = {}
+    for precision in ("fp32", "bf16"):
+        own = where(rows, precision=precision).sort_values("context_length")
+        adamw = own["peak_in"].eq("optimizer")
+        if not adamw.any() or adamw.all() or not adamw.is_monotonic_decreasing:
+            return None
+        found[precision] = int(own.loc[adamw, "context_length"].max())
+    return found | {"size": rows["size"].iloc[0]}
+
+
 def peak_foreach(tables: Tables) -> Claim:
     """What the default AdamW takes beside its state, and the fused one does not."""
     foreach, fused = (_peak(tables, "step", "optimizer", **fields)["temporaries_gib"]
@@ -49,12 +64,18 @@ def peak_foreach(tables: Tables) -> Claim:
 
 
 def checkpoint_gain(tables: Tables) -> Claim:
-    """What a checkpoint around every block takes off the peak of forward and backward, and costs."""
+    """What a checkpoint around every block takes off the peak of forward and backward, and costs; larger
+    groups of blocks keep more."""
     rows = one_level(tables)
     rows = where(rows, context_length=rows["context_length"].min()).set_index("arrangement")
     one, none = rows.loc["every 1"], rows.loc["none"]
-    less, more = 1 - ratio(one["peak_gib"], none["peak_gib"], "GiB"), ratio(one["gpu_ms"], none["gpu_ms"]) - 1
-    return _where(one) | {"less": less, "more": more} if less > SAME and more > SAME else None
+    less, more = 1 - one["peak_gib"] / none["peak_gib"], one["gpu_ms"] / none["gpu_ms"] - 1
+    groups = rows[rows["blocks_per_checkpoint"] > 0].sort_values("blocks_per_checkpoint")
+    some = groups.iloc[len(groups) // 2]
+    if less < SAME or more < SAME or not groups["peak_gib"].is_monotonic_increasing:
+        return None
+    return _where(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
+                          "blocks": int(some["blocks_per_checkpoint"])}
 
 
 def checkpoint_best(tables: Tables) -> Claim:
@@ -71,28 +92,126 @@ def checkpoint_best(tables: Tables) -> Claim:
                                    "most": peaks[-1], "most_blocks": blocks[-1]}
 
 
+def checkpoint_least(tables: Tables) -> Claim:
+    """2026: where it is not so, how many blocks a checkpoint needed least at the longest context."""
+    if checkpoint_best(tables):
+        return None
+    rows = one_level(tables)
+    rows = where(rows, context_length=rows["context_length"].max(), status="ok")
+    least = rows.loc[rows["peak_gib"].idxmin()]
+    return _where(least) | {"arrangement": least["arrangement"], "least": least["peak_gib"]}
+
+
 def memory_formula(tables: Tables) -> Claim:
-    """The formula is within 1 KiB of what the program asked for, in all that was recorded."""
+    """The formula is within 1 KiB of what the program asked for, in all that was recorded, none compiled."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
-    return {"steps": len(rows), "exact": int((off == 0).sum())} if off.max() <= 1024 else None
+    if off.max() > 1024:
+        return None
+    return {"most": 1.0, "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
+            "exact": int((off == 0).sum())}
+
+
+def peak_reserved(tables: Tables) -> Claim:
+    """How much more than its peak a plain full step reserves: at least, at most, and with expandable
+    segments."""
+    rows = where(tables["memory.peaks"], mode="step", phase="whole", status="ok")
+    more = rows["reserved_gib"] / rows["peak_gib"] - 1
+    segments = more[rows["expandable_segments"]].max()
+    plain = more[~rows["expandable_segments"].astype(bool)]
+    found = {"least": plain.min(), "most": plain.max(), "segments": segments}
+    return found if segments < plain.max() else None
+
+
+def graph_reserved(tables: Tables) -> Claim:
+    """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared."""
+    rows = of_largest(where(chosen(tables["ladder.steps"], status="ok"), change="cuda_graph"))
+    row = rows[rows["context_length"] == reference(rows)].iloc[0]
+    held = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
+    return _where(row) | held if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
+
+
+def answer_timeline_forward(tables: Tables) -> Claim:
+    """(a): forward alone saves nothing, so that it holds little beside its weights."""
+    row = _peak(tables, "forward", "forward")
+    share = row["weights_gib"] / row["peak_gib"]
+    found = _where(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
+                           "temporaries": row["temporaries_gib"]}
+    return found if share > 0.9 and row["saved_for_backward_gib"] == 0 else None
+
+
+def _stages(tables: Tables) -> tuple[dict, bool]:
+    """The peaks of the usual step's stages, and whether they are of about the same height."""
+    rows = {phase: _peak(tables, "step", phase) for phase in ("forward", "backward", "optimizer")}
+    heights = {phase: row["peak_gib"] for phase, row in rows.items()}
+    return _where(rows["forward"]) | heights, min(heights.values()) > 0.9 * max(heights.values())
 
 
 def answer_timeline(tables: Tables) -> Claim:
     """(a): the peaks of the stages, which are of about the same height."""
-    rows = {phase: _peak(tables, "step", phase) for phase in ("forward", "backward", "optimizer")}
-    heights = {phase: row["peak_gib"] for phase, row in rows.items()}
-    alike = min(heights.values()) > 0.9 * max(heights.values())
-    return _where(rows["forward"]) | heights if alike else None
+    found, alike = _stages(tables)
+    return found if alike else None
+
+
+def answer_timeline_apart(tables: Tables) -> Claim:
+    """(a): the same where they are not."""
+    found, alike = _stages(tables)
+    return None if alike else found
+
+
+def snapshot_kept(tables: Tables) -> Claim:
+    """The run that kept a snapshot for PyTorch's viewer."""
+    runs = tables["runs"]
+    run = where(runs[runs["keep_snapshot"].eq(True)], study="memory", status="ok").iloc[0]
+    return _where(run) | {"path": f"memory/{run['run_id']}/snapshot.pickle"}
+
+
+def peaks_out(tables: Tables) -> Claim:
+    """(b): the shortest context at which the full step does not fit, and forward does."""
+    rows = of_largest(where(tables["memory.peaks"], phase="whole", precision="fp32", **PLAIN))
+    out = where(rows, mode="step", status="oom").sort_values("context_length").iloc[0]
+    forward = where(rows, mode="forward", status="ok", context_length=out["context_length"]).iloc[0]
+    return _where(out) | {"need": out["predicted_gib"], "forward": forward["peak_gib"]}
+
+
+def peaks_rounding(tables: Tables) -> Claim:
+    """(b): a longer context that needs less, though its tensors need no less: the allocator rounds less."""
+    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", precision="fp32",
+                            **PLAIN)).sort_values("context_length")
+    short, long = rows.iloc[0], rows.iloc[1]
+    if short["peak_gib"] <= long["peak_gib"] or short["requested_gib"] > long["requested_gib"]:
+        return None
+    return {"short": short["context_length"], "long": long["context_length"],
+            "short_rounding": short["rounding_gib"], "long_rounding": long["rounding_gib"]}
 
 
 def answer_mixed_memory(tables: Tables) -> Claim:
-    """(c): autocast raises forward's peak and lowers the full step's."""
-    forward, step = (_peak(tables, mode, precision="bf16")["peak_gib"] / _peak(tables, mode)["peak_gib"] - 1
-                     for mode in ("forward", "step"))
-    context = _peak(tables, "step")["context_length"]
-    found = {"context": context, "forward": forward, "step": -step}
-    return found if forward > SAME and step < -SAME else None
+    """(c): forward's and the full step's peak in both precisions."""
+    found = {f"{mode}_{precision}": _peak(tables, mode, precision=precision)["peak_gib"]
+             for mode in ("forward", "step") for precision in ("fp32", "bf16")}
+    return _where(_peak(tables, "step")) | found
+
+
+def mixed_memory_why(tables: Tables) -> Claim:
+    """(c): autocast raises forward's peak by copies of the weights; in the full step it saves less for
+    backward than the copies and AdamW's temporaries, now the peak, leave of it."""
+    low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
+    forward = _peak(tables, "forward", precision="bf16")["peak_gib"] / _peak(tables, "forward")["peak_gib"]
+    if (forward < 1 + SAME or low["bf16_copies_gib"] == 0
+            or _peak(tables, "step", precision="bf16")["peak_in"] != "optimizer"):
+        return None
+    return {"copies": low["bf16_copies_gib"], "high": high["saved_for_backward_gib"],
+            "low": low["saved_for_backward_gib"],
+            "temporaries": _peak(tables, "step", "optimizer", precision="bf16")["temporaries_gib"]}
+
+
+def mixed_memory_long(tables: Tables) -> Claim:
+    """(c): at the longest context at which both fit, what autocast takes off the full step's peak."""
+    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", **PLAIN))
+    wide = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
+    less = 1 - wide["bf16"] / wide["fp32"]
+    found = {"context": int(wide.index[-1]), "less": less.iloc[-1], "low": wide["bf16"].iloc[-1]}
+    return found if less.iloc[-1] > SAME else None
 
 
 def answer_residual(tables: Tables) -> Claim:
@@ -104,13 +223,24 @@ def answer_residual(tables: Tables) -> Claim:
 
 
 def answer_largest(tables: Tables) -> Claim:
-    """(e): the largest allocations of forward are attention's T x T matrices."""
+    """(e): the largest allocations of forward are attention's T x T matrices, as many in each block."""
     rows, _ = _allocated(tables, "allocated in forward")
     most, first = rows[rows["mib"] == rows["mib"].max()], rows.sort_values("rank").iloc[0]
-    squares = 4 * first["batch_size"] * SIZES[first["size"]].num_heads * first["context_length"]**2 / MIB
-    if not most["region"].str.startswith("attention.").all() or first["mib"] != squares:
+    shape, context = SIZES[first["size"]], first["context_length"]
+    squares, count = 4 * first["batch_size"] * shape.num_heads * context**2 / MIB, int(most["count"].sum())
+    if (not most["region"].str.startswith("attention.").all() or first["mib"] != squares
+            or count % shape.num_layers):
         return None
-    return {"mib": squares, "count": int(most["count"].sum())}
+    return {"mib": squares, "count": count, "each": count // shape.num_layers, "blocks": shape.num_layers,
+            "batch": first["batch_size"], "heads": shape.num_heads, "context": context}
+
+
+def answer_largest_other(tables: Tables) -> Claim:
+    """(e): the largest allocation of forward where it is another."""
+    rows, _ = _allocated(tables, "allocated in forward")
+    first = rows.sort_values("rank").iloc[0]
+    return None if answer_largest(tables) else {
+        "mib": first["mib"], "count": int(first["count"]), "region": first["region"], "line": first["line"]}
 
 
 def block_saves(tables: Tables) -> Claim:
@@ -121,13 +251,26 @@ def block_saves(tables: Tables) -> Claim:
 
 
 def block_gradients(tables: Tables) -> Claim:
-    """2026 (f): the gradients that a block produces are four bytes for each of its parameters."""
+    """2026 (f): the gradients that a block produces, and four bytes for each of its parameters."""
     rows, sums = _allocated(tables, "gradients of a block")
-    shape, made = SIZES[rows["size"].iloc[0]], sums.sum()
-    parameters = 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff + 2 * shape.d_model
-    saved = _allocated(tables, "saved by a block")[1].sum() / made
-    found = {"gradients": made, "parameters": parameters, "saved": saved}
-    return found if made == 4 * parameters / MIB else None
+    parameters = _in_block(rows["size"].iloc[0])
+    saved = _allocated(tables, "saved by a block")[1].sum() / sums.sum()
+    return {"gradients": sums.sum(), "parameters": parameters, "expected": 4 * parameters / MIB,
+            "saved": saved}
+
+
+def _in_block(size: str) -> int:
+    """Parameters of a block: four projections, three matrices of the feed-forward, two norms."""
+    shape = SIZES[size]
+    return 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff + 2 * shape.d_model
+
+
+def nested_least(tables: Tables) -> Claim:
+    """2026: the arrangement that needs least over the most blocks."""
+    rows = nested(tables)
+    least = rows.loc[where(rows, blocks=rows["blocks"].max())["beyond_gib"].idxmin()]
+    return {"arrangement": least["arrangement"], "blocks": int(least["blocks"]),
+            "beyond": least["beyond_gib"]}
 
 
 def nested_start(tables: Tables) -> Claim:
@@ -139,3 +282,23 @@ def nested_start(tables: Tables) -> Claim:
         return None
     return {"few": few["blocks"], "many": many["blocks"], "few_gib": few["beyond_gib"],
             "many_gib": many["beyond_gib"], "runs": int(runs)}
+
+
+def answer_10b(tables: Tables) -> Claim:
+    """2026: a full step of the largest size does not fit, by its state alone; how far what is less goes."""
+    rows = where(tables["memory.checkpoints"], size="10B")
+    shape, vocab = SIZES["10B"], int(rows["vocab_size"].iloc[0])
+    parameters = shape.num_layers * _in_block("10B") + 2 * vocab * shape.d_model + shape.d_model
+    state, device = 16 * parameters / GIB, tables["runs"]["machine_gpu_memory_gib"].max()
+    return {"parameters": parameters, "state": state, "memory": device} if state > device else None
+
+
+def reach_10b_best(tables: Tables) -> Claim:
+    """The longest contexts at which forward, and forward and backward, of it fit."""
+    rows = where(tables["memory.checkpoints"], size="10B", status="ok")
+    longest = rows.groupby("mode")["context_length"].max()
+    both = where(rows, mode="forward_backward", context_length=longest["forward_backward"])
+    if (both["arrangement"] == "none").any():
+        return None
+    return {"forward": int(longest["forward"]), "both": int(longest["forward_backward"]),
+            "peak": both["peak_gib"].min()}

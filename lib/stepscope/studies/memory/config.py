@@ -1,5 +1,6 @@
 """What a run of the memory study has."""
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +11,7 @@ Mode = Literal["forward", "forward_backward", "step"]
 
 class Config(StepConfig):
     """Every allocation of one step after a warm-up, of each of ``modes``; or, with ``checkpoints``, time and
-    peak of each setting in each mode; or, with ``stacks``, of each arrangement of checkpoints over so many
+    peak of each setting in each mode; or, with ``stacks``, of each checkpoint policy over so many
     blocks."""
 
     study: Literal["memory"] = "memory"
@@ -24,6 +25,10 @@ class Config(StepConfig):
     stacks: list[Layers] = Field([], max_length=20)  # numbers of blocks, in place of the size's
     expandable_segments: bool = False  # the allocator's option of that name
     keep_snapshot: bool = False        # keep a pickle of the last mode for PyTorch's memory viewer
+
+    @classmethod
+    def notebook_for(cls, fields: Mapping[str, Any]) -> str:
+        return "checkpointing" if fields.get("checkpoints") or fields.get("stacks") else "memory"
 
     @model_validator(mode="after")
     def one_kind(self) -> "Config":

@@ -5,20 +5,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASES, StepConfig
+from stepscope.model.accounting import GIB, peak
 from stepscope.report import style
-from stepscope.report.style import BLUE, INK, MUTED, ORANGE, figure
+from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
 from stepscope.report.tables import number
-from stepscope.step.accounting import GIB, peak
 from stepscope.studies.memory.tables import CONFIG, LIVE, Tables, begins_backward, column, usual, where
 
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
           "workspaces": MUTED, "other": style.FILL}
+NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.08   # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
 
 
+@style.look()
 def memory_timeline(tables: Tables) -> Figure | None:
     """Live memory over the allocations and frees of forward alone and of a full step, stacked by kind."""
     lines = tables["memory.timeline"]
@@ -33,8 +35,10 @@ def memory_timeline(tables: Tables) -> Figure | None:
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
-    drawn, axes = figure(f"The peak is {place}: {number(last['peak_gib'], 'GiB')}", 3.6, 1, len(modes),
-                         sharey=True, squeeze=False, width_ratios=[1 + len(PHASES[mode]) for mode in modes])
+    message = (f"{one['size']} at context {one['context_length']:,} in {NAMES[one['precision']]}: the peak is"
+               f" {place}, {number(last['peak_gib'], 'GiB')}")
+    drawn, axes = figure(message, 3.6, 1, len(modes), sharey=True, squeeze=False,
+                         width_ratios=[1 + len(PHASES[mode]) for mode in modes])
     limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
     for axis, mode in zip(axes[0], modes):
         _live(axis, rows[rows["mode"] == mode], limit, number(wholes.loc[mode, "peak_gib"], ""))
@@ -84,6 +88,7 @@ def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.loc[total.groupby(np.arange(len(rows)) // -(-len(rows) // POINTS)).idxmax()]
 
 
+@style.look()
 def memory_peak(tables: Tables) -> Figure:
     """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
     longer."""
@@ -106,11 +111,18 @@ def memory_peak(tables: Tables) -> Figure:
         left += held
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
     axis.invert_yaxis()
-    for row, (end, top) in enumerate(zip(left, tops)):
-        axis.annotate(number(top.allocated / GIB, ""), (end, row), xytext=(4, 0),
+    plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]
+    recorded = where(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
+    ran_out = {(row["size"], row["context_length"]) for row in recorded.to_dict("records")
+               if row["status"] == "oom"}
+    for row, (end, top, shape) in enumerate(zip(left, tops, shapes)):
+        out = shape in ran_out
+        axis.annotate(number(top.allocated / GIB, "") + " runs out" * out, (end, row), xytext=(4, 0),
                       textcoords="offset points", va="center")
-    axis.set_xlim(0, left.max() * 1.12)
-    axis.set_xlabel("predicted peak of a full step, GiB")
+        if out:
+            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.7)
+    axis.set_xlim(0, left.max() * 1.3)
+    axis.set_xlabel(f"predicted peak of a full step in {NAMES[one['precision']]}, GiB")
     axis.legend(loc="upper right")
     axis.grid(visible=False)
     return drawn

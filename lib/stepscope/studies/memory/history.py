@@ -1,18 +1,21 @@
 """From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's
 peak."""
 import linecache
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from traceback import walk_stack
 
 import numpy as np
 import pandas as pd
 
 from stepscope import PACKAGE, StepscopeError
-from stepscope.step.accounting import GIB, MIB, peak
+from stepscope.measure.memory_history import MemoryHistory
+from stepscope.model import transformer
+from stepscope.model.accounting import GIB, MIB, peak
 from stepscope.studies.memory.config import Config
-from stepscope.studies.memory.recording import Recording
-from stepscope.studies.memory.snapshot import allocations
 from stepscope.studies.memory.tables import LIVE, column, typed
+from stepscope.traces.memory_snapshot import allocations
 
 POINTS = 2000  # of a timeline, at most
 LARGEST = 12   # groups of allocations that are kept
@@ -25,7 +28,7 @@ def predicted(config: Config, mode: str) -> dict:
             "predicted_requested_gib": top.requested / GIB}
 
 
-def classified(recording: Recording, config: Config) -> pd.DataFrame:
+def classified(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     """The recorded step's allocations with what each was for: ``size`` (bytes asked for), ``allocated_at``,
     ``freed_at`` (events from the history's begin), ``line``, ``phase``, ``region``, ``layer`` (missing
     outside the blocks), ``kind``.
@@ -58,12 +61,12 @@ def classified(recording: Recording, config: Config) -> pd.DataFrame:
     return table.drop(columns="address")
 
 
-def _ends(recording: Recording) -> list[int]:
+def _ends(recording: MemoryHistory) -> list[int]:
     """Events up to the end of each phase."""
     return [end.events - recording.start.events for _, _, end in recording.phases]
 
 
-def _phase_of(events: Sequence[int], recording: Recording) -> np.ndarray:
+def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
     """The phase in which each event is."""
     names = np.array([name for name, *_ in recording.phases])
     return names[np.searchsorted(_ends(recording), events, side="right").clip(max=len(names) - 1)]
@@ -107,7 +110,7 @@ def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[in
     return names, numbers
 
 
-def _check(table: pd.DataFrame, recording: Recording) -> None:
+def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
     known, live = sum(recording.before.values()), live_bytes(table, _ends(recording)[-1]).sum(axis=0)
     if known != recording.start.requested:
@@ -138,10 +141,11 @@ def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
     return live.cumsum(axis=1)
 
 
-NOTHING = pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})  # made a peak: it was there
+# What stands for the allocation that made a peak where none did: the phase began at its peak.
+NOTHING = pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})
 
 
-def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list[dict]:
+def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> list[dict]:
     """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached
     and the allocation that makes it, all in GiB."""
     live = live_bytes(table)
@@ -162,7 +166,7 @@ def peak_rows(recording: Recording, table: pd.DataFrame, config: Config) -> list
     return [*rows, top | predicted(config, recording.mode) | {"reserved_gib": reserved}]
 
 
-def timeline(recording: Recording, table: pd.DataFrame) -> pd.DataFrame:
+def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind;
     at most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
     base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
@@ -185,14 +189,24 @@ def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
 
 
 def source(line: str) -> str:
-    """The text of a line of this package, such as "stepscope/step/model.py:103"; empty for others."""
+    """The text of a line of this package, such as "stepscope/model/transformer.py:103"; empty for others."""
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""
     return linecache.getline(str(Path(PACKAGE.parent) / path), int(number)).strip()
 
 
-def tables(config: Config, recordings: list[Recording]) -> dict[str, pd.DataFrame]:
+def place_here() -> tuple[str, str]:
+    """The innermost line of the model that runs now, "path:line", and the region that it belongs to: that of
+    the nearest ``@region`` above it."""
+    model = str(transformer.__file__)
+    number = next(line for frame, line in walk_stack(sys._getframe()) if frame.f_code.co_filename == model)
+    above = (line.strip() for line in reversed(Path(model).read_text(encoding="utf-8").splitlines()[:number]))
+    region = next((line.split('"')[1] for line in above if line.startswith("@region(")), "")
+    return f"stepscope/model/transformer.py:{number}", region
+
+
+def tables(config: Config, recordings: list[MemoryHistory]) -> dict[str, pd.DataFrame]:
     """``peaks``, ``allocations`` and ``timeline`` of all modes; a mode that ran out of memory has a row in
     ``peaks`` that says so, and so has every mode where nothing could be recorded."""
     nothing = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}

@@ -7,10 +7,10 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES
+from stepscope.model.accounting import GIB, KINDS
 from stepscope.report.schemas import STATUSES, WITHIN, measured, tidy, word
 from stepscope.report.shapes import MODES, chosen, reference
 from stepscope.report.tables import headed, table
-from stepscope.step.accounting import GIB, KINDS
 from stepscope.studies.memory.config import Config
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
@@ -162,6 +162,19 @@ def peak_by_kind(tables: Tables) -> pd.DataFrame:
     return table(wide[wide.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
 
 
+def stage_peaks(tables: Tables) -> pd.DataFrame:
+    """(a): the peak of each stage of the full step by context and precision, and what the whole reserves."""
+    rows = of_largest(where(tables["memory.peaks"], mode="step", status="ok", **PLAIN))
+    stages = rows.pivot(index=["context_length", "precision"], columns="phase", values="peak_gib")
+    whole = where(rows, phase="whole").set_index(["context_length", "precision"])
+    made = stages[[name for name in ("forward", "loss", "backward", "optimizer") if name in stages]]
+    made = made.rename(columns=lambda name: f"{name}, GiB").assign(
+        **{"peak in": whole["peak_in"], "rounding, GiB": whole["rounding_gib"],
+           "reserved, GiB": whole["reserved_gib"]}).sort_index(level=[1, 0], ascending=[False, True])
+    return table(made.reset_index().rename(columns={"context_length": "context"}), note=(
+        f"Peaks of the full step's stages, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}."))
+
+
 def largest(tables: Tables) -> pd.DataFrame:
     """(e): the largest allocations of a forward pass, with the line that makes them."""
     rows = usual(tables["memory.allocations"], what="allocated in forward").sort_values("rank").head(6)
@@ -193,6 +206,11 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
                              for fields in (without, with_it))
             rows.append((change, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
+        steps = of_largest(chosen(tables["ladder.steps"], status="ok"))
+        steps = steps[steps["context_length"] == reference(steps)].set_index("change")
+        rows.append(("compiled blocks", "full step, bf16, fused attention and AdamW",
+                     steps.loc["blocks", "context_length"], *steps.loc[["fused", "blocks"], "peak_gib"]))
+    with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
         peaks = where(settings, context_length=context).set_index("arrangement")["peak_gib"]
@@ -206,11 +224,10 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
 def checkpoint_settings(tables: Tables) -> pd.DataFrame:
     """Time and peak by blocks a checkpoint, at each context."""
     rows = one_level(tables)
-    first, blocks = rows.iloc[0], rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
+    blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
     shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
-                    "peak_gib", "predicted_gib", "gpu_ms", "wall_ms", "status")
-    return table(shown, note=f"{first['size']}, batch {first['batch_size']}, {first['precision']},"
-                             " forward and backward.")
+                    "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "status")
+    return table(shown, note=_measured(tables, rows))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
@@ -218,16 +235,34 @@ def nested_checkpoints(tables: Tables) -> pd.DataFrame:
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
     return table(_headed(rows, "blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs",
-                         "gpu_ms"))
+                         "gpu_ms"), note=_measured(tables, rows))
 
 
 def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
     rows = where(tables["memory.checkpoints"], size="10B")
+    note = _measured(tables, rows)
     rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["arrangement"])
     rows = rows.sort_values("context_length", kind="stable")
     return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
-                         "gpu_ms"))
+                         "reserved_gib", "gpu_ms"), note=note)
+
+
+def _measured(tables: Tables, rows: pd.DataFrame) -> str:
+    """What these rows of checkpoints are of, and how many steps."""
+    first = rows.iloc[0]
+    precision = "TF32" if first["precision"] == "tf32" else first["precision"]
+    what = f"{first['size']}, batch {first['batch_size']}, {precision}, {first['attention']} attention"
+    if set(rows["mode"]) == {"forward_backward"}:
+        what += ", forward and backward"
+    if rows["context_length"].nunique() == 1:
+        what += f", context {first['context_length']:,}"
+    if "runs" in tables:  # a notebook has its own run alone
+        own = tables["runs"][tables["runs"]["study"] == "memory"].set_index("run_id")
+        steps = own.loc[rows["run_id"].unique(), "timed_steps"].astype(int)
+        count = f"{steps.min()}" if steps.min() == steps.max() else f"{steps.min()} to {steps.max()}"
+        what += f"; steps timed: {count}, captured: 1"
+    return f"{what}."
 
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
@@ -237,9 +272,9 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "peak_gib",
-                         "predicted_gib", "off", "reserved_gib"))
+                         "predicted_gib", "off", "reserved_gib"), rows=40)
 
 
 PRINTED = {one.__name__: one for one in (
-    handout_peaks, peak_by_kind, largest, less_memory, checkpoint_settings, nested_checkpoints,
+    handout_peaks, stage_peaks, peak_by_kind, largest, less_memory, checkpoint_settings, nested_checkpoints,
     saved_by_block, reach_10b, formula_peaks)}

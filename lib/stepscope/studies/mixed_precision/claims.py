@@ -2,7 +2,7 @@
 from typing import Any
 
 from stepscope.report.shapes import reference
-from stepscope.step.stats import LAUNCH_BOUND, SAME
+from stepscope.stats import LAUNCH_BOUND, SAME
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
     LOST,
@@ -18,6 +18,8 @@ from stepscope.studies.mixed_precision.tables import (
 )
 
 Claim = dict[str, Any] | None
+SUMS = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
+        "cast": "fp16 cast to fp32, into fp32", "bf16": "bf16 into bf16"}
 
 
 def _gain(tables: Tables, precision: str) -> Claim:
@@ -29,6 +31,13 @@ def _gain(tables: Tables, precision: str) -> Claim:
             "large_gain": found.iloc[-1], "context": reference(whole(tables))}
 
 
+def tensor_cores(tables: Tables) -> Claim:
+    """Rates of large matmuls in bf16 and in fp32, medians over the ladder's runs."""
+    rates = tables["ladder.results"][["matmul_fp32", "matmul_bf16"]].median()
+    times = rates["matmul_bf16"] / rates["matmul_fp32"]
+    return {"bf16": rates["matmul_bf16"], "fp32": rates["matmul_fp32"], "times": times} if times > 2 else None
+
+
 def precision_gain(tables: Tables) -> Claim:
     return _gain(tables, "bf16")
 
@@ -38,7 +47,23 @@ def precision_tf32(tables: Tables) -> Claim:
 
 
 def answer_trend(tables: Tables) -> Claim:
-    return _gain(tables, "bf16") if gains(tables, "bf16").is_monotonic_increasing else None
+    """bf16's gain of the smallest and of the largest size, whatever it is.
+
+    Raises:
+        LookupError: fewer than two sizes were measured.
+    """
+    found = gains(tables, "bf16")
+    if len(found) < 2:
+        raise LookupError("one size has no trend")
+    return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
+            "large_gain": found.iloc[-1], "context": reference(whole(tables))}
+
+
+def trend_why(tables: Tables) -> Claim:
+    """The gain grows with the size, and so does the matmuls' share of the fp32 step."""
+    found = trend(tables)
+    grow = len(found) > 1 and found["step"].is_monotonic_increasing and found["share"].is_monotonic_increasing
+    return {"small_share": found["share"].iloc[0], "large_share": found["share"].iloc[-1]} if grow else None
 
 
 def precision_why(tables: Tables) -> Claim:
@@ -58,42 +83,60 @@ def precision_launch(tables: Tables) -> Claim:
 
 
 def precision_memory(tables: Tables) -> Claim:
-    """bf16 hardly lowers the full step's peak."""
-    rows = whole(tables, precision="bf16").dropna(subset=["peak_gib", "peak_gib_fp32"])
-    last = rows[rows["mode"] == "step"].iloc[-1]
-    low, high = last["peak_gib"], last["peak_gib_fp32"]
-    return {"size": last["size"], "low": low, "high": high} if 0.9 * high < low < high else None
+    """How much bf16 lowers the full step's peak at most, and that it is nothing at the shortest context."""
+    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["peak_gib", "peak_gib_fp32"])
+    if rows.empty:
+        raise LookupError("no shape has both")
+    less = 1 - rows["peak_gib"] / rows["peak_gib_fp32"]
+    most, short = rows.loc[less.idxmax()], rows["context_length"].min()
+    if less.max() < SAME or less[rows["context_length"] == short].abs().max() > SAME:
+        return None
+    return {"most": less.max(), "size": most["size"], "context": most["context_length"], "short": int(short)}
 
 
 def answer_sums(tables: Tables) -> Claim:
-    """The handout's four and bf16's, where an fp32 sum loses nothing of fp16 terms, casting them changes
-    nothing, and sums in fp16 and bf16 lose more."""
+    """The handout's four sums and bf16's."""
+    found = wide(tables, "sums")["result"]
+    return {name: f"{round(found[case], 4):g}" for name, case in SUMS.items()}
+
+
+def sums_why(tables: Tables) -> Claim:
+    """An fp32 sum loses nothing of fp16 terms, casting them changes nothing, and a sum in fp16 loses more."""
     found = wide(tables, "sums")
-    cases = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
-             "cast": "fp16 cast to fp32, into fp32", "bf16": "bf16 into bf16"}
-    result = {name: found["result"][case] for name, case in cases.items()}
-    exact = result["mixed"] == result["cast"] and found["adding"][cases["mixed"]] == 0
-    if exact and 10 - result["bf16"] > 10 - result["fp16"] > abs(10 - result["mixed"]):
-        return {name: f"{round(value, 4):g}" for name, value in result.items()}
-    return None
+    result = {name: found["result"][case] for name, case in SUMS.items()}
+    exact = result["mixed"] == result["cast"] and found["adding"][SUMS["mixed"]] == 0
+    return {"off": 10 - result["fp16"]} if exact and 10 - result["fp16"] > abs(10 - result["mixed"]) else None
+
+
+def sums_stall(tables: Tables) -> Claim:
+    """bf16's sum ends at 4, where half the distance to the next number is more than the term."""
+    result = wide(tables, "sums")["result"][SUMS["bf16"]]
+    return {"sum": f"{result:g}", "step": "1/32"} if result == 4 else None
 
 
 def answer_toy(tables: Tables) -> Claim:
+    """Which tensors are fp32 under autocast, and which are in its type."""
+    found = wide(tables, "toy", "dtype")
+    kept = found.eq("fp32").all()
+    return {"kept": ", ".join(found.columns[kept]), "low": ", ".join(found.columns[~kept])}
+
+
+def toy_why(tables: Tables) -> Claim:
     """Under autocast on a GPU only what matmuls give is low."""
     found = wide(tables, "toy", "dtype")
     matmuls = found[["first layer's output", "logits"]]
     kept = found.drop(columns=matmuls.columns).eq("fp32").all(axis=None)
-    low = matmuls.eq(found.index.to_series(), axis=0).all(axis=None)
-    return {"wide": "fp32"} if kept and low else None
+    return {} if kept and matmuls.eq(found.index.to_series(), axis=0).all(axis=None) else None
 
 
 def answer_norm(tables: Tables) -> Claim:
-    """fp16's squares overflow, bf16's never; a running sum of them in bf16 is far off."""
+    """fp16's squares overflow and underflow, bf16's never; a running sum of them in bf16 is far off."""
     lost, error = wide(tables, "norm lost"), wide(tables, "norm error")
     overflow = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale >= 1]
     off = error["variance by a running sum"]["bf16", 1.0]
-    if overflow and (lost.loc["bf16"] < LOST).all(axis=None) and off > 0.05:
-        return {"overflow": int(min(overflow)), "terms": FEATURES, "off": off}
+    small = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale < 1]
+    if overflow and small and (lost.loc["bf16"] < LOST).all(axis=None) and off > 0.05:
+        return {"overflow": int(min(overflow)), "underflow": f"{max(small):g}", "terms": FEATURES, "off": off}
     return None
 
 
@@ -110,4 +153,4 @@ def losses(tables: Tables) -> Claim:
     """Each precision's loss stays closer to fp32's than any other seed's does."""
     off = losses_off(tables)
     seeds = off.index.str.startswith("fp32")
-    return {"steps": STEPS} if off[~seeds].max() < off[seeds].min() else None
+    return {"last": STEPS // 4, "steps": STEPS} if off[~seeds].max() < off[seeds].min() else None

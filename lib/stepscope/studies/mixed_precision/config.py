@@ -7,8 +7,7 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Every precision but fp32, and every mode, of one size and context in one process; fp32 is the
-    benchmark's."""
+    """Every precision and mode of one size and context in one process."""
 
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"

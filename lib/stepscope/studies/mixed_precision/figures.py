@@ -3,20 +3,19 @@ from matplotlib.ticker import NullLocator
 
 from stepscope.report.shapes import reference
 from stepscope.report.style import (
-    BLUE,
     INK,
-    ORANGE,
     PRECISION_COLORS,
     SIZE_COLORS,
     Picture,
-    bars,
     figure,
     label_ends,
+    look,
 )
 from stepscope.report.tables import number
 from stepscope.studies.mixed_precision.tables import LOST, Tables, beside_fp32, gains, wide
 
 
+@look()
 def precision_gain(tables: Tables) -> Picture:
     """bf16's speedup of the full step over the context, a line a size."""
     rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
@@ -36,28 +35,17 @@ def precision_gain(tables: Tables) -> Picture:
     return made
 
 
+@look()
 def norms(tables: Tables) -> Picture:
     """How far LayerNorm's output is off in fp16 and in bf16, over the scale of its inputs."""
     error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
     broken = [at for at, share in lost["fp16"].items() if share > LOST and at >= 1]
-    says = f"from inputs of {min(broken):,.0f} on" if broken else "nowhere"
+    says = f"from a standard deviation of {min(broken):,.0f} on" if broken else "nowhere"
     made, axes = figure(f"LayerNorm computed in fp16 breaks {says}, in bf16 it only rounds")
     for low in ("fp16", "bf16"):
         axes.plot(error[low].index, error[low], marker="o", color=PRECISION_COLORS[low])
-    axes.set(xscale="log", yscale="log", xlabel="scale of the inputs", ylabel="output's relative error")
+    axes.set(xscale="log", yscale="log", xlabel="standard deviation of the inputs",
+             ylabel="output's relative error")
     ends = {low: (error[low].index[-1], error[low].iloc[-1]) for low in ("fp16", "bf16")}
     label_ends(axes, ends, PRECISION_COLORS)
-    return made
-
-
-def health(tables: Tables) -> Picture | None:
-    """The share of gradients that fp16 makes zero, without and with loss scaling; None where a run had no
-    fp16."""
-    zero = wide(tables, "gradients")["zero"]
-    if "fp16, unscaled" not in zero:
-        return None
-    shares = [zero["fp16, unscaled"], zero["fp16, scaled"]]
-    texts = [number(share, "%") for share in shares]
-    made, axes = figure(f"Without loss scaling fp16 makes {texts[0]} of the gradients zero", height=1.5)
-    bars(axes, ["without scaling", "with GradScaler"], shares, texts, [ORANGE, BLUE])
     return made

@@ -1,11 +1,11 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
 import pandas as pd
 
+from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
-from stepscope.report.tables import number, ratio, table
-from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import launch_bound
+from stepscope.report.tables import digits, number, table
+from stepscope.stats import launch_bound
 from stepscope.traces.families import MATMUL, is_cast
 
 Tables = dict[str, pd.DataFrame]
@@ -21,20 +21,54 @@ SCHEMAS = {
 }
 KEYS = {"times": (*CONFIG, *CELL), "operations": (*CONFIG, *CELL, "name"), "numerics": (*CONFIG, *NUMBER)}
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+# A column's heading, and the mode and phase that it is of.
+PARTS = {"forward": ("forward_backward", "forward"), "backward": ("forward_backward", "backward"),
+         "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
 LOST = 1e-3  # share of values that are inf, NaN or wrongly 0: more is a loss
 
 
 # fp32 beside the others
 
+def fp32(tables: Tables, name: str = "times") -> pd.DataFrame:
+    """The plain program's fp32 rows of a table: the benchmark's, and this study's own of the shapes and modes
+    that the benchmark lacks.
+
+    Raises:
+        KeyError: neither study measured any.
+    """
+    own = tables.get(f"mixed_precision.{name}")
+    own = own[own["precision"] == "fp32"] if own is not None else None
+    if own is None or own.empty:
+        rows = tables[f"benchmark.{name}"]
+        return chosen(rows[rows["precision"] == "fp32"], **PLAIN)
+    rows = chosen(own, **PLAIN)
+    if f"benchmark.{name}" in tables:
+        first = tables[f"benchmark.{name}"]
+        first = chosen(first[first["precision"] == "fp32"], **PLAIN)
+        rows = pd.concat([first, lacked(rows, first)], ignore_index=True)
+    return chosen(rows)
+
+
+def lacked(rows: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose shape, precision and mode are none of those that are there: a mode is one study's whole,
+    since two captures of it may have kernels of other names."""
+    key = [name for name in (*CONFIG, "precision", "mode") if name in there and name in rows]
+    return rows[~pd.MultiIndex.from_frame(rows[key]).isin(pd.MultiIndex.from_frame(there[key]))]
+
+
+def low_precision(tables: Tables, name: str = "times") -> pd.DataFrame:
+    """This study's plain rows of a table below fp32."""
+    rows = chosen(tables[f"mixed_precision.{name}"], **PLAIN)
+    return rows[rows["precision"] != "fp32"]
+
+
 def beside_fp32(tables: Tables, **values: object) -> pd.DataFrame:
-    """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``), which the benchmark
-    measured; of a precision or mode, if one is named. ``gain`` is in GPU time, of the numbers as they are
-    shown."""
-    low, fp32 = (chosen(tables[f"{study}.times"], **PLAIN, phase=WHOLE)
-                 for study in ("mixed_precision", "benchmark"))
+    """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``, see :func:`fp32`); of a
+    precision or mode, if one is named. ``gain`` is in GPU time."""
+    low, exact = (chosen(rows, phase=WHOLE) for rows in (low_precision(tables), fp32(tables)))
     low = low[low["peak_gib"].notna()]  # of a CPU no peak is known
-    both = low.merge(fp32[fp32["precision"] == "fp32"], on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
-    both["gain"] = [ratio(*pair) for pair in zip(both["gpu_ms_fp32"], both["gpu_ms"])]
+    both = low.merge(exact, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
+    both["gain"] = both["gpu_ms_fp32"] / both["gpu_ms"]
     return chosen(both, **values)
 
 
@@ -52,9 +86,9 @@ def kinds(tables: Tables, size: str) -> pd.DataFrame:
     """GPU time of a size's full step at the reference context by family of kernel, in ms in fp32 and bf16,
     the longest in fp32 first; casts by themselves."""
     context, found = reference(whole(tables, mode="step")), {}
-    for study, precision in (("benchmark", "fp32"), ("mixed_precision", "bf16")):
-        rows = chosen(tables[f"{study}.operations"], **PLAIN, precision=precision, size=size,
-                      context_length=context, mode="step")
+    for precision, of in (("fp32", fp32), ("bf16", low_precision)):
+        rows = chosen(of(tables, "operations"), precision=precision, size=size, context_length=context,
+                      mode="step")
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
     return pd.DataFrame(found).fillna(0.0).sort_values("fp32", ascending=False)
@@ -67,7 +101,7 @@ def trend(tables: Tables) -> pd.DataFrame:
     for size, gain in gains(tables, "bf16").items():
         step = kinds(tables, str(size))
         matmul, rest = step.loc["matmul"], step.drop("matmul").sum()
-        faster = {"matmul": ratio(*matmul[["fp32", "bf16"]]), "rest": ratio(*rest[["fp32", "bf16"]])}
+        faster = {"matmul": matmul["fp32"] / matmul["bf16"], "rest": rest["fp32"] / rest["bf16"]}
         rows[size] = {"share": matmul["fp32"] / step["fp32"].sum(), "step": gain} | faster
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("size")
 
@@ -114,6 +148,51 @@ def precision_times(tables: Tables) -> pd.DataFrame:
     return table(made, "ms", note=f"GPU time in ms, context {reference(rows):,}.")
 
 
+def precision_walls(tables: Tables) -> pd.DataFrame:
+    """Wall times of fp32 and bf16 at the reference context, by size."""
+    rows = walls(tables)
+    rows = rows[rows["precision"].isin(["fp32", "bf16"]) & (rows["context_length"] == reference(rows))]
+    made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
+    return table(made, note=f"Wall time, median ± standard deviation, context {reference(rows):,}.")
+
+
+def precision_shapes(tables: Tables) -> pd.DataFrame:
+    """The same of every shape and precision, with what the full step makes and holds."""
+    return table(_spread(walls(tables)), rows=100, note=(
+        "Wall time, median ± standard deviation; tokens and memory are the full step's."))
+
+
+def walls(tables: Tables) -> pd.DataFrame:
+    """Times of the plain program on a GPU in each precision, of the shapes that have fp32 beside another.
+
+    Raises:
+        LookupError: there are none.
+    """
+    low, exact = low_precision(tables), fp32(tables)
+    key = [name for name in CONFIG if name in exact]
+    shapes = beside_fp32(tables)[key].drop_duplicates()
+    rows = pd.concat([exact[low.columns.intersection(exact.columns)], low]).merge(shapes, on=key)
+    if rows.empty:
+        raise LookupError("no shape has fp32 beside another precision")
+    order = pd.Categorical(rows["precision"], [*NAMES], ordered=True)
+    return chosen(rows.assign(order=order).sort_values(["context_length", "order"], kind="stable"))
+
+
+def _spread(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row each size, context and precision: times as median ± standard deviation."""
+    found = {}
+    for (size, context, precision), own in rows.groupby(["size", "context_length", "precision"], sort=False):
+        walls, spreads = own.set_index(["mode", "phase"])[["wall_ms", "wall_std_ms"]].to_dict().values()
+        times = {f"{words}, ms": f"{digits(walls.get(cell), 'ms')} ± {digits(spreads.get(cell), 'ms')}"
+                 for words, cell in PARTS.items()}
+        step = own[(own["mode"] == "step") & (own["phase"] == WHOLE)].iloc[0]
+        found[size, context, NAMES[precision]] = times | {
+            "tokens/s": step["tokens_per_s"], "peak, GiB": step["peak_gib"],
+            "reserved, GiB": step["reserved_gib"]}
+    made = pd.DataFrame.from_dict(found, orient="index")
+    return made.rename_axis(["size", "context", "precision"]).reset_index()
+
+
 def precision_sizes(tables: Tables) -> pd.DataFrame:
     return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
 
@@ -123,9 +202,9 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     found = kinds(tables, size)
     small = found.max(axis=1) < 0.02 * found["fp32"].sum()
     found = found.groupby(found.index.where(~small, "other"), sort=False).sum()
-    speedup = [ratio(fp32, bf16) or None for fp32, bf16 in zip(found["fp32"], found["bf16"])]
+    found["speedup, x"] = (found["fp32"] / found["bf16"]).where(found["fp32"] > 0)
     found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
-    made = found.reset_index().assign(**{"speedup, x": speedup})
+    made = found.reset_index()
     return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}))
 
 
@@ -173,22 +252,30 @@ def gradients(tables: Tables) -> pd.DataFrame:
 
 def training(tables: Tables) -> pd.DataFrame:
     off = losses_off(tables).sort_values().rename(index=NAMES).rename_axis("trained in")
-    return table(off.to_frame("loss off from fp32's, mean"))
+    steps = numbers(tables, "training")["at"].nunique()
+    return table(off.to_frame("loss off from fp32's, mean"), note=(
+        f"Mean distance over the last {steps // 4} of {steps} steps."))
 
 
 def reading(times: pd.DataFrame, device: str) -> str:
-    """What a run found, in a sentence: bf16's full step by both clocks."""
-    steps = times[(times["mode"] == "step") & (times["phase"] == WHOLE)]
-    step = steps[steps["precision"] == "bf16"].iloc[0]
+    """What a run found, in a sentence: bf16's full step by both clocks, and beside fp32's."""
+    steps = times[(times["mode"] == "step") & (times["phase"] == WHOLE)].set_index("precision")
+    step = steps.loc["bf16"]
     if step["status"] != "ok":
         return f"In bf16 a full step does not run here: {step['reason']}."
     kernels = ""
     if device == "cuda" and pd.notna(step["gpu_ms"]):
         bound = "launch" if launch_bound(step["busy"]) else "GPU"
         kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
-    return f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
+    said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
+    if "fp32" not in steps.index or steps.loc["fp32", "status"] != "ok":
+        return said
+    exact = steps.loc["fp32"]
+    ratio = number(exact["wall_ms"] / step["wall_ms"], "x")
+    return f"{said} In fp32 it takes {number(exact['wall_ms'], 'ms')}: bf16 has {ratio} its speed."
 
 
 PRINTED = {"precision_sizes": precision_sizes, "precision_times": precision_times,
+           "precision_walls": precision_walls, "precision_shapes": precision_shapes,
            "precision_kinds": precision_kinds, "precision_trend": precision_trend, "sums": sums, "toy": toy,
            "norm_parts": norm_parts, "gradients": gradients, "training": training}

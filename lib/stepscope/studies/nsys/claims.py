@@ -1,8 +1,9 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
+from stepscope.config import EDITIONS, SIZES, WHOLE
+from stepscope.report.shapes import PLAIN, chosen
 from stepscope.report.tables import number
-from stepscope.step.clocks import WHOLE
-from stepscope.step.stats import LAUNCH_BOUND, SAME
+from stepscope.stats import LAUNCH_BOUND, SAME
 from stepscope.studies.nsys.tables import (
     Tables,
     at_reference,
@@ -45,14 +46,16 @@ def forward_matches_wall(tables: Tables) -> Numbers:
 
 
 def forward_slower_under_nsys(tables: Tables) -> Numbers:
-    """(a) Where the GPU waits most for launches, a profiler makes it wait longer."""
+    """(a) Most launch-bound passes take longer under the profiler; the one that it slows most."""
     rows = forward_clocks(tables)
     rows = rows[rows["gpu_ms"] < LAUNCH_BOUND * rows["plain_ms"]]
-    row = rows.loc[(rows["gpu_ms"] / rows["plain_ms"]).idxmin()] if len(rows) else None
-    if row is not None and row["projected_ms"] > (1 + AGREE) * row["plain_ms"]:
-        return {"size": row["size"], "context": int(row["context_length"]), "wall": row["plain_ms"],
-                "nsys": row["projected_ms"]}
-    return None
+    slowed = rows["projected_ms"] / rows["plain_ms"]
+    slower = int((slowed > 1 + AGREE).sum())
+    if 2 * slower <= len(rows):
+        return None
+    row = rows.loc[slowed.idxmax()]
+    return {"of": len(rows), "slower": slower, "size": row["size"], "context": int(row["context_length"]),
+            "wall": row["plain_ms"], "nsys": row["projected_ms"]}
 
 
 def forward_total(tables: Tables) -> Numbers:
@@ -63,24 +66,75 @@ def forward_total(tables: Tables) -> Numbers:
             "wall": row["plain_ms"]}
 
 
+def profiled(tables: Tables) -> Numbers:
+    """How the profiles were made, where nsys made them."""
+    runs = tables["nsys.results"]
+    tools = runs["tool"].unique()
+    count = len(tables["nsys.operations"].groupby(["run_id", "mode"]))
+    by_nsys = len(tools) == 1 and str(tools[0]).startswith("nsys")
+    return {"profiles": count, "tool": str(tools[0])} if by_nsys else None
+
+
+def profiled_contexts(tables: Tables) -> Numbers:
+    """Between which contexts the two sizes of :func:`by_context` were profiled."""
+    rows = profiles(tables, "operations")
+    contexts = rows["context_length"]
+    in_2026 = {ours: theirs for theirs, ours in EDITIONS[2026].items()}
+    small, large = rows["size"].iloc[[0, -1]]
+    name = in_2026.get(large, large)
+    return {"small": small, "large": large if name == large else f"{name} ({large})",
+            "short": int(contexts.min()), "long": int(contexts.max())}
+
+
+def longer_would_fit(tables: Tables) -> Numbers:
+    """Whether the smallest size's step leaves nearly all of the GPU at the longest profiled context: the
+    square of the context, doubled, is four times the memory."""
+    rows = profiles(tables, "operations")
+    size, context = rows["size"].iloc[0], int(rows["context_length"].max())
+    peak = chosen(tables["benchmark.times"], **PLAIN, size=size, context_length=context, precision="fp32",
+                  mode="step", phase=WHOLE)["peak_gib"].iloc[0]
+    gpu = tables["runs"]["machine_gpu_memory_gib"].min()
+    return {"size": size, "context": context, "peak": peak, "memory": gpu} if 4 * peak < gpu else None
+
+
 def first_kernel_is_a_matmul(tables: Tables) -> Numbers:
-    """(b) In every profile of forward the kernel with the most time is a matmul; the largest size's."""
+    """(b) In every profile of forward the kernel with the most time is a matmul."""
+    first = first_kernels(tables, "forward")
+    return {"profiles": len(first)} if set(first["family"]) == {MATMUL} else None
+
+
+def first_kernel_named(tables: Tables) -> Numbers:
+    """(b) The largest size's, at the reference context: who launches it how often."""
     rows, first = at_reference(tables, "forward"), first_kernels(tables, "forward")
-    row = first.loc[(rows["size"].iloc[-1], reference(rows))]
-    if set(first["family"]) == {MATMUL}:
-        return {"size": rows["size"].iloc[-1], "context": reference(rows), "kernel": short_name(row["name"]),
-                "launches": int(row["count"]), "share": row["share"], "profiles": len(first)}
-    return None
+    size = rows["size"].iloc[-1]
+    row = first.loc[(size, reference(rows))]
+    own = rows[(rows["size"] == size) & (rows["name"] == row["name"])].groupby("region")["count"].sum()
+    layers = SIZES[size].num_layers
+    launches = [f"{count // layers} x {layers} layers in {region}" if count % layers == 0 else
+                f"{count} in {region}" for region, count in own.sort_values(ascending=False).items()]
+    return {"size": size, "context": reference(rows), "kernel": short_name(row["name"]),
+            "launches": int(row["count"]), "where": ", ".join(launches), "share": row["share"]}
+
+
+def first_kernel_stays(tables: Tables) -> Numbers:
+    """(b) In how many profiles the same kernel is first over forward + backward; the largest size's
+    contexts."""
+    forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
+    common = forward.join(both.add_suffix("_both"), how="inner")
+    same = common["name"] == common["name_both"]
+    size = same.index[-1][0]
+    contexts = [f"{context:,}" for context in same.index[same].get_level_values(1)[
+        same.index[same].get_level_values(0) == size]]
+    return {"same": int(same.sum()), "profiles": len(common), "size": size,
+            "contexts": f"at {' and '.join(contexts)}" if contexts else "at no context"}
 
 
 def first_kernel_changes(tables: Tables) -> Numbers:
-    """(b) In some profiles another kernel is first over forward + backward: a matmul, too."""
+    """(b) Where another kernel is first over forward + backward, it is a matmul of backward's, too."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
     common = forward.join(both.add_suffix("_both"), how="inner")
     changed = int((common["name"] != common["name_both"]).sum())
-    if changed and set(common["family_both"]) == {MATMUL}:
-        return {"changed": changed, "profiles": len(common)}
-    return None
+    return {"changed": changed} if changed and set(common["family_both"]) == {MATMUL} else None
 
 
 def rest_of_forward(tables: Tables) -> Numbers:
@@ -114,17 +168,28 @@ def softmax_grows(tables: Tables) -> Numbers:
     return None
 
 
-def matmul_share_falls(tables: Tables) -> Numbers:
-    """(d) The matmuls' share of a full step is below forward's in every profile at the reference context."""
-    forward, step = (shares(tables, mode)[MATMUL] for mode in ("forward", "step"))
+def step_beside_forward(tables: Tables) -> Numbers:
+    """(d) The matmuls' share of forward and of a full step, and AdamW's, of the smallest and the largest
+    size."""
+    forward, step = (shares(tables, mode) for mode in ("forward", "step"))
     context = reference(forward.reset_index())
-    both = forward.rename("forward").to_frame().join(step.rename("step"), how="inner").xs(context, level=1)
-    if len(both) and (both["step"] < both["forward"]).all():
-        return {"size": both.index[0], "context": context, "forward": both["forward"].iloc[0],
-                "step": both["step"].iloc[0], "large": both.index[-1],
-                "large_forward": both["forward"].iloc[-1], "large_step": both["step"].iloc[-1],
-                "adamw": shares(tables, "step").loc[(both.index[0], context), "optimizer"]}
-    return None
+    forward, step = (wide.xs(context, level="context_length") for wide in (forward, step))
+    small, large = step.index[0], step.index[-1]
+    return {"size": small, "context": context, "forward": forward.loc[small, MATMUL],
+            "step": step.loc[small, MATMUL], "large": large, "large_forward": forward.loc[large, MATMUL],
+            "large_step": step.loc[large, MATMUL], "adamw": step.loc[small, "optimizer"],
+            "large_adamw": step.loc[large, "optimizer"]}
+
+
+def others_in_step(tables: Tables) -> Numbers:
+    """(d) The two heaviest families beside matmuls and AdamW, in forward and in the step; the smallest
+    size."""
+    forward, step = (shares(tables, mode) for mode in ("forward", "step"))
+    row = (step.index[0][0], reference(step.reset_index()))
+    others = step.loc[row].drop([MATMUL, "optimizer"]).nlargest(2).index
+    named = {f"{which}_{name}": value for which, family in zip(("first", "second"), others) for name, value in
+             {"family": family, "forward": forward.loc[row, family], "step": step.loc[row, family]}.items()}
+    return {"size": row[0]} | named
 
 
 def optimizer_share(tables: Tables) -> Numbers:
@@ -139,8 +204,31 @@ def optimizer_share(tables: Tables) -> Numbers:
     return None
 
 
+def softmax_flops(tables: Tables) -> Numbers:
+    """(e) FLOPs and time of softmax and of both matmuls, the smallest size at the reference context."""
+    rows = softmax_and_matmuls(tables)
+    context = reference(rows.reset_index())
+    row = rows.xs(context, level=1).iloc[0]
+    return {"size": row.name, "context": context, "matmul_flops": row["matmul_flops"],
+            "softmax_flops": row["softmax_flops"], "times": row["times"], "flops": row["flops"]}
+
+
+def softmax_bytes(tables: Tables) -> Numbers:
+    """(e) What the same softmax moves: eight passes over the B H T^2 scores in fp32 (max 1, subtract 2,
+    exponentiate 2, sum 1, divide 2), at the rate of a large copy; and its matmuls at a large matmul's."""
+    rows, runs = softmax_and_matmuls(tables), tables["benchmark.results"]
+    context = reference(rows.reset_index())
+    row = rows.xs(context, level=1).iloc[0]
+    moved = 8 * 4 * row["softmax_flops"] / 5
+    copy = runs["copy_tb_s"].median()
+    rate = runs.loc[runs["precision"] == "fp32", "matmul_tflops"].median()
+    return {"moved": moved, "copy": copy, "copy_ms": moved / copy / 1e9, "softmax_ms": row["softmax_ms"],
+            "rate": rate, "rate_ms": 2 * row["matmul_flops"] / rate / 1e9,
+            "matmul_ms": row["scores_ms"] + row["values_ms"]}
+
+
 def softmax_beside_flops(tables: Tables) -> Numbers:
-    """(e) Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
+    """Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
     rows = softmax_and_matmuls(tables)
     context = reference(rows.reset_index())
     row = rows.xs(context, level=1).iloc[0]
@@ -156,3 +244,10 @@ def nsys_agrees_in_process(tables: Tables) -> Numbers:
     if len(whole) and whole["off"].abs().max() < SAME:
         return {"cells": len(whole), "most": whole["off"].abs().max()}
     return None
+
+
+def nsys_in_bf16(tables: Tables) -> Numbers:
+    """The same in bf16, where some run at the power cap."""
+    rows = beside_in_process(tables, "bf16")
+    whole = rows[rows["phase"] == WHOLE]
+    return {"cells": len(whole), "most": whole["off"].abs().max()} if len(whole) else None

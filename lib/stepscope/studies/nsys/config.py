@@ -10,6 +10,6 @@ class Config(StepConfig):
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"
     compile: Literal["none"] = "none"  # ranges within what is compiled would change it
-    # The watched process takes as many steps as their length asks for.
+    # The profiled process takes as many steps as their length asks for.
     warmup_steps: Literal[5] = 5
     timed_steps: Literal[10] = 10

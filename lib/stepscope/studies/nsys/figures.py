@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
 from stepscope.report import style
+from stepscope.report.shapes import reference
 from stepscope.report.tables import number
-from stepscope.step.stats import launch_bound, union
+from stepscope.stats import launch_bound, union
 from stepscope.studies.nsys.tables import REPLAYED, Tables, at_reference, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
@@ -38,6 +39,7 @@ def stacked(axes: Axes, wide: pd.DataFrame, labels: Sequence[str], least: float 
     axes.tick_params(left=False, bottom=False, labelbottom=False)
 
 
+@style.look()
 def families_of(operations: pd.DataFrame, where: str) -> Figure | None:
     """Of one run each phase's GPU time by family, in shares."""
     rows = operations[(operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)]
@@ -51,19 +53,22 @@ def families_of(operations: pd.DataFrame, where: str) -> Figure | None:
     return drawn
 
 
-def lanes(timeline: pd.DataFrame, where: str = "Forward") -> Figure | None:
+@style.look()
+def lanes(timeline: pd.DataFrame, where: str = "Forward", on_cpu: bool = False) -> Figure | None:
     """A millisecond of forward: what the host launches, what the GPU runs, and what it runs as a CUDA graph
     where that was captured."""
     ran = timeline[(timeline["start_ns"] < LANE_NS) & (timeline["start_ns"] + timeline["duration_ns"] > 0)]
-    names = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}
+    names = {"forward": "operators" if on_cpu else "GPU runs", REPLAYED: "as a CUDA graph"}
     found = {mode: ran[ran["mode"] == mode] for mode in names if mode in set(ran["mode"])}
     if "forward" not in found:
         return None
     busy = {mode: _busy(rows) for mode, rows in found.items()}
     message = f"{where}: the GPU is busy {number(busy['forward'], '%')} of this millisecond"
+    if on_cpu:
+        message = f"{where}: operators run {number(busy['forward'], '%')} of this millisecond"
     if REPLAYED in busy:
         message += f", as a CUDA graph {number(busy[REPLAYED], '%')}"
-    elif launch_bound(busy["forward"]):
+    elif not on_cpu and launch_bound(busy["forward"]):
         message += ", and waits for launches"
     drawn, axes = style.figure(message, 1.7 + 0.35 * len(found))
     host = timeline[(timeline["mode"] == "forward") & (timeline["launch_ns"] < LANE_NS)
@@ -75,7 +80,8 @@ def lanes(timeline: pd.DataFrame, where: str = "Forward") -> Figure | None:
             spans = _spans_us(own["start_ns"], own["duration_ns"])
             axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(family, style.FILL), label=family)
     axes.set(xlim=(0, LANE_NS / 1e3), ylim=(len(found) + 0.5, -0.5), xlabel="µs")
-    axes.set_yticks(range(1 + len(found)), ["CPU launches", *(names[mode] for mode in found)])
+    launcher = "host" if on_cpu else "CPU launches"
+    axes.set_yticks(range(1 + len(found)), [launcher, *(names[mode] for mode in found)])
     axes.grid(False)
     once = dict(zip(*reversed(axes.get_legend_handles_labels())))
     drawn.legend(once.values(), once, loc="outside lower center", ncols=3)
@@ -92,6 +98,7 @@ def _busy(ran: pd.DataFrame) -> float:
     return union(ran["start_ns"].clip(0).to_numpy(), end.to_numpy()) / LANE_NS
 
 
+@style.look()
 def launches_timeline(tables: Tables) -> Figure | None:
     """A millisecond of the launch-bound forward: the smallest size at the shortest context, in bf16 where it
     was profiled."""
@@ -102,11 +109,12 @@ def launches_timeline(tables: Tables) -> Figure | None:
             continue
         rows = rows[rows["size"] == rows["size"].iloc[0]]
         context = rows["context_length"].min()
-        return lanes(rows[rows["context_length"] == context],
-                     f"{rows['size'].iloc[0]}'s {precision} forward at context {context:,}")
+        return lanes(rows[rows["context_length"] == context], f"Under the profiler, {rows['size'].iloc[0]}'s"
+                                                              f" {precision} forward at context {context:,}")
     return None
 
 
+@style.look()
 def kernel_families(tables: Tables) -> Figure | None:
     """Each phase of a full step by family, in shares of the step, the smallest and the largest size at the
     reference context."""
@@ -118,8 +126,9 @@ def kernel_families(tables: Tables) -> Figure | None:
     wide = wide.div(wide.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
     wide = wide.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
     matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.4 + 0.34 * len(wide))
+    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.6 + 0.34 * len(wide))
     stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
                          phase in wide.index], least=0.07)
+    axes.set_xlabel(f"share of the step's GPU time, fp32, context {reference(rows):,}")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn

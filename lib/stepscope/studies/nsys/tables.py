@@ -1,14 +1,16 @@
 """The profiling study's tables: what is in a run's files, and what is printed of all runs."""
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import PHASES, SIZES
+from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, chosen, reference
 from stepscope.report.tables import table
-from stepscope.step.clocks import WHOLE
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
 
@@ -75,6 +77,23 @@ def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) 
 
 # Over all runs
 
+# What a matmul's short name says that its neighbours in a table do not differ in: types, stages, words.
+_SAME = re.compile(r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+"
+                   r"|warpsize")
+
+
+def readable(names: Iterable[str]) -> dict[str, str]:
+    """A name to show for each distinct kernel that keeps its tile; as long as short_names' where two would
+    look alike.
+
+    sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... is
+    sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
+    """
+    long = short_names(names, 200)
+    short = {name: _SAME.sub("", text) for name, text in long.items()}
+    shared = Counter(short.values())
+    return {name: text if shared[text] == 1 else long[name] for name, text in short.items()}
+
 
 def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
     """A table of the profiles of the plain program in one precision, sizes and contexts in order.
@@ -95,9 +114,9 @@ def at_reference(tables: Tables, mode: str) -> pd.DataFrame:
     return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
 
 
-def clocks(tables: Tables) -> pd.DataFrame:
+def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
     """A row a size, context, mode and phase, with the times of three_clocks."""
-    return three_clocks(profiles(tables, "clocks"), ["size", "context_length", "mode", "phase"])
+    return three_clocks(profiles(tables, "clocks", precision), ["size", "context_length", "mode", "phase"])
 
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
@@ -106,14 +125,23 @@ def forward_clocks(tables: Tables) -> pd.DataFrame:
     return rows[(rows["mode"] == "forward") & (rows["phase"] == WHOLE)].reset_index(drop=True)
 
 
-def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
-    """A row a size and context: the kernel with the most time in a mode, its family, launches and share."""
+def kernels(tables: Tables, mode: str) -> pd.DataFrame:
+    """A row a size, context and kernel of a mode: family, launches (``count``), ``total_ns`` and share, those
+    with the most time of a profile first."""
     keys = ["size", "context_length"]
     rows = profiles(tables, "operations")
     rows = rows[rows["mode"] == mode]
     summed = rows.groupby([*keys, "name", "family"], sort=False)[["count", "total_ns"]].sum().reset_index()
-    summed["share"] = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
-    return summed.loc[summed.groupby(keys, sort=False)["total_ns"].idxmax()].set_index(keys)
+    share = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
+    profile = summed.groupby(keys, sort=False).ngroup()
+    summed = summed.assign(share=share, profile=profile)
+    summed = summed.sort_values(["profile", "total_ns"], ascending=[True, False], ignore_index=True)
+    return summed.drop(columns="profile")
+
+
+def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
+    """A row a size and context: the kernel with the most time in a mode, its family, launches and share."""
+    return kernels(tables, mode).groupby(["size", "context_length"], sort=False).first()
 
 
 def shares(tables: Tables, mode: str) -> pd.DataFrame:
@@ -124,27 +152,38 @@ def shares(tables: Tables, mode: str) -> pd.DataFrame:
 
 
 def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
-    """A row a size and context: of one forward pass the ms of attention's softmax and of its two matmuls
-    (scores, values), the ratio of their times, and of their FLOPs: softmax's five operations an element of
-    the T x T scores (max, subtract, exponentiate, sum, divide) over the matmuls' 4 D."""
+    """A row a size and context: of one forward pass the ms of attention's parts (``scores_ms``, Q K^T;
+    ``softmax_ms``; ``values_ms``, A V) and their FLOPs (``matmul_flops`` each of the two, ``softmax_flops``);
+    ``times`` and ``flops`` are softmax's over those of both matmuls.
+
+    A matmul of a layer is 2 B T^2 d_model FLOPs; softmax is five for each of the B H T^2 scores (max,
+    subtract, exponentiate, sum, divide), so the ratio is 5 / (4 D), D = d_model / H.
+    """
     rows = profiles(tables, "operations")
     rows = rows[rows["mode"] == "forward"]
     keys = [rows["size"], rows["context_length"]]
-    product = (rows["family"] == MATMUL) & rows["region"].isin(["attention.scores", "attention.value"])
-    parts = {"softmax_ms": rows["region"] == "attention.softmax", "matmul_ms": product}
+    matmul = rows["family"] == MATMUL
+    parts = {"scores_ms": matmul & (rows["region"] == "attention.scores"),
+             "softmax_ms": rows["region"] == "attention.softmax",
+             "values_ms": matmul & (rows["region"] == "attention.value")}
     found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6
                           for name, which in parts.items()})
-    head_dim = [SIZES[size].d_model / SIZES[size].num_heads for size in found.index.get_level_values("size")]
-    return found.assign(times=found["softmax_ms"] / found["matmul_ms"], flops=[5 / (4 * d) for d in head_dim])
+    batch, squares = rows["batch_size"].iloc[0], found.index.get_level_values("context_length") ** 2
+    sizes = [SIZES[size] for size in found.index.get_level_values("size")]
+    found["matmul_flops"] = [2 * batch * size.d_model * size.num_layers for size in sizes] * squares
+    found["softmax_flops"] = [5 * batch * size.num_heads * size.num_layers for size in sizes] * squares
+    return found.assign(times=found["softmax_ms"] / (found["scores_ms"] + found["values_ms"]),
+                        flops=found["softmax_flops"] / (2 * found["matmul_flops"]))
 
 
-def beside_in_process(tables: Tables) -> pd.DataFrame:
-    """GPU time by nsys beside the benchmark's, by torch.profiler in another process: a row a size, context,
-    mode and phase, with ``off``, their difference as a share."""
+def beside_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
+    """GPU time by nsys beside the benchmark's (below fp32 mixed_precision's), by torch.profiler in another
+    process: a row a size, context, mode and phase, with ``off``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
-    own = chosen(tables["benchmark.times"], precision="fp32", **PLAIN)
-    both = clocks(tables)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
-                                                   suffixes=("", "_in_process"))
+    times = tables["benchmark.times" if precision == "fp32" else "mixed_precision.times"]
+    own = chosen(times, precision=precision, **PLAIN)
+    both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
+                                                              suffixes=("", "_in_process"))
     return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
 
 
@@ -153,27 +192,56 @@ def beside_in_process(tables: Tables) -> pd.DataFrame:
 def forward_times(tables: Tables) -> pd.DataFrame:
     """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU
     time."""
-    names = {"plain_ms": "wall, plain", "projected_ms": "nsys, first to last", "gpu_ms": "nsys, GPU time"}
+    names = {"plain_ms": "wall, without nsys", "projected_ms": "nsys, first to last",
+             "gpu_ms": "nsys, GPU time"}
     long = forward_clocks(tables).rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
     long["context"] = long["context_length"].map("{:,}".format)
     wide = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
-    return table(wide.reindex(order), unit="ms")
+    return table(wide.reindex(order), unit="ms", rows=60)
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
-    """(b) At the reference context the kernel with the most time in forward, and in forward + backward."""
+    """(b) The kernel with the most time in forward, and in forward + backward: a row a size and context."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
-    rows = forward.join(both.add_suffix("_both")).reset_index()
-    rows = rows[rows["context_length"] == reference(rows)]
-    names = short_names([*rows["name"], *rows["name_both"].dropna()], 60)
-    return pd.DataFrame({
-        "size": rows["size"], "first in forward": rows["name"].map(names), "launches": rows["count"],
+    rows = forward.join(both.add_suffix("_both"))
+    names = readable([*rows["name"], *rows["name_both"].dropna()])
+    return table(pd.DataFrame({
+        "first in forward": rows["name"].map(names), "launches": rows["count"],
         "share of forward, %": rows["share"],
         "first in forward + backward": rows["name_both"].map(names).mask(rows["name_both"] == rows["name"],
                                                                          "the same"),
-        "share, %": rows["share_both"]}).set_index("size")
+        "share, %": rows["share_both"]}).rename_axis(["size", "context"]), rows=60)
+
+
+def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
+    """(b), (d) Of the largest size at the reference context the kernels with the most time in each mode."""
+    at = at_reference(tables, "forward")
+    largest, found = (at["size"].iloc[-1], int(at["context_length"].iloc[0])), {}
+    for mode, words in MODES.items():
+        rows = kernels(tables, mode).set_index(["size", "context_length"]).sort_index(kind="stable")
+        if largest in rows.index:
+            found[words] = rows.loc[[largest]].nlargest(count, "total_ns").reset_index(drop=True)
+    rows = pd.concat(found, names=["mode", "place"]).droplevel("place")
+    return table(pd.DataFrame({
+        f"kernel of {largest[0]} at context {largest[1]:,}": rows["name"].map(readable(rows["name"])),
+        "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
+        "share, %": rows["share"]}), rows=3 * count)
+
+
+def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
+    """(c) Of the smallest size's forward at the reference context the kernels that are no matmuls, by the
+    part of the model that launches them."""
+    rows = at_reference(tables, "forward")
+    rows = rows[rows["size"] == rows["size"].iloc[0]]
+    total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
+    rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
+    rows = rows.reset_index()
+    return pd.DataFrame({
+        "part of the model": rows["region"], "kernel": rows["name"].map(readable(rows["name"])),
+        "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
+        "share of forward, %": rows["total_ns"] / total})
 
 
 def forward_families(tables: Tables) -> pd.DataFrame:
@@ -191,6 +259,20 @@ def step_families(tables: Tables) -> pd.DataFrame:
     return found.sort_values(found.columns[-1], ascending=False)
 
 
+def parts_of_model(tables: Tables) -> pd.DataFrame:
+    """Shares of forward and of a full step by the part of the model that launched the kernels, of the
+    smallest and the largest size at the reference context."""
+    found = {}
+    for mode in ("forward", "step"):
+        rows = at_reference(tables, mode)
+        summed = rows.pivot_table("total_ns", "region", "size", aggfunc="sum", sort=False)
+        found[mode] = summed / summed.sum()
+    ends = dict.fromkeys(found["step"].columns[[0, -1]])
+    wide = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
+                         for size in ends for mode, frame in found.items()})
+    return wide.sort_values(wide.columns[-1], ascending=False).rename_axis("part of the model")
+
+
 def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
     rows = wide.reset_index()
     rows = rows[rows["context_length"] == reference(rows)].drop(columns="context_length").set_index("size").T
@@ -198,39 +280,54 @@ def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
 
 
 def attention_softmax(tables: Tables) -> pd.DataFrame:
-    """(e) Softmax against the matmuls inside attention, in one forward pass, at the reference context."""
+    """(e) Inside attention, of one forward pass at the reference context: FLOPs and time of Q K^T, softmax
+    and A V, and softmax's beside the matmuls'."""
     rows = softmax_and_matmuls(tables).reset_index()
     rows = rows[rows["context_length"] == reference(rows)]
-    return pd.DataFrame({"size": rows["size"], "softmax, ms": rows["softmax_ms"],
-                         "matmuls, ms": rows["matmul_ms"], "time, %": rows["times"],
-                         "FLOPs, %": rows["flops"]}).set_index("size")
+    return pd.DataFrame({
+        "size": rows["size"], "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
+        "AV, GFLOP": rows["matmul_flops"] / 1e9, "softmax, GFLOP": rows["softmax_flops"] / 1e9,
+        "QKᵀ, ms": rows["scores_ms"], "AV, ms": rows["values_ms"], "softmax, ms": rows["softmax_ms"],
+        "softmax/matmuls in FLOPs, %": rows["flops"],
+        "in time, %": rows["times"]}).set_index("size")
 
 
 def by_context(tables: Tables) -> pd.DataFrame:
     """(a) to (e) of the smallest and the largest size at every context."""
     forward, step = shares(tables, "forward"), shares(tables, "step")
     first, softmax = first_kernels(tables, "forward"), softmax_and_matmuls(tables)
+    both = first_kernels(tables, "forward_backward")["name"].reindex(first.index)
+    ends = forward.index.get_level_values("size")
+    ends = ends.isin(ends[[0, -1]])
+    clock = forward_clocks(tables).set_index(forward.index.names)
+    others = forward.drop(columns=MATMUL)
     found = pd.DataFrame({
-        "(a) forward, ms": forward_clocks(tables).set_index(forward.index.names)["projected_ms"],
-        "(b) first kernel": first["name"].map(short_names(first["name"], 50)), "launches": first["count"],
-        "of forward, %": first["share"], "(c) all but matmuls, %": 1 - forward[MATMUL],
+        "(a) forward: nsys, ms": clock["projected_ms"], "wall, ms": clock["plain_ms"],
+        "(b) first kernel": first["name"].map(readable(first.loc[ends, "name"])), "launches": first["count"],
+        "of forward, %": first["share"], "first over forward + backward": first["name"] == both,
+        "(c) most besides matmuls": others.idxmax(axis=1), "of forward's time, %": others.max(axis=1),
         "(d) matmuls of forward, %": forward[MATMUL], "of the step, %": step[MATMUL],
         "(e) softmax over matmuls in time, %": softmax["times"], "in FLOPs, %": softmax["flops"]})
-    sizes = forward.index.get_level_values("size")
-    return found.reindex(forward.index)[sizes.isin(sizes[[0, -1]])].rename_axis(["size", "context"])
+    return found.reindex(forward.index)[ends].rename_axis(["size", "context"])
 
 
 def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
-    """The largest difference of GPU time by nsys from the benchmark's in-process captures, over all contexts;
-    a row a size, a column a mode."""
-    rows = beside_in_process(tables)
-    rows = rows[rows["phase"] == WHOLE]
-    wide = rows.assign(off=rows["off"].abs()).pivot_table(
-        index="size", columns="mode", values="off", aggfunc="max", sort=False)
-    profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
-    return wide.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
+    """The largest difference of GPU time by nsys from in-process captures, over all contexts; a row a
+    precision and size, a column a mode."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        with suppress(LookupError):
+            rows = beside_in_process(tables, precision)
+            rows = rows[rows["phase"] == WHOLE]
+            wide = rows.assign(off=rows["off"].abs()).pivot_table(
+                index="size", columns="mode", values="off", aggfunc="max", sort=False)
+            profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
+            found[precision] = wide.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
+    if not found:
+        raise KeyError("a profile beside a benchmark")
+    return pd.concat(found, names=["precision"])
 
 
 PRINTED = {printed.__name__: printed for printed in (
-    forward_times, first_kernel, forward_families, step_families, attention_softmax, by_context,
-    nsys_beside_in_process)}
+    forward_times, first_kernel, kernels_by_mode, other_kernels, parts_of_model, forward_families,
+    step_families, attention_softmax, by_context, nsys_beside_in_process)}

@@ -1,0 +1,256 @@
+"""Where a step's time goes on one GPU: windows, what they are the sum of, and why the GPU waits.
+
+wall = compute + exposed copies and communication + idle, by unions of intervals: what is exposed is the time
+in which nothing else runs. What is told of a step is told of the median one (of an even number of steps of
+the two in the middle), so that all of it adds up and no outlier is in it.
+"""
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stepscope.captures.capture import Capture
+from stepscope.data_sheets import data_sheet
+from stepscope.stats import union
+from stepscope.traces.attribution import NEVER, matching
+from stepscope.traces.families import MATMUL
+
+COMMUNICATION, GENERATED = "communication", "compiler-generated"
+HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
+TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)  # of fp32: so it is TF32
+RATED = 0.5  # of the matmuls' time: where shapes are known of less, their rate is none of the whole
+FAR = 1.25   # times the median, or the median times: a step that far away is an outlier
+STARTED = 2  # times busier after a start-up than in it
+MANY = 100   # operations: of fewer no start-up is told
+
+
+@dataclass
+class Device:
+    """One GPU's operations within the steps, and their windows; of several processes on it, one's."""
+
+    capture: Capture
+    number: int
+    name: str
+    all_operations: pd.DataFrame
+
+    @cached_property
+    def before(self) -> pd.DataFrame:
+        """What was launched before the first step."""
+        rows, process = self.capture.before, self.all_operations["process"].iloc[0]
+        return rows[(rows["device"] == self.number) & (rows["process"] == process)]
+
+    @cached_property
+    def stream(self) -> int:
+        """The stream that computes most."""
+        rows = self.all_operations
+        rows = rows[(rows["kind"] == "kernel") & (rows["family"] != COMMUNICATION)]
+        rows = rows if len(rows) else self.all_operations
+        return int(rows.groupby("stream")["duration_ns"].sum().idxmax())
+
+    @cached_property
+    def windows(self) -> np.ndarray:
+        """(steps, 2) ns: a step begins with its first operation on the stream that computes most, or, where
+        the GPU has nothing to do before that, with its range on the host; it lasts until the next one begins.
+        The last one ends with its operations and its range."""
+        rows = self.all_operations
+        ends = rows["start_ns"] + rows["duration_ns"]
+        steps = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
+        if steps.empty:
+            return np.array([[rows["start_ns"].min(), ends.max()]])
+        first = steps.groupby("step")["start_ns"].min().sort_values()
+        host = self.capture.ranges
+        host = host[host["process"] == rows["process"].iloc[0]].set_index("step")
+        # when the GPU had finished what it had been given before
+        done = ends.groupby(rows["step"]).max().reindex(first.index).cummax().shift().fillna(-NEVER)
+        before = self.before["start_ns"] + self.before["duration_ns"]
+        loose = np.sort(np.append(ends[rows["step"] < 0], before))
+        place = np.searchsorted(loose, first.to_numpy(), side="right") - 1
+        done = np.maximum(done.to_numpy("float64"), np.append(loose, -NEVER)[place].astype(float))
+        begin = np.minimum(first, np.maximum(host["start_ns"].reindex(first.index), done)).astype("int64")
+        begin = np.maximum.accumulate(begin.to_numpy())
+        last = first.index[-1]
+        own = (rows["step"] == last) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
+        end = max(int(ends[own].max()), int(host["end_ns"].get(last, 0)))
+        return np.stack([begin, np.append(begin[1:], end)], axis=1)
+
+    @cached_property
+    def placed(self) -> pd.DataFrame:
+        """All operations in order, with ``end_ns`` and the part that each is: compute, copies to and from the
+        host, communication."""
+        rows = self.all_operations
+        host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY.search)
+        part = np.where(rows["family"] == COMMUNICATION, COMMUNICATION, np.where(host, "copies", "compute"))
+        return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
+
+    @cached_property
+    def pieces(self) -> list[pd.DataFrame]:
+        """Of each window the operations that run in it, cut to it; what began before may run on."""
+        rows = self.placed
+        starts, reach = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().to_numpy()
+        found = []
+        for begin, end in self.windows:
+            first, last = np.searchsorted(reach, begin, "right"), np.searchsorted(starts, end)
+            cut = rows.iloc[int(first):int(last)]
+            cut = cut[cut["end_ns"] > begin]
+            found.append(cut.assign(start_ns=cut["start_ns"].clip(begin, end),
+                                    end_ns=cut["end_ns"].clip(begin, end)))
+        return found
+
+    @cached_property
+    def accounts(self) -> pd.DataFrame:
+        """A row a step, ms: wall, and what it is the sum of."""
+        found = []
+        for (begin, end), rows in zip(self.windows, self.pieces):
+            compute, busy = covered(rows[rows["part"] == "compute"]), covered(rows)
+            local = covered(rows[rows["part"] != COMMUNICATION])
+            found.append({"wall": end - begin, "compute": compute, "exposed copies": local - compute,
+                          "exposed communication": busy - local, "idle": end - begin - busy})
+        return pd.DataFrame(found) / 1e6
+
+    @cached_property
+    def middle(self) -> list[int]:
+        """The median step, or the two in the middle."""
+        order = np.argsort(self.accounts["wall"].to_numpy(), kind="stable")
+        return sorted(order[(len(order) - 1) // 2:len(order) // 2 + 1].tolist())
+
+    @cached_property
+    def median(self) -> pd.Series:
+        """The account of the median step, ms."""
+        return self.accounts.iloc[self.middle].mean()
+
+    @cached_property
+    def outliers(self) -> list[int]:
+        walls = self.accounts["wall"]
+        far = (walls > FAR * self.median["wall"]) | (walls * FAR < self.median["wall"])
+        return np.flatnonzero(far).tolist()
+
+    @cached_property
+    def running(self) -> pd.DataFrame:
+        """What runs in the median step, cut to it."""
+        return pd.concat([self.pieces[place] for place in self.middle])
+
+    @cached_property
+    def operations(self) -> pd.DataFrame:
+        """What begins in the median step."""
+        rows = self.placed
+        inside = np.full(len(rows), False)
+        for begin, end in self.windows[self.middle]:
+            inside |= ((rows["start_ns"] >= begin) & (rows["start_ns"] < end)).to_numpy()
+        return rows[inside]
+
+    def a_step(self, ns: Any) -> Any:
+        """Of ns in the median step, or in the two in the middle, the ms in one."""
+        return ns / 1e6 / len(self.middle)
+
+    def summed(self, rows: pd.DataFrame, by: str) -> pd.Series:
+        """The sums of operations' times by a column, ms a step, the longest first."""
+        found = rows.groupby(by, observed=True)["duration_ns"].sum()
+        return self.a_step(found[found > 0].sort_values(ascending=False))
+
+    def leaves(self, chosen: pd.Series) -> float:
+        """The ms that would leave a step without these of the running operations: in which nothing else
+        runs."""
+        return float(self.a_step(covered(self.running) - covered(self.running[~chosen.to_numpy()])))
+
+    def exposed(self, labels: pd.Series) -> pd.Series:
+        """By label of the running operations, where there is one, what would leave a step without them."""
+        found = {label: self.leaves(labels == label) for label in labels.dropna().unique()}
+        return pd.Series(found, dtype=float).sort_values(ascending=False)
+
+    @cached_property
+    def gaps(self) -> pd.DataFrame:
+        """Pauses of the GPU in the median step: begin, end (ns), next (the place in ``placed`` of the
+        operation that ends it; -1: none), head (before the first operation of the step), late (its launch
+        was; False where that is not known)."""
+        rows = self.placed
+        starts = rows["start_ns"].to_numpy()
+        ends = np.append(rows["end_ns"].cummax().to_numpy(), NEVER)
+        begins = np.append(-NEVER, ends[:-1])
+        if len(self.before):
+            begins = np.maximum(begins, (self.before["start_ns"] + self.before["duration_ns"]).max())
+        launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).to_numpy("int64", na_value=-NEVER)
+        found = []
+        for begin, end in self.windows[self.middle]:
+            gap = pd.DataFrame({"begin": begins.clip(begin, end),
+                                "end": np.append(starts, end).clip(begin, end),
+                                "next": np.append(np.arange(len(rows)), -1)})
+            gap = gap[gap["end"] > gap["begin"]]
+            late = np.append(launched, NEVER)[gap["next"]] > gap["begin"]
+            found.append(gap.assign(head=gap["begin"] == begin, late=late))
+        return pd.concat(found, ignore_index=True).assign(ms=lambda gap: (gap["end"] - gap["begin"]) / 1e6)
+
+    @cached_property
+    def ahead_ms(self) -> float:
+        """How long before it runs an operation was launched: the median."""
+        launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
+        ahead = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
+        return float(ahead.median()) / 1e6
+
+    @cached_property
+    def started_ms(self) -> float:
+        """In a capture without steps the time that its start takes, where that is most of it: until then the
+        GPU is far less busy than after."""
+        if self.capture.steps or len(self.placed) < MANY:
+            return 0.0
+        rows, (begin, end) = self.placed, self.windows[0]
+        starts, reached = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().shift().to_numpy()
+        idle = np.nan_to_num(np.maximum(starts - reached, 0)).cumsum()
+        passed, left = starts - begin, end - starts
+        busy_before = (passed - idle)[1:] / np.maximum(passed[1:], 1)
+        busy_after = (left - (idle[-1] - idle))[1:] / np.maximum(left[1:], 1)
+        fits = (busy_after > STARTED * busy_before) & (passed[1:] > 0.5 * (end - begin))
+        fits[-MANY // 2:] = False  # steady work is more than a last burst
+        # Where the two parts differ most, each by how long it is (Otsu's threshold).
+        apart = np.where(fits, passed[1:] * left[1:] * (busy_after - busy_before) ** 2.0, 0)
+        return float(passed[1:][apart.argmax()]) / 1e6 if fits.any() else 0.0
+
+    @cached_property
+    def matmuls(self) -> pd.DataFrame:
+        """By dtype ms a step and TFLOP/s of the matmuls whose shapes are known, the longest first; empty
+        where these are too few."""
+        rows = self.operations[self.operations["flops"] > 0]
+        first = ~rows.duplicated("operator")  # one operator's FLOPs, of however many kernels
+        cores = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
+        rows = rows.assign(dtype=rows["dtype"].mask(cores, "tf32"), flops=rows["flops"].where(first, 0))
+        found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
+        rates = pd.DataFrame({"ms": self.a_step(found["duration_ns"]),
+                              "tflops": found["flops"] / found["duration_ns"] / 1e3})
+        whole = self.summed(self.operations, "family").get(MATMUL, 0)
+        return rates.sort_values("ms", ascending=False)[:None if rates["ms"].sum() >= RATED * whole else 0]
+
+    @cached_property
+    def generated(self) -> pd.DataFrame:
+        """By name the bytes and ns of generated kernels whose arguments' sizes are known."""
+        rows = self.operations
+        rows = rows[(rows["family"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
+        return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
+
+    @cached_property
+    def kernels(self) -> pd.DataFrame:
+        """By name, in order of their time: count and ms a step, and the share of all operations' time."""
+        found = self.operations.groupby("name", observed=True)["duration_ns"].agg(["size", "sum"])
+        found = found.sort_values("sum", ascending=False)
+        return pd.DataFrame({"count": found["size"] / len(self.middle), "ms": self.a_step(found["sum"]),
+                             "share": found["sum"] / max(1, found["sum"].sum())})
+
+    @cached_property
+    def sheet(self) -> dict[str, Any]:
+        return data_sheet(self.capture.gpus.get(self.number, ""))
+
+
+def devices(capture: Capture) -> Iterator[Device]:
+    """Each GPU, or, where processes see one of the same number (each rank its own as GPU 0), each one's."""
+    groups = capture.operations.groupby(["device", "process"])
+    several = len(groups) > capture.operations["device"].nunique()
+    for (device, process), rows in groups:
+        yield Device(capture, int(device), f"GPU {device}" + f", process {process}" * several,
+                     rows.reset_index(drop=True))
+
+
+def covered(rows: pd.DataFrame) -> float:
+    """The ns in which at least one of these runs."""
+    return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

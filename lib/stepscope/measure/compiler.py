@@ -1,0 +1,30 @@
+"""What torch.compile is told once: where its code is kept, and for how many shapes it may compile."""
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from timeit import default_timer
+from typing import Any
+
+from stepscope.measure.clocks import synchronizer
+
+
+def fresh_compiler_cache() -> AbstractContextManager:
+    """What is compiled within is compiled in full, whatever an earlier run has left."""
+    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+    return fresh_cache()
+
+
+def allow_recompiling(shapes: int) -> None:
+    """From now on one function may be compiled for so many shapes (torch's own limit is 8); beyond them, fail
+    rather than run what is not compiled."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit, dynamo.accumulated_recompile_limit = shapes, 4 * shapes
+    dynamo.fail_on_recompile_limit_hit = True
+
+
+def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
+    """How long a first step takes that compiles: seconds on the host, in which others may use the GPU."""
+    synchronize, began = synchronizer(device), default_timer()
+    step()
+    synchronize()
+    return default_timer() - began

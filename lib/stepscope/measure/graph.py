@@ -1,0 +1,115 @@
+"""A step as one CUDA graph: what it takes without its launches."""
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from stepscope.measure.clocks import nothing, time_steps, walls_ms
+from stepscope.measure.guard import error_text
+from stepscope.model.training_step import release
+
+
+def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int) -> Callable[[], Any]:
+    """Capture ``step`` (its inputs in place, everything on the GPU) as one CUDA graph, which the host
+    enqueues with one call; what is returned replays it and gives what the step gave.
+
+    Args:
+        clear: frees the gradients, so that the graph's own, which are made in its pool, do not stand beside
+            the warm-up's.
+        warmups: steps before, on the capture's stream: kernels are loaded and chosen, and states made.
+
+    The warm-up's steps change weights and optimizer; the capture itself changes nothing.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmups):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
+        output = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def replay(step: Callable[[], Any], device: str, *, optimizer: Any = None, scaler: Any = None,
+           clear: Callable[[], object] = nothing, replays: int = 5, at_least_s: float = 0.4
+           ) -> tuple[list[float], str]:
+    """Wall times of the step replayed as a CUDA graph, in ms: of so many replays at least, and until they
+    have lasted ``at_least_s``; or none, and why not.
+
+    Args:
+        optimizer: that the step steps, if any. Its state is gone afterwards, and weights have moved on.
+        scaler: that the step uses, if any.
+        clear: frees the gradients.
+    """
+    if reason := not_capturable(device, optimizer, scaler):
+        return [], reason
+    found: list[float] = []
+    failure = ""
+    with capturable(optimizer):
+        try:
+            clear()
+            torch.cuda.empty_cache()  # the warm-up's stream does not reuse what others have cached
+            found = _replay(graph_of(step, clear, warmups=1), device, replays, at_least_s)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            failure = capture_failure(error)
+        if failure:  # not in the handler: the error holds what its frames hold
+            torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own current
+            gc.collect()
+    clear()
+    release(device, after_error=bool(failure))
+    return found, failure
+
+
+def _replay(graph: Callable[[], Any], device: str, replays: int, at_least_s: float) -> list[float]:
+    return [*walls_ms(time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s))]
+
+
+def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> str:
+    """Why a step cannot be made a CUDA graph; empty where it can."""
+    if device != "cuda":
+        return "a CPU has no CUDA graphs"
+    if optimizer is not None and scaler is not None and scaler.is_enabled():
+        return "GradScaler asks on the CPU whether gradients overflowed, which a CUDA graph cannot"
+    return ""
+
+
+def capture_failure(error: BaseException | None) -> str:
+    """What went wrong first: ending a broken capture fails as well, and that error says nothing."""
+    causes = []
+    while error is not None:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    short = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
+    if short is not None:
+        return f"out of memory: {error_text(short)}"
+    return f"{type(causes[-1]).__name__}: {causes[-1]}".partition("\n")[0][:300]
+
+
+@contextmanager
+def capturable(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer's steps be captured: the count of its steps, which AdamW keeps on the CPU, moves to
+    the GPU. Its state is gone afterwards, so that the next step makes the plain one's anew."""
+    if optimizer is None:
+        yield
+        return
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device)
+    try:
+        yield
+    finally:
+        for group in optimizer.param_groups:
+            group["capturable"] = False
+        optimizer.state.clear()

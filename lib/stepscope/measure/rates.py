@@ -1,0 +1,82 @@
+"""What this device can do at most, measured and by its data sheet, and what share of it times amount to."""
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pandas as pd
+import torch
+
+from stepscope.config import WHOLE, StepConfig
+from stepscope.data_sheets import data_sheet
+from stepscope.measure import power
+from stepscope.measure.clocks import Phases, time_steps
+from stepscope.model.flops import phase_flops, step_flops
+from stepscope.model.training_step import AUTOCAST_DTYPES
+
+# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
+# second.
+MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+WARMUPS, REPEATS = 2, 5
+SHEET_RATES = {"fp16": "bf16"}  # printed once for both
+
+
+def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:
+    """Median rate of N x N x N matmuls on random data in each precision (None: all that the device has), and
+    of a copy, counting both directions: ``matmul_fp32``, ... in TFLOP/s, ``copy`` in TB/s.
+
+    Restores the float32 matmul precision it found.
+    """
+    if precisions is None:
+        precisions = ["fp32", "tf32", "bf16", "fp16"] if device == "cuda" else ["fp32", "bf16"]
+    size, found = MATRIX_SIZE[device], {}
+    before = torch.get_float32_matmul_precision()
+    for precision in precisions:
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        a, b = torch.randn(2, size, size, device=device, dtype=AUTOCAST_DTYPES.get(precision)).unbind()
+        out = torch.empty_like(a)
+        found[f"matmul_{precision}"] = 2 * size**3 / median_ms(device, partial(torch.mm, a, b, out=out)) / 1e9
+    torch.set_float32_matmul_precision(before)
+    source = torch.randn(COPY_BYTES[device] // 4, device=device)
+    target = torch.empty_like(source)
+    found["copy"] = 2 * COPY_BYTES[device] / median_ms(device, partial(target.copy_, source)) / 1e9
+    return found
+
+
+def median_ms(device: str, work: Callable[[], object]) -> float:
+    """How long the device takes for ``work``: the median of :data:`REPEATS` after :data:`WARMUPS`."""
+    def step(phase: Phases) -> None:
+        with phase("work"):
+            work()
+
+    samples = time_steps(step, REPEATS, WARMUPS, device)
+    return float(samples.loc[(samples["phase"] == "work") & ~samples["warmup"], "wall_ms"].median())
+
+
+def sheet_tflops(precision: str, device: str) -> float:
+    """The data sheet's dense rate of this machine's device in TFLOP/s; nan where it is not listed."""
+    sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
+    return float(sheet.get(SHEET_RATES.get(precision, precision), "nan"))
+
+
+def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
+    """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs
+    utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate
+    measured here, and ``mfu_at_clock`` of the data sheet's rate scaled by the mode's SM clock over the
+    highest; of the whole, ``tokens_per_s``.
+
+    Args:
+        times: a row a mode, precision and phase, with ``wall_ms``, and of the whole ``sm_clock_mhz``.
+        tflops: of a large matmul by precision, as :func:`ceilings` measured it in this run.
+    """
+    flops = phase_flops(config)
+    work = pd.Series([step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
+                      for row in times.itertuples()], index=times.index, dtype=float).replace(0, float("nan"))
+    rate = work / times["wall_ms"] / 1e9
+    sheet = times["precision"].map({name: sheet_tflops(name, config.device)
+                                    for name in times["precision"].unique()}).astype(float)
+    clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
+    tokens = config.batch_size * config.context_length
+    return times.assign(
+        tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),
+        mfu_at_clock=rate / (sheet * clock / power.highest_clock_mhz()),
+        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE))

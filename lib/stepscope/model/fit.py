@@ -1,0 +1,80 @@
+"""What fits into a GPU's memory, by the formulas of accounting: ``stepscope fit`` answers at once."""
+import functools
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stepscope.config import StepConfig
+from stepscope.model.accounting import GIB, WORKSPACE, at_rest, peak, value
+from stepscope.model.flops import parameter_count
+
+# Of the memory: where a peak takes more, what the allocator reserves beyond tensors may not fit any more.
+TIGHT = 0.9
+# The step with all optimizations, in bytes: what a compiled block saves, what lives beside all blocks' where
+# backward begins. Weights and gradients are bf16, the master copies fp32 (see optimizations/).
+LAST_SAVED, LAST_BESIDE = "20X + 6G + 4n + 8r", "14X + 6G + 4E + 4r"
+MASTER, LOW, MOMENT = 4, 2, 2  # bytes a parameter: fp32 master, bf16 weight (and gradient), one bf16 moment
+
+
+def last_step_bytes(config: StepConfig, moment: int = MOMENT) -> int:
+    """The peak of the ladder's last step: bf16 weights with fp32 masters, moments of so many bytes a number.
+
+    Memory moves in a line from where backward begins, with all that blocks saved, to where it ends, with all
+    gradients: one of the ends is the peak.
+    """
+    parameters, layers = parameter_count(config), config.num_layers
+    state = (MASTER + LOW + 2 * moment) * parameters + at_rest(config, "forward")["other"] + 2 * WORKSPACE
+    begin = layers * value(LAST_SAVED, config)
+    return state + value(LAST_BESIDE, config) + max(begin, LOW * parameters)
+
+
+def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
+    return peak(config, "step", blocks_per_checkpoint).allocated
+
+
+FAST = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
+# name -> the fields that differ from the plain step, and what says its bytes
+STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
+    "plain (fp32, naive attention)": ({}, plain_bytes),
+    "bf16 autocast, SDPA, fused AdamW": (FAST, plain_bytes),
+    "the same, each block checkpointed": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
+    "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
+}
+
+
+class Fit(NamedTuple):
+    """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory;
+    "no"), and the largest context (at the batch asked for) and batch (at the context asked for) whose peaks
+    do."""
+
+    step: str
+    peak_gib: float
+    fits: str
+    largest_context: int
+    largest_batch: int
+
+
+def fit(config: StepConfig, memory_gib: float) -> list[Fit]:
+    """Whether a shape trains in a GPU's memory, before running it: a row for each of :data:`STEPS`.
+
+    Args:
+        config: size, context, batch and vocabulary count; precision, attention and optimizer are the rows'.
+        memory_gib: as torch and nvidia-smi (its MiB over 1,024) say it; a data sheet's GB are larger numbers.
+    """
+    plain = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
+             "device": "cuda"}
+    rows, memory = [], memory_gib * GIB
+    for name, (fields, bytes_of) in STEPS.items():
+        own = config.model_copy(update=plain | fields)
+        needed = bytes_of(own)
+        fits = "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
+        rows.append(Fit(name, needed / GIB, fits, *(largest(field, own, bytes_of, memory)
+                                                    for field in ("context_length", "batch_size"))))
+    return rows
+
+
+def largest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
+    """The largest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
+    1 does not fit. What is larger needs more."""
+    return bisect_right(range(1, 2**24), memory,
+                        key=lambda number: bytes_of(config.model_copy(update={field: number})))

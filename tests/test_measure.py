@@ -1,0 +1,133 @@
+"""The measuring room's helpers as a notebook calls them: what a failed case holds is freed, what is captured has its
+case, phase and step, and what autograd keeps is counted once."""
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope import measure
+from stepscope.config import StepConfig
+from stepscope.model.training_step import build_step
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
+
+
+class Kept:
+    """What a failing function has allocated."""
+
+
+def allocates(found, error):
+    kept = Kept()
+    found.append(weakref.ref(kept))
+    raise error
+
+
+def test_what_runs_out_of_memory_is_noted_freed_and_left():
+    status, found = {}, []
+    gc.disable()
+    try:
+        with measure.out_of_memory(status, "naive", "running naive"):
+            allocates(found, FULL)
+        assert found[0]() is None
+    finally:
+        gc.enable()
+    with measure.out_of_memory(status, "cpu"):
+        allocates(found, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    with measure.out_of_memory(status, "flash"):
+        pass
+    assert status["naive"] == ("oom", "while running naive: CUDA out of memory. Tried to allocate 9 GiB.")
+    assert status["cpu"][0] == "oom" and "flash" not in status
+
+
+def test_a_failed_cause_holds_nothing_either():
+    status, found = {}, []
+
+    def outer():
+        try:
+            allocates(found, FULL)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError("while stepping: no room") from error
+    with measure.out_of_memory(status, "step"):
+        outer()
+    assert found[0]() is None and status["step"] == ("oom", "while stepping: no room")
+
+
+def test_other_errors_are_let_on_unless_they_are_asked_for():
+    status = {}
+    with pytest.raises(ValueError, match="odd"), measure.out_of_memory(status, "case"):
+        raise ValueError("odd")
+    with measure.out_of_memory(status, "case", or_unsupported=True):
+        raise ValueError("no such kernel in /opt/somewhere/kernel.cu")
+    assert status == {"case": ("unsupported", "no such kernel in kernel.cu")}
+    with pytest.raises(RuntimeError, match="illegal"), measure.out_of_memory(status, "case", or_unsupported=True):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_capture_has_each_operation_with_its_case_step_and_phase():
+    x = torch.ones(8, 8)
+    with measure.capture("cpu") as captured:
+        for case, number in (("mm", 0), ("mm", 1), (("add", 64), 0)):
+            phase = captured.phases(case, number)
+            with phase("forward"):
+                x @ x if case == "mm" else x + x
+        x * x  # in no phase
+    found = captured.operations
+    assert captured.reason == "" and list(found["case"]) == ["mm", "mm", ("add", 64)]
+    assert list(found["number"]) == [0, 1, 0] and set(found["phase"]) == {"forward"}
+    assert list(found["name"]) == ["aten::mm", "aten::mm", "aten::add"] and found["family"][0] == "matrix multiply"
+    own = measure.quickest_step(found[found["case"] == "mm"])
+    assert len(own) == 1 and measure.gpu_time_ms(own) == (own["end_ns"] - own["start_ns"]).sum() / 1e6
+
+
+def test_steps_measured_by_hand_give_the_tables_that_measured_modes_give():
+    step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
+    modes = ("step", "forward")
+    cases = {mode: {"mode": mode, "precision": "fp32"} for mode in modes} | {
+        "lost": {"mode": "forward_backward", "precision": "fp32"}}
+    samples = {mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients) for mode in modes}
+    with measure.capture("cpu") as captured:
+        for mode in modes:
+            for number in range(2):
+                step.clear_gradients()
+                step.of(mode)(captured.phases(mode, number))
+    found = captured.operations
+    times = measure.step_times(cases, samples, found, {"step": {"power_w": 7.0}}, {"lost": ("oom", "no room")})
+    names = measure.operations_by_name(cases, found)
+    theirs = measure.measure_steps([step.of(mode) for mode in modes], measure.StepCounts(2, 1, replays=0))
+    expected, _, expected_names = theirs.tables()
+    assert times.columns.equals(expected.columns) and times.dtypes.equals(expected.dtypes)
+    both = ["mode", "phase", "operations", "status"]
+    assert times[both][:-1].equals(expected[both]) and names.drop(columns="gpu_ms").sort_values(
+        ["mode", "phase", "name"], ignore_index=True).equals(expected_names.drop(columns="gpu_ms").sort_values(
+            ["mode", "phase", "name"], ignore_index=True))
+    assert times.iloc[-1][["mode", "phase", "status", "reason"]].tolist() == ["forward_backward", "whole", "oom", "no room"]
+    assert times[times["phase"] == "whole"]["power_w"].tolist()[0] == 7 and (times["wall_ms"][:-1] > 0).all()
+
+
+def test_an_error_in_a_capture_is_not_the_profilers():
+    with pytest.raises(RuntimeError, match="mine"), measure.capture("cpu"):
+        raise RuntimeError("mine")
+    with measure.capture("cpu") as captured:
+        pass
+    assert captured.operations.empty and captured.reason
+
+
+def test_what_autograd_keeps_counts_each_piece_of_memory_once():
+    x = torch.ones(4, 8, requires_grad=True)
+    layer = nn.Linear(8, 8, bias=False)
+    output, kept = measure.saved_for_backward(lambda x: (layer(x) ** 2).exp(), x)
+    assert output.shape == (4, 8)
+    # x, the weight, the layer's output and the exponentials, which are the output itself
+    assert measure.storage_bytes(kept) == 4 * (4 * 8 + 8 * 8 + 4 * 8 + 4 * 8)
+    assert measure.storage_bytes(x, [x.view(-1), {"weight": layer.weight}], None) == 4 * (32 + 64)
+
+
+def test_a_cpu_has_no_peaks_no_graph_and_no_power():
+    measure.forget_peaks("cpu")
+    assert measure.peak_memory("cpu") == {} and measure.replay(lambda: None, "cpu")[0] == []
+    assert measure.grad_scaler("fp16", "cuda").is_enabled() is False or torch.cuda.is_available()
+    assert not measure.grad_scaler("bf16", "cpu").is_enabled()
+    with measure.autocast("bf16", "cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

@@ -1,0 +1,398 @@
+"""Notebooks: what their tags promise, how they are run by papermill alone and by a sweep, and what is kept."""
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pandas as pd
+import papermill
+import pytest
+import torch
+from rich.console import Console
+
+from cells import NOTEBOOKS, bare_clocks, leaks, run_cells
+from conftest import put, record_of
+from stepscope import StepscopeError
+from stepscope.config import ConfigError, configure, from_notebook, studies
+from stepscope.gpu_lock import GPU_LOCK
+from stepscope.report.load import read
+from stepscope.runs.notebook import Run
+from stepscope.runs.record import Record, RecordError, of_two_notebooks
+from stepscope.runs.run import make_run
+from stepscope.runs.source import Cell, code_cells, notebook_source, source_by_hand
+from stepscope.runs.store import Store, StoreBusy, runs_folder
+from stepscope.runs.sweep import SweepOptions, run_sweep
+
+TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
+        "timed_steps": 2}
+SET_UP = """import pandas as pd
+from stepscope.config import from_notebook
+from stepscope.runs.notebook import Run
+config = from_notebook("benchmark", globals())
+run = Run(config, run_folder, runs)
+"""
+PARAMETERS = "\n".join([f"{name} = {value!r}" for name, value in TINY.items()] + ['seed = 0\nrun_folder = ""\nruns = ""'])
+KEEP = 'run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"answer": 42})'
+SAY = 'run.say("It is **42**.")'
+SLIP = 'raise KeyError("the picture")'
+
+
+def cell(source, *tags):
+    return Cell(source, frozenset(tags), [])
+
+
+def write(folder, *cells, study="benchmark"):
+    """A notebook of such cells behind parameters and set-up; its path."""
+    listed = [cell(PARAMETERS, "parameters"), cell(SET_UP), *cells]
+    content = {"nbformat": 4, "nbformat_minor": 5, "cells": [
+        {"cell_type": "code", "id": uuid.uuid4().hex[:8], "metadata": {"tags": sorted(one.tags)}, "source": one.source,
+         "outputs": [], "execution_count": None} for one in listed],
+        "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}}
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{study}.ipynb"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, tiny, monkeypatch):
+    """Run such a notebook as a sweep's worker does; its record and its folder."""
+    def make(*cells, environment=None, **fields):
+        monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(write(tmp_path / "own", *cells).parent))
+        folder = tmp_path / f"r{uuid.uuid4().hex[:4]}"
+        folder.mkdir()
+        return make_run(tiny(**fields), folder, environment or {}), folder
+    return make
+
+
+# What stands in the package's notebooks.
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_papermill_tells_every_parameter_with_type_and_help(path):
+    found = papermill.inspect_notebook(path)
+    assert all(one["inferred_type_name"] != "None" and one["help"] for one in found.values()), found
+    if path.stem in studies():
+        assert {*studies()[path.stem].free_fields(), "run_folder", "runs"} <= {*found, "context_length"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_are_tagged_for_what_they_do(path):
+    cells = code_cells(path)
+    assert not bare_clocks(cells) and not leaks(cells)
+    assert all("raises-exception" in cell.tags for cell in cells if cell.shows)
+
+
+@pytest.mark.parametrize("source, clocks", [
+    ("start = perf_counter()", 1), ("import time\nstart = time.time()", 1), ("ms = start.elapsed_time(end)", 1),
+    ("def now():\n    return timeit.default_timer()", 1), ("from time import perf_counter", 0),
+    ("time = table['time'].sum()", 0), ("import time\ntime.sleep(1)", 0)])
+def test_a_bare_clock_is_found_outside_a_measuring_cell(source, clocks):
+    assert len(bare_clocks([cell(source)])) == clocks
+    assert not bare_clocks([cell(source, "measure")])
+
+
+def test_a_name_that_leaks_out_of_a_cell_that_shows_is_found():
+    shows = cell("for mode in modes:\n    print(mode)\npicture = draw(lambda own: own)", "show")
+    assert leaks([shows, cell("def f(picture):\n    return picture\nfor mode in ():\n    mode")]) == []
+    assert leaks([shows, cell("def f():\n    return picture")]) == ["picture of cell 1, read by cell 2"]
+    assert leaks([cell("mode = 1"), shows, cell("print(mode)")]) == ["mode of cell 2, read by cell 3"]
+
+
+# The digest of what measured.
+
+def test_the_digest_is_of_what_measures(tmp_path):
+    def digest(*cells):
+        return notebook_source(write(tmp_path, *cells))
+    clock = cell("ms = 1 * (end() - start)", "measure")
+    plain = digest(clock, cell(KEEP))
+    assert digest(cell("ms = 2 * (end() - start)", "measure"), cell(KEEP)) != plain
+    assert digest(cell(KEEP), clock) != plain
+    for same in [(cell("ms = 1 * (end()   - start)  # the clock", "measure"), cell(KEEP)),
+                 (clock, cell("# prose"), cell(KEEP), cell("draw()", "show", "raises-exception")),
+                 (clock, cell(KEEP, "any"))]:
+        assert digest(*same) == plain
+    text = (tmp_path / "benchmark.ipynb").read_text()
+    (tmp_path / "benchmark.ipynb").write_text(text.replace("context_length = 8", "context_length = 9"))
+    assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # another default
+    assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain  # no Python
+
+
+def test_by_hand_the_digest_is_the_notebooks_where_only_its_cells_ran(tmp_path):
+    path = write(tmp_path, cell("ms = 1", "measure"), cell(KEEP))
+    own = [one.source for one in code_cells(path)]
+    assert source_by_hand(["", own[0], "# Parameters\nseed = 4\n", *own[1:]], path) == notebook_source(path)
+    assert source_by_hand([*own[:2], "ms = 2 * ms()", own[3]], path) != notebook_source(path)
+
+
+def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
+    before, first, second = (record_of(tiny(seed=seed), software={"notebook_source": source} if source else {})
+                             for seed, source in enumerate(["", "a", "b"]))
+    assert before.measured_by("a") and first.measured_by("a") and not second.measured_by("a")
+    assert not of_two_notebooks([before, first, first]) and not of_two_notebooks([before])
+    assert "2 different notebooks (a, b)" in of_two_notebooks([before, first, second])[0]
+
+
+# Runs of a sweep.
+
+def test_a_slip_in_a_cell_that_shows_costs_nothing(run):
+    shows = ("show", "raises-exception")
+    record, folder = run(cell(KEEP), cell(SLIP, *shows), cell(SAY))
+    assert record.status == "ok" and "only shows failed: KeyError: 'the picture'" in record.cause
+    assert record.results == {"answer": 42, "finding": "It is **42**."}
+    assert pd.read_parquet(folder / record.tables["table"].file)["ms"].tolist() == [1.0]
+    assert record.notebook_source == notebook_source(folder / "notebook.ipynb")
+    record, _ = run(cell(SLIP, *shows), cell("raise ValueError('measured')"), cell(KEEP))
+    assert record.status == "failed" and record.cause == "ValueError: measured" and not record.tables
+
+
+def test_a_run_that_keeps_nothing_has_failed(run):
+    record, _ = run(cell(SAY))
+    assert record.status == "failed" and "Run.keep" in record.cause
+
+
+# Looks whether anybody else could take the lock.
+LOCKED = """import fcntl, os
+def free():
+    with open(os.environ["STEPSCOPE_GPU_LOCK"], "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+"""
+
+
+def test_a_measuring_cell_has_the_gpu_alone_and_sees_it(run, tmp_path):
+    clock = "from stepscope.gpu_lock import exclusive, require_lock\nrequire_lock()\nwith exclusive():\n    inside = free()\n"
+    record, _ = run(cell(LOCKED), cell(f"{clock}import time\ntime.sleep(0.3)", "measure"),
+                    cell('run.keep({}, {"inside": inside, "outside": free()})'),
+                    environment={GPU_LOCK: str(tmp_path / "lock")})
+    assert record.status == "ok", record.cause
+    assert record.results == {"inside": False, "outside": True}
+    assert 0.3 <= record.measuring_s < record.duration_s
+
+
+def test_two_runs_measure_one_after_the_other(tmp_path, tiny, monkeypatch):
+    alone = f"""from pathlib import Path
+import time
+here = Path({str(tmp_path / "gpu")!r})
+here.touch(exist_ok=False)
+time.sleep(0.2)
+here.unlink()"""
+    notebook = write(tmp_path / "own", *[cell(alone, "measure")] * 3, cell(KEEP))
+    monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(notebook.parent))
+    records = {}
+
+    def make(seed):
+        folder = tmp_path / f"r{seed}"
+        folder.mkdir()
+        records[seed] = make_run(tiny(seed=seed), folder, {GPU_LOCK: str(tmp_path / "lock")})
+    threads = [threading.Thread(target=make, args=[seed]) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [records[seed].status for seed in range(2)] == ["ok", "ok"], [one.cause for one in records.values()]
+
+
+def test_timing_without_the_tag_says_so(run, tmp_path):
+    clock = "from stepscope.gpu_lock import require_lock\nrequire_lock()"
+    record, _ = run(cell(clock), cell(KEEP), environment={GPU_LOCK: str(tmp_path / "lock")})
+    assert record.status == "failed" and "needs the tag 'measure'" in record.cause
+
+
+def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):
+    def sweep(times, comment="", notebooks=tmp_path / "lab"):
+        write(notebooks, cell(f"ms = {times} * 1.0  # {comment}", "measure"),
+              cell('run.keep({}, {"ms": ms})'))
+        path = write_sweep({"study": "benchmark", "fixed": TINY})
+        run_sweep([path], store, SweepOptions(notebooks=notebooks), Console(file=io.StringIO()))
+        return store.records(check_files=True)[0][0]
+    first = sweep(1)
+    assert first.results == {"ms": 1.0}
+    assert sweep(1, "the clock") == first  # not run again
+    doubled = sweep(2)
+    assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
+    assert sweep(1).results == {"ms": 1.0}
+
+
+# By hand.
+
+def by_papermill(*arguments, cwd):
+    done = subprocess.run([sys.executable, "-m", "papermill", *map(str, arguments)], cwd=cwd, capture_output=True,
+                          text=True, env=os.environ)
+    return done.returncode, done.stderr
+
+
+def test_papermill_alone_writes_a_run_that_can_be_read(tmp_path, tiny):
+    benchmark = next(path for path in NOTEBOOKS if path.stem == "benchmark")
+    given = [part for name, value in TINY.items() for part in ("-p", name, value)]
+    code, said = by_papermill(benchmark, "out.ipynb", *given, "-p", "runs", "mine", cwd=tmp_path)
+    assert code == 0, said
+    found = read(Store(tmp_path / "mine"))
+    assert not found.errors and [record.run_id for record in found.records] == [tiny().run_id]
+    record = found.records[0]
+    assert record.notebook_sha256 is None and record.notebook_source == notebook_source(benchmark)
+    assert len(found.tables["benchmark.times"]) and "finding" in record.results
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {".lock", "benchmark"}
+    code, said = by_papermill(benchmark, "out.ipynb", "-p", "contxt_length", "128", cwd=tmp_path)
+    assert code and "contxt_length: no such parameter; context_length may be meant" in said
+    code, said = by_papermill(benchmark, "out.ipynb", "-p", "context_length", "long", cwd=tmp_path)
+    assert code and "context_length: got 'long'" in said
+
+
+def test_wrong_names_are_refused_and_a_sweeps_are_not():
+    cells = ["", "batch_size: int = 4", "# Parameters\nbatch_size = 2\nseed = 1\nrun_folder = '.'\n", "from x import y"]
+    names = {"In": cells, "size": "nano", "context_length": 8, "device": "cpu", "batch_size": 2}
+    assert from_notebook("benchmark", names).batch_size == 2
+    with pytest.raises(ConfigError, match="^sizes: no such parameter; size may be meant; known are batch_size"):
+        from_notebook("benchmark", names | {"In": [*cells[:2], "# Parameters\nsizes = 'nano'\n"]})
+
+
+@pytest.fixture
+def by_hand(tiny, tmp_path):
+    """Runs by hand of this process, which leaves torch's threads as they were."""
+    threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
+    torch.set_num_threads(threads)
+    os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
+
+
+TABLES = {"table": pd.DataFrame({"ms": [1.0]})}
+
+
+def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
+    store = Store(tmp_path / "mine")
+    (tmp_path / "trace.csv").write_text("a")
+    run = by_hand()
+    run.say("Nothing is kept yet.")
+    assert store.records() == ([], [])
+    run.keep(TABLES, {"answer": torch.tensor(42)}, [tmp_path / "trace.csv"])
+    (record,), errors = store.records(check_files=True)
+    assert not errors and record.results == {"answer": 42} and set(record.tables) == {"table", "trace.csv"}
+    run.say("It is 42.")
+    run.keep(TABLES)  # the cell once more
+    assert store.records(check_files=True)[0][0].results == {}
+    with pytest.raises(RecordError, match=r"results\.list"):
+        run.keep(TABLES, {"list": [1]})
+
+
+def test_by_hand_a_folder_that_cannot_take_the_run_is_refused_first(by_hand, tmp_path):
+    by_hand(seed=1).keep(TABLES)
+    store = Store(tmp_path / "mine")
+    with store.writing(), pytest.raises(StoreBusy):
+        by_hand()
+    record = store.records()[0][0]
+    put(Store(tmp_path / "other"), from_record(record), machine={"device_name": "another"})
+    with pytest.raises(ConfigError, match="holds runs of 'another'"):
+        Run(from_record(record), runs=tmp_path / "other")
+
+
+def from_record(record: Record):
+    return configure(**record.config)
+
+
+def test_the_smallest_models_have_one_thread_on_a_cpu(by_hand, monkeypatch):
+    torch.set_num_threads(2)
+    by_hand(context_length=512)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as Dask would have it
+    by_hand(context_length=256)
+    assert torch.get_num_threads() == 1 and os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_folders_name_is_the_projects_wherever_in_it_one_stands(tmp_path, monkeypatch):
+    from stepscope.runs import store
+    (tmp_path / "project" / "lab" / "here").mkdir(parents=True)
+    monkeypatch.setattr(store, "PROJECT", tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project" / "lab")
+    assert runs_folder("runs/mine") == tmp_path / "project" / "runs" / "mine"
+    assert runs_folder("here") == Path("here") and runs_folder("/tmp") == Path("/tmp")
+    monkeypatch.chdir(tmp_path)
+    assert runs_folder("runs/mine") == Path("runs/mine")
+
+
+# In this process.
+
+def test_cells_run_in_this_process_with_names_replaced(by_hand):
+    seen = []
+
+    def from_notebook(study, names):
+        seen.append((study, names["context_length"]))
+        raise StopIteration
+    with pytest.raises(StopIteration):
+        run_cells("benchmark", replaced={"from_notebook": from_notebook}, **TINY)
+    names = run_cells("benchmark", until="def timed(", **TINY | {"context_length": 9})
+    assert names["config"].context_length == 9 and "timed" not in names
+    with pytest.raises(LookupError, match="no parameters contxt"):
+        run_cells("benchmark", contxt=8)
+
+
+# A study of one's own.
+
+OWN = {"__init__.py": '"""A study of a user."""\n',
+       "config.py": "from typing import Literal\nfrom stepscope.config import StepConfig\n"
+                    'class Config(StepConfig):\n    study: Literal["mine"] = "mine"\n    slices: int = 1\n',
+       "tables.py": "from stepscope.report.schemas import measured, tidy, word\n"
+                    'CONFIG = ("size", "context_length", "slices")\n'
+                    'SCHEMAS = {"times": tidy(("phase",), phase=word(), wall_ms=measured())}\n'}
+
+
+def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, monkeypatch, by_hand):
+    """As docs/notebooks.md has it: no claims, figures, evidence page or sweep that ships."""
+    from stepscope import studies as package
+    from stepscope.report.render import compose
+    from stepscope.runs.sweep_file import find_sweeps, load_sweeps
+    folder = tmp_path / "package" / "mine"
+    folder.mkdir(parents=True)
+    for name, text in OWN.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(package, "STUDIES", (*package.STUDIES, "mine"))
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder.parent)])
+    studies.cache_clear()
+    try:
+        block = {"study": "mine", "fixed": TINY, "axes": {"slices": [1, 2]}}
+        configs = load_sweeps([block], "cpu").configs
+        notebook = write(tmp_path / "notebooks", cell("wall_ms = 3.0", "measure"), cell(
+            'run.keep({"times": pd.DataFrame({"phase": ["whole"], "wall_ms": [wall_ms]})})'), study="mine")
+        notebook.write_text(notebook.read_text().replace('from_notebook(\\"benchmark', 'from_notebook(\\"mine').replace(
+            "seed = 0", "seed = 0\\nslices = 1"))
+        for config in configs:
+            run_cells(notebook, **TINY, slices=config.slices, runs=str(tmp_path / "runs"))
+        found = read(Store(tmp_path / "runs"))
+        assert not found.errors and found.tables["mine.times"]["slices"].tolist() == [1, 2]
+        assert not compose(tmp_path / "runs", tmp_path / "runs").errors
+        assert find_sweeps("cpu")
+        with pytest.raises(StepscopeError, match="mine: is no file"):
+            find_sweeps("mine")
+    finally:
+        studies.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("stepscope.studies.mine")]:
+            del sys.modules[name]
+
+
+# The look.
+
+def test_to_import_the_package_changes_no_look_and_a_students_changes_no_picture():
+    code = ("import matplotlib as m; before = dict(m.rcParams)\n"
+            "import importlib, pkgutil, stepscope\n"
+            "for module in pkgutil.walk_packages(stepscope.__path__, 'stepscope.'):\n"
+            "    if '.report' in module.name or module.name.endswith('figures'): importlib.import_module(module.name)\n"
+            "assert dict(m.rcParams) == before, {k for k in before if before[k] != m.rcParams[k]}\n"
+            "from stepscope.report.style import figure, look, svg\n"
+            "@look()\n"
+            "def draw():\n    made, axes = figure('a message'); axes.plot([1, 2]); return made\n"
+            "plain = svg(draw())\n"
+            "m.rcParams.update({'lines.linewidth': 9, 'font.size': 30, 'svg.fonttype': 'path'})\n"
+            "assert svg(draw()) == plain and m.rcParams['font.size'] == 30\n")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_figure_of_a_study_has_the_look():
+    from stepscope.report.claims import collect
+    assert not [name for name, function in collect("figure").items() if not hasattr(function, "__wrapped__")]

@@ -1,0 +1,359 @@
+"""What a verdict interprets: windows, why the GPU waits, phases, communication, and what to do about it."""
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from nbclient import NotebookClient
+
+from stepscope import PROJECT
+from stepscope.captures import EXAMPLE, files
+from stepscope.captures.account import devices
+from stepscope.captures.advice import advice, unfused_attention
+from stepscope.captures.capture import load_capture, phase_of
+from stepscope.captures.causes import pauses, waits
+from stepscope.captures.verdict import FORMATS, profile, rendered
+from stepscope.data_sheets import data_sheet
+from stepscope.traces.attribution import TraceError
+from stepscope.traces.families import families
+from tests.test_capture import ADD, GEMM, SAMPLE, event, launched, line, to_do, written
+
+DATA = Path(__file__).parent / "data"
+BEFORE, PREFETCH, SYNC = (DATA / "captures" / name for name in (
+    "before_first_kernel.json.gz", "prefetch.json.gz", "sync_in_to.sqlite.gz"))
+
+
+def values(path: Path, label: str, **how: object) -> dict:
+    """The numbers of the line with this label."""
+    return next(one.values for one in profile(path, **how) if one.label == label)  # type: ignore[arg-type]
+
+
+# Windows
+
+def test_a_step_holds_what_the_host_does_before_its_first_operation():
+    step = values(BEFORE, "step on GPU")
+    assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # its range on the host lasts 382.5 ms
+    assert step["wall_ms"] == pytest.approx(sum(step[f"{part}_ms"] for part in (
+        "compute", "exposed_copies", "exposed_communication", "idle")))
+    before = values(BEFORE, "before")
+    assert before["before_ms"] == pytest.approx(218, abs=1) and before["where"].endswith("preprocess")
+
+
+def test_prefetched_copies_shift_no_window():
+    one = next(devices(load_capture(PREFETCH)))
+    walls = one.accounts["wall"]
+    assert len(walls) == 6 and walls.between(114, 124).all() and not one.outliers
+    copies = one.placed[(one.placed["kind"] == "memcpy") & (one.placed["stream"] != one.stream)]
+    assert (copies.groupby("step")["start_ns"].min().to_numpy() < one.windows[:, 0]).any()
+    assert (one.windows[1:, 0] == one.windows[:-1, 1]).all()
+
+
+def test_a_step_is_the_median_one_and_outliers_are_named(tmp_path):
+    events, at = [], 0
+    for number, lasts in enumerate((100, 300, 98, 104, 102)):
+        events += [event("user_annotation", f"ProfilerStep#{number}", at, lasts), *launched(GEMM, at + 1, at + 3, lasts - 4, number)]
+        at += lasts
+    path = written(tmp_path / "a.json", events)
+    step = values(path, "step on GPU")
+    assert step["steps_ms"] == [0.1, 0.3, 0.098, 0.104, 0.102] and step["wall_ms"] == 0.102
+    assert line(path, "outliers") == "ProfilerStep#1 0.300 ms (compute +0.198)"
+
+
+def test_a_capture_whose_start_dominates_is_said_to_be_one(tmp_path):
+    slow = [one for number in range(40) for one in launched(ADD, 10_000 * number, 10_000 * number + 3, 100, number)]
+    steady = [one for number in range(200) for one in launched(GEMM, 400_000 + 500 * number, 400_000 + 501 * number, 490, 50 + number)]
+    path = written(tmp_path / "a.json", [*slow, *steady])
+    assert values(path, "start-up")["started_ms"] == pytest.approx(400, rel=0.05)
+    assert to_do(path)[0].startswith("capture steady steps")
+    assert not line(written(tmp_path / "b.json", steady), "start-up")
+
+
+# Why it waits
+
+def test_a_synchronising_call_is_named_by_its_operator_and_the_advice_follows():
+    assert values(SYNC, "sync-bound")["waiting_ms"] > 5
+    causes = pd.DataFrame(values(SYNC, "waits for")["causes"])
+    assert causes.iloc[0][["cause", "call", "where"]].tolist() == ["sync", "cudaStreamSynchronize", "aten::to"]
+    assert any("no cudaStreamSynchronize in aten::to" in text for text in to_do(SYNC))
+
+
+def synchronising(**sync: float) -> list[dict]:
+    """Ten times: 80 µs of work, for which a .to waits; then four short kernels whose launches come late."""
+    found = []
+    for number in range(10):
+        at = 200 * number
+        found += [*launched(GEMM, at, at + 3, 80, 10 * number), event("cpu_op", "aten::to", at + 5, 82),
+                  event("cuda_runtime", "cudaStreamSynchronize", at + 6, sync.get("lasts", 80)),
+                  *(one for i in range(1, 5) for one in launched(ADD, at + 80 + 25 * i, at + 83 + 25 * i, 3, 10 * number + i))]
+    return found
+
+
+def test_pauses_after_a_wait_are_the_waits_as_long_as_the_host_would_be_ahead_without_it(tmp_path):
+    def cause(events):
+        one = next(devices(load_capture(written(tmp_path / "a.json", events))))
+        return waits(pauses(one), 1).iloc[0]
+    found = cause(synchronising())
+    assert (found["cause"], found["call"], found["where"], found["count"]) == ("sync", "cudaStreamSynchronize", "aten::to", 10)
+    assert cause(synchronising(lasts=1))["cause"] == "launch"  # it was as late without
+
+
+@pytest.mark.parametrize(("cat", "name", "cause", "where"), [
+    ("user_annotation", "load_batch", "host", "load_batch"), ("python_function", "my/data/read.py(12): decode", "host", "read.py(12): decode"),
+    ("cpu_op", "aten::stack", "host", "aten::stack"), ("cuda_runtime", "cudaMalloc", "call", "")])
+def test_what_fills_a_long_pause_is_its_cause(tmp_path, cat, name, cause, where):
+    path = written(tmp_path / "a.json", [
+        event("user_annotation", "ProfilerStep#1", 0, 2650), event("python_function", "torch/nn/module.py(3): call", 0, 2650),
+        *launched(GEMM, 10, 20, 30, 1), event(cat, name, 100, 2000),
+        *(one for i in range(8) for one in launched(ADD, 2200 + 50 * i, 2210 + 50 * i, 45, 2 + i))])
+    found = waits(pauses(next(devices(load_capture(path)))), 1).iloc[0]
+    assert (found["cause"], found["where"], found["call"]) == (cause, where, name if cat == "cuda_runtime" else "")
+    assert found["ms"] == pytest.approx(2.16) and line(path, "host-bound")
+    assert (where or name) in to_do(path)[0]
+
+
+def test_a_launch_that_is_slow_is_a_cause_of_its_own(tmp_path):
+    slow = launched(ADD, 100, 1105, 20, 2)
+    slow[0] |= {"name": "hipLaunchKernel", "dur": 1000}
+    path = written(tmp_path / "a.json", [*launched(GEMM, 10, 20, 30, 1), *slow, *(
+        one for i in range(8) for one in launched(ADD, 1110 + i, 1125 + 20 * i, 20, 3 + i))])
+    assert to_do(path)[0].startswith("keep hipLaunchKernel out of the step (a kernel's first use loads it")
+
+
+def test_operations_of_no_length_are_told(tmp_path):
+    path = written(tmp_path / "a.json", [event("user_annotation", "ProfilerStep#1", 5, 0), *launched(ADD, 5, 5, 0, 1)])
+    assert line(path, "step on GPU").startswith("0 ms")
+
+
+def test_a_pageable_copy_is_named_with_its_remedy(tmp_path):
+    copies = [one for i in range(9) for one in launched("Memcpy HtoD (Pageable -> Device)", 100 * i, 100 * i + 5, 60, 2 * i, cat="gpu_memcpy")]
+    assert "pin it" in to_do(written(tmp_path / "a.json", [*copies, *launched(GEMM, 901, 905, 40, 99)]))[0]
+
+
+# Phases
+
+@pytest.mark.parametrize(("name", "phase"), [("attn(F)", "forward"), ("mlp(B)", "backward"), ("mlp(W)", "backward"), ("f(x)", None)])
+def test_the_marks_of_pipelines_are_phases(name, phase):
+    assert phase_of(name) == phase
+
+
+def ranged(*names: str) -> list[dict]:
+    """In one outer range an inner one for each name, with a kernel; and NCCL's own range with its kernel."""
+    found = [event("user_annotation", "chunk", 0, 100 * len(names) + 100)]
+    for number, name in enumerate(names):
+        at = 10 + 100 * number
+        found += [event("user_annotation", name, at, 50), *launched(GEMM, at + 1, at + 5, 40 + number, number + 1)]
+    at = 10 + 100 * len(names)
+    return [*found, event("user_annotation", "ncclGroupEnd", at, 20), *launched("ncclDevKernel_SendRecv(x)", at + 1, at + 5, 30, 90)]
+
+
+def test_inner_ranges_are_offered_and_a_librarys_are_not(tmp_path):
+    path = written(tmp_path / "a.json", ranged("attn one", "mlp one", "attn two"))
+    text = line(path, "phase")
+    assert "'attn two' 0.0420, 'mlp one' 0.0410" in text and "nccl" not in text and "chunk" not in text
+    assert "backward 0.0410 ms" in line(path, "phase", phases={"attn*": "forward", "mlp one": "backward"})
+    assert set(load_capture(path, phases={"attn *": "forward"}).operations["phase"]) == {"forward", "outside"}
+    with pytest.raises(TraceError, match=r"no range is named mlp\?x, expected one of"):
+        load_capture(path, phases={"mlp?x": "forward"})
+    split = written(tmp_path / "b.json", ranged("attn(F)", "mlp(B)", "mlp(W)"))
+    assert line(split, "phase").startswith("forward 0.0400 | backward 0.0830 ms")
+
+
+# Communication
+
+@pytest.mark.parametrize("name", [
+    "void mine::moe_comm::dispatch<8, 7168>(int4*)", "void a::b::combine<true, 7168>(void*)", "void x::notify_dispatch<8>(int*)",
+    "void dpsk::ep::internode::combine_ll<3, 7168>(void*)", "void q::get_dispatch_layout(long*)"])
+def test_experts_exchange_is_communication_in_any_namespace(name):
+    assert families([name])[0] == "communication"
+
+
+def test_why_communication_is_not_hidden_is_said():
+    assert "0% hidden, as it runs on compute's own stream" in line(SYNC, "communication")
+    assert "own stream" not in line(PREFETCH, "communication")
+
+
+# What to do, by the time that would leave the step
+
+def test_what_runs_beside_something_else_would_leave_no_time():
+    one = next(devices(load_capture(PREFETCH)))
+    loose = one.running["family"] == "elementwise"
+    assert one.leaves(loose) < one.a_step((one.running["end_ns"] - one.running["start_ns"])[loose].sum())
+    assert one.leaves(one.running["family"] != "") == pytest.approx(one.median["wall"] - one.median["idle"])
+    found = advice(one, waits(pauses(one), len(one.middle)), "")
+    assert [each.ms for each in found] == sorted((each.ms for each in found), reverse=True)
+    assert all(each.ms <= one.median["wall"] for each in found)
+
+
+def test_attention_that_is_not_fused_and_products_that_are_not_aligned_are_named():
+    texts = to_do(BEFORE)
+    assert any(text.startswith("F.scaled_dot_product_attention") for text in texts)
+    assert any(text.startswith("align") and "align1" in text for text in texts)
+    assert not any("torch.compile" in text for text in texts)
+
+
+@pytest.mark.parametrize(("between", "found"), [
+    (["scale", "softmax_warp_forward", "cast"], 3), (["softmax_warp_forward", "nll_loss_forward", "softmax_warp_backward"], 0),
+    (["cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>"], 0)])
+def test_attentions_softmax_stands_between_products_and_the_losses_does_not(between, found):
+    known = {"scale": ADD, "cast": "direct_copy_kernel_cuda"}
+    names = [GEMM, *(known.get(name, name) for name in between), GEMM]
+    rows = pd.DataFrame({"name": pd.Categorical(names), "family": families(names), "stream": 7})
+    assert unfused_attention(rows).sum() == found
+
+
+def test_fp32_products_are_named_with_what_this_gpu_has_for_them():
+    assert any("autocast to fp16" in text and "volta_sgemm" in text for text in to_do(PREFETCH))  # a V100 has no TF32
+    assert any("TF32" in text and "sgemm" in text for text in to_do(SAMPLE))
+
+
+@pytest.mark.parametrize("path", [BEFORE, PREFETCH, SYNC, SAMPLE], ids=lambda path: path.name)
+def test_the_kernels_that_take_most_are_always_named(path):
+    found = [one.values for one in profile(path) if "kernel" in one.values]
+    shares = [each["share"] for each in found]
+    assert len(found) == 5 and shares == sorted(shares, reverse=True)
+    assert all(each["count"] >= 1 and each["ms"] > 0 for each in found)
+
+
+# Small things
+
+def test_one_gpu_has_no_number_and_counts_are_of_the_one_that_is_told(tmp_path):
+    early = [event("kernel", ADD, 0.5 + i, 0.2, 7, correlation=900 + i, device=i, stream=7) for i in range(2)]
+    both = [one for i in range(2) for number in range(6) for one in launched(ADD, 10 + number, 20 + 10 * number, 5, 10 * i + number)]
+    for one in both[12:]:
+        if one["cat"] == "kernel":
+            one["args"]["device"] = 1
+    text = rendered(profile(written(tmp_path / "a.json", [*early, *both])))
+    assert "6 operations; 1 (0.000200 ms) launched before are left out" in text
+    text = rendered(profile(written(tmp_path / "b.json", launched(ADD, 1, 5, 5, 1), distributedInfo={"rank": 0, "world_size": 1})))
+    assert text.startswith("a GPU without a name; no steps")
+
+
+def test_shapes_that_are_recorded_are_not_asked_for(tmp_path):
+    shaped = event("cpu_op", "aten::relu", 0, 1, **{"External id": 1, "Input Dims": [[4]], "Input type": ["float"]})
+    assert "record_shapes" not in line(written(tmp_path / "a.json", [shaped, *launched(GEMM, 1, 5, 5, 1)]), "not told")
+    assert "record_shapes" in line(written(tmp_path / "a.json", launched(GEMM, 1, 5, 5, 1)), "not told")
+
+
+def test_no_rate_is_told_of_a_kernel_that_moves_little(tmp_path):
+    def rate(size):
+        shaped = event("cpu_op", "triton_poi_0", 0, 1, **{"External id": 1, "Input Dims": [[size]], "Input type": ["float"]})
+        return line(written(tmp_path / "a.json", [shaped, *launched("triton_poi_0", 1, 5, 100, 1, external=1)]), "generated")
+    assert rate(250) == "" and rate(100_000_000).startswith("4.00 TB/s")
+
+
+@pytest.mark.parametrize(("name", "bf16"), [
+    ("NVIDIA B200", 2250), ("NVIDIA H20", 148), ("NVIDIA L40S", 362.05), ("NVIDIA A10", 125), ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 5090", 209.5), ("Tesla T4", None),
+    ("AMD Instinct MI300X", 1307.4), ("AMD Instinct MI250X / MI250", 191.5), ("NVIDIA H200", 989.5)])
+def test_data_sheets_are_found_by_whole_words(name, bf16):
+    sheet = data_sheet(name)
+    assert sheet.get("bf16") == bf16 and sheet["fp32"] > 0 and sheet["tb_s"] > 0 and sheet["source"]
+
+
+def test_a_name_that_only_contains_a_gpus_has_no_sheet_of_its_own():
+    assert not data_sheet("NVIDIA A10G") and not data_sheet("NVIDIA GeForce RTX 4090 Laptop GPU") and not data_sheet("")
+
+
+# Pipes
+
+@pytest.mark.parametrize("path", [BEFORE, SYNC, SAMPLE, DATA / "nsys" / "sample_cuda_gpu_kern_sum.csv"], ids=lambda path: path.name)
+def test_a_pipe_is_read_as_its_file(tmp_path, path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    writer = threading.Thread(target=lambda: fifo.write_bytes(path.read_bytes()))
+    writer.start()
+    assert rendered(profile(fifo)) == rendered(profile(path))
+    writer.join()
+
+
+def test_a_pipe_that_gives_nothing_and_what_is_no_file_are_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "FIRST_S", 0.1)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(TraceError, match=r"fifo: is a pipe that gave nothing for 0.1 s, expected a capture"):
+        profile(tmp_path / "fifo")
+    with pytest.raises(TraceError, match=r"/dev/zero: is neither a file nor a pipe, expected"):
+        profile("/dev/zero")
+
+
+# Formats and CSV
+
+@pytest.mark.parametrize("path", [BEFORE, SYNC, SAMPLE], ids=lambda path: path.name)
+def test_all_formats_say_the_same(path):
+    lines = profile(path)
+    told = json.loads(rendered(lines, "json"))["lines"]
+    assert [(each["label"], each["text"]) for each in told] == [(one.label, one.text) for one in lines]
+    text, markdown = rendered(lines), rendered(lines, "markdown")
+    for one in lines:
+        assert one.text in text
+        assert one.text in markdown.replace("\\", "").replace("\u2060", "")
+    with pytest.raises(TraceError, match="--format: got 'html', expected one of text, json, markdown"):
+        rendered(lines, "html")
+    assert set(FORMATS) == {"text", "json", "markdown"}
+
+
+def test_names_of_a_capture_do_nothing_in_markdown(tmp_path):
+    odd = "[x](javascript:alert(1)) <script> | `a` *b*"
+    path = written(tmp_path / "a.json", [event("user_annotation", odd, 0, 90), *launched(odd, 1, 5, 50, 1), *launched(GEMM, 2, 60, 5, 2)])
+    text = rendered(profile(path), "markdown")
+    assert "<script>" not in text and "](javascript" not in text and "\\<script\\>" in text
+
+
+def test_nsyss_trace_report_is_a_capture_without_launches():
+    path = DATA / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv"
+    rows = load_capture(path).operations
+    assert len(rows) == 8 and rows["duration_ns"].sum() == 3_446_707 and set(rows["kind"]) == {"kernel", "memcpy"}
+    assert rows["bytes"].max() == 4_194_000 and rows["device"].tolist() == [0] * 8
+    assert "not told" in line(path, "bound") and values(path, "on GPU")["exposed_copies_ms"] == pytest.approx(3.43, abs=0.01)
+
+
+def test_nsyss_sums_of_kernels_are_told_as_far_as_they_go(tmp_path):
+    path = DATA / "nsys" / "sample_cuda_gpu_kern_sum.csv"
+    found = profile(path, csv=tmp_path / "out.csv")
+    assert found[0].values == {"kernels": 39, "launches": 1330, "kernel_ms": pytest.approx(18.266582)}
+    assert found[1].values["matrix multiply_ms"] == pytest.approx(load_capture(SAMPLE).operations.groupby(
+        "family", observed=True)["duration_ns"].sum()["matrix multiply"] / 1e6)
+    assert len(pd.read_csv(tmp_path / "out.csv")) == 39 and "pauses" in found[-1].text
+    with pytest.raises(TraceError, match=r"kern_sum.csv: is nsys's report cuda_gpu_kern_sum, .* expected a capture with their times"):
+        load_capture(path)
+    with pytest.raises(TraceError, match=r"api_sum.csv: is nsys's report cuda_api_sum, expected cuda_gpu_trace"):
+        profile(DATA / "nsys" / "sample_cuda_api_sum.csv")
+
+
+# What comes with it
+
+def test_the_example_tells_a_gpu_and_names_no_machine():
+    assert line(EXAMPLE, "capture").startswith("H200; 5 steps (step); 1,380 operations")
+    text = gzip.decompress(EXAMPLE.read_bytes())
+    assert not re.search(rb"/(home|root|tmp|usr)/|TARGET_INFO_SYSTEM_ENV|PROCESSES", text)
+
+
+@pytest.mark.trials
+@pytest.mark.parametrize("file", ["", str(BEFORE), str(PREFETCH), str(SYNC), str(DATA / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv")])
+def test_the_notebook_runs_from_top_to_bottom(file):
+    notebook = nbformat.read(Path(str(PROJECT), "notebooks", "profile.ipynb"), as_version=4)
+    notebook.cells[1].source += f"\nfile = {file!r}"
+    done = NotebookClient(notebook, timeout=300).execute()
+    shown = [output for cell in done.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in one.get("data", {}) for one in shown) >= 3
+    assert any("to do" in one.get("text", "") for one in shown)
+
+
+# What reading needs
+
+def test_reading_imports_nothing_heavy():
+    """Not torch, Dask, papermill and what draws: the first line has to come within a second."""
+    program = ("import atexit, sys; from stepscope.cli import main; sys.argv[1:] = ['profile', sys.argv[1]];"
+               "atexit.register(lambda: print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'dask', 'distributed', 'papermill',"
+               " 'matplotlib', 'seaborn', 'scipy', 'pandera', 'nbformat', 'ipykernel'}))); main()")
+    for path in (SAMPLE, BEFORE):
+        done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+    done = subprocess.run([sys.executable, "-c", program, Path(__file__)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

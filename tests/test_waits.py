@@ -1,0 +1,202 @@
+"""Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
+takes so long as is asked for, and none of the host's time until somebody waits."""
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cells import run_cells
+from stepscope import measure
+from stepscope.measure import clocks, modes, profiled_process
+from stepscope.optimizations.trainer import Trainer
+
+LAUNCH_S, CLEARING_S = 0.25, 50.0
+
+
+class Gpu:
+    """Work is handed over in :data:`LAUNCH_S`; it is done when the host waits. All times are sums of powers of two."""
+
+    def __init__(self, monkeypatch, *modules):
+        self.now, self.left, self.log = 0.0, 0.0, []
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        for module in modules:
+            monkeypatch.setattr(module, "default_timer", lambda: self.now)
+
+    def work(self, seconds):
+        self.now, self.left = self.now + LAUNCH_S, self.left + seconds
+
+    def clear(self, *arguments):
+        self.work(CLEARING_S)
+
+    def synchronize(self):
+        self.now, self.left = self.now + self.left, 0.0
+
+    @contextmanager
+    def range(self, name):
+        """A range's begin and end, with what the GPU still has to do then."""
+        self.log.append((name, "begins", self.left))
+        yield
+        self.log.append((name, "ends", self.left))
+
+
+class Step:
+    """A step of two phases on that GPU."""
+
+    device, mode, optimizer = "cuda", "forward_backward", None
+    model = torch.nn.Linear(1, 1)
+
+    def __init__(self, gpu):
+        self.gpu, self.clear_gradients = gpu, gpu.clear
+
+    def __call__(self, phase=lambda name: nullcontext()):
+        for name, seconds in (("forward", 1.0), ("backward", 2.0)):
+            with phase(name):
+                self.gpu.work(seconds)
+
+
+class Ranged(Step):
+    """Its parts, as the profiling notebook calls them."""
+
+    autocast = staticmethod(nullcontext)
+    tokens = targets = None
+
+    def __init__(self, gpu):
+        super().__init__(gpu)
+        self.model = type("Model", (), {"__call__": lambda self, tokens: gpu.work(1.0),
+                                        "loss": lambda self, logits, targets: None})()
+        self.scaler = SimpleNamespace(scale=lambda loss: SimpleNamespace(backward=lambda: gpu.work(2.0)))
+
+
+STEP_MS = (2 * LAUNCH_S + 3.0) * 1e3
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch, clocks)
+
+
+def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gpu, events):
+    mode = profiled_process.ProfiledMode(Step(gpu), lambda *_: None)
+    assert [mode.plain() for _ in range(2)] == [STEP_MS] * 2
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_captured_step_and_its_range_end_with_the_gpus_work(gpu, events, monkeypatch, named):
+    ranged = run_cells("nsys", until="profiler_here(", replaced={"nvtx_range": gpu.range}, device="cpu")["ranged"]
+    monkeypatch.setattr(profiled_process, "annotated", lambda model: nullcontext(SimpleNamespace(link_backward=lambda: None)))
+    mode = profiled_process.ProfiledMode(Ranged(gpu), ranged)
+    assert [mode.captured(named) for _ in range(2)] == [STEP_MS] * 2
+    ranges = [entry for entry in gpu.log if isinstance(entry, tuple)]
+    whole = [(what, left) for name, what, left in ranges if name == "step"]
+    assert whole == [("begins", 0.0), ("ends", 0.0)] * 2
+    assert ("forward", "ends", 1.0) in gpu.log  # no phase waits for another
+
+
+class Inputs:
+    """Of attention on that GPU: its gradients are cleared by work."""
+
+    q = k = v = gradient = None
+
+    def __init__(self, gpu):
+        self.clear_gradients = gpu.clear
+
+
+def attention(gpu):
+    """A pass whose forward takes 1 s and backward 2 s."""
+    def call(*qkv):
+        gpu.work(1.0)
+        return SimpleNamespace(backward=lambda gradient: gpu.work(2.0),
+                               untyped_storage=lambda: SimpleNamespace(nbytes=lambda: 7))
+    return call
+
+
+def attention_cells(gpu, until, **parameters):
+    """The names of attention's notebook up to a cell, its clock and waits those of that GPU."""
+    return run_cells("attention", until=until, replaced={
+        "default_timer": lambda: gpu.now, "synchronize": gpu.synchronize},
+        device="cpu", sequences=[8], implementations=["math"], **parameters)
+
+
+def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
+    names = attention_cells(gpu, "walls, sizes", warmup_steps=1, timed_steps=3, cell_seconds=100.0)
+    found = names["timed"](attention(gpu), Inputs(gpu))
+    assert found["forward"].tolist() == [(LAUNCH_S + 1) * 1e3] * 3
+    assert found["backward"].tolist() == [(LAUNCH_S + 2) * 1e3] * 3
+
+
+def test_a_captured_passs_ranges_hold_all_that_their_phase_launched(gpu):
+    names = attention_cells(gpu, "rows = []", warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
+                            cell_seconds=1.0)
+    names |= {"captured": SimpleNamespace(phases=lambda case, number: gpu.range),
+              "prepare": lambda name, inputs: attention(gpu)}
+    names["capture_one"]("math", 8, Inputs(gpu))
+    assert len(gpu.log) == 8 and {left for _, _, left in gpu.log} == {0.0}
+
+
+def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypatch):
+    counters = ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
+    for name in counters:
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: gpu.log.append((name, gpu.left)) or 0)
+    measure.pass_memory(attention(gpu), (), None, 0, "cuda")
+    assert {name for name, _ in gpu.log} == {*counters} and {left for _, left in gpu.log} == {0.0}
+
+
+def test_each_step_of_an_in_process_capture_is_alone(gpu):
+    case = SimpleNamespace(step=Step(gpu), captured=0)
+    modes.capture_steps(SimpleNamespace(phases=lambda case, number: gpu.range), case, 0, 2)
+    began = [left for name, what, left in gpu.log if name == "forward" and what == "begins"]
+    assert began == [0.0, 0.0] and gpu.left == 0.0 and case.captured == 2
+
+
+class Events:
+    """torch.cuda.Event on that GPU: an event happens when all is done that was handed over before it."""
+
+    gpu = None
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.gpu.log.append(self.gpu.left)
+        self.at = self.gpu.now + self.gpu.left
+
+    def elapsed_time(self, end):
+        assert self.gpu.left == 0.0, "read before the GPU was waited for"
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def events(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", type("Event", (Events,), {"gpu": gpu}))
+
+
+def test_a_plain_steps_clocks_are_all_of_its_work_and_nothing_before(gpu, events):
+    step = Step(gpu)
+    samples = measure.time_steps(step, 2, 0, "cuda", before=step.clear_gradients)
+    assert measure.walls_ms(samples).tolist() == [STEP_MS] * 2
+
+
+def test_steps_that_are_kept_up_are_each_waited_for(gpu, events):
+    step = Step(gpu)
+    left = []
+    began = gpu.now
+    assert clocks.keep_up(step, "cuda", 2.5 * STEP_MS / 1e3, before=lambda: left.append(gpu.left)) == 3
+    assert left == [0.0] * 3 and gpu.now - began == 3 * STEP_MS / 1e3
+
+
+def test_steps_back_to_back_begin_on_an_idle_gpu_and_are_read_at_its_end(gpu, events):
+    gpu.clear()
+    times = measure.back_to_back(lambda: Step(gpu)(), "cuda", 3)
+    assert gpu.log[0] == gpu.left == 0.0 and len(times) == 3 and sum(times) < CLEARING_S * 1e3
+
+
+def test_a_programs_compile_time_holds_its_first_passs_work(gpu, monkeypatch):
+    monkeypatch.setattr("stepscope.optimizations.trainer.default_timer", lambda: gpu.now)
+    loss = SimpleNamespace(backward=lambda: gpu.work(2.0), detach=lambda: "a loss")
+    program = SimpleNamespace(loss=lambda tokens, targets: gpu.work(1.0) or loss, compile_s=None, compiled=True)
+    trainer = Trainer.__new__(Trainer)
+    trainer.program, trainer.config = program, SimpleNamespace(device="cuda")
+    trainer.tokens = trainer.targets = None
+    trainer.clear_gradients = lambda: None
+    assert trainer.gradients() == "a loss" and program.compile_s == 2 * LAUNCH_S + 3.0
