@@ -259,7 +259,7 @@ def test_a_doubled_clock_doubles_the_record_and_changes_its_digest(tmp_path):
 
 
 @pytest.mark.parametrize(("busy", "said"), [(0.4, "40% of it: launch-bound"), (0.99, "99.0% of it: GPU-bound"),
-                                            (1.01, "100% of it: GPU-bound")])
+                                            (1.01, "101% of it: GPU-bound")])
 def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, said):
     row = {"phase": WHOLE, "wall_ms": 100.0, "gpu_ms": 100 * busy, "busy": busy, "status": "ok", "operations": 5.0,
            "tokens_per_s": 5000.0, "reason": ""}

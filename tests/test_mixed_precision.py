@@ -8,24 +8,40 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stepscope.config import WHOLE
-from stepscope.measure.modes import without_readings
+from cells import run_cells
+from stepscope import measure
+from stepscope.config import WHOLE, ConfigError
 from stepscope.model.text import text_batches
 from stepscope.report.tables import markdown
-from stepscope.studies.mixed_precision import claims, figures, measure, numerics, tables
+from stepscope.studies.mixed_precision import claims, figures, numerics, tables
 from stepscope.studies.mixed_precision.config import Config
 from stepscope.traces.families import MATMUL
+
+TINY = {"size": "nano", "context_length": 16, "batch_size": 2, "vocab_size": 300, "device": "cpu", "timed_steps": 2,
+        "warmup_steps": 1}
 
 
 def table(rows):
     return pd.DataFrame(rows, columns=numerics.COLUMNS)
 
 
+# Of the notebook's experiments each is run once.
+
+@pytest.fixture(scope="module")
+def cells():
+    return run_cells("mixed_precision", until="training, 200 steps", **TINY)
+
+
+@pytest.fixture(scope="module")
+def experiments(cells):
+    return dict(iter(table(cells["rows"]).groupby("experiment")))
+
+
 # Sums
 
 @pytest.fixture(scope="module")
-def sums():
-    return table(numerics.sums("cpu")).pivot(index="case", columns="quantity", values="value")
+def sums(experiments):
+    return experiments["sums"].pivot(index="case", columns="quantity", values="value")
 
 
 def rounded(value: Fraction, bits: int) -> Fraction:
@@ -53,10 +69,10 @@ def test_sums_are_those_of_exact_arithmetic_rounded_at_each_addition(sums, way, 
 
 # ToyModel
 
-def test_the_toys_types_are_those_of_its_tensors():
-    toy = table(numerics.toy("cpu")).pivot(index="quantity", columns="case", values="dtype")
+def test_the_toys_types_are_those_of_its_tensors(cells, experiments):
+    toy = experiments["toy"].pivot(index="quantity", columns="case", values="dtype")
     for name, low in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        model = numerics.ToyModel()
+        model = cells["ToyModel"]()
         with torch.autocast("cpu", low):
             first = model.fc1(torch.randn(8, 20))
             expected = {"first layer's output": first.dtype, "LayerNorm's output": model.ln(first).dtype}
@@ -66,9 +82,9 @@ def test_the_toys_types_are_those_of_its_tensors():
 
 # LayerNorm
 
-def test_the_norm_is_pytorchs():
+def test_the_norm_is_pytorchs(cells):
     x = torch.randn(5, 96, dtype=torch.float64)
-    parts = numerics.layer_norm(x)
+    parts = cells["layer_norm"](x)
     torch.testing.assert_close(parts["output"], functional.layer_norm(x, (96,)))
     torch.testing.assert_close(parts["variance"], x.var(-1, correction=0, keepdim=True))
     torch.testing.assert_close(parts["variance by a running sum"], parts["variance"])
@@ -81,8 +97,9 @@ def test_a_running_sum_is_kept_in_the_type():
 
 
 @pytest.fixture(scope="module")
-def norm():
-    return table(numerics.norm("cpu")).pivot(index=["case", "quantity", "at"], columns="experiment", values="value")
+def norm(experiments):
+    both = pd.concat([experiments["norm error"], experiments["norm lost"]])
+    return both.pivot(index=["case", "quantity", "at"], columns="experiment", values="value")
 
 
 def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
@@ -99,7 +116,7 @@ def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
 
 def test_a_value_that_is_lost_counts_as_an_error_of_one():
     value, true = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double(), torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
-    error, lost = numerics._error_and_lost(value, true)
+    error, lost = numerics.error_and_lost(value, true)
     assert error == pytest.approx(0.1) and lost == 0.5  # lower median of 0, 0.1, 1, 1
 
 
@@ -107,8 +124,7 @@ def test_a_value_that_is_lost_counts_as_an_error_of_one():
 
 @pytest.fixture(scope="module")
 def config():
-    return Config(size="nano", context_length=16, batch_size=2, vocab_size=300, device="cpu", timed_steps=2,
-                  warmup_steps=1)
+    return Config(**TINY)
 
 
 def test_gradients_too_small_for_fp16_are_counted(config, monkeypatch):
@@ -125,12 +141,8 @@ def test_gradients_too_small_for_fp16_are_counted(config, monkeypatch):
     assert found["norm off"].max() < 2**-8  # unscaled before it is compared
 
 
-def test_what_overflows_has_no_number(config, monkeypatch):
-    for name in ("sums", "toy", "norm", "training"):
-        monkeypatch.setattr(numerics, name, lambda *asked: ())
-    monkeypatch.setattr(numerics, "gradients", lambda *asked: [("gradients", "fp16", "norm off", 0, np.inf, ""),
-                                                               ("gradients", "fp16", "zero", 0, 0.5, "")])
-    found = numerics.numerics(config, ["fp16"])
+def test_what_overflows_has_no_number():
+    found = numerics.table([("gradients", "fp16", "norm off", 0, np.inf, ""), ("gradients", "fp16", "zero", 0, 0.5, "")])
     tables.SCHEMAS["numerics"].validate(found)
     assert np.isnan(found["value"][0]) and found["value"][1] == 0.5
 
@@ -151,52 +163,62 @@ def test_the_text_is_the_same_whoever_asks():
 
 # A run
 
-def test_a_runs_tables_are_whole(config):
-    found = measure.measure(config.model_copy(update={"numerics": False}))
-    assert set(found) == {"times", "operations"}
-    for name, frame in found.items():
+def kept(**parameters):
+    """The tables that a run of the notebook keeps."""
+    names = run_cells("mixed_precision", **TINY | {"numerics": False} | parameters)
+    for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)
+    return names["kept"], names["run"].outcome["results"]["finding"]
+
+
+def test_a_runs_tables_are_whole(monkeypatch):
+    monkeypatch.setattr(numerics, "STEPS", 3)
+    found, sentence = kept(numerics=True)
+    assert set(found) == {"times", "operations", "numerics"}
     times = found["times"].set_index(["precision", "mode", "phase"])
-    assert set(times.index.unique("precision")) == {"bf16"} and len(times) == 2 + 4 + 5
+    assert set(times.index.unique("precision")) == {"bf16", "fp32"} and len(times) == 2 * (2 + 4 + 5)
     assert (times["status"] == "ok").all() and (times["gpu_ms"] > 0).all() and (times["operations"] > 0).all()
     assert times["replay_reason"]["bf16", "step", WHOLE] == "a CPU has no CUDA graphs"
-    assert "step takes" in tables.reading(found["times"], "cpu")
+    assert "step takes" in sentence
+    assert set(found["numerics"]["experiment"]) == {
+        "sums", "toy", "norm error", "norm lost", "gradients", "training"}
 
 
-def test_every_precision_is_measured_on_one_model(config, monkeypatch):
-    steps = []
-
-    def measured(asked, counts):
-        steps.extend(asked)
-        return without_readings(measure.MODES, "bf16", "ok", "")
-    monkeypatch.setattr(measure.room, "measure_steps", measured)
-    measure._measured(config, ["tf32", "bf16", "fp16"])
-    assert [(step.precision, step.mode) for step in steps] == [
-        (precision, mode) for precision in ("tf32", "bf16", "fp16") for mode in measure.MODES]
-    assert len({id(step.model) for step in steps}) == 1
-    assert [step.scaler.is_enabled() for step in steps] == [False] * 6 + [True] * 3
-    assert steps[3].autocast().fast_dtype == torch.bfloat16 and steps[6].autocast().fast_dtype == torch.float16
-
-
-def test_what_the_device_lacks_says_so(config, monkeypatch):
-    monkeypatch.setattr(measure, "PRECISIONS", {"cpu": ("tf32", "bf16")})
-    times = measure.measure(config)["times"]
-    tables.SCHEMAS["times"].validate(times)
-    lacking = times[times["precision"] == "tf32"]
-    assert set(lacking["mode"]) == set(measure.MODES) and (lacking["status"] == "unsupported").all()
-    assert lacking["reason"].str.contains("no TF32").all() and lacking["wall_ms"].isna().all()
-    assert (times["status"] == "ok").any()
+def test_every_precision_is_measured_on_one_model():
+    names = run_cells("mixed_precision", until="samples: dict", **TINY | {"numerics": False})
+    seen = []
+    names["model"].register_forward_hook(lambda model, tokens, logits: seen.append(logits.dtype))
+    for precision in ("fp32", "bf16", "fp16"):
+        names["scalers"][precision, "forward"] = measure.grad_scaler(precision, "cuda")
+        names["step"](precision, "forward")
+    assert seen == [torch.float32, torch.bfloat16, torch.float16]
+    assert [measure.grad_scaler(name, "cuda").is_enabled() for name in ("fp32", "tf32", "bf16", "fp16")] == [
+        False, False, False, True] or not torch.cuda.is_available()
+    assert set(names["cases"]) == {(precision, mode) for precision in names["precisions"]
+                                   for mode in ("step", "forward_backward", "forward")}
 
 
-def test_weights_that_do_not_fit_are_a_result(config, monkeypatch):
-    def build(*asked, **more):
-        raise torch.OutOfMemoryError("while building the model: no memory. Including much")
-    monkeypatch.setattr(measure, "build_step", build)
-    times = measure.measure(config)["times"]
-    tables.SCHEMAS["times"].validate(times)
-    assert (times["status"] == "oom").all() and len(times) == 3
-    assert set(times["reason"]) == {"while building the model: no memory."}
-    assert "no memory" in tables.reading(times, "cpu")
+def test_what_the_device_lacks_says_so(monkeypatch):
+    def require(config):
+        if config.precision == "bf16":
+            raise ConfigError("no bf16 here")
+    monkeypatch.setattr("stepscope.config.require_device", require)
+    found, _ = kept()
+    times = found["times"].set_index("precision")
+    assert (times.loc["bf16", "status"] == "unsupported").all() and len(times.loc["bf16"]) == 3
+    assert (times.loc["bf16", "reason"] == "no bf16 here").all() and times.loc["bf16", "wall_ms"].isna().all()
+    assert (times.loc["fp32", "status"] == "ok").all()
+
+
+def test_weights_that_do_not_fit_are_a_result(monkeypatch):
+    def build(config):
+        raise torch.OutOfMemoryError("no memory. Including much")
+    monkeypatch.setattr("stepscope.model.transformer.TransformerLM", build)
+    found, sentence = kept()
+    times = found["times"]
+    assert (times["status"] == "oom").all() and len(times) == 2 * 3
+    assert times["reason"].str.contains("building the model: no memory.", regex=False).all()
+    assert "no memory" in sentence
 
 
 def test_a_launch_bound_run_says_so():
@@ -238,8 +260,8 @@ def kernels(size, precision):
                    "name": name, "family": family, "count": 1.0, "gpu_ms": ms} for name, family, ms in found]
 
 
-def long_numbers():
-    rows = [*numerics.sums("cpu"), *numerics.norm("cpu")]
+def long_numbers(cells):
+    rows = [row for row in cells["rows"] if row[0] in ("sums", "norm error", "norm lost")]
     rows += [("toy", low, tensor, 0, np.nan, dtype or low) for low in ("bf16", "fp16") for tensor, dtype in {
         "parameters": "fp32", "first layer's output": "", "LayerNorm's output": "fp32", "logits": "", "loss": "fp32",
         "gradients": "fp32"}.items()]
@@ -251,7 +273,7 @@ def long_numbers():
 
 
 @pytest.fixture(scope="module")
-def made():
+def made(cells):
     shapes = [(size, context) for size in ("2.7B", "small") for context in (128, 512)]
     rows = pd.DataFrame([cell(*shape, precision, mode) for shape in shapes
                          for precision in ("fp32", "tf32", "bf16", "fp16") for mode in SPEED])
@@ -261,7 +283,7 @@ def made():
         fp32 = frame["precision"] == "fp32"
         found |= {f"benchmark.{name}": frame[fp32].assign(repeat=0), f"mixed_precision.{name}": frame[~fp32]}
     found["ladder.results"] = pd.DataFrame({"matmul_fp32": [50.0, 52.0, 20.0], "matmul_bf16": [750.0, 700.0, 760.0], "size": "small"})
-    return found | {"mixed_precision.numerics": long_numbers().assign(size="small", context_length=512, **RUN)}
+    return found | {"mixed_precision.numerics": long_numbers(cells).assign(size="small", context_length=512, **RUN)}
 
 
 TIMES, NUMBERS = "mixed_precision.times", "mixed_precision.numerics"

@@ -75,8 +75,15 @@ def run(tmp_path, tiny, monkeypatch):
 def test_papermill_tells_every_parameter_with_type_and_help(path):
     found = papermill.inspect_notebook(path)
     assert all(one["inferred_type_name"] != "None" and one["help"] for one in found.values()), found
-    if path.stem in studies():
-        assert {*studies()[path.stem].free_fields(), "run_folder", "runs"} <= {*found, "context_length"}
+
+
+@pytest.mark.parametrize("study", studies())
+def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
+    of_study = [path for path in NOTEBOOKS if f'from_notebook("{study}"' in "".join(
+        cell.source for cell in code_cells(path))]
+    found = [{*papermill.inspect_notebook(path)} for path in of_study]
+    assert all({"run_folder", "runs"} <= names for names in found)
+    assert {*studies()[study].free_fields()} <= {"context_length"}.union(*found)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -319,13 +326,10 @@ def test_a_folders_name_is_the_projects_wherever_in_it_one_stands(tmp_path, monk
 # In this process.
 
 def test_cells_run_in_this_process_with_names_replaced(by_hand):
-    seen = []
-
-    def from_notebook(study, names):
-        seen.append((study, names["context_length"]))
-        raise StopIteration
-    with pytest.raises(StopIteration):
-        run_cells("benchmark", replaced={"from_notebook": from_notebook}, **TINY)
+    def build(config):
+        raise StopIteration(config.context_length)
+    with pytest.raises(StopIteration, match="8"):
+        run_cells("benchmark", replaced={"TransformerLM": build}, **TINY | {"context_length": 8})
     names = run_cells("benchmark", until="def timed(", **TINY | {"context_length": 9})
     assert names["config"].context_length == 9 and "timed" not in names
     with pytest.raises(LookupError, match="no parameters contxt"):

@@ -111,9 +111,9 @@ def attention(gpu):
     return call
 
 
-def attention_cells(gpu, until, **parameters):
-    """The names of attention's notebook up to a cell, its clock and waits those of that GPU."""
-    return run_cells("attention", until=until, replaced={
+def attention_cells(gpu, until, replaced=None, **parameters):
+    """The names of attention's notebook up to a cell, its waits and, if not told otherwise, its clock that GPU's."""
+    return run_cells("attention", until=until, replaced=replaced or {
         "default_timer": lambda: gpu.now, "synchronize": gpu.synchronize},
         device="cpu", sequences=[8], implementations=["math"], **parameters)
 
@@ -126,7 +126,7 @@ def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
 
 
 def test_a_captured_passs_ranges_hold_all_that_their_phase_launched(gpu):
-    names = attention_cells(gpu, "rows = []", warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
+    names = attention_cells(gpu, "rows = []", {"synchronize": gpu.synchronize}, warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
                             cell_seconds=1.0)
     names |= {"captured": SimpleNamespace(phases=lambda case, number: gpu.range),
               "prepare": lambda name, inputs: attention(gpu)}

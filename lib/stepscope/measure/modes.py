@@ -92,9 +92,9 @@ class Measurement:
                 _stacked(named, OPERATION_COLUMNS))
 
 
-def step_times(cases: Mapping[Hashable, Mapping[str, str]], samples: Mapping[Hashable, pd.DataFrame],
-               operations: pd.DataFrame, readings: Mapping[Hashable, Mapping[str, Any]],
-               status: Mapping[Hashable, tuple[str, str]], reason: str = "") -> pd.DataFrame:
+def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.DataFrame],
+               operations: pd.DataFrame, readings: Mapping[Any, Mapping[str, Any]],
+               status: Mapping[Any, tuple[str, str]], reason: str = "") -> pd.DataFrame:
     """The table of times of what was measured step by step: a row a case and phase and one of its whole, in
     :data:`TIME_COLUMNS`; of a case that did not fit only that.
 
@@ -116,7 +116,7 @@ def step_times(cases: Mapping[Hashable, Mapping[str, str]], samples: Mapping[Has
     return _times(rows)
 
 
-def operations_by_name(cases: Mapping[Hashable, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
+def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
     """Of each case's quickest captured step each phase's and name's count and summed time, in
     :data:`OPERATION_COLUMNS`."""
     of_cases = {name: _of_case(operations, name) for name in cases}
