@@ -51,10 +51,10 @@ def quiet(started):
 
 
 @pytest.mark.parametrize("number, group", [
-    (signal.SIGKILL, False), (signal.SIGTERM, True), (signal.SIGHUP, True),
+    (signal.SIGKILL, False), (signal.SIGTERM, True),
     *(pytest.param(number, group, marks=pytest.mark.trials) for number, group in [
-        (signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGINT, False),
-        (signal.SIGINT, True)])])
+        (signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True),
+        (signal.SIGINT, False), (signal.SIGINT, True)])])
 def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, store, faults, number, group,
                                                                 tmp_path, monkeypatch):
     temporary = tmp_path / "tmp"
