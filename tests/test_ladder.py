@@ -1,6 +1,7 @@
 """The ladder: its optimizer and loss against plain formulas, its changes against fp32, its bounds, its run."""
 import math
 import os
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,34 +10,46 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
+from cells import run_cells
 from stepscope.config import ConfigError, StepConfig, configure
-from stepscope.measure import fresh_compiler_cache
+from stepscope.gpu_lock import exclusive
+from stepscope.measure import back_to_back, fresh_compiler_cache
+from stepscope.model.fit import last_step_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations import fp8
 from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW, hashed, stochastic_round
-from stepscope.optimizations.trainer import Trainer, Unsupported
-from stepscope.studies.ladder import bounds, checks, measure
-from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS, optimizations_of, precision_of
-from stepscope.studies.ladder.measure import Ladder, gradients_of, measure_ladder, relative_errors, sampled
+from stepscope.optimizations.trainer import Unsupported
+from stepscope.studies.ladder import bounds, checks, tables
+from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
-BF16 = frozenset({"bf16", "sdpa", "fused", "bf16_weights"})
-LOW = BF16 | {"bf16_moments"}
+SHAPE = {"size": "custom", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 300,
+         "device": "cpu", "context_length": 16, "batch_size": 2, "changes": EAGER, "training_steps": 0}
 
 
 @pytest.fixture
 def config():
     def make(**fields):
-        shape = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
-        return configure(
-            "ladder", **{"device": "cpu", "context_length": 16, "batch_size": 2, "changes": EAGER} | shape | fields)
+        return configure("ladder", **SHAPE | fields)
 
+    return make
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """The names of the notebook's cells, up to that which measures the first change; without compiling."""
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+
+    def make(until="## The lower bound", **fields):
+        return SimpleNamespace(**run_cells("ladder", until=until, **SHAPE | fields))
     return make
 
 
@@ -151,7 +164,7 @@ def test_chunked_cross_entropy_is_cross_entropy():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
 
 
-def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
+def test_what_fp8_is_off_by_is_its_mantissa(cells, monkeypatch):
     """Rounded to 4 significant bits with any range matmuls are off as much, to 3 bits, as e5m2 has, more."""
 
     def rounded(bits):
@@ -162,51 +175,71 @@ def test_what_fp8_is_off_by_is_its_mantissa(config, monkeypatch):
         return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
 
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
-    mine, found = config(d_model=64, d_ff=128, num_layers=4, num_heads=2), {}
-    plain = Trainer(mine, ())
-    reference = plain.gradients().item(), gradients_of(plain)
+    made, found = cells("climb_compiled(Chunked)", d_model=64, d_ff=128, num_layers=4, changes=["fp32"]), {}
+
+    class Fp8(made.Plain):
+        def model(self):
+            model = super().model()
+            fp8.use_fp8(model.blocks)
+            return model
+    plain = made.Plain(made.config)
+    reference = plain.gradients().item(), made.gradients_of(plain)
     for name, matmul in {"fp8": fp8.matmul, "4 bits": rounded(4), "3 bits": rounded(3)}.items():
         monkeypatch.setattr(fp8, "matmul", matmul)
-        made = Trainer(mine, {"fp8"})
-        found[name] = relative_errors(made, made.gradients().item(), reference)["gradient_off"]
+        low = Fp8(made.config)
+        found[name] = made.relative_errors(low, low.gradients().item(), *reference)["gradient_off"]
     assert 0.7 < found["fp8"] / found["4 bits"] < 1.4 < found["3 bits"] / found["4 bits"]
 
 
 # -- changes --------------------------------------------------------------------------------------------------
 
 
-def test_each_change_is_one_more_than_the_last():
-    assert len(CHANGES) == 9 and optimizations_of("fp32") == frozenset()
-    for before, after in pairwise(CHANGES):
-        assert optimizations_of(after) - optimizations_of(before) == {after}
-    last = optimizations_of(CHANGES[-1])
-    assert optimizations_of("fp8") - last == {"fp8"} and optimizations_of(FILLED) - last == {"chunked"}
-    assert [precision_of(name) for name in ("fp32", "tf32", "blocks", "fp8", *PEERS)] == [
-        "fp32", "tf32", "bf16", "fp8", "bf16", "bf16"]
+CLASSES = ["Plain", "TF32", "BF16", "SDPA", "Fused", "Blocks", "Graph", "BF16Weights", "BF16Moments", "Chunked", "FP8",
+           "Filled", "HuggingFace", "HuggingFaceGraphs"]
 
 
-@pytest.mark.parametrize("changes",
-                         [{"sdpa"}, {"chunked"}, {"sdpa", "fused", "chunked"}, BF16, LOW | {"chunked"}],
-                         ids=lambda changes: "-".join(sorted(changes)))
-def test_every_change_gives_fp32s_loss_and_gradients(config, changes):
-    plain = Trainer(config(), ())
+def test_each_change_is_the_last_and_one_more(cells):
+    made = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    classes = [getattr(made, name) for name in CLASSES]
+    assert [kind.name for kind in classes] == [*CHANGES, "chunked", "fp8", FILLED, *PEERS]
+    for before, after in pairwise(classes[:len(CHANGES)]):
+        assert after.__base__ is before
+    last = classes[len(CHANGES) - 1]
+    assert [kind.__base__ for kind in classes[len(CHANGES):-2]] == [last, last, made.Chunked]
+    assert [kind.precision for kind in classes] == ["fp32", "tf32", *["bf16"] * 8, "fp8", *["bf16"] * 3]
+    assert [kind.moments for kind in classes] == ["fp32"] * 8 + ["bf16"] * 4 + ["fp32"] * 2
+
+
+@pytest.mark.parametrize("name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked"])
+def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
+    cells = cells("climb_compiled(Chunked)", changes=["fp32"])
+    plain = cells.Plain(cells.config)
     expected_loss = plain.gradients().item()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
-    made = Trainer(config(), changes)
-    tolerance = 0.03 if "bf16" in changes else 1e-5
-    assert made.gradients().item() == pytest.approx(expected_loss, rel=tolerance / 10)
+    made = getattr(cells, name)(cells.config)
+    assert made.gradients().item() == pytest.approx(expected_loss, rel=3e-3)
     assert made.named.keys() == expected.keys()
-    for name, parameter in made.named.items():
-        there = expected[name]
-        assert ((parameter.grad.float() - there).norm() / there.norm()).item() < tolerance, name
+    for key, parameter in made.named.items():
+        there = expected[key]
+        assert ((parameter.grad.float() - there).norm() / there.norm()).item() < 0.03, key
     first, later = made.plain_step().item(), [made.plain_step().item() for _ in range(3)][-1]
     assert later < first
 
 
-@pytest.mark.parametrize("changes", [frozenset(), BF16, LOW], ids=["fp32", "bf16_weights", "bf16_moments"])
-def test_a_reset_trains_as_a_fresh_one(config, changes):
-    programs = {}
-    made = Trainer(config(), changes, programs)
+def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
+    cells = cells("climb_compiled(Chunked)", changes=["fp32"])
+    plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"model": cells.SDPA.model})(cells.config)
+    assert fused.gradients().item() == pytest.approx(plain.gradients().item(), rel=1e-6)
+    for key, parameter in fused.named.items():
+        there = plain.named[key].grad
+        assert ((parameter.grad - there).norm() / there.norm()).item() < 1e-5, key
+
+
+@pytest.mark.parametrize("name", ["Plain", "BF16Weights", "BF16Moments"])
+def test_a_reset_trains_as_a_fresh_one(cells, name):
+    cells, programs = cells("climb_compiled(Chunked)", changes=["fp32"]), {}
+    kind = getattr(cells, name)
+    made = kind(cells.config, programs)
     first = [made.step().item() for _ in range(3)]
     made.reset(0)
     assert [made.step().item() for _ in range(3)] == first
@@ -214,23 +247,34 @@ def test_a_reset_trains_as_a_fresh_one(config, changes):
     assert [made.step().item() for _ in range(3)] != first
     made.unload()
     assert all(parameter.numel() == 0 for parameter in made.program.model.parameters())
-    again = Trainer(config(), changes, programs)
+    again = kind(cells.config, programs)
     assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
 
 
-def test_what_a_cpu_lacks_is_said(config):
-    for name in ("tf32", "cuda_graph", "fp8", "hugging_face_graphs"):
+def test_changes_that_differ_in_no_program_share_it(cells):
+    made = cells("climb_compiled(Chunked)", changes=["fp32"])
+    programs = {}
+    for kind in (made.SDPA, made.Fused, made.Blocks, type("Again", (made.Blocks,), {}), made.BF16Weights,
+                 made.BF16Moments):
+        kind(made.config, programs).unload()
+    assert len(programs) == 3  # a CUDA graph and bf16 moments need no other program
+    made.SDPA(made.config, programs, batch=3).unload()
+    assert len(programs) == 4
+
+
+def test_what_a_cpu_lacks_is_said(cells):
+    made = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    for name in ("TF32", "Graph", "FP8", "HuggingFaceGraphs"):
         with pytest.raises(Unsupported, match="CPU|GPU"):
-            Trainer(config(), {name}, required=name)
+            getattr(made, name)(made.config)
 
 
-def test_hugging_faces_llama_has_our_shape(config, monkeypatch):
+def test_hugging_faces_llama_has_our_shape(cells):
     """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    made = Trainer(config(), {"hugging_face"})
-    assert made.baseline == "hugging_face" and made.optimizations == {"hugging_face"}
-    assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(config())
+    cells = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    made = cells.HuggingFace(cells.config)
+    assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(cells.config)
     first = made.plain_step().item()
     assert first == pytest.approx(math.log(300), abs=0.5)
     assert [made.plain_step().item() for _ in range(5)][-1] < first
@@ -239,31 +283,34 @@ def test_hugging_faces_llama_has_our_shape(config, monkeypatch):
 # -- clocks, memory, bounds -----------------------------------------------------------------------------------
 
 
-def test_steps_are_timed_one_after_another():
-    done = []
-    times = measure.back_to_back(lambda: done.append(1), "cpu", 7)
+def test_steps_are_timed_one_after_another(cells):
+    made, done = cells("climb(Plain)"), []
+    times = back_to_back(lambda: done.append(1), "cpu", 7)
     assert len(times) == len(done) == 7 and min(times) >= 0
-    assert measure.steps_in(0.4, 100) == 4 and measure.steps_in(0.4, 1e-3) == measure.MOST_STEPS
-    assert measure.measure_power(done.clear, "cpu", 1.0) == {} and done
+    assert made.steps_in(0.4, 100) == 4 and made.steps_in(0.4, 1e-3) == 300
+    assert made.power(done.clear, 1.0) == {} and done
 
 
-def test_a_sample_stands_for_a_large_tensor(monkeypatch):
-    monkeypatch.setattr(measure, "COMPARED", 10)
-    assert len(sampled(torch.arange(95.0))) == 10 and sampled(torch.arange(95.0))[1] == 10
-    assert len(sampled(torch.arange(9.0))) == 9
+def test_a_sample_stands_for_a_large_tensor(cells):
+    made = cells("climb(Plain)")
+    made.sampled.__globals__["COMPARED"] = 10
+    assert len(made.sampled(torch.arange(95.0))) == 10 and made.sampled(torch.arange(95.0))[1] == 10
+    assert len(made.sampled(torch.arange(9.0))) == 9
     own = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
-    made = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
-                           program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
-    found = relative_errors(made, 3.0, (2.0, {"large": torch.ones(10), "small": own["small"]}))
+    trainer = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
+                              program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
+    found = made.relative_errors(trainer, 3.0, 2.0, {"large": torch.ones(10), "small": own["small"]})
     assert found == pytest.approx({"loss_off": 0.5, "gradient_off": math.sqrt(100 / 600)})
 
 
-def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(config):
+def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(cells, config):
+    made = cells("for case in filled", changes=["fp32"])
     shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
+    made.filling_batch.__globals__["config"] = shape
     memory = 140 * 2**30
-    batch = measure.filling_batch(shape, memory)
-    needed, more = (measure.last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4))
-    assert batch % 4 == 0 and needed <= measure.FILL * memory < more
+    batch = made.filling_batch(memory)
+    needed, more = (last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4))
+    assert batch % 4 == 0 and needed <= 0.92 * memory < more
 
 
 def test_the_bounds_formulas():
@@ -294,94 +341,99 @@ def test_the_compilers_cache_is_empty_and_gone_afterwards(monkeypatch):
 # -- whole runs -----------------------------------------------------------------------------------------------
 
 
-def test_a_ladder_without_compiling_on_a_cpu(config):
-    tables, results = measure_ladder(config(timed_steps=3, warmup_steps=1, training_steps=2))
-    steps = tables["steps"].set_index("change")
+def whole(**fields):
+    names = run_cells("ladder", **SHAPE | fields)
+    for name, frame in names["tables"].items():
+        tables.SCHEMAS[name].validate(frame)
+    return names
+
+
+def test_a_ladder_without_compiling_on_a_cpu():
+    names = whole(timed_steps=3, warmup_steps=1, training_steps=2)
+    found, results = names["tables"], names["run"].outcome["results"]
+    steps = found["steps"].set_index("change")
     assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
     assert (steps["wall_ms"] > 0).all() and (steps["gpu_ms"] > 0).all() and (steps["busy"] > 0).all()
     assert steps.loc["fp32", "gradient_off"] == 0 and 0 < steps.loc["bf16", "gradient_off"] < 0.1
     assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
-    kernels = tables["kernels"]
+    kernels = found["kernels"]
     assert set(kernels["change"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
-    curves = tables["curves"]
+    curves = found["curves"]
     assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
     off = losses.sub(losses["fp32", 0], axis=0).abs().max()
     assert len(losses) == 2 and 0 < off["fused", 0] < off["fp32", 1] / 10, "from the same weights over the same text"
     assert results["matmul_bf16"] > 0 and "power_limit_w" not in results and results["parameters"] > 0
-    assert "fp32" in measure.finding(tables["steps"])
+    assert "fp32" in results["finding"] and "fused" in results["finding"] and results["compared"] > 0
 
 
 def test_each_batch_is_measured_at_its_own(config):
-    tables, _ = measure_ladder(config(changes=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2))
-    steps = tables["steps"]
+    found = whole(changes=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2)["tables"]
+    steps = found["steps"]
     assert list(zip(steps["change"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
     assert config(batches=[1]).gpu_gib and config(fill=True).gpu_gib and config().gpu_gib is None
-    assert set(tables["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
-    assert set(tables["curves"]["batch_size"]) == {3}
+    assert set(found["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
+    assert set(found["curves"]["batch_size"]) == {3}
     assert steps["gradient_off"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
 
 
-def test_rates_and_bounds_are_of_the_own_precision_and_moments_and_the_graph_replays_blocks(config, monkeypatch):
-    monkeypatch.setattr(measure, "sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0}[precision])
-    monkeypatch.setattr(measure, "highest_clock_mhz", lambda: 2000.0)
-    ladder = Ladder(config(changes=["fp32", "blocks", "cuda_graph", "bf16_moments"]))
-    for case, wall_ms in zip(ladder.cases, (8.0, 4.0, 2.0, 1.0)):
-        case.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0, "step_j": 6.0}
-    steps = ladder.steps({"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}, 600.0).set_index("change")
-    assert (steps["mfu_at_clock"] == 2 * steps["mfu"]).all() and (steps["energy_ms"] == 10).all()
-    assert (steps["mfu_measured"] / steps["mfu"]).tolist() == pytest.approx([1.25] * 4)
-    assert steps["moved_ms"].div(steps["moved_ms"]["fp32"]).tolist() == pytest.approx([1, 1, 1, 20 / 28])
-    assert steps["replayed_ms"]["blocks"] == 2
-    rows = pd.DataFrame([("fp32", 2, 8.0), ("blocks", 2, 4.0), (PEERS[0], 2, 5.0), ("fp32", 4, 9.0)],
-                        columns=["change", "batch_size", "wall_ms"])
-    assert measure.finding(rows) == "batch 2: fp32 8 ms, blocks 4 ms a step"
+def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatch):
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0}[precision])
+    monkeypatch.setattr("stepscope.measure.highest_clock_mhz", lambda: 2000.0)
+    made = cells("for (name, batch), row in rows.items()")  # the cell of the rates
+    rates = made.rates
+    rates.__globals__.update(ceilings={"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}, limit_w=600.0)
+    found = pd.DataFrame([rates(kind, {"batch_size": 2, "wall_ms": wall_ms, "sm_clock_mhz": 1000.0, "step_j": 6.0})
+                          for kind, wall_ms in ((made.Plain, 8.0), (made.Blocks, 4.0), (made.BF16Moments, 1.0))])
+    assert (found["mfu_at_clock"] == 2 * found["mfu"]).all() and (found["energy_ms"] == 10).all()
+    assert (found["mfu_measured"] / found["mfu"]).tolist() == pytest.approx([1.25] * 3)
+    assert found["moved_ms"].div(found["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
 
 
-def test_of_captured_steps_the_quickest_is_read(config):
+def test_of_captured_steps_the_quickest_is_read(cells, monkeypatch):
     rows = [("step", number, "whole", "gemm", "matmul", 0, lasted * 1_000_000)
             for number, lasted in ((0, 9), (1, 4), (2, 5))]
-    captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED))
-    ladder = Ladder(config(changes=["fp32"]))
-    ladder.cases[0].row["wall_ms"] = 5.0
-    ladder.read(ladder.cases[0], captured)
-    assert [ladder.cases[0].row[name] for name in ("gpu_ms", "operations", "busy")] == [4, 1, 0.8]
-    assert ladder.kernels[0][["count", "gpu_ms"]].values.tolist() == [[1, 4]]
+    made = cells("programs.clear()", changes=["fp32"], timed_steps=2)
+    captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED), phases=None)
+    captured.phases = lambda case, number: lambda phase: nullcontext()
+    monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
+    row = {"change": "fp32", "batch_size": 2, "wall_ms": 5.0}
+    with exclusive():
+        made.capture_one(made.Plain(made.config), row)
+    assert [row[name] for name in ("gpu_ms", "operations", "busy")] == [4, 1, 0.8]
+    assert made.kernels[-1][["count", "gpu_ms"]].values.tolist() == [[1, 4]]
 
 
-def test_one_that_fails_says_so_and_the_others_go_on(config, monkeypatch):
-    def refuse(self, case, made, time=Ladder.time):
-        if case.name == "bf16":
+def test_one_that_fails_says_so_and_the_others_go_on(monkeypatch):
+    back_to_back_ = back_to_back
+
+    def refuse(step, device, steps):
+        kind = type(step.__self__).__name__ if hasattr(step, "__self__") else ""
+        if kind == "BF16":
             raise RuntimeError("no kernel at /home/somebody/file.cu for it")
-        if case.name == "sdpa":
+        if kind == "SDPA":
             raise torch.OutOfMemoryError("short of memory. Including much more")
-        time(self, case, made)
+        return back_to_back_(step, device, steps)
 
-    def refuse_capture(self, case, made, captured=Ladder.captured):
-        if case.name == "fused":
-            raise RuntimeError("CUPTI is taken")
-        captured(self, case, made)
-
-    monkeypatch.setattr(Ladder, "time", refuse)
     def unreadable(profiler):
         raise TraceError("trace.json: has no traceEvents")
 
-    monkeypatch.setattr(Ladder, "captured", refuse_capture)
+    monkeypatch.setattr("stepscope.measure.back_to_back", refuse)
     monkeypatch.setattr("stepscope.measure.profiler.read", unreadable)
-    tables, _ = measure_ladder(config(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2))
-    steps = tables["steps"].set_index("change")
+    found = whole(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2)["tables"]
+    steps = found["steps"].set_index("change")
     assert steps["status"].to_dict() == {
         "fp32": "ok", "tf32": "unsupported", "bf16": "failed", "sdpa": "oom", "fused": "ok"}
     assert steps.loc["bf16", "reason"] == "no kernel at file.cu for it"
     assert steps.loc["sdpa", "reason"] == "while measuring sdpa: short of memory."
     fused = steps.loc["fused"]
-    assert fused["reason"] == "not captured: CUPTI is taken" and fused["wall_ms"] > 0 and math.isnan(fused["gpu_ms"])
-    assert steps.loc["fp32", "reason"] == "not captured: trace.json: has no traceEvents" and "kernels" not in tables
+    assert fused["reason"] == "not captured: trace.json: has no traceEvents" and fused["wall_ms"] > 0
+    assert math.isnan(fused["gpu_ms"]) and "kernels" not in found
 
 
-def test_training_needs_room_for_bytes(config):
-    small = config(vocab_size=100, training_steps=2)
+def test_training_needs_room_for_bytes(cells):
+    made = cells("climb(Plain)", vocab_size=100, training_steps=2)
     with pytest.raises(ConfigError, match="256"):
-        train(small, Trainer(small, ()), "fp32")
+        train(made.config, made.Plain(made.config), "fp32")
 
 

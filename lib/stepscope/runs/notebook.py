@@ -1,11 +1,9 @@
 """The notebook's side of a run: say what it runs on, keep what was measured, say what was found."""
 import hashlib
-import inspect
 import os
 import shutil
-import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -88,8 +86,6 @@ class Run:
                 place = self.store.commit(folder, self._record())
             display(Markdown(f"Kept in `{place}`."))
 
-    finish = keep  # until the last notebook says keep
-
     def say(self, sentence: str) -> None:
         """Show the sentence that was found, which a sweep prints and the record has as ``finding``."""
         display(Markdown(sentence))
@@ -145,9 +141,3 @@ def _write(tables: Mapping[str, pd.DataFrame], files: Sequence[str | Path], fold
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def show(*functions: Callable) -> Markdown:
-    """The source of some functions, for a notebook's reader: what is inside the clocks, and what is not."""
-    sources = (textwrap.dedent(inspect.getsource(function)) for function in functions)
-    return Markdown("\n\n".join(f"```python\n{source}```" for source in sources))

@@ -17,23 +17,6 @@ FILLED = "filled"  # the last with the chunked loss, at the batch that fills the
 PEERS = ("hugging_face", "hugging_face_graphs")
 Peer = Literal["hugging_face", "hugging_face_graphs"]
 
-
-def optimizations_of(name: str) -> frozenset[str]:
-    """All optimizations that the step of this name consists of; of a baseline only its name."""
-    if name in PEERS:
-        return frozenset({name})
-    if name in CHANGES:
-        return frozenset(CHANGES[1 : CHANGES.index(name) + 1])
-    return frozenset({*CHANGES[1:], "chunked" if name == FILLED else name})
-
-
-def precision_of(name: str) -> str:
-    """The precision of its matmuls."""
-    if name in PEERS:
-        return "bf16"
-    return next((one for one in ("fp8", "bf16", "tf32") if one in optimizations_of(name)), "fp32")
-
-
 # Columns of the table of steps, one row a change and batch.
 MEASURES = (
     "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",

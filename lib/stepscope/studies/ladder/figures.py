@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
-from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, bars, figure, label_ends
+from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends
 from stepscope.report.tables import number
 from stepscope.studies.ladder.config import CHANGES, PEERS
 from stepscope.studies.ladder.tables import (
@@ -18,20 +18,6 @@ from stepscope.studies.ladder.tables import (
     pays_from,
     trained,
 )
-
-
-@style.look()
-def steps_here(steps: pd.DataFrame, label: str) -> Figure | None:
-    """A run's own steps, for its notebook: milliseconds of each change that was timed."""
-    timed = steps[steps["wall_ms"].notna()].set_index("change")["wall_ms"]
-    return _bars(f"A step of {label}, change by change", timed, "ms") if len(timed) else None
-
-
-def _bars(message: str, values: pd.Series, unit: str) -> Figure:
-    drawn, axes = figure(message, height=0.9 + 0.3 * len(values))
-    bars(axes, [NAMES[change] for change in values.index], list(values),
-         [number(value, unit) for value in values])
-    return drawn
 
 
 @style.look()
