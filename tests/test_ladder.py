@@ -262,6 +262,17 @@ def test_changes_that_differ_in_no_program_share_it(cells):
     assert len(programs) == 4
 
 
+def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
+    pytest.importorskip("transformers")
+    made, asked = cells("climb_compiled(HuggingFace", changes=["fp32"]), []
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
+    monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
+    programs = {}
+    for kind in (made.HuggingFace, made.HuggingFaceGraphs):
+        kind(made.config, programs).unload()
+    assert len(programs) == 2 and asked == [None, "reduce-overhead"]
+
+
 def test_what_a_cpu_lacks_is_said(cells):
     made = cells("climb_compiled(HuggingFace", changes=["fp32"])
     for name in ("TF32", "Graph", "FP8", "HuggingFaceGraphs"):
