@@ -313,5 +313,5 @@ def finding(steps: pd.DataFrame) -> str:
         return "no change could be timed"
     timed = timed[timed["batch_size"] == timed["batch_size"].iloc[0]]
     first, last = timed.iloc[0], timed[timed["change"].isin(CHANGES)].iloc[-1]
-    return (f"batch {first['batch_size']}: {first['change']} {first['wall_ms']:.4g} ms,"
-            f" {last['change']} {last['wall_ms']:.4g} ms a step")
+    ends = dict.fromkeys(f"{row['change']} {row['wall_ms']:.4g} ms" for row in (first, last))
+    return f"batch {first['batch_size']}: {', '.join(ends)} a step"

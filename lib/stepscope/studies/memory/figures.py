@@ -73,6 +73,10 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
             axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
             axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(),
                       va="bottom")
+        elif len(starts) > 1 and after == len(rows):  # the last stage is too narrow for its name
+            axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            axis.text(after, 1.0, rows["phase"].iloc[begin], transform=axis.get_xaxis_transform(), ha="right",
+                      va="bottom")
     at = int(total.argmax())
     axis.plot([at], [total[at]], "v", color=INK)
     axis.annotate(top, (at, total[at]), xytext=(7, 2), textcoords="offset points", color=INK)
