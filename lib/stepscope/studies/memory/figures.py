@@ -61,7 +61,7 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
         if live[row].max() < THICK * limit:
             continue
         if kind == "temporaries":  # spikes: their name is beside the highest
-            axis.annotate(kind, (at, height[row, at]), xytext=(8, 22), textcoords="offset points", ha="right",
+            axis.annotate(kind, (at, height[row, at]), xytext=(8, 12), textcoords="offset points", ha="right",
                           color=COLORS[kind])
         elif len(thick) > 0.08 * len(x):
             at = int(thick.mean())

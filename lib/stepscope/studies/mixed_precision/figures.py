@@ -40,10 +40,9 @@ def norms(tables: Tables) -> Picture:
     """How far LayerNorm's output is off in fp16 and in bf16, over the scale of its inputs."""
     error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
     broken = [at for at, share in lost["fp16"].items() if share > LOST]
-    ends = [f"at {max(low):g} and less" for low in [[at for at in broken if at < 1]] if low]
-    ends += [f"at {min(high):,.0f} and more" for high in [[at for at in broken if at >= 1]] if high]
-    made, axes = figure(f"LayerNorm computed in fp16 breaks {' and '.join(ends) or 'nowhere'} (the inputs' standard"
-                        " deviation), in bf16 it only rounds")
+    ends = [f"at deviations of {max(low):g} and less" for low in [[at for at in broken if at < 1]] if low]
+    ends += [f"of {min(high):,.0f} and more" for high in [[at for at in broken if at >= 1]] if high]
+    made, axes = figure(f"In fp16 LayerNorm breaks {' and '.join(ends) or 'nowhere'}, in bf16 it only rounds")
     for low in ("fp16", "bf16"):
         axes.plot(error[low].index, error[low], marker="o", color=PRECISION_COLORS[low])
     axes.set(xscale="log", yscale="log", xlabel="standard deviation of the inputs",
