@@ -115,8 +115,8 @@ def answer_std(tables: Tables) -> Claim:
     shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
     again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
     return {"cells": len(rows), "shapes": len(shapes) - again, "more": again, "modes": rows["mode"].nunique(),
-            "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1], "size": worst["size"],
-            "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
+            "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
+            "size": worst["size"], "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
 
 
 def std_where(tables: Tables) -> Claim:

@@ -1,5 +1,4 @@
 """The numbers of each sentence about the ladder: where the sentence holds, None where it does not."""
-import numpy as np
 import pandas as pd
 
 from stepscope.report.tables import digits
@@ -111,9 +110,9 @@ def change_context(tables: Tables) -> Claim:
                               for change in ("sdpa", "bf16_weights"))
         if attention[0] >= attention[1] or weights[0] <= weights[1]:
             return None
-    together = [all_of_them(rows, "wall_ms") for rows in long.values()]
+    together = pd.Series([all_of_them(rows, "wall_ms") for rows in long.values()]).dropna()
     context = next(iter(at_longest(tables))).context_length
-    return {"context": context, "low": np.nanmin(together), "high": np.nanmax(together)}
+    return {"context": context, "low": together.min(), "high": together.max()} if len(together) else None
 
 
 def beside_hugging_face(tables: Tables) -> Claim:
@@ -133,8 +132,9 @@ def peers_mask(tables: Tables) -> Claim:
     low, without = rows["attention"].min(), rows["without"]
     if not (cudnn and masked and low >= PAYS and len(rows) == len(beside_peers(tables))):
         return None
-    return {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
-            "most": without.max(), "kernel": min(masks["name"], key=len)} if (without - 1).abs().max() < 0.05 else None
+    found = {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
+             "most": without.max(), "kernel": min(masks["name"], key=len)}
+    return found if (without - 1).abs().max() < 0.05 else None
 
 
 def change_training(tables: Tables) -> Claim:

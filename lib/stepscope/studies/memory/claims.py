@@ -103,7 +103,8 @@ def checkpoint_least(tables: Tables) -> Claim:
 
 
 def memory_formula(tables: Tables) -> Claim:
-    """How far the formula is, at most and under 1 KiB, from what the program asked for, in all that was recorded, none compiled."""
+    """How far the formula is at most, under 1 KiB, from what the program asked for, in all that was recorded,
+    none compiled."""
     rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
     if off.max() > 1024:
@@ -290,7 +291,8 @@ def answer_10b(tables: Tables) -> Claim:
     shape, vocab = SIZES["10B"], int(rows["vocab_size"].iloc[0])
     parameters = shape.num_layers * _in_block("10B") + 2 * vocab * shape.d_model + shape.d_model
     state, device = 16 * parameters / GIB, tables["runs"]["machine_gpu_memory_gib"].max()
-    return shape._asdict() | {"parameters": parameters, "state": state, "memory": device} if state > device else None
+    found = {"parameters": parameters, "state": state, "memory": device}
+    return shape._asdict() | found if state > device else None
 
 
 def reach_10b_best(tables: Tables) -> Claim:

@@ -271,8 +271,8 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
-    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "expandable_segments",
-                         "peak_gib", "predicted_gib", "off", "reserved_gib"), rows=40)
+    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
+                         "expandable_segments", "peak_gib", "predicted_gib", "off", "reserved_gib"), rows=40)
 
 
 PRINTED = {one.__name__: one for one in (

@@ -36,8 +36,8 @@ def every_kernel_counted(tables: Tables) -> Numbers:
 
 
 def forward_matches_wall(tables: Tables) -> Numbers:
-    """(a) Where forward is GPU-bound, nsys's first to last operation, of several captured passes the median, is
-    the plain wall time; how far a single one is off at most."""
+    """(a) Where forward is GPU-bound, nsys's first to last operation (of the captured passes the median) is the
+    plain wall time; how far a single one is off at most."""
     rows = forward_clocks(tables)
     bound = rows[rows["gpu_ms"] >= LAUNCH_BOUND * rows["plain_ms"]]
     off = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
