@@ -36,7 +36,7 @@ def every_kernel_counted(tables: Tables) -> Numbers:
 
 
 def forward_matches_wall(tables: Tables) -> Numbers:
-    """(a) Where forward is GPU-bound, nsys's first to last operation (of the captured passes the median) is the
+    """(a) Where forward is GPU-bound, nsys's first to last operation (the median of captured passes) is the
     plain wall time; how far a single one is off at most."""
     rows = forward_clocks(tables)
     bound = rows[rows["gpu_ms"] >= LAUNCH_BOUND * rows["plain_ms"]]
