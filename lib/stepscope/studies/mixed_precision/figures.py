@@ -41,7 +41,8 @@ def norms(tables: Tables) -> Picture:
     error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
     broken = [at for at, share in lost["fp16"].items() if share > LOST]
     low, high = [at for at in broken if at < 1], [at for at in broken if at >= 1]
-    says = [f"of {max(low):g} and less"] * bool(low) + [f"of {min(high):,.0f} and more"] * bool(high)
+    says = [f"of {max(low):g} and less"] if low else []
+    says += [f"of {min(high):,.0f} and more"] if high else []
     made, axes = figure(f"In fp16 LayerNorm breaks {'at deviations ' * bool(says)}"
                         f"{' and '.join(says) or 'nowhere'}, in bf16 it only rounds")
     for name in ("fp16", "bf16"):
