@@ -439,7 +439,10 @@ def test_the_numbers_of_the_sentences(grid):
     assert long["forward"] + long["backward"] == pytest.approx(2.34 * 16)
     compiled = claims.answer_attention_compiled(grid)
     assert compiled["fp32_forward"] + compiled["fp32_backward"] == pytest.approx(136) and compiled["sequence"] == 16384
-    assert claims.answer_attention_tf32(grid)["tf32_compiled"] == pytest.approx(28.4)
+    longest = claims.attention_tf32_compiled(grid)
+    assert longest["sequence"] == 16384
+    disturbed = changed(grid, "gpu_ms", float("nan"), implementation="compiled", sequence=16384, precision="tf32")
+    assert claims.attention_tf32_compiled(disturbed)["sequence"] == 8192
 
 
 def test_one_softmax_is_a_blocks():

@@ -282,7 +282,8 @@ def made(cells):
     for name, frame in (("times", rows), ("operations", operations)):
         fp32 = frame["precision"] == "fp32"
         found |= {f"benchmark.{name}": frame[fp32].assign(repeat=0), f"mixed_precision.{name}": frame[~fp32]}
-    found["ladder.results"] = pd.DataFrame({"matmul_fp32": [50.0, 52.0, 20.0], "matmul_bf16": [750.0, 700.0, 760.0], "size": "small"})
+    found["benchmark.results"] = pd.DataFrame({"precision": ["fp32"] * 3 + ["bf16"] * 3, "size": "small",
+                                               "matmul_tflops": [50.0, 52.0, 20.0, 750.0, 700.0, 760.0]})
     return found | {"mixed_precision.numerics": long_numbers(cells).assign(size="small", context_length=512, **RUN)}
 
 

@@ -39,3 +39,11 @@ def measured_on(tables: Tables) -> Claim:
     """The one device and the one version of torch of all runs."""
     device, torch = (tables["runs"][name].unique() for name in ("device", "torch"))
     return {"device": str(device[0]), "torch": str(torch[0])} if len(device) == len(torch) == 1 else None
+
+
+def runs_overlap(tables: Tables) -> Claim:
+    """How many runs were under way at a time, at most, where it was more than one."""
+    runs = tables["runs"].dropna(subset=["started_at", "seconds"])
+    ends = runs["started_at"] + pd.to_timedelta(runs["seconds"], unit="s")
+    most = max(int(((runs["started_at"] <= at) & (ends > at)).sum()) for at in runs["started_at"])
+    return {"most": most} if most > 1 else None

@@ -113,7 +113,7 @@ def escape(text: object) -> str:
     line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
     line = re.sub(r"^([-+#=]|\d+(?=[.)]( |$)))", lambda start: (
         start[1][:-1] + f"&#{ord(start[1][-1])};" if start[1][0].isdigit() else f"\\{start[1]}"), line)
-    addresses = r"(?i):(?=//)|@|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)"
+    addresses = r"(?i):(?=//)|@(?=\w)|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)"
     return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
 
 

@@ -221,7 +221,14 @@ def attention_account(tables: Tables) -> pd.DataFrame:
     frame = pd.DataFrame({"part": parts.keys(), "GiB": parts.values()})
     return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, batch"
                              f" {row['batch_size']}, d {row['d_model']}, {row['sequence']:,} positions, on"
-                             f" {number(row['device_gib'], 'GiB')}.")
+                             f" {number(gpu_memory_gib(tables), 'GiB')}.")
+
+
+def gpu_memory_gib(tables: Tables) -> float:
+    """The GPU's memory as the machine has it; of a notebook's own run what its cells were given."""
+    if "runs" in tables:
+        return tables["runs"]["machine_gpu_memory_gib"].max()
+    return tables["attention.cells"]["device_gib"].max()
 
 
 def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:

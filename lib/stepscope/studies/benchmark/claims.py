@@ -112,8 +112,11 @@ def answer_std(tables: Tables) -> Claim:
     rows = on_gpu(processes(tables, phase=WHOLE)).dropna(subset=["wall_std_ms", "busy"])
     varies = (rows["wall_std_ms"] / rows["wall_ms"]).sort_values()
     worst = rows.loc[varies.index[-1]]
-    return {"cells": len(rows), "median": varies.median(), "worst": varies.iloc[-1], "size": worst["size"],
-            "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
+    shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
+    again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
+    return {"cells": len(rows), "shapes": len(shapes) - again, "more": again, "modes": rows["mode"].nunique(),
+            "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
+            "size": worst["size"], "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
 
 
 def std_where(tables: Tables) -> Claim:

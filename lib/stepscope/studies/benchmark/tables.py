@@ -251,7 +251,7 @@ def warmup(tables: Tables) -> pd.DataFrame:
             for size, own in cold_steps(tables).groupby("size", sort=False)}
     found = pd.DataFrame(rows).T.rename_axis("size")
     found.columns = [f"{what.removesuffix('_ms')} after {count}, ms" for what, count in found.columns]
-    return table(found)
+    return table(found, note=f"Full steps in fp32, context {context(tables):,}, after so many warm-up steps.")
 
 
 def first_steps(tables: Tables) -> pd.DataFrame:
@@ -304,7 +304,8 @@ def compile_cost(tables: Tables) -> pd.DataFrame:
              for parts in ("blocks", "model") if parts in measured}
     if not found:
         raise KeyError("compile")
-    return table(pd.concat(found, names=["compiled"])[list(names)].rename(columns=names))
+    return table(pd.concat(found, names=["compiled"])[list(names)].rename(columns=names), note=(
+        f"The full step, wall time, naive attention, context {context(tables):,}."))
 
 
 def compiled_model(tables: Tables) -> pd.DataFrame:

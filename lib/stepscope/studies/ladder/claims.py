@@ -28,6 +28,7 @@ from stepscope.studies.ladder.tables import (
 
 Claim = dict | None
 PAYS = 1 + LEAST_GAIN
+HOW = dict(zip(PEERS, ("in default mode", "with reduce-overhead")))
 WAITS = 0.5  # a step less busy waits for launches more than it computes
 
 
@@ -58,13 +59,14 @@ def first_peer(tables: Tables) -> Claim:
     """Hugging Face's step beside ours with PyTorch's AdamW, both with fp32 weights and moments."""
     rows, shape = beside_peers(tables), largest(tables)[0]
     row = rows.merge(pd.DataFrame([shape])).iloc[0]
-    found = {"peer": row["peer_ms"], "same": row["fp32_ms"]}
+    found = {"peer": row["peer_ms"], "same": row["fp32_ms"], "how": HOW[row["peer"]]}
     return found if row["peer_ms"] > row["ours_ms"] else None
 
 
 def first_bound(tables: Tables) -> Claim:
-    last = largest(tables)[1].loc[LAST]
-    return {"bound": last["bound_ms"]} if last["bound_ms"] < last["wall_ms"] else None
+    shape, rows = largest(tables)
+    last = rows.loc[LAST]
+    return {"bound": last["bound_ms"], "size": shape.size} if last["bound_ms"] < last["wall_ms"] else None
 
 
 def first_start(tables: Tables) -> Claim:
@@ -108,9 +110,9 @@ def change_context(tables: Tables) -> Claim:
                               for change in ("sdpa", "bf16_weights"))
         if attention[0] >= attention[1] or weights[0] <= weights[1]:
             return None
-    together = [all_of_them(rows, "wall_ms") for rows in long.values()]
+    together = pd.Series([all_of_them(rows, "wall_ms") for rows in long.values()]).dropna()
     context = next(iter(at_longest(tables))).context_length
-    return {"context": context, "low": min(together), "high": max(together)}
+    return {"context": context, "low": together.min(), "high": together.max()} if len(together) else None
 
 
 def beside_hugging_face(tables: Tables) -> Claim:
@@ -125,13 +127,14 @@ def peers_mask(tables: Tables) -> Claim:
     rest of their step takes as long as ours."""
     rows, kernels = peer_attention(tables), tables["ladder.kernels"]
     names = kernels.loc[kernels["family"] == "fused attention", "name"]
-    masks = kernels.loc[kernels["name"].str.contains("bitwise_and"), "change"]
-    cudnn, masked = names.str.contains("cudnn").all(), {*masks} <= {*PEERS} and len(masks)
+    masks = kernels[kernels["name"].str.contains("bitwise_and")]
+    cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*PEERS} and len(masks)
     low, without = rows["attention"].min(), rows["without"]
     if not (cudnn and masked and low >= PAYS and len(rows) == len(beside_peers(tables))):
         return None
-    return {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
-            "most": without.max()} if (without - 1).abs().max() < 0.05 else None
+    found = {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
+             "most": without.max(), "kernel": min(masks["name"], key=len)}
+    return found if (without - 1).abs().max() < 0.05 else None
 
 
 def change_training(tables: Tables) -> Claim:
@@ -156,11 +159,14 @@ def graph_small(tables: Tables) -> Claim:
 
 
 def graph_large(tables: Tables) -> Claim:
-    """At the largest size the CUDA graph gains nothing."""
+    """At the largest size the CUDA graph gains nothing: it runs into the power cap, and the same kernels take
+    longer at a lower clock."""
     shape, rows = largest(tables)
-    if climbed(rows).index.isin(["blocks", "cuda_graph"]).sum() < 2 or gain(rows, "cuda_graph"):
+    own, limit = climbed(rows, ["blocks", "cuda_graph"]), tables["ladder.results"]["power_limit_w"].median()
+    if len(own) < 2 or gain(rows, "cuda_graph") or own["power_w"].iloc[1] < 0.95 * limit:
         return None
-    return {"size": shape.size, "busy": rows.loc["blocks", "busy"]}
+    before, after = own["gpu_ms"]
+    return {"size": shape.size, "before": before, "after": after} if after > PAYS * before else None
 
 
 def launch_wait(tables: Tables) -> Claim:

@@ -87,7 +87,7 @@ def ladder_training(tables: Tables) -> Figure | None:
     axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
     axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss minus fp32's, nats (means of ten steps)")
+    axes.set(xlabel="step (means of ten)", ylabel="loss minus fp32's, nats")
     ends = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
     label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})

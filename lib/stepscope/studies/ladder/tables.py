@@ -145,7 +145,11 @@ def moved(off: pd.DataFrame) -> tuple[pd.Series, float]:
 
 
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:
-    """How many times faster the last change's step is than fp32's, by ``wall_ms`` or ``gpu_ms``."""
+    """How many times faster the last change's step is than fp32's, by ``wall_ms`` or ``gpu_ms``; nan in wall
+    time where fp32's few steps were disturbed: they differ by more than what counts as a gain."""
+    first = rows.loc[CHANGES[0]] if CHANGES[0] in rows.index else rows.iloc[0] * math.nan
+    if clock == "wall_ms" and first["wall_std_ms"] > LEAST_GAIN * first["wall_ms"]:
+        return math.nan
     return rows[clock].get(CHANGES[0], math.nan) / rows[clock].get(LAST, math.nan)
 
 
@@ -163,7 +167,7 @@ def beside_peers(tables: Tables) -> pd.DataFrame:
         if {LAST, "cuda_graph"} - {*timed.index} or timed.index.isin(PEERS).sum() == 0:
             continue
         peer = climbed(rows, PEERS)["wall_ms"].idxmin()
-        found = shape._asdict()
+        found = shape._asdict() | {"peer": peer}
         for name, change in {"ours": LAST, "fp32": "cuda_graph", "peer": peer}.items():
             row = timed.loc[change]
             found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],

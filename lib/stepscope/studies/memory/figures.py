@@ -61,7 +61,7 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
         if live[row].max() < THICK * limit:
             continue
         if kind == "temporaries":  # spikes: their name is beside the highest
-            axis.annotate(kind, (at, height[row, at]), xytext=(8, 22), textcoords="offset points", ha="right",
+            axis.annotate(kind, (at, height[row, at]), xytext=(8, 12), textcoords="offset points", ha="right",
                           color=COLORS[kind])
         elif len(thick) > 0.08 * len(x):
             at = int(thick.mean())
@@ -72,6 +72,10 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
             axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
             axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(),
+                      va="bottom")
+        elif len(starts) > 1 and after == len(rows):  # the last stage is too narrow for its name
+            axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            axis.text(after, 1.0, rows["phase"].iloc[begin], transform=axis.get_xaxis_transform(), ha="right",
                       va="bottom")
     at = int(total.argmax())
     axis.plot([at], [total[at]], "v", color=INK)

@@ -148,7 +148,7 @@ def handout_peaks(tables: Tables) -> pd.DataFrame:
     wide = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
     wide = wide[[key for key in product(MODES, ("fp32", "bf16")) if key in wide]]
     wide.columns = [f"{MODES[mode]}, {precision}" for mode, precision in wide.columns]
-    out = " Empty: out of memory." if (rows["status"] == "oom").any() else ""
+    out = " –: out of memory." if (rows["status"] == "oom").any() else ""
     return table(wide.rename_axis("context"), unit="GiB", note=(
         f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
 
@@ -267,12 +267,12 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
     """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
-    rows = where(tables["memory.peaks"], phase="whole", status="ok", expandable_segments=False)
+    rows = where(tables["memory.peaks"], phase="whole", status="ok")
     off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
-    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention", "peak_gib",
-                         "predicted_gib", "off", "reserved_gib"), rows=40)
+    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
+                         "expandable_segments", "peak_gib", "predicted_gib", "off", "reserved_gib"), rows=40)
 
 
 PRINTED = {one.__name__: one for one in (

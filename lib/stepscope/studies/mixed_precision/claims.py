@@ -32,10 +32,10 @@ def _gain(tables: Tables, precision: str) -> Claim:
 
 
 def tensor_cores(tables: Tables) -> Claim:
-    """Rates of large matmuls in bf16 and in fp32, medians over the ladder's runs."""
-    rates = tables["ladder.results"][["matmul_fp32", "matmul_bf16"]].median()
-    times = rates["matmul_bf16"] / rates["matmul_fp32"]
-    return {"bf16": rates["matmul_bf16"], "fp32": rates["matmul_fp32"], "times": times} if times > 2 else None
+    """Rates of large matmuls in bf16 and in fp32, medians over the benchmark's runs."""
+    rates = tables["benchmark.results"].groupby("precision")["matmul_tflops"].median()
+    times = rates["bf16"] / rates["fp32"]
+    return {"bf16": rates["bf16"], "fp32": rates["fp32"], "times": times} if times > 2 else None
 
 
 def precision_gain(tables: Tables) -> Claim:

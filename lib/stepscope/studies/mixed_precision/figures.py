@@ -39,13 +39,16 @@ def precision_gain(tables: Tables) -> Picture:
 def norms(tables: Tables) -> Picture:
     """How far LayerNorm's output is off in fp16 and in bf16, over the scale of its inputs."""
     error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
-    broken = [at for at, share in lost["fp16"].items() if share > LOST and at >= 1]
-    says = f"from a standard deviation of {min(broken):,.0f} on" if broken else "nowhere"
-    made, axes = figure(f"LayerNorm computed in fp16 breaks {says}, in bf16 it only rounds")
-    for low in ("fp16", "bf16"):
-        axes.plot(error[low].index, error[low], marker="o", color=PRECISION_COLORS[low])
+    broken = [at for at, share in lost["fp16"].items() if share > LOST]
+    low, high = [at for at in broken if at < 1], [at for at in broken if at >= 1]
+    says = [f"of {max(low):g} and less"] if low else []
+    says += [f"of {min(high):,.0f} and more"] if high else []
+    made, axes = figure(f"In fp16 LayerNorm breaks {'at deviations ' * bool(says)}"
+                        f"{' and '.join(says) or 'nowhere'}, in bf16 it only rounds")
+    for name in ("fp16", "bf16"):
+        axes.plot(error[name].index, error[name], marker="o", color=PRECISION_COLORS[name])
     axes.set(xscale="log", yscale="log", xlabel="standard deviation of the inputs",
              ylabel="output's relative error")
-    ends = {low: (error[low].index[-1], error[low].iloc[-1]) for low in ("fp16", "bf16")}
+    ends = {name: (error[name].index[-1], error[name].iloc[-1]) for name in ("fp16", "bf16")}
     label_ends(axes, ends, PRECISION_COLORS)
     return made

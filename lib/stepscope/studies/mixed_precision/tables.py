@@ -153,7 +153,8 @@ def precision_walls(tables: Tables) -> pd.DataFrame:
     rows = walls(tables)
     rows = rows[rows["precision"].isin(["fp32", "bf16"]) & (rows["context_length"] == reference(rows))]
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
-    return table(made, note=f"Wall time, median ± standard deviation, context {reference(rows):,}.")
+    return table(made, note=f"Wall time, median ± standard deviation, context {reference(rows):,}."
+                                 " Forward and backward are phases of forward + backward.")
 
 
 def precision_shapes(tables: Tables) -> pd.DataFrame:
@@ -205,7 +206,8 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     found["speedup, x"] = (found["fp32"] / found["bf16"]).where(found["fp32"] > 0)
     found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
     made = found.reset_index()
-    return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}))
+    return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}), note=(
+        f"GPU time of the full step, context {reference(whole(tables, mode='step')):,}."))
 
 
 def precision_trend(tables: Tables) -> pd.DataFrame:

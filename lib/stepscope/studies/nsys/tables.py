@@ -227,21 +227,22 @@ def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
     return table(pd.DataFrame({
         f"kernel of {largest[0]} at context {largest[1]:,}": rows["name"].map(readable(rows["name"])),
         "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
-        "share, %": rows["share"]}), rows=3 * count)
+        "share, %": rows["share"]}), rows=3 * count, note="fp32; launches and time of one pass or step.")
 
 
 def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
     """(c) Of the smallest size's forward at the reference context the kernels that are no matmuls, by the
     part of the model that launches them."""
     rows = at_reference(tables, "forward")
-    rows = rows[rows["size"] == rows["size"].iloc[0]]
+    at = f"{rows['size'].iloc[0]}, context {reference(rows):,}, fp32, forward"
+    rows = rows[rows["size"] == rows["size"].iloc[0]].assign(family=shown_family)
     total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
     rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
     rows = rows.reset_index()
-    return pd.DataFrame({
+    return table(pd.DataFrame({
         "part of the model": rows["region"], "kernel": rows["name"].map(readable(rows["name"])),
         "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
-        "share of forward, %": rows["total_ns"] / total})
+        "share of forward, %": rows["total_ns"] / total}), note=f"{at}; launches and time of one pass.")
 
 
 def forward_families(tables: Tables) -> pd.DataFrame:
@@ -256,7 +257,9 @@ def step_families(tables: Tables) -> pd.DataFrame:
     ends = dict.fromkeys(wide[MODES["step"]].columns[[0, -1]])
     found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
                           for size in ends for mode, frame in wide.items()})
-    return found.sort_values(found.columns[-1], ascending=False)
+    context = reference(profiles(tables, "operations"))
+    return table(found.sort_values(found.columns[-1], ascending=False),
+                 note=f"Shares of the kernels' time, fp32, context {context:,}.")
 
 
 def parts_of_model(tables: Tables) -> pd.DataFrame:
@@ -284,12 +287,13 @@ def attention_softmax(tables: Tables) -> pd.DataFrame:
     and A V, and softmax's beside the matmuls'."""
     rows = softmax_and_matmuls(tables).reset_index()
     rows = rows[rows["context_length"] == reference(rows)]
-    return pd.DataFrame({
+    return table(pd.DataFrame({
         "size": rows["size"], "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
         "AV, GFLOP": rows["matmul_flops"] / 1e9, "softmax, GFLOP": rows["softmax_flops"] / 1e9,
         "QKᵀ, ms": rows["scores_ms"], "AV, ms": rows["values_ms"], "softmax, ms": rows["softmax_ms"],
         "softmax/matmuls in FLOPs, %": rows["flops"],
-        "in time, %": rows["times"]}).set_index("size")
+        "in time, %": rows["times"]}).set_index("size"),
+        note=f"All layers of one forward pass, fp32, context {reference(rows):,}.")
 
 
 def by_context(tables: Tables) -> pd.DataFrame:
