@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
+import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -83,6 +85,16 @@ def _wrapped(text: str, width: int) -> str:
             out.append("")
         out[-1] += f" {word}" if out[-1] else word
     return "\n".join(out)
+
+
+def lines(axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
+          ) -> dict[str, tuple[float, float]]:
+    """A line of markers for each value of ``hue``; where each ends, as :func:`label_ends` takes it."""
+    palette = {name: colors.get(name, INK) for name in rows[hue].unique()}
+    sns.lineplot(rows, x=x, y=y, hue=hue, palette=palette, estimator=None, marker="o", markeredgewidth=0,
+                 legend=False, ax=axes)
+    last = rows.sort_values(x).drop_duplicates(hue, keep="last")
+    return {name: (at, value) for name, at, value in zip(last[hue], last[x], last[y])}
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str],

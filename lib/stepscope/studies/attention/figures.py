@@ -1,7 +1,7 @@
 """Figures of the attention study; None where there is nothing to draw."""
 from matplotlib.figure import Figure
 
-from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends, look
+from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends, lines, look
 from stepscope.report.tables import number
 from stepscope.studies.attention.config import IMPLEMENTATIONS
 from stepscope.studies.attention.memory import SQUARES
@@ -26,9 +26,7 @@ def attention_time(tables: Tables) -> Figure | None:
     message = "A kernel that stores T x T is as fast as any here" if best in SQUARES else (
         f"At {at:,} positions (d {d}) {LABELS[best]}, which stores no T x T, is {gain} faster than naive")
     drawn, axes = figure(message, height=4)
-    for name in times:
-        line = times[name].dropna()
-        axes.plot(line.index, line, marker="o", color=COLORS[name])
+    lines(axes, rows, "sequence", "gpu_ms", "implementation", COLORS)
     axes.set(xscale="log", yscale="log", xlabel=f"sequence ({where(rows)})", ylabel="GPU time, ms")
     named = [times.index[-1]]  # from the longest down, no two closer than their names are wide
     for sequence in times.index[-2::-1]:

@@ -14,6 +14,7 @@ from stepscope.report.style import (
     bars,
     figure,
     label_ends,
+    lines,
     look,
 )
 from stepscope.report.tables import number
@@ -66,11 +67,7 @@ def busy(tables: Tables) -> Picture:
     (short, short_count), (long, long_count) = waits.sum().items()
     drawn, axes = figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are launch-bound"
                          f" at context {short:,}, and {long_count} at {long:,}", 3.4)
-    last = {}
-    for size, own in rows.groupby("size", sort=False):
-        own = own.sort_values("context_length").set_index("context_length")["busy"]
-        axes.plot(own, marker="o", color=SIZE_COLORS.get(size, BLUE))
-        last[size] = (own.index[-1], own.iloc[-1])
+    last = lines(axes, rows, "context_length", "busy", "size", SIZE_COLORS)
     axes.annotate("launch-bound below", (short, LAUNCH_BOUND), xytext=(0, 3),
                   textcoords="offset points", color=MUTED, va="bottom")
     contexts = sorted(rows["context_length"].unique())

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
-from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends
+from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
 from stepscope.report.tables import number
 from stepscope.studies.ladder.config import CHANGES, PEERS
 from stepscope.studies.ladder.tables import (
@@ -60,10 +60,7 @@ def fp8(tables: Tables) -> Figure | None:
     tokens, places = pays_from(found), sorted(found["tokens"].unique())
     drawn, axes = figure(f"FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
                          else "FP8 matmuls gain nothing clear at these batches")
-    ends = {}
-    for size, rows in found.groupby("size", sort=False):
-        axes.plot(rows["tokens"], rows["gain"], marker="o", color=SIZE_COLORS.get(size, INK))
-        ends[size] = (rows["tokens"].iloc[-1], rows["gain"].iloc[-1])
+    ends = lines(axes, found, "tokens", "gain", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)
     axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16, GPU time",
              ylim=(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03))

@@ -9,6 +9,7 @@ from stepscope.report.style import (
     Picture,
     figure,
     label_ends,
+    lines,
     look,
 )
 from stepscope.report.tables import number
@@ -22,11 +23,8 @@ def precision_gain(tables: Tables) -> Picture:
     ends = gains(tables, "bf16")
     low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
     made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
-    contexts, last = sorted(rows["context_length"].unique()), {}
-    for size in rows["size"].unique():
-        line = rows[rows["size"] == size].set_index("context_length")["gain"].sort_index()
-        axes.plot(line.index, line, marker="o", color=SIZE_COLORS.get(size, INK))
-        last[size] = (line.index[-1], line.iloc[-1])
+    contexts = sorted(rows["context_length"].unique())
+    last = lines(axes, rows, "context_length", "gain", "size", SIZE_COLORS)
     axes.set(xscale="log", xlabel="context", ylabel="speedup in GPU time", ylim=(0, None))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
@@ -45,10 +43,9 @@ def norms(tables: Tables) -> Picture:
     says += [f"of {min(high):,.0f} and more"] if high else []
     made, axes = figure(f"In fp16 LayerNorm breaks {'at deviations ' * bool(says)}"
                         f"{' and '.join(says) or 'nowhere'}, in bf16 it only rounds")
-    for name in ("fp16", "bf16"):
-        axes.plot(error[name].index, error[name], marker="o", color=PRECISION_COLORS[name])
+    of_both = error.loc[["fp16", "bf16"]].rename("value").rename_axis(["precision", "scale"]).reset_index()
+    ends = lines(axes, of_both.dropna(), "scale", "value", "precision", PRECISION_COLORS)
     axes.set(xscale="log", yscale="log", xlabel="standard deviation of the inputs",
              ylabel="output's relative error")
-    ends = {name: (error[name].index[-1], error[name].iloc[-1]) for name in ("fp16", "bf16")}
     label_ends(axes, ends, PRECISION_COLORS)
     return made
