@@ -21,10 +21,11 @@ reference-runs: $(READY)  ## the whole matrix of all studies on a GPU (it says h
 	$(BIN)/stepscope sweep reference --runs runs/local-reference
 	$(BIN)/stepscope render --runs runs/local-reference
 
-# Lint, types and the committed report are tests, and run beside others. More threads than cores would wait for
+# Lint, types and the committed report are tests, and run beside others; files in their order, for the long ones
+# have few tests and would otherwise come last. More threads than cores would wait for
 # each other.
 test: $(TEST)  ## lint, types, the committed report and all tests, on JOBS processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(TEST)  ## ruff and mypy, over the package, bench, the tests and the notebooks
 	$(BIN)/ruff check
