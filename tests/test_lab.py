@@ -1,0 +1,115 @@
+"""A trial: each notebook as a student meets it, in JupyterLab in a real browser, on a CPU and with its defaults."""
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from browser import browser
+from cells import NOTEBOOKS
+from stepscope import PROJECT
+
+PICTURES = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", "lab/screenshots"))
+TOKEN = "trial"
+RUN_LIMIT_S = 300  # of a notebook, on a machine that is loaded too
+
+# What a person who scrolls from top to bottom sees: outputs as they are on the page, not as they are in the file.
+SEEN = """() => ({
+    errors: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.error"]')].map(e => e.innerText),
+    warnings: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.stderr"]')].map(e => e.innerText),
+    pictures: document.querySelectorAll('.jp-OutputArea img, .jp-OutputArea svg').length,
+    tables: document.querySelectorAll('.jp-OutputArea table').length,
+    folded: document.querySelectorAll('.jp-OutputArea details, .jp-MarkdownOutput details').length,
+    wide: [...document.querySelectorAll('.jp-OutputArea-output')].filter(e => e.scrollWidth > e.clientWidth + 1)
+        .map(e => e.innerText.slice(0, 80)),
+})"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """The project as it is in this checkout, where copies of notebooks may be written and run."""
+    folder = tmp_path_factory.mktemp("trial") / "project"
+    shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "lab"))
+    subprocess.run(["make", "--silent", "lab-copies"], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(project, tmp_path_factory):
+    """A JupyterLab as `make lab` starts it, with settings of nobody's home; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path_factory.mktemp("home")
+    places = {"HOME": str(home), "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
+              "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "IPYTHONDIR": str(home / "ipython"),
+              "PYTHONPATH": str(project / "lib")}
+    # The whole notebook is on the page, so that all of it can be looked at.
+    settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
+    said = home / "said.txt"
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--ServerApp.root_dir=.",
+               f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}"]
+    with said.open("w") as stream:
+        server = subprocess.Popen(command, cwd=project, env=os.environ | places, stdout=stream, stderr=stream)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, said.read_text()
+            with suppress(OSError):
+                urllib.request.urlopen(f"{address}/api?token={TOKEN}").close()
+                break
+            time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()  # it ends its kernels first
+        server.wait(30)
+
+
+@pytest.mark.trials
+@pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
+def test_a_notebook_runs_in_jupyterlab(project, lab, name):
+    with browser() as on:
+        page = on.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(f"{lab}/lab/tree/lab/{name}.ipynb?token={TOKEN}&reset")
+        # Cells come one after another, and only those that are there are run.
+        cells = len(json.loads((project / "lab" / f"{name}.ipynb").read_text())["cells"])
+        page.wait_for_function("cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells", arg=cells,
+                               timeout=60_000)
+        idle = page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]')
+        idle.wait_for(timeout=60_000)
+        begin = time.monotonic()
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        # Each cell that has run has a number, one that waits has a star: the last one's number is the end.
+        page.wait_for_function("""() => {
+            const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())
+            const failed = document.querySelector('[data-mime-type="application/vnd.jupyter.error"]')
+            return failed || prompts.every(text => /\\[\\d+\\]/.test(text)) }""", timeout=RUN_LIMIT_S * 1e3)
+        idle.wait_for(timeout=60_000)
+        took_s = time.monotonic() - begin
+        page.wait_for_timeout(1_000)  # the last picture is still being drawn
+        seen = page.evaluate(SEEN)
+        print(f"{name}: {took_s:.0f} s, {seen}")
+        photograph(page, name)
+        page.close()
+    assert not seen["errors"], seen["errors"]
+    assert seen["pictures"] and seen["tables"] and seen["folded"]
+
+
+def photograph(page, name: str) -> None:
+    """The whole notebook in one picture: its cells at their full height, and nothing else on the page."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
+    page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})
+    page.wait_for_timeout(1_000)
+    page.locator(".jp-NotebookPanel").screenshot(path=PICTURES / f"{name}.png")
