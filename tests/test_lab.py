@@ -111,5 +111,6 @@ def photograph(page, name: str) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})
+    page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
     page.wait_for_timeout(1_000)
     page.locator(".jp-NotebookPanel").screenshot(path=PICTURES / f"{name}.png")
