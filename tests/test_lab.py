@@ -85,6 +85,7 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
         cells = len(json.loads((project / "lab" / f"{name}.ipynb").read_text())["cells"])
         page.wait_for_function("cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells", arg=cells,
                                timeout=60_000)
+        has_kernel(lab, name)
         idle = page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]')
         idle.wait_for(timeout=60_000)
         begin = time.monotonic()
@@ -104,6 +105,18 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
         page.close()
     assert not seen["errors"], seen["errors"]
     assert seen["pictures"] and seen["tables"] and seen["folded"]
+
+
+def has_kernel(lab: str, name: str) -> None:
+    """Wait until the notebook's session has its kernel: asked to run before, JupyterLab asks which one to select."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"{lab}/api/sessions?token={TOKEN}") as answer:
+            kernels = {session["name"]: session["kernel"]["execution_state"] for session in json.load(answer)}
+        if kernels.get(f"{name}.ipynb") == "idle":
+            return
+        assert time.monotonic() < deadline, kernels
+        time.sleep(0.2)
 
 
 def photograph(page, name: str) -> None:
