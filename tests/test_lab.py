@@ -36,6 +36,7 @@ SEEN = """() => ({
 def project(tmp_path_factory) -> Path:
     """The project as it is in this checkout, where copies of notebooks may be written and run."""
     folder = tmp_path_factory.mktemp("trial") / "project"
+    assert PROJECT is not None
     shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "lab"))
     subprocess.run(["make", "--silent", "lab-copies"], cwd=folder, check=True)
     return folder
